@@ -1,0 +1,62 @@
+# Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one.
+PYTHON ?= python3
+BACKEND ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+EDITABLE := --config-settings editable_mode=strict -e
+
+# An editable install links file by file, so it is renewed when a file comes or goes.
+FILES := $(shell find app engine quant assets -type f ! -name '*.pyc' | LC_ALL=C sort | cat - pyproject.toml | cksum | cut -d' ' -f1)
+USE := $(VENV)/installed-$(BACKEND)-$(FILES)
+DEV := $(VENV)/installed-dev-$(BACKEND)-$(FILES)
+
+.PHONY: chat test lint format bench guide golden wheel clean
+
+chat: $(USE)
+	@$(BIN)/tokamac chat $(MODEL)
+
+test: $(DEV)
+	$(BIN)/python -m pytest
+
+lint: $(DEV) build/typed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=build/typed $(BIN)/mypy -p tokamac.app -p tokamac.engine -p tokamac.quant -p tokamac.assets
+
+format: $(DEV)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(DEV)
+	$(BIN)/python -m tests.benchmarks
+
+guide: $(DEV)
+	$(BIN)/pip install --quiet '.[guide]' --no-deps && $(BIN)/pip install --quiet torch==2.13.0 safetensors
+	.ci/make-guide $(BIN)
+
+golden: $(DEV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/python -m tests.golden.make
+
+wheel: $(DEV)
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("Tokamac needs Python 3.11 or later, not " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(USE): $(BIN)/python
+	.ci/install $(BIN) $(BACKEND) $(EDITABLE) .
+	@rm -f $(VENV)/installed-*; touch $@
+
+$(DEV): $(BIN)/python
+	.ci/install $(BIN) $(BACKEND) $(EDITABLE) '.[dev]'
+	@rm -f $(VENV)/installed-*; touch $@ $(USE)
+
+build/typed:  # the packages under their import names, for the type checker
+	mkdir -p $@/tokamac
+	for package in app engine quant assets; do ln -sfn ../../../$$package $@/tokamac/$$package; done

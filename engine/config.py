@@ -1,0 +1,261 @@
+"""``config.json``, read and brought to the form that mlx-lm's model classes read.
+
+Transformers 5 keeps rotary settings in ``rope_parameters`` (flat, or one set per kind of layer), has renamed keys, and writes
+null where a value follows from others. Today's mlx-lm mostly reads the older names; what it does not find it defaults, in
+silence. So every config passes through ``normalise``, which writes the older names beside the new ones, from the new ones
+where both are there. Keys are overwritten, never removed: mlx-lm merges the result over the file it reads itself.
+
+``check_config`` (config_rules.py) then refuses a model whose config sets something that its class would not read.
+"""
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokamac.engine.config_rules import check_config
+from tokamac.engine.corrections import correct
+from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
+
+__all__ = ["check_config", "model_classes", "normalise", "read_config"]
+
+Config = dict[str, Any]
+
+FLOAT_TAGS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+"""Transformers writes non-finite floats as {"__float__": "Infinity"}, so that the file stays JSON."""
+
+PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
+"""Kinds of rotary scaling that need the context length of pretraining."""
+
+ABSENT: dict[str, Config] = {
+    # What transformers assumes for an absent key, where mlx-lm would assume something else.
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"tie_word_embeddings": False},
+    "ministral3": {"tie_word_embeddings": False},
+    "olmo2": {"tie_word_embeddings": False},
+    "olmoe": {"tie_word_embeddings": False},
+    "granite": {"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    "qwen2": {"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    "qwen2_moe": {"rope_theta": 10_000.0},
+    "starcoder2": {"rope_theta": 10_000.0},
+    "seed_oss": {"tie_word_embeddings": False, "attention_bias": True},
+    "glm": {"tie_word_embeddings": False, "attention_bias": True},
+    # Keys that older checkpoints had and mlx-lm requires; transformers now takes them as given.
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+}
+RENAMED: dict[str, dict[str, str]] = {
+    # model type: {the name mlx-lm reads: the name transformers 5 writes}
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "mellum": {"num_experts": "num_local_experts"},
+    "step3p5": {
+        "num_attention_groups": "num_key_value_heads",
+        "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+    },
+    "gpt2": {"n_ctx": "n_positions"},
+    "lfm2": {"block_dim": "hidden_size"},
+    "bailing_hybrid": {
+        "max_position_embeddings": "model_max_length",
+        "n_group": "num_expert_group",
+        "num_experts_per_tok": "num_experts_per_token",
+    },
+}
+HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_moe")
+"""mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
+SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
+"""Classes that look into ``rope_scaling`` whether it is there or not."""
+LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
+INSTALL_FIRST = {"olmo": "hf_olmo"}
+"""Modules of mlx-lm that end the process when another package is missing (olmo calls sys.exit on import)."""
+OTHER_TASKS = re.compile(
+    r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
+)
+
+
+def read_config(folder: Path) -> Config:
+    """Return the folder's ``config.json``, normalised. Nothing else is read or run.
+
+    Raises ModelDamagedError when the file is missing, is not JSON, or is no config.
+    """
+    path = folder / "config.json"
+    again = "Download or convert the model again."
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ModelDamagedError(f"{path} is missing", f"Is this a model folder? {again}") from error
+    except OSError as error:
+        raise ModelDamagedError(f"{path} can't be read: {error.strerror or error}", "Check its permissions.") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+        raise ModelDamagedError(f"{path} is not valid JSON: {error}", again) from error
+    except RecursionError as error:
+        raise ModelDamagedError(f"{path} is nested too deeply to be a config", again) from error
+    if not isinstance(config, dict):
+        raise ModelDamagedError(f"{path} holds no JSON object", again)
+    try:
+        return normalise(config)
+    except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
+        raise ModelDamagedError(f"{path} holds values that can't be right: {error}", again) from error
+
+
+def normalise(config: Config) -> Config:
+    """Return a copy of a config with the keys mlx-lm reads, whatever version of transformers wrote it. Idempotent."""
+    copy: Config = _untag(config)
+    for part in LANGUAGE_PARTS:
+        if isinstance(copy.get(part), dict):
+            copy[part] = normalise(copy[part])
+            if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
+                copy.setdefault("vocab_size", copy[part]["vocab_size"])
+    _names(copy)
+    _heads(copy)
+    _rotary(copy)
+    _layers(copy)
+    for key, value in ABSENT.get(str(copy.get("model_type")), {}).items():
+        if copy.get(key) is None:
+            copy[key] = value
+    return copy
+
+
+def _untag(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"__float__"} and value["__float__"] in FLOAT_TAGS:
+            return FLOAT_TAGS[value["__float__"]]
+        return {key: _untag(entry) for key, entry in value.items()}
+    return [_untag(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _names(config: Config) -> None:
+    for ours, theirs in RENAMED.get(str(config.get("model_type")), {}).items():
+        if config.get(ours) is None and theirs in config:
+            config[ours] = config[theirs]
+    for one, other in (("dtype", "torch_dtype"), ("torch_dtype", "dtype")):
+        if config.get(one) is not None:
+            config.setdefault(other, config[one])
+    if config.get("model_file") is not None:
+        config["model_file"] = None  # code from a model folder is never run; the architecture is known or refused
+
+
+def _heads(config: Config) -> None:
+    if "n_inner" in config and config["n_inner"] is None and isinstance(config.get("n_embd"), int):
+        config["n_inner"] = 4 * config["n_embd"]
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if not isinstance(heads, int) or heads < 1:
+        return
+    if "num_key_value_heads" in config and config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = heads
+    wanted = "head_dim" in config or config.get("model_type") in HEAD_DIM_REQUIRED
+    if wanted and config.get("head_dim") is None and isinstance(width, int):
+        config["head_dim"] = width // heads
+
+
+def _rotary(config: Config) -> None:
+    """Write rope_theta, rope_scaling, partial_rotary_factor and rope_local_base_freq from what is there."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, dict) or not given:
+        given = config.get("rope_scaling") or {}
+    local = None
+    if any(isinstance(entry, dict) for entry in given.values()):  # one set per kind of layer
+        local = given.get("sliding_attention")
+        given = given.get("full_attention") or local or {}
+    given = {key: value for key, value in given.items() if value is not None}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in given:
+            config[key] = given[key]
+    if isinstance(local, dict) and local.get("rope_theta") is not None:
+        config["rope_local_base_freq"] = local["rope_theta"]
+    config["rope_scaling"] = _scaling(config, given)
+    if config.get("model_type") == "gpt_neox":
+        for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
+            config.setdefault(new, config.get(old))
+            config[old] = config[new]
+
+
+def _scaling(config: Config, given: Config) -> Config | None:
+    """Return rotary scaling as transformers 4 wrote it, or None where there is none."""
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    scaling = {key: value for key, value in given.items() if key != "rope_theta"}
+    if kind == "default" and config.get("model_type") in SCALING_REQUIRED:
+        return {"type": kind, "rope_type": kind, "factor": 1.0}
+    if kind == "default" and not set(scaling) - {"type", "rope_type", "partial_rotary_factor"}:
+        return None
+    scaling |= {"type": kind, "rope_type": kind}
+    longest = config.get("max_position_embeddings")
+    if kind in PRETRAINED_LENGTH:
+        own = scaling.get("original_max_position_embeddings")
+        scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or own or longest
+        if kind == "longrope":  # phi3's class reads it here
+            config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    if kind == "yarn" and "factor" not in scaling and longest:
+        scaling["factor"] = longest / scaling["original_max_position_embeddings"]
+    if kind == "linear":
+        scaling["factor"] = float(scaling["factor"])  # phi3's class insists
+    return scaling
+
+
+def _layers(config: Config) -> None:
+    """Write the older ways to say which layers are full attention, from ``layer_types``: a period, or a letter a layer."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        return
+    full = [kind == "full_attention" for kind in kinds]
+    period = full.index(True) + 1 if any(full) else len(full) + 1
+    regular = full == [(i + 1) % period == 0 for i in range(len(full))]
+    if config.get("model_type") == "granitemoehybrid":
+        config["layer_types"] = ["attention" if kind == "full_attention" else kind for kind in kinds]
+    elif config.get("model_type") == "exaone4":
+        letters = "".join("G" if whole else "L" for whole in full)
+        config["sliding_window_pattern"] = letters if config.get("sliding_window") else None
+    elif regular and set(kinds) <= {"full_attention", "sliding_attention"}:
+        config["sliding_window_pattern"] = period
+    elif regular and set(kinds) <= {"full_attention", "linear_attention"}:
+        config["full_attention_interval"] = period
+
+
+def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
+    """Return what builds the model of a normalised config, and mlx-lm's ModelArgs for it.
+
+    The first makes mlx-lm's Model from the second, then puts right what that class hard-codes (corrections.py).
+    Raises ModelDamagedError when the config names no model type, ModelUnsupportedError when mlx-lm has no class for it or
+    the model is no language model. Code that a model folder brings along is never run.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelDamagedError(
+            "config.json names no model_type", "This is not a language model's folder, or it is damaged."
+        )
+    _refuse_other_tasks(config, kind)
+    other = "Choose a decoder language model; mlx-lm's models folder lists the architectures."
+    if (needed := INSTALL_FIRST.get(kind)) and importlib.util.find_spec(needed) is None:
+        raise ModelUnsupportedError(
+            f"{kind} models need the package {needed}, which is not installed", "Choose another model."
+        )
+    try:
+        if not re.fullmatch(r"[\w-]+", kind):
+            raise ValueError(f"{kind!r} is no model type")
+        from mlx_lm.utils import _get_classes
+
+        model, arguments = _get_classes(config)
+    except (ValueError, AttributeError, ImportError) as error:
+        brought = " The code that came with it is not run." if config.get("auto_map") else ""
+        raise ModelUnsupportedError(f"mlx-lm has no language model of the kind {kind!r}", other + brought) from error
+
+    def build(args: Any) -> Any:
+        module = model(args)
+        correct(module, config)
+        return module
+
+    return build, arguments
+
+
+def _refuse_other_tasks(config: Config, kind: str) -> None:
+    named = config.get("architectures") or []
+    for architecture in [named] if isinstance(named, str) else named:
+        if OTHER_TASKS.search(str(architecture)):
+            raise ModelUnsupportedError(
+                f"{architecture} is not a language model that writes text", "Choose a chat model."
+            )
+    if config.get("is_encoder_decoder") is True:
+        raise ModelUnsupportedError(f"{kind} is an encoder-decoder model", "Choose a decoder language model.")

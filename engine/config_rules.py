@@ -1,0 +1,296 @@
+"""Which keys of a config change what a model computes, and whether mlx-lm's class for it reads them.
+
+A key that matters, is set to something, and is read by nothing would be a wrong answer in silence: here it is an error. Whether
+a class reads a key is found in its source: it must be a field of the class's arguments, and be used. ``corrections.py`` sets
+right what some classes hard-code; those cases are no errors. Biases and other parameters need no rule: weights that a class
+has no place for, or lacks, stop the load.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from tokamac.engine.config_source import modules, read_by, read_within
+from tokamac.engine.corrections import ACTIVATION_KEYS, corrects
+from tokamac.engine.errors import ModelUnsupportedError
+
+Config = dict[str, Any]
+Neutral = Callable[[Config, Any], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """A key that matters, unless ``neutral`` says its value changes nothing. Any of ``aliases`` may be read in its stead."""
+
+    key: str
+    neutral: Neutral
+    aliases: tuple[str, ...] = ()
+
+
+def _is(*values: Any) -> Neutral:
+    return lambda _, value: value in values
+
+
+def _one_per_query(config: Config, value: Any) -> bool:
+    return bool(value == config.get("num_attention_heads"))
+
+
+def _head_dim(config: Config) -> float:
+    heads = config.get("num_attention_heads") or 1
+    return float(config.get("head_dim") or (config.get("hidden_size") or 0) // heads or 1)
+
+
+def _usual_head(config: Config, value: Any) -> bool:
+    return bool(value * (config.get("num_attention_heads") or 1) == config.get("hidden_size"))
+
+
+def _usual_scale(config: Config, value: Any) -> bool:
+    return abs(value - _head_dim(config) ** -0.5) < 1e-6
+
+
+def _all_or_llama4(config: Config, value: Any) -> bool:
+    # llama4's class skips every fourth layer's rotation by itself.
+    skips = [int((i + 1) % 4 != 0) for i in range(len(value))]
+    return all(value) or (config.get("model_type") == "llama4_text" and value == skips)
+
+
+def _no_window(config: Config, value: Any) -> bool:
+    return config.get("use_sliding_window") is False or value >= (config.get("max_position_embeddings") or value + 1)
+
+
+RULES = (
+    Rule("rope_theta", _is(), ("rope_parameters", "rotary_emb_base", "attn_config")),
+    Rule("rope_scaling", _is(), ("rope_parameters",)),
+    Rule("rope_local_base_freq", lambda config, value: bool(value == config.get("rope_theta")), ("rope_parameters",)),
+    Rule("partial_rotary_factor", _is(1, 1.0), ("rope_parameters", "rotary_pct", "rotary_dim", "rope_dim")),
+    Rule("alibi", _is(False)),
+    Rule("no_rope_layers", _all_or_llama4),
+    Rule("head_dim", _usual_head, ("qk_rope_head_dim",)),
+    Rule("num_key_value_heads", _one_per_query, ("num_attention_groups", "attn_config", "kv_lora_rank")),
+    Rule("query_pre_attn_scalar", lambda config, value: bool(value == _head_dim(config))),
+    Rule("attention_multiplier", _usual_scale),
+    Rule("attn_logit_softcapping", _is(0, 0.0)),
+    Rule("final_logit_softcapping", _is(0, 0.0)),
+    Rule("embedding_multiplier", _is(1, 1.0)),
+    Rule("residual_multiplier", _is(1, 1.0)),
+    Rule("logits_scaling", _is(1, 1.0)),
+    Rule("logit_scale", _is(1, 1.0)),
+    Rule("clip_qkv", _is(0, False)),
+    Rule("use_qk_norm", _is(False)),
+    Rule("qk_layernorm", _is(False)),
+    Rule("use_parallel_residual", _is(False)),
+    Rule("use_bidirectional_attention", _is(False)),
+    # 1e-5 is what MLX's norms take when a class passes nothing.
+    Rule("rms_norm_eps", _is(1e-5)),
+    Rule("layer_norm_eps", _is(1e-5)),
+    Rule("norm_eps", _is(1e-5)),
+    Rule("norm_epsilon", _is(1e-5)),
+    Rule("num_experts_per_tok", _is(0), ("moe_k", "moe_topk", "moe_top_k", "top_k_experts")),
+    Rule("norm_topk_prob", _is(False)),
+    Rule("routed_scaling_factor", _is(1, 1.0)),
+    Rule("n_group", _is(0, 1)),
+    Rule("first_k_dense_replace", _is(0)),
+    Rule("mlp_only_layers", _is([])),
+    Rule("decoder_sparse_step", _is(1)),
+    Rule("swiglu_limit", _is(0, 0.0)),
+    Rule("swiglu_alpha", _is(1, 1.0)),
+)
+
+HARD_CODED: dict[str, Config] = {
+    # model type: {key: the value its class has built in}
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "llama4_text": {"num_experts_per_tok": 1},
+    "nanochat": {"final_logit_softcapping": 15.0},
+    "recurrent_gemma": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+}
+KNOWN_WRONG: dict[str, str] = {
+    # Where mlx-lm's class differs from the model whatever its config says, found by comparing with transformers.
+    "jamba": "mlx-lm rescales its experts' weights, which the model does not",
+    "ernie4_5_moe": "mlx-lm leaves out the bias that chooses its experts",
+}
+
+WINDOWED_BY_PLAN = frozenset(
+    {
+        "gemma2",
+        "mistral",
+        "mixtral",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    }
+)
+"""Model types with plain attention whose windows the KV plan applies (engine/kv), whatever mlx-lm's class does."""
+
+ROPE_KINDS = {
+    "phi3": {"longrope"},
+    "phimoe": {"longrope"},
+    "nemotron": {"linear"},
+    "qwen2_moe": {"linear"},
+}
+"""Kinds of rotary scaling that a class takes, where they are fewer than mlx-lm's ``initialize_rope`` knows."""
+KNOWN_ROPE_KINDS = {
+    *(
+        "default",
+        "linear",
+        "dynamic",
+        "llama3",
+        "yarn",
+        "deepseek_yarn",
+        "telechat3-yarn",
+        "longrope",
+        "proportional",
+        "mrope",
+    )
+}
+
+ACTIVATIONS = {
+    # transformers' name: how mlx-lm's sources spell it
+    "silu": r"\bsilu\b|swiglu|SwitchGLU\(",
+    "gelu": r"nn\.gelu\(|nn\.GELU\(\)",
+    "gelu_pytorch_tanh": r"gelu_approx|GELU\(approx=|geglu",
+    "relu2": r"relu2|ReLU2|relu_squared",
+    "relu": r"nn\.relu\(|nn\.ReLU\(",
+    "xielu": r"XieLU",
+}
+SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+
+PACKERS = {"awq", "gptq", "mxfp4", "mxfp8", "bitnet", "compressed-tensors", "modelopt", "fp8"}
+"""Quantization methods whose weights mlx-lm can unpack."""
+HINT = "Running it anyway would give wrong text. Choose another model, or a newer Tokamac."
+
+
+def check_config(config: Config, args_class: type[Any]) -> None:
+    """Refuse a normalised config that sets something which changes the model and which mlx-lm's class does not read.
+
+    Raises ModelUnsupportedError, naming the key and its value.
+    """
+    module = importlib.import_module(args_class.__module__)
+    kind = str(config.get("model_type"))
+    if kind in KNOWN_WRONG and config.get("num_experts") != 1:  # Jamba without experts is right
+        raise ModelUnsupportedError(f"{kind} models would be computed wrongly: {KNOWN_WRONG[kind]}", HINT)
+    _require_fields(config, args_class)
+    _check_packing(config)
+    read = read_within(module) if _arranges(args_class) else read_by(args_class)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            _check_part(part, read if part is config else read_within(module), module)
+
+
+def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> None:
+    kind = str(config.get("model_type"))
+    wrapper = isinstance(config.get("text_config"), dict)
+    built_in = HARD_CODED.get(kind, {})
+    for rule in () if wrapper else RULES:
+        value = config.get(rule.key)
+        if value is None or read.intersection((rule.key, *rule.aliases)) or corrects(config, rule.key):
+            continue
+        if value != built_in.get(rule.key) and not rule.neutral(config, value):
+            raise _refusal(kind, rule.key, value)
+    if wrapper:
+        return
+    _check_rope(config, read, kind)
+    _check_layers(config, read, kind)
+    _check_activation(config, read, kind, module)
+    _check_tied(config, read, kind, module)
+
+
+def _check_rope(config: Config, read: frozenset[str], kind: str) -> None:
+    scaling = config.get("rope_scaling") or {}
+    rope = scaling.get("rope_type", "default")
+    if rope not in ROPE_KINDS.get(kind, KNOWN_ROPE_KINDS) | {"default"}:
+        raise _refusal(kind, "rope_scaling.rope_type", rope)
+    local = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if not isinstance(local, dict) or "rope_parameters" in read:
+        return
+    # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's likewise.
+    if "rope_local_base_freq" in read or kind == "olmo3":
+        if local.get("rope_type", "default") != "default":
+            raise _refusal(kind, "rope_parameters.sliding_attention", local)
+    elif scaling and local.get("rope_type") != rope:
+        raise _refusal(kind, "rope_parameters.sliding_attention", local)
+
+
+def _check_layers(config: Config, read: frozenset[str], kind: str) -> None:
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    plain = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
+    if plain and "sliding_window_pattern" in read and "layer_types" not in read and kind != "exaone4":
+        period = config.get("sliding_window_pattern") or 0
+        made = [
+            "sliding_attention" if period < 1 or (i + 1) % period else "full_attention" for i in range(len(kinds or []))
+        ]
+        if made != kinds:
+            raise _refusal(kind, "layer_types", kinds)
+    linear = isinstance(kinds, list) and "linear_attention" in kinds
+    if linear and "full_attention_interval" in read and "layer_types" not in read:
+        period = config.get("full_attention_interval") or 1
+        if [kind == "full_attention" for kind in kinds or []] != [
+            (i + 1) % period == 0 for i in range(len(kinds or []))
+        ]:
+            raise _refusal(kind, "layer_types", kinds)
+    windowed = isinstance(window, int) and not _no_window(config, window)
+    if windowed and plain and "sliding_attention" not in (kinds or []):
+        windowed = False
+    if windowed and kind not in WINDOWED_BY_PLAN and not read & {"sliding_window", "attention_window_size"}:
+        raise _refusal(kind, "sliding_window", window)
+
+
+def _check_activation(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> None:
+    key = next((key for key in ACTIVATION_KEYS if config.get(key)), "")
+    wanted = config.get(key)
+    if not isinstance(wanted, str) or key in read or corrects(config, key):
+        return
+    source = "".join(inspect.getsource(part) for part in modules(module))
+    spelled = ACTIVATIONS.get(SAME_ACTIVATION.get(wanted, wanted))
+    found = any(re.search(pattern, source) for pattern in ACTIVATIONS.values())
+    if found and (spelled is None or not re.search(spelled, source)):
+        raise _refusal(kind, key, wanted)
+
+
+def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> None:
+    source = "".join(inspect.getsource(part) for part in modules(module))
+    tied, able = config.get("tie_word_embeddings"), "as_linear" in source or "tie_word_embeddings" in read
+    if (tied is True and not able) or (tied is True and kind == "helium"):  # helium's class makes a head even so
+        raise _refusal(kind, "tie_word_embeddings", True)
+    if tied is False and "tie_word_embeddings" not in read and "as_linear" in source and "lm_head = " not in source:
+        raise _refusal(kind, "tie_word_embeddings", False)
+
+
+def _check_packing(config: Config) -> None:
+    packing = config.get("quantization_config")
+    method = packing.get("quant_method") if isinstance(packing, dict) else None
+    if method is not None and not config.get("quantization") and method not in PACKERS:
+        raise ModelUnsupportedError(
+            f"its weights are packed by {method}, which mlx-lm can't unpack",
+            "Choose the original model, or one quantized with MLX, AWQ or GPTQ.",
+        )
+
+
+def _arranges(args_class: type[Any]) -> bool:
+    # A class with a from_dict of its own takes the language model's keys flat or nested.
+    return "from_dict" in vars(args_class)
+
+
+def _require_fields(config: Config, args_class: type[Any]) -> None:
+    nested = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    present = {*config, *(nested or {}), "text_config"} if _arranges(args_class) else set(config)
+    for field in dataclasses.fields(args_class):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in present:
+            raise ModelUnsupportedError(
+                f"config.json of this {config.get('model_type')} model has no {field.name!r}, which mlx-lm needs",
+                "The file may be damaged or from another version: download the model again, or choose another.",
+            )
+
+
+def _refusal(kind: str, key: str, value: Any) -> ModelUnsupportedError:
+    shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
+    return ModelUnsupportedError(f"config.json sets {key} to {shown}, which mlx-lm's {kind} class does not read", HINT)

@@ -1,0 +1,177 @@
+"""All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+from tokamac.engine.errors import EngineClosedError, OptionError
+from tokamac.engine.events import Event, Message, PrefillProgress
+from tokamac.engine.generation import Run
+from tokamac.engine.limits.limits import Limits, limits_for
+from tokamac.engine.limits.memory import Memory, snapshot
+from tokamac.engine.options import Sampling
+from tokamac.engine.prefix import PrefixStore, Slot
+from tokamac.engine.recorder import Recorder
+from tokamac.engine.request import Reply, Request, check_room
+from tokamac.engine.runtime import Runtime
+
+Prompt = Sequence[int] | Sequence[Message]
+LOGPROBS_CHUNK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a loaded model. Sizes in bytes; ``recommended`` are the sampling values its makers suggest."""
+
+    name: str
+    path: Path
+    architecture: str
+    layers: int
+    parameters: int
+    weight_bytes: int
+    bits_per_weight: float | None
+    context_length: int | None
+    vocabulary_size: int
+    thinks: bool
+    recommended: Sampling
+
+
+class Core:
+    """A loaded model and what may be done with it. One thread only."""
+
+    def __init__(self, runtime: Runtime, spec: ModelSpec, store: PrefixStore | None, on_close: ExitStack) -> None:
+        self.spec = spec
+        self._runtime: Runtime | None = runtime
+        self._store = store
+        self._on_close = on_close
+
+    @property
+    def runtime(self) -> Runtime:
+        """What requests share. Raises EngineClosedError after ``close``."""
+        if self._runtime is None:
+            raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+        return self._runtime
+
+    def reply(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, cancelled: Callable[[], bool]) -> Reply:
+        """Return the reply to a prompt, ready to run. Raises OptionError, ContextError or TemplateError."""
+        request = self._request(prompt, sampling.resolved(self.spec.recommended), recorder)
+        check_room(self.runtime, len(request.ids))
+        return Reply(self.runtime, self._store, request, cancelled)
+
+    def warm(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        """Compute a prompt into the prefix store, all but its last token."""
+        if self._store is None:
+            raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
+        request = self._request(prompt, Sampling(), Recorder(), reply=False)
+        slot = self._store.take(request.ids, request.keep) or Slot(
+            [], self.runtime.new_caches(request.keep), request.keep
+        )
+        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
+        cached, total = len(slot.ids), len(request.ids)
+        yield PrefillProgress(cached, total, cached)
+        try:
+            for done in run.prefill(request.ids[cached:-1], self.runtime.prefill_chunk):
+                yield PrefillProgress(cached + done, total, cached)
+                if cancelled():
+                    return
+        finally:
+            self._store.put(slot)
+
+    def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
+        """ids (n,) → (n, V) float32 log-probabilities of what follows each."""
+        caches = self.runtime.new_caches(self._pinned([]))
+        size = chunk or LOGPROBS_CHUNK
+        rows = []
+        for begin in range(0, len(ids), size):
+            part = mx.array([ids[begin : begin + size]])  # (1, T)
+            logits = self.runtime.model(part, cache=caches)[0].astype(mx.float32)  # (T, V)
+            rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            mx.eval(rows[-1], [cache.state for cache in caches])
+        result = mx.concatenate(rows, axis=0)
+        mx.eval(result)
+        return result
+
+    def limits(self, context: int) -> Limits:
+        """Return what the machine allows at a context of so many tokens."""
+        cost = self.runtime.step_cost(context)
+        return limits_for(
+            context, weight_bytes_per_token=cost.weight_bytes, kv_bytes_per_step=cost.kv_bytes, chip=self.runtime.machine.chip
+        )
+
+    def memory(self) -> Memory:
+        """Return what is used and what there is."""
+        return snapshot()
+
+    def close(self) -> None:
+        """Free what is held and put the device's limits back."""
+        if self._store is not None:
+            self._store.clear()
+        self._runtime = None  # a closed engine may be kept, its weights may not
+        self._on_close.close()
+        mx.clear_cache()
+
+    def _request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, reply: bool = True) -> Request:
+        if not prompt:
+            raise OptionError("the prompt is empty", "Give at least one token or one message.")
+        messages = [item for item in prompt if isinstance(item, Message)]
+        ids = [item for item in prompt if isinstance(item, int)]
+        if messages and ids:
+            raise OptionError("a prompt is either token ids or messages", "Give one kind.")
+        opens_thinking = False
+        if messages:
+            text = self.runtime.tokenizer.render(messages, reply=reply)
+            opens_thinking = self.runtime.tokenizer.opens_thinking(text)
+            ids = self.runtime.tokenizer.encode(text)
+        self._check_ids(ids)
+        return Request(ids, sampling, self._pinned(messages), opens_thinking, recorder)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        bound = max(self.spec.vocabulary_size, self.runtime.tokenizer.vocabulary_size)
+        if bad := [token for token in ids if not 0 <= token < bound]:
+            raise OptionError(
+                f"token id {bad[0]} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer."
+            )
+
+    def _pinned(self, messages: Sequence[Message]) -> int | None:
+        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt."""
+        kv = self.runtime.kv
+        if kv.window is None:
+            return None
+        if kv.keep != "system":
+            return kv.keep
+        if not messages or messages[0].role != "system":
+            return 0
+        tokenizer = self.runtime.tokenizer
+        # Where the same system prompt meets two different questions, the renderings part: that is its end.
+        a, b = (tokenizer.encode(tokenizer.render([messages[0], Message("user", text)])) for text in ("a", "b"))
+        pinned = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        if pinned >= kv.window:
+            raise OptionError(
+                f"the system prompt has {pinned:,} tokens, which fills a KV window of {kv.window:,}",
+                "Use a larger --kv-window or a number for --kv-keep.",
+            )
+        return pinned
+
+
+def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
+    """Return what a model's generation_config.json suggests; what it leaves out, or gets wrong, is None."""
+
+    def number(name: str) -> float | None:
+        value = generation_config.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    greedy = generation_config.get("do_sample") is False
+    suggested = Sampling()
+    for change in (
+        {"temperature": 0.0 if greedy else number("temperature")},
+        {"top_p": number("top_p")},
+        {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
+        {"min_p": number("min_p")},
+    ):
+        try:
+            suggested = replace(suggested, **change)  # type: ignore[arg-type]
+        except OptionError:
+            continue  # a nonsense suggestion is no suggestion
+    return suggested

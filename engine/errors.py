@@ -1,0 +1,74 @@
+"""The one exception tree of the engine.
+
+    TokamacError
+    ├── OptionError          an option is out of range, or can't be honoured for this model
+    ├── ModelError           something about a model
+    │   ├── ModelNotFoundError      no such folder or repository
+    │   ├── ModelDamagedError       a file is missing, truncated or holds nonsense
+    │   ├── ModelUnsupportedError   whole, but of a kind that can't be run
+    │   └── TemplateError           its chat template fails
+    ├── DownloadError        the hub can't be reached, refuses, or the disk is full
+    ├── ContextError         the prompt does not fit the context
+    ├── DeviceError          MLX has no usable backend here, or not enough memory
+    ├── ConversionError      a model can't be converted
+    └── EngineClosedError    the engine was closed
+
+Every error says what failed (``str(error)``) and what to do next (``error.hint``).
+"""
+
+
+class TokamacError(Exception):
+    """Base of all errors: ``message`` says what failed, ``hint`` what to do next."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def one_line(self) -> str:
+        """Return the message and the hint as one line, for a terminal or a log."""
+        return " ".join(f"{self.message}. {self.hint}".split()) if self.hint else " ".join(self.message.split())
+
+
+class OptionError(TokamacError, ValueError):
+    """An option is out of range, contradicts another, or can't be honoured for this model."""
+
+
+class ModelError(TokamacError):
+    """Something is wrong with a model."""
+
+
+class ModelNotFoundError(ModelError):
+    """No folder and no repository has this name."""
+
+
+class ModelDamagedError(ModelError):
+    """A model's file is missing, truncated or holds values that can't be right."""
+
+
+class ModelUnsupportedError(ModelError):
+    """The model is whole, but of a kind that can't be run here."""
+
+
+class TemplateError(ModelError):
+    """The model's chat template is missing, fails, or never ends."""
+
+
+class DownloadError(TokamacError):
+    """A download failed; what has arrived is kept and the next attempt goes on from there."""
+
+
+class ContextError(TokamacError):
+    """The prompt does not fit the context."""
+
+
+class DeviceError(TokamacError):
+    """MLX has no usable backend here, or the device lacks memory."""
+
+
+class ConversionError(TokamacError):
+    """A model can't be converted."""
+
+
+class EngineClosedError(TokamacError):
+    """The engine was closed while, or before, it was used."""

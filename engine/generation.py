@@ -1,0 +1,65 @@
+"""The two phases on the device: prefill in chunks, decode one step ahead. Knows tokens and caches, nothing of text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from tokamac.engine.sampling import Sampler
+
+POOL_CLEAR_STEPS = 256
+"""Decoded tokens between returns of MLX's unused buffers to the system."""
+
+
+class Run:
+    """One sequence being computed: a model, its caches, and the ids that the caches hold.
+
+    Number line: ``held`` are the tokens whose keys and values are in the caches, always, whenever the caller regains control.
+    """
+
+    def __init__(self, model: Any, caches: list[Any], held: list[int], *, ahead: bool) -> None:
+        self._model = model
+        self._caches = caches
+        self._ahead = ahead
+        self.held = held
+
+    def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
+        """Compute ``ids`` (after those held) in chunks; yield after each how many are done. Stop iterating to cancel."""
+        done = 0
+        while done < len(ids):
+            part = ids[done : done + chunk]
+            self._model(mx.array([part]), cache=self._caches)
+            mx.eval(
+                [cache.state for cache in self._caches]
+            )  # the logits are not asked for, so the head is never computed
+            mx.clear_cache()  # a chunk's temporaries are large and of no use to decoding
+            self.held.extend(part)
+            done += len(part)
+            yield done
+
+    def decode(self, last: int, sampler: Sampler, limit: int) -> Iterator[int]:
+        """Yield up to ``limit`` tokens that follow ``last``, the one prompt token not yet held. Stop iterating to cancel.
+
+        With ``ahead`` the next step is launched before a token is read, so the device works while the host does.
+        """
+        pending = self._step(mx.array([last]), sampler)
+        self.held.append(last)
+        for count in range(1, limit + 1):
+            following = self._step(pending, sampler) if self._ahead and count < limit else None
+            token = int(pending.item())
+            if following is not None:
+                self.held.append(token)
+            yield token
+            if count == limit:
+                return
+            if following is None:
+                following = self._step(pending, sampler)
+                self.held.append(token)
+            pending = following
+            if count % POOL_CLEAR_STEPS == 0:
+                mx.clear_cache()
+
+    def _step(self, token: mx.array, sampler: Sampler) -> mx.array:
+        logits = self._model(token[None], cache=self._caches)[:, -1, :]  # (1, 1) ids → (1, V)
+        chosen = sampler(logits)
+        mx.async_eval(chosen)
+        return chosen

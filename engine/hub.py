@@ -1,0 +1,98 @@
+"""Where a model is: a folder, the embedded ``guide``, or a Hugging Face id, downloaded once and then used offline.
+
+resolve("guide")                                  assets/guide/model
+resolve("~/models/mine")                          that folder
+resolve("mlx-community/Qwen3-4B-4bit")            its snapshot in the Hugging Face cache, downloaded unless whole
+resolve("org/name@v1.0")                          a branch, a tag or a commit
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tokamac.engine.errors import ModelNotFoundError
+from tokamac.engine.events import LoadProgress
+from tokamac.engine.hub_cache import ModelOnDisk, Repo, list_models, remove_model, whole_snapshot
+
+__all__ = ["ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve"]
+
+Progress = Callable[[LoadProgress], None]
+Cancelled = Callable[[], bool]
+
+GUIDE = "guide"
+
+_ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+
+
+def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
+    """Return the folder of ``model``, downloading it first when it is a Hugging Face id that is not whole on disk.
+
+    progress: told the bytes so far and in all. cancelled: asked often; True ends the download, what arrived is kept.
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    """
+    return find(model) or _download(repo_of(str(model)), progress, cancelled)
+
+
+def find(model: str | Path) -> Path | None:
+    """Return the folder of ``model`` if it is whole on disk; None for a Hugging Face id that is not.
+
+    Raises ModelNotFoundError for what is neither.
+    """
+    return _local(model) or whole_snapshot(repo_of(str(model)))
+
+
+def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
+    """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
+
+    Raises like ``resolve``.
+    """
+    return _download(repo_of(model), progress, cancelled)
+
+
+def repo_of(model: str) -> Repo:
+    """Return the repository that ``model`` names; raise ModelNotFoundError unless it is ``org/name[@revision]``."""
+    match = _ID.fullmatch(model)
+    if match is None or ".." in model or match["id"].endswith((".", "-")):
+        raise ModelNotFoundError(f"there is no model {model!r}", _hint(model))
+    return Repo(match["id"], match["revision"] or "main")
+
+
+def _local(model: str | Path) -> Path | None:
+    """Return the folder that ``model`` names; None where it can only be an id."""
+    if model == GUIDE:
+        from tokamac.assets import asset_path
+
+        folder = asset_path("guide", "model")
+        if not folder.is_dir():
+            raise ModelNotFoundError(
+                "the embedded model is not installed", "Install Tokamac again, or name another model."
+            )
+        return folder
+    if not str(model).strip():
+        return None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
+    if isinstance(model, Path) or _is_path(model):
+        raise ModelNotFoundError(
+            f"there is no folder {path}", "Check the path, or name a Hugging Face id such as org/name."
+        )
+    return None
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or "\\" in model or model.endswith("/")
+
+
+def _hint(model: str) -> str:
+    if not model.strip():
+        return "Name a folder, a Hugging Face id such as org/name, or guide."
+    return "No folder has this name, and a Hugging Face id looks like org/name; guide is the embedded model."
+
+
+def _download(repo: Repo, progress: Progress | None, cancelled: Cancelled | None) -> Path:
+    from tokamac.engine.hub_download import download
+
+    return download(repo, progress or (lambda _: None), cancelled or (lambda: False))

@@ -1,0 +1,153 @@
+"""The Hugging Face cache on disk, as other tools share it: what is whole, what there is, and taking it away.
+
+<HF_HUB_CACHE>/models--org--name/refs/main              the commit that a branch stands for
+                                 blobs/<sha256>         contents; <sha256>.incomplete while they arrive
+                                 snapshots/<commit>/…   the files of a commit: links into blobs
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokamac.engine.errors import DownloadError, ModelError, ModelNotFoundError
+from tokamac.engine.shards import find_shards
+from tokamac.engine.tokens import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How transformers ends the names of architectures that write text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A repository of the hub, at a branch, tag or commit."""
+
+    id: str
+    revision: str = "main"
+
+    @property
+    def folder(self) -> Path:
+        """Its folder in the cache, there or not."""
+        return cache_folder() / f"models--{self.id.replace('/', '--')}"
+
+    @property
+    def reference(self) -> Path:
+        """The file that says which commit the revision was when it was last downloaded."""
+        return self.folder / "refs" / self.revision
+
+    def snapshot(self, commit: str) -> Path:
+        """The folder with the files of a commit."""
+        return self.folder / "snapshots" / commit
+
+    def __str__(self) -> str:
+        return self.id if self.revision == "main" else f"{self.id}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnDisk:
+    """A model in the cache. ``nbytes`` counts all its revisions; ``last_used_s`` is a Unix time; ``whole``: nothing lacks."""
+
+    id: str
+    path: Path
+    nbytes: int
+    last_used_s: float
+    whole: bool
+
+
+def cache_folder() -> Path:
+    """Return where the hub's client keeps its downloads (HF_HUB_CACHE, HF_HOME)."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def whole_snapshot(repo: Repo) -> Path | None:
+    """Return the repository's folder on disk if all of it is there, else None. No network."""
+    commit = repo.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = repo.reference.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    folder = repo.snapshot(commit)
+    return folder if commit and is_whole(folder) else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has a config, a tokenizer, and weights that are as long as their headers and the index say."""
+    if not _config(folder) or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return False
+    try:
+        find_shards(folder)
+    except (ModelError, OSError):
+        return False
+    return True
+
+
+def list_models() -> tuple[ModelOnDisk, ...]:
+    """Return the models in the cache that write text, by id."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir(cache_folder()).repos
+    except (CacheNotFound, ValueError):  # no cache yet; a file in its place
+        return ()
+    found = [_on_disk(repo) for repo in repos if repo.repo_type == "model"]
+    return tuple(sorted((model for model in found if model is not None), key=lambda model: model.id.lower()))
+
+
+def remove_model(model: str) -> int:
+    """Delete a model, all revisions of it, from the cache, and return the bytes freed.
+
+    Raises ModelNotFoundError where it is not there, DownloadError where it can't be deleted.
+    """
+    from tokamac.engine.hub import repo_of
+
+    repo = repo_of(model)
+    if not repo.folder.is_dir():
+        raise ModelNotFoundError(f"{repo.id} is not on this disk", "`tokamac models list` shows what is.")
+    freed = sum(path.lstat().st_size for path in repo.folder.rglob("*") if path.is_file() and not path.is_symlink())
+    try:
+        shutil.rmtree(repo.folder)
+    except OSError as error:
+        raise DownloadError(f"{error.filename} can't be deleted: {error.strerror}", "Check its permissions.") from error
+    shutil.rmtree(cache_folder() / ".locks" / repo.folder.name, ignore_errors=True)  # empty files of the hub's client
+    return freed
+
+
+def _on_disk(repo: "CachedRepoInfo") -> ModelOnDisk | None:
+    """Return a cached repository as a model; None when it does not write text."""
+    revisions = sorted(repo.revisions, key=lambda revision: revision.last_modified)
+    if not revisions:
+        return None
+    current = repo.refs.get("main", revisions[-1]).snapshot_path
+    if not _writes_text(current):
+        return None
+    arriving = list((repo.repo_path / "blobs").glob("*.incomplete"))
+    if not arriving and not any(current.glob("model*.safetensors")):
+        return None
+    nbytes = repo.size_on_disk + sum(path.stat().st_size for path in arriving)
+    return ModelOnDisk(repo.repo_id, current, nbytes, repo.last_accessed, is_whole(current))
+
+
+def _writes_text(folder: Path) -> bool:
+    config = _config(folder)
+    architectures = config.get("architectures") or []
+    if not architectures:
+        return "model_type" in config
+    return any(str(name).endswith(_GENERATES) for name in architectures)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json; {} where there is none that can be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

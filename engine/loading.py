@@ -1,0 +1,87 @@
+"""Put an engine together: find the model, load it, plan its caches, find out what the machine allows."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tokamac.engine import hub
+from tokamac.engine.core import Core, ModelSpec, recommended_sampling
+from tokamac.engine.corrections import context_limit
+from tokamac.engine.device import check_backends, device_kind, installed_backends
+from tokamac.engine.events import LoadProgress
+from tokamac.engine.kv import install_seam, plan_caches
+from tokamac.engine.limits.bandwidth import with_bandwidth
+from tokamac.engine.limits.cost import cost_of_model
+from tokamac.engine.limits.hardware import detect
+from tokamac.engine.limits.wired import wired
+from tokamac.engine.model import LoadedModel, load_model
+from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.prefix import PrefixStore
+from tokamac.engine.runtime import Machine, Runtime
+from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
+
+Progress = Callable[[LoadProgress], None]
+
+
+def load(
+    model: str | Path,
+    *,
+    kv: KVSpec,
+    prompt_cache: PromptCacheSpec | None,
+    dtype: str | None,
+    progress: Progress | None,
+) -> Core:
+    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
+    check_backends(installed_backends())
+    tell = progress or (lambda _: None)
+    folder = hub.resolve(model, progress=tell)
+    device = device_kind()
+    loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
+    tokenizer = load_tokenizer(folder, loaded.config, str(model))
+    install_seam()
+    plan = plan_caches(loaded.module, loaded.config, kv)
+    spec = _spec(str(model), loaded, tokenizer)
+    weight_bytes_per_token = cost_of_model(loaded.module, loaded.config).weight_bytes_per_token
+    runtime = Runtime(
+        model=loaded.module,
+        tokenizer=tokenizer,
+        plan=plan,
+        kv=kv,
+        device=device,
+        ahead=not loaded.eager,
+        context_length=spec.context_length,
+        weight_bytes_per_token=weight_bytes_per_token,
+        machine=Machine(with_bandwidth(detect(), weight_bytes_per_token or spec.weight_bytes)),
+    )
+    on_close = ExitStack()
+    planned = spec.weight_bytes + plan.bytes_at(kv.window or spec.context_length or 0)
+    on_close.enter_context(wired(planned))
+    store = PrefixStore(prompt_cache.conversations) if prompt_cache else None
+    return Core(runtime, spec, store, on_close)
+
+
+def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        path=loaded.folder,
+        architecture=str(loaded.config.get("model_type")),
+        layers=len(loaded.module.layers),
+        parameters=loaded.stored.parameters,
+        weight_bytes=loaded.stored.weight_bytes,
+        bits_per_weight=loaded.stored.bits_per_weight,
+        context_length=_context_length(loaded.config),
+        vocabulary_size=_text(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
+        thinks=tokenizer.thinking is not None,
+        recommended=recommended_sampling(generation_config(loaded.folder)),
+    )
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config") or config
+
+
+def _context_length(config: dict[str, Any]) -> int | None:
+    text = _text(config)
+    known = [length for length in (text.get("max_position_embeddings"), context_limit(text)) if length is not None]
+    return min(known, default=None)

@@ -1,0 +1,96 @@
+"""From a folder to a model ready to run: whole, safe, and in the right types for the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from tokamac.engine.config import check_config, model_classes, read_config
+from tokamac.engine.cpu import unpack
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
+from tokamac.engine.limits.cost import Cost, cost_of_model
+from tokamac.engine.shards import find_shards
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+BytesProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on the device: mlx-lm's module and the normalised config.
+
+    stored: what its weights cost as they are on disk, before anything was unpacked. eager: decoding waits for the device between layers.
+    """
+
+    module: nn.Module
+    config: dict[str, Any]
+    folder: Path
+    stored: Cost
+    eager: bool
+
+
+def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress: BytesProgress) -> LoadedModel:
+    """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all.
+
+    dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
+    CPU backend runs half precision by slow scalar code.
+    Raises ModelError (missing, damaged, unsupported) and OptionError.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype {dtype} is not supported", f"Use one of {', '.join(DTYPES)}.")
+    config = read_config(folder)
+    find_shards(folder)
+    module, config = _build(folder, config)
+    stored = cost_of_model(module, config)
+    wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
+    if wanted is not None:
+        module.set_dtype(wanted)
+    _read(module, folder, progress)
+    eager = device == "cpu" and wanted == mx.float32 and unpack(module)
+    mx.clear_cache()
+    return LoadedModel(module, config, folder, stored, eager)
+
+
+def _build(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    from mlx_lm.utils import load_model as build
+
+    classes = model_classes(config)
+    check_config(config, classes[1])
+    try:
+        module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda config: classes)
+    except ModelError:
+        raise
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        # mlx-lm raises these for weights that don't fit the architecture, and for configs that lack a key.
+        reason = " ".join(str(error).split())[:240]
+        raise ModelDamagedError(
+            f"{folder} does not hold a whole {config.get('model_type')} model: {reason}",
+            "Download it again, or convert it from its source with `tokamac convert`.",
+        ) from error
+    except ImportError as error:
+        raise ModelUnsupportedError(
+            f"{folder} needs a package that is not installed: {error}", "Use another model."
+        ) from error
+    return module, loaded
+
+
+def _read(module: nn.Module, folder: Path, progress: BytesProgress) -> None:
+    parameters = tree_flatten(module.parameters())
+    total, done = sum(array.nbytes for _, array in parameters), 0
+    progress(0, total)
+    for name, array in parameters:
+        # Evaluated one by one, so that a bar can move and a nonsense value can be named.
+        floating = mx.issubdtype(array.dtype, mx.floating)
+        if floating and not bool(mx.all(mx.isfinite(array)).item()):
+            raise ModelDamagedError(
+                f"the weights in {folder} are damaged: {name} holds values that are not numbers",
+                "Download the model again.",
+            )
+        mx.eval(array)
+        done += array.nbytes
+        progress(done, total)

@@ -1,0 +1,127 @@
+"""What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tokamac.engine.errors import OptionError
+
+KV_BITS = (16, 8, 6, 5, 4, 3, 2)
+GROUP_SIZES = (32, 64, 128)
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _require(ok: bool, message: str, hint: str) -> None:
+    if not ok:
+        raise OptionError(message, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
+
+    temperature: 0 takes the likeliest token (greedy); above 0, logits are divided by it.
+    top_p, top_k, min_p: cut the unlikely tail; 1.0, 0 and 0.0 turn them off.
+    None for these takes what the model's generation_config.json recommends, else 0.7, 1.0, 0 and 0.0.
+    repetition_penalty: 1.0 is off; above 1, tokens of the last 64 become less likely.
+    seed: the same seed on the same device gives the same text; None draws a fresh one.
+    max_tokens: generated tokens at most; None fills the context.
+    stop: texts that end the reply; they are never shown.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p
+        _require(
+            temperature is None or 0 <= temperature <= 10, f"temperature {temperature} is out of range", "Use 0 to 10."
+        )
+        _require(top_p is None or 0 < top_p <= 1, f"top-p {top_p} is out of range", "Use above 0 and up to 1.")
+        _require(top_k is None or top_k >= 0, f"top-k {top_k} is negative", "Use 0 (off) or more.")
+        _require(min_p is None or 0 <= min_p < 1, f"min-p {min_p} is out of range", "Use 0 (off) to below 1.")
+        _require(
+            0.5 <= self.repetition_penalty <= 3,
+            f"repetition penalty {self.repetition_penalty} is out of range",
+            "Use 0.5 to 3; 1 is off.",
+        )
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            f"max tokens {self.max_tokens} is below 1",
+            "Use 1 or more.",
+        )
+        _require(
+            self.seed is None or 0 <= self.seed < 2**63,
+            f"seed {self.seed} is out of range",
+            "Use a non-negative integer.",
+        )
+        _require(all(self.stop), "an empty stop text would end every reply at once", "Leave it out.")
+
+    def resolved(self, recommended: "Sampling") -> "Sampling":
+        """Return this with what is None taken from ``recommended``, a model's own values, and then from the defaults."""
+        return replace(
+            self,
+            temperature=_first(self.temperature, recommended.temperature, 0.7),
+            top_p=_first(self.top_p, recommended.top_p, 1.0),
+            top_k=int(_first(self.top_k, recommended.top_k, 0)),
+            min_p=_first(self.min_p, recommended.min_p, 0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """How keys and values are kept.
+
+    key_bits, value_bits: 16 keeps the model's own type; fewer packs groups of ``group_size`` along the head dimension.
+    window: at most this many tokens are kept, the ``keep`` first ones for ever (they count inside the window);
+    None keeps all. ``keep="system"`` pins the whole system prompt.
+
+    The token at position p sees position q ≤ p where q < keep or q > p − (window − keep).
+    """
+
+    key_bits: int = 16
+    value_bits: int = 16
+    group_size: int = 64
+    window: int | None = None
+    keep: int | Literal["system"] = 4
+
+    def __post_init__(self) -> None:
+        for name, bits in (("keys", self.key_bits), ("values", self.value_bits)):
+            _require(bits in KV_BITS, f"{bits} bits for {name} is not supported", f"Use one of {KV_BITS}.")
+        _require(
+            self.group_size in GROUP_SIZES, f"KV group size {self.group_size} is not supported", f"Use {GROUP_SIZES}."
+        )
+        if self.keep != "system":
+            _require(self.keep >= 0, f"keep {self.keep} is negative", "Use 0 or more, or 'system'.")
+        if self.window is not None:
+            _require(self.window >= 2, f"a KV window of {self.window} tokens is too small", "Use 2 or more.")
+            _require(
+                self.keep == "system" or self.keep < self.window,
+                f"keep {self.keep} leaves no room in a window of {self.window}",
+                "Make the window larger than keep.",
+            )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys or values are packed."""
+        return min(self.key_bits, self.value_bits) < 16
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCacheSpec:
+    """Reuse of computed prefixes. ``conversations``: how many different ones stay in memory, least recently used out first."""
+
+    conversations: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            self.conversations >= 1, "the prompt cache must hold at least one conversation", "Use None to turn it off."
+        )

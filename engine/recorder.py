@@ -1,0 +1,88 @@
+"""Takes the time stamps of one reply where they happen; metrics.py turns them into rates."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokamac.engine.limits import metrics
+from tokamac.engine.limits.metrics import Metrics
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one decoded token reads: bytes of weights and of keys and values, and the bandwidth it is read with (GB/s)."""
+
+    weight_bytes: int | None
+    kv_bytes: int | None
+    bandwidth_gbs: float | None
+
+    @property
+    def bytes_per_step(self) -> int | None:
+        """All bytes read for one token."""
+        if self.weight_bytes is None:
+            return None
+        return self.weight_bytes + (self.kv_bytes or 0)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The time stamps (seconds, one monotonic clock) and counts of one reply."""
+
+    clock: Clock = time.perf_counter
+    accepted_s: float = 0.0
+    prefill_began_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    token_times: list[float] = field(default_factory=list)
+    ended_s: float | None = None
+
+    def accept(self) -> None:
+        """The request has arrived."""
+        self.accepted_s = self.clock()
+
+    def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The caches are ready; the rest of the prompt is about to be computed."""
+        self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
+        self.prefill_began_s = self.clock()
+
+    def token(self) -> None:
+        """A token has reached the host."""
+        self.token_times.append(self.clock())
+
+    def end(self) -> None:
+        """The reply is over."""
+        self.ended_s = self.clock()
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the prompt and of the reply so far."""
+        return self.prompt_tokens + len(self.token_times)
+
+    def metrics(self, cost: StepCost, *, kv_bytes: int | None, peak_memory_bytes: int | None) -> Metrics:
+        """Return what is known so far."""
+        times = list(self.token_times)  # a copy: the engine's thread may be appending
+        first = times[0] if times else None
+        prefill_tokens = self.prompt_tokens - self.cached_tokens
+        prefill_s = None if first is None or self.prefill_began_s is None else first - self.prefill_began_s
+        decode_tps = metrics.decode_rate(times)
+        return Metrics(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            prefill_tokens=prefill_tokens,
+            generated_tokens=len(times),
+            ttft_s=None if first is None else first - self.accepted_s,
+            prefill_s=prefill_s,
+            total_s=times[-1] - self.accepted_s if times else None,
+            prefill_tps=metrics.rate(prefill_tokens, prefill_s),
+            decode_tps=decode_tps,
+            itl_ms=metrics.gap_percentiles(metrics.gaps_ms(times)),
+            kv_bytes=kv_bytes,
+            weight_bytes_per_token=cost.weight_bytes,
+            kv_bytes_per_step=cost.kv_bytes,
+            achieved_gbs=metrics.achieved_gbs(cost.bytes_per_step, decode_tps),
+            ceiling_tps=metrics.ceiling_tps(cost.bandwidth_gbs, cost.bytes_per_step),
+            expected_tps=None,
+            peak_memory_bytes=peak_memory_bytes,
+        )

@@ -1,0 +1,134 @@
+"""One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from tokamac.engine import kv
+from tokamac.engine.errors import ContextError
+from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress
+from tokamac.engine.generation import Run
+from tokamac.engine.limits.metrics import Metrics, gaps_ms
+from tokamac.engine.options import Sampling
+from tokamac.engine.prefix import PrefixStore, Slot
+from tokamac.engine.recorder import Recorder
+from tokamac.engine.runtime import Runtime
+from tokamac.engine.sampling import Sampler
+from tokamac.engine.stream import ReplyText
+
+LIVE_GAPS = 64
+
+
+@dataclass(slots=True)
+class Request:
+    """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache."""
+
+    ids: list[int]
+    sampling: Sampling
+    keep: int | None
+    in_thinking: bool = False
+    recorder: Recorder = field(default_factory=Recorder)
+
+
+class Reply:
+    """A request being answered."""
+
+    def __init__(
+        self, runtime: Runtime, store: PrefixStore | None, request: Request, cancelled: Callable[[], bool]
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._request = request
+        self._cancelled = cancelled
+        self._slot: Slot | None = None
+
+    def events(self) -> Iterator[Event]:
+        """Prefill, decode and finish. What was computed goes back to the prefix store, however this ends."""
+        mx.reset_peak_memory()
+        slot = self._slot = self._take()
+        run = Run(self._runtime.model, slot.caches, slot.ids, ahead=self._runtime.ahead)
+        whole = False
+        try:
+            yield from self._prefill(run)
+            yield from self._decode(run)
+            whole = True
+        except GeneratorExit:
+            whole = True
+            raise
+        finally:
+            # After a failure inside a step nobody knows what the caches hold.
+            if whole and self._store is not None:
+                self._store.put(slot)
+
+    def live(self) -> Live:
+        """Return what is known so far. Callable from any thread."""
+        times = self._request.recorder.token_times[-LIVE_GAPS - 1 :]
+        return Live(self.metrics(), self._request.recorder.context_tokens, gaps_ms(times))
+
+    def metrics(self) -> Metrics:
+        """Return the reply's metrics so far."""
+        metrics = self._measured()
+        return self._measured() if self._runtime.machine.observe(metrics) else metrics
+
+    def _measured(self) -> Metrics:
+        recorder = self._request.recorder
+        # The cost of the middle step stands for all: the context grows by one token a step.
+        context = recorder.prompt_tokens + len(recorder.token_times) // 2
+        return recorder.metrics(
+            self._runtime.step_cost(context),
+            kv_bytes=kv.nbytes(self._slot.caches) if self._slot else None,
+            peak_memory_bytes=mx.get_peak_memory() or None,
+        )
+
+    def _take(self) -> Slot:
+        request = self._request
+        slot = self._store.take(request.ids, request.keep) if self._store else None
+        slot = slot or Slot([], self._runtime.new_caches(request.keep), request.keep)
+        request.recorder.begin_prefill(len(request.ids), len(slot.ids))
+        return slot
+
+    def _prefill(self, run: Run) -> Iterator[Event]:
+        ids, cached = self._request.ids, len(run.held)
+        yield PrefillProgress(cached, len(ids), cached)
+        todo = ids[cached:-1]  # the last token is the first decode step's
+        for done in run.prefill(todo, self._runtime.prefill_chunk):
+            if self._cancelled():
+                return
+            yield PrefillProgress(cached + done, len(ids), cached)
+
+    def _decode(self, run: Run) -> Iterator[Event]:
+        request = self._request
+        text = ReplyText(self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking)
+        reason: FinishReason = "cancelled" if self._cancelled() else "length"
+        if reason == "length":
+            sampler = Sampler(request.sampling, request.ids)
+            for token in run.decode(request.ids[-1], sampler, self._token_limit()):
+                request.recorder.token()
+                if token in self._runtime.tokenizer.eos_ids:
+                    reason = "stop"
+                    break
+                yield from text.add(token)
+                if text.stopped:
+                    reason = "stop"
+                    break
+                if self._cancelled():
+                    reason = "cancelled"
+                    break
+        yield from text.finish()
+        request.recorder.end()
+        yield Finished(reason, text.answer, self.metrics(), text.thinking)
+
+    def _token_limit(self) -> int:
+        asked = self._request.sampling.max_tokens
+        room = self._runtime.room(len(self._request.ids))
+        return min(value for value in (asked, room) if value is not None)
+
+
+def check_room(runtime: Runtime, prompt_tokens: int) -> None:
+    """Raise ContextError unless the context has room for the prompt and one token of reply."""
+    room = runtime.room(prompt_tokens)
+    if room is not None and room < 1:
+        raise ContextError(
+            f"the prompt has {prompt_tokens:,} tokens, but the model's context is {runtime.context_length:,}",
+            "Shorten it, start a new chat, or bound the KV cache (--kv-window).",
+        )

@@ -1,0 +1,172 @@
+"""The engine: a loaded model on a thread of its own, and everything a program may ask of it."""
+
+import atexit
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tokamac.engine.chat import Chat
+from tokamac.engine.device import leave_thread
+from tokamac.engine.errors import EngineClosedError, OptionError
+from tokamac.engine.events import Event, Live, LoadProgress, Message
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.recorder import Recorder
+from tokamac.engine.worker import Stream, Worker
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from tokamac.engine.core import Core, ModelSpec
+    from tokamac.engine.limits.limits import Limits
+    from tokamac.engine.limits.memory import Memory
+    from tokamac.engine.tokens import Tokenizer
+
+Prompt = Sequence[int] | Sequence[Message]
+
+
+class Engine:
+    """A loaded model. Its methods may be called from any thread; MLX is touched by one thread alone.
+
+    Use as a context manager, or call ``close``.
+    """
+
+    def __init__(self, worker: Worker, core: "Core") -> None:
+        self._worker = worker
+        self._core = core
+        self._stream: Stream | None = None
+        self._live: Callable[[], Live] | None = None
+        atexit.register(self.close)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "guide",
+        *,
+        kv: KVSpec | None = None,
+        prompt_cache: PromptCacheSpec | None = PromptCacheSpec(),  # noqa: B008  # frozen
+        dtype: str | None = None,
+        progress: Callable[[LoadProgress], None] | None = None,
+    ) -> Self:
+        """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
+
+        kv: how keys and values are kept. prompt_cache: None computes every prompt afresh. dtype: of what is not packed; None
+        takes the checkpoint's own on a GPU and float32 on a CPU. progress is called from another thread.
+        Raises ModelError, DownloadError, OptionError or DeviceError.
+        """
+        worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
+
+        def work() -> "Core":
+            from tokamac.engine.loading import load
+
+            return load(model, kv=kv or KVSpec(), prompt_cache=prompt_cache, dtype=dtype, progress=progress)
+
+        try:
+            return cls(worker, worker.call(work))
+        except BaseException:
+            worker.close()
+            raise
+
+    @property
+    def spec(self) -> "ModelSpec":
+        """The shape of the model: layers, parameters, bytes, context length."""
+        return self._core.spec
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """Text to ids and back."""
+        return self._core.runtime.tokenizer
+
+    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Chat:
+        """Return a conversation, new or continued from ``messages``."""
+        return Chat(self, system, messages)
+
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Event]:
+        """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
+
+        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse.
+        Raises OptionError (empty prompt), ContextError (too long) and TemplateError, on the first step.
+        """
+        recorder = Recorder()
+        recorder.accept()
+        yield from self._stream_from(
+            lambda stream: self._answer(list(prompt), sampling or Sampling(), recorder, stream)
+        )
+
+    def cancel(self) -> None:
+        """End the reply in progress, from any thread: its reader gets Finished with reason "cancelled"."""
+        if (stream := self._stream) is not None:
+            stream.cancel()
+
+    def live(self) -> Live | None:
+        """Return what is measured of the reply in progress, or None when there is none."""
+        current = self._live
+        return current() if current is not None else None
+
+    def logprobs(self, tokens: Sequence[int], chunk: int | None = None) -> "mx.array":
+        """Return (n, vocabulary) float32: row i is the model's log-probability of what follows token i.
+
+        Computed through the engine's own prefill and KV cache, ``chunk`` tokens at a time (None: all at once).
+        """
+        ids = list(tokens)
+        if not ids or (chunk is not None and chunk < 1):
+            raise OptionError("logprobs needs at least one token, and chunks of at least one", "Check the arguments.")
+        return self._worker.call(lambda: self._core.logprobs(ids, chunk))
+
+    def warm(self, prompt: Prompt) -> Iterator[Event]:
+        """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
+        yield from self._stream_from(lambda stream: self._core.warm(list(prompt), stream.is_cancelled))
+
+    def limits(self, context: int) -> "Limits":
+        """Return what this machine allows for decoding at a context of so many tokens."""
+        return self._worker.call(lambda: self._core.limits(context))
+
+    def memory(self) -> "Memory":
+        """Return what is used now, and what there is, in bytes."""
+        return self._worker.call(self._core.memory)
+
+    def close(self) -> None:
+        """End the reply in progress, free the model and stop the thread. Safe to call again."""
+        atexit.unregister(self.close)
+        if (stream := self._stream) is not None:
+            stream.abandon()
+        with contextlib.suppress(EngineClosedError):  # by an earlier call
+            self._worker.submit(self._core.close)
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream_from(self, source: Callable[[Stream], Iterator[Event]]) -> Iterator[Event]:
+        """Run ``source`` on the engine's thread and yield its events on this one."""
+        stream = Stream()
+        job = self._worker.submit(lambda: self._pump(source, stream))
+        try:
+            yield from stream.read()
+        finally:
+            stream.abandon()
+            job.cancel()
+
+    def _pump(self, source: Callable[[Stream], Iterator[Event]], stream: Stream) -> None:
+        self._stream = stream
+        try:
+            with contextlib.closing(source(stream)) as events:  # type: ignore[type-var]
+                for event in events:
+                    if stream.abandoned:
+                        break
+                    stream.put(event)
+            stream.end()
+        except BaseException as error:
+            stream.end(error)
+        finally:
+            self._stream = self._live = None
+
+    def _answer(self, prompt: Any, sampling: Sampling, recorder: Recorder, stream: Stream) -> Iterator[Event]:
+        reply = self._core.reply(prompt, sampling, recorder, stream.is_cancelled)
+        self._live = reply.live
+        yield from reply.events()

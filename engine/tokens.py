@@ -1,0 +1,221 @@
+"""Text to token ids and back: the tokenizer, its chat template, and a detokenizer that never shows half a character."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, TemplateError
+from tokamac.engine.events import Message
+from tokamac.engine.template import with_deadline
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
+
+# How models mark their reasoning: (begins with, ends with). Only pairs whose first special token is in the vocabulary apply.
+THINKING_MARKERS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+)
+
+LONGEST_CHARACTER = 4
+"""Bytes of the longest UTF-8 character: a byte-level token holds at least one."""
+
+
+class Detokenizer:
+    """Turns a stream of token ids into whole characters.
+
+    The text of ``ids[:n]`` is a prefix of the text of ``ids[:n+1]`` only up to an unfinished character, and a token's text can
+    depend on the one before it (a leading space). So it decodes from a little before what is shown, and shows the difference.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._context = 0  # ids[context:shown] give the left context; number line: 0 ≤ context ≤ shown ≤ len(ids)
+        self._shown = 0
+
+    def add(self, token: int) -> str:
+        """Take one token and return the characters that became whole; "" while one is incomplete."""
+        self._ids.append(token)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """Return what is left; bytes that never became a character come out as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        before = self._decode(self._ids[self._context : self._shown])
+        after = self._decode(self._ids[self._context :])
+        pending = len(self._ids) - self._shown
+        unfinished = after.endswith("\ufffd") and pending < LONGEST_CHARACTER
+        if len(after) <= len(before) or (unfinished and not final):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Texts go in and out as str, tokens as lists of ints (host, not device)."""
+
+    def __init__(self, hf_tokenizer: Any, eos_ids: frozenset[int], name: str) -> None:
+        self._hf = hf_tokenizer
+        self._name = name
+        # The Rust tokenizer, where there is one, skips a Python layer that costs more than the work.
+        backend = hf_tokenizer.backend_tokenizer if hf_tokenizer.is_fast else None
+        self._backend_decode = backend.decode if backend is not None else None
+        self.eos_ids = eos_ids
+        self.vocabulary_size = len(hf_tokenizer)
+        self.thinking = self._find_thinking()
+        self._hidden_ids = self._find_hidden_ids()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model is meant to be chatted with."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of ``text``, as they stand: nothing is added unless asked for."""
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character."""
+        return self._decode([token for token in ids if token not in self._hidden_ids])
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a new streaming detokenizer; feed it only tokens for which ``is_hidden`` is false."""
+        return Detokenizer(self._decode)
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
+        return token in self._hidden_ids
+
+    def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
+
+        Raises TemplateError when the template is missing, fails, or does not end.
+        """
+        if not self.has_chat_template:
+            raise TemplateError(f"{self._name} has no chat template", "Choose an instruct or chat model.")
+        try:
+            return self._render(messages, reply)
+        except TemplateError as error:
+            folded = _fold_system(messages)
+            if folded is None:
+                raise
+            # Some templates refuse the system role (Gemma 2's raises): the words still reach the model, in the user's turn.
+            try:
+                return self._render(folded, reply)
+            except TemplateError:
+                raise error from None
+
+    def opens_thinking(self, rendered: str) -> bool:
+        """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking."""
+        if self.thinking is None:
+            return False
+        start, _ = self.thinking
+        return rendered.rstrip().endswith(start)
+
+    def _render(self, messages: Sequence[Message], reply: bool) -> str:
+        turns = [_as_dict(message) for message in messages]
+
+        def work() -> str:
+            return str(self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=reply))
+
+        try:
+            return with_deadline(work)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template may raise anything
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise TemplateError(
+                f"the chat template of {self._name} failed: {reason}",
+                "Check the order of the messages, or use another model.",
+            ) from error
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._backend_decode is not None:
+            return str(self._backend_decode(list(ids), skip_special_tokens=False))
+        return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _find_thinking(self) -> tuple[str, str] | None:
+        vocabulary = self._hf.get_vocab()
+        for start, end in THINKING_MARKERS:
+            first = start if start in vocabulary else _leading_special(start)
+            if first in vocabulary:
+                return start, end
+        return None
+
+    def _find_hidden_ids(self) -> frozenset[int]:
+        marks = "".join(self.thinking or ())
+        special = zip(self._hf.all_special_ids, self._hf.all_special_tokens, strict=True)
+        return frozenset(token for token, text in special if text not in marks) | self.eos_ids
+
+
+def _leading_special(marker: str) -> str:
+    return marker[: marker.index(">") + 1] if ">" in marker else marker
+
+
+def _as_dict(message: Message) -> dict[str, str]:
+    turn = {"role": message.role, "content": message.content}
+    if message.thinking:
+        turn["reasoning_content"] = message.thinking
+    return turn
+
+
+def _fold_system(messages: Sequence[Message]) -> list[Message] | None:
+    if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
+        return None
+    system, user, *rest = messages
+    return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
+
+
+def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer:
+    """Load the tokenizer of a model folder. No code of the folder's is run.
+
+    Raises ModelDamagedError when its files are missing or unreadable, ModelUnsupportedError when it needs code of its own.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise ModelDamagedError(
+            f"{name} has no tokenizer ({folder / 'tokenizer.json'} is missing)", "Download or convert the model again."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for bad files
+        reason = " ".join(str(error).split())[:200]
+        if "trust_remote_code" in reason:
+            raise ModelUnsupportedError(
+                f"the tokenizer of {name} is code of its own, which Tokamac does not run",
+                "Use another conversion of the model.",
+            ) from error
+        raise ModelDamagedError(
+            f"the tokenizer of {name} can't be read: {reason}", f"Download the files of {folder} again."
+        ) from error
+    return Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
+
+
+def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (generation_config(folder).get("eos_token_id", config.get("eos_token_id")), tokenizer.eos_token_id):
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list):
+            found.update(item for item in value if isinstance(item, int))
+    return frozenset(found)
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Return the folder's generation_config.json, {} where there is none. Raises ModelDamagedError when it is not JSON."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelDamagedError(f"{path} is not JSON: {error}", "Download that file again.") from error
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,29 @@
+"""Nothing a test does may touch the user's own folders, or the network."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before anything imports huggingface_hub or platformdirs: they read these once.
+_HOME = tempfile.TemporaryDirectory(prefix="tokamac-tests-")
+for variable, folder in {
+    "HF_HOME": "hf",
+    "XDG_CACHE_HOME": "cache",
+    "XDG_CONFIG_HOME": "config",
+    "XDG_DATA_HOME": "data",
+    "XDG_STATE_HOME": "state",
+}.items():
+    os.environ[variable] = str(Path(_HOME.name) / folder)
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("NO_COLOR", None)
+os.environ.pop("HF_TOKEN", None)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny unquantized model folder."""
+    from tests.engine.seeded import write_model
+
+    return write_model(tmp_path_factory.mktemp("tiny"))

@@ -1,0 +1,146 @@
+"""Keys of a config that matter: read by mlx-lm's class, neutral, corrected, or an error that names them."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokamac.engine.config import check_config, model_classes, normalise
+from tokamac.engine.corrections import context_limit
+from tokamac.engine.errors import ContextError, ModelUnsupportedError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def saved(case: str, **changes: Any) -> dict[str, Any]:
+    """Return a config as transformers 5 saved it, with changes."""
+    return {**copy.deepcopy(json.loads((GOLDEN / case / "config.json").read_text())), **changes}
+
+
+def check(config: dict[str, Any]) -> None:
+    done = normalise(config)
+    check_config(done, model_classes(done)[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("llama", "attn_logit_softcapping", 30.0),
+        ("llama", "final_logit_softcapping", 30.0),
+        ("llama", "query_pre_attn_scalar", 99),
+        ("llama", "logits_scaling", 2.0),
+        ("llama", "embedding_multiplier", 12.0),
+        ("llama", "residual_multiplier", 0.2),
+        ("llama", "attention_multiplier", 0.5),
+        ("llama", "logit_scale", 0.25),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "hidden_act", "never_heard_of"),
+        ("llama", "use_qk_norm", True),
+        ("llama", "alibi", True),
+        ("qwen2", "head_dim", 32),
+        ("granite", "head_dim", 32),
+        ("olmoe", "clip_qkv", 8.0),
+        ("qwen2_moe", "norm_topk_prob", True),
+        ("qwen2_moe", "mlp_only_layers", [0]),
+        ("gemma3", "final_logit_softcapping", 30.0),
+        ("gemma3", "use_bidirectional_attention", True),
+        ("gemma3", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("cohere2", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "full_attention"]),
+        ("stablelm", "tie_word_embeddings", True),
+        ("cohere", "tie_word_embeddings", False),
+        ("helium", "tie_word_embeddings", True),
+        ("olmo2", "sliding_window", 64),
+        ("glm4", "num_experts_per_tok", 2),
+    ],
+)
+def test_a_key_that_matters_and_nothing_reads_is_an_error(case: str, key: str, value: Any) -> None:
+    with pytest.raises(ModelUnsupportedError, match=key) as caught:
+        check(saved(case, **{key: value}))
+    assert repr(value)[:30] in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("llama", {"attn_logit_softcapping": None, "final_logit_softcapping": 0.0}),
+        ("llama", {"logits_scaling": 1.0, "residual_multiplier": 1, "partial_rotary_factor": 1.0}),
+        ("llama", {"query_pre_attn_scalar": 32, "attention_multiplier": 32**-0.5}),
+        ("llama", {"hidden_act": "swish", "attention_dropout": 0.1, "pretraining_tp": 2}),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False, "head_dim": 16}),
+        ("olmo2", {"sliding_window": 256}),
+        ("mistral", {"sliding_window": 8}),
+        ("gemma2", {"sliding_window": 8}),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+    ],
+)
+def test_a_value_that_changes_nothing_is_no_error(case: str, changes: dict[str, Any]) -> None:
+    check(saved(case, **changes))
+
+
+@pytest.mark.parametrize(("case", "kind"), [("phi3", "yarn"), ("llama", "martian"), ("nemotron", "yarn")])
+def test_a_kind_of_rotary_scaling_the_class_lacks_is_an_error(case: str, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    with pytest.raises(ModelUnsupportedError, match=f"rope_type to '{kind}'"):
+        check(saved(case, rope_parameters=rope))
+
+
+def test_sliding_layers_with_a_scaling_of_their_own_are_an_error() -> None:
+    config = saved("gemma3")
+    config["rope_parameters"]["sliding_attention"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5_000.0}
+    with pytest.raises(ModelUnsupportedError, match="sliding_attention"):
+        check(config)
+    config = saved("olmo3")
+    config["rope_parameters"]["sliding_attention"]["rope_theta"] = 7_000.0
+    with pytest.raises(ModelUnsupportedError, match="rope_local_base_freq"):
+        check(config)
+
+
+def test_a_key_the_class_requires_is_named() -> None:
+    config = saved("llama")
+    del config["rms_norm_eps"]
+    with pytest.raises(ModelUnsupportedError, match="rms_norm_eps"):
+        check(config)
+
+
+def test_a_wrapper_takes_its_language_model_flat_or_nested() -> None:
+    language = saved("qwen2", model_type="qwen2_5_vl")
+    check(language)
+    check({"model_type": "qwen2_5_vl", "text_config": language})
+    with pytest.raises(ModelUnsupportedError, match="text_config"):
+        check({"model_type": "gemma3"})
+
+
+def test_foreign_packing_is_refused_by_name() -> None:
+    with pytest.raises(ModelUnsupportedError, match="bitsandbytes"):
+        check(saved("llama", quantization_config={"quant_method": "bitsandbytes"}))
+
+
+@pytest.mark.parametrize("kind", ["jamba", "ernie4_5_moe"])
+def test_classes_known_to_differ_are_refused(kind: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match="wrongly"):
+        check(saved("llama", model_type=kind))
+
+
+# Corrections (that they compute the right thing is shown by the golden cases)
+
+
+def test_a_longrope_model_is_served_up_to_its_pretraining_context() -> None:
+    assert context_limit(normalise(saved("phi3"))) == 64
+    assert context_limit(normalise(saved("llama"))) is None
+
+
+def test_a_longrope_cache_ends_where_the_factors_change() -> None:
+    import mlx.core as mx
+    from tokamac.engine.corrected_layers import longrope
+
+    rope = longrope(16, False, normalise(saved("phi3")))
+    x = mx.ones((1, 1, 8, 16))
+    rope(x, offset=56)
+    with pytest.raises(ContextError, match="64 tokens"):
+        rope(x, offset=57)
+    whole = mx.ones((1, 1, 65, 16))
+    assert not mx.allclose(rope(whole)[..., :64, :], rope(whole[..., :64, :]))

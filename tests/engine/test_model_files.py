@@ -1,0 +1,137 @@
+"""Folders that are not whole, not safe or not ours: one clear error each, before any weight is used."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokamac.engine import DeviceError, Engine, ModelDamagedError, ModelError, ModelNotFoundError, ModelUnsupportedError, OptionError
+from tokamac.engine.device import check_backends
+from tokamac.engine.shards import INDEX, find_shards, read_header
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        Engine.load(folder)
+    assert caught.value.hint
+    assert "\n" not in caught.value.one_line()
+    return caught.value
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(ModelNotFoundError, match="no folder"):
+        Engine.load("/nowhere/at/all")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    assert "model*.safetensors" if name == "model.safetensors" else name in str(refusal(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_file_that_is_not_json_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("{ not json")
+    assert isinstance(refusal(folder), ModelDamagedError)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1, -1000])
+def test_a_truncated_shard_is_named(folder: Path, keep: int) -> None:
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    error = refusal(folder)
+    assert isinstance(error, ModelDamagedError)
+    assert "model.safetensors is damaged" in str(error)
+
+
+def test_a_shard_that_the_index_names_and_nobody_has(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}))
+    assert "model-00002.safetensors is missing" in str(refusal(folder))
+
+
+def test_an_index_may_not_point_outside_the_folder(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    assert "outside" in str(refusal(folder))
+
+
+def test_pickles_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    error = refusal(folder)
+    assert isinstance(error, ModelUnsupportedError)
+    assert "pickled" in str(error)
+
+
+def test_weights_that_are_not_numbers_are_named(folder: Path) -> None:
+    shard = folder / "model.safetensors"
+    weights = dict(mx.load(str(shard)))
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = mx.full(weights[name].shape, float("nan"))
+    mx.save_safetensors(str(shard), weights)
+    assert name in str(refusal(folder))
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape(folder: Path) -> None:
+    shard = folder / "model.safetensors"
+    weights = dict(mx.load(str(shard)))
+    del weights["model.norm.weight"]
+    mx.save_safetensors(str(shard), weights)
+    assert "model.norm.weight" in str(refusal(folder))
+
+
+def test_an_unknown_architecture_is_unsupported(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "made_up"}))
+    assert isinstance(refusal(folder), ModelUnsupportedError)
+
+
+def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    for name in ("modeling_custom.py", "tokenization_custom.py"):
+        (folder / name).write_text(f"open({str(witness)!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoModelForCausalLM": "modeling_custom.Model", "AutoTokenizer": ["tokenization_custom.T", None]}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "made_up", "auto_map": auto_map, "model_file": "modeling_custom.py"}))
+    refusal(folder)
+    assert not witness.exists()
+
+
+def test_a_dtype_that_is_none(tiny: Path) -> None:
+    with pytest.raises(OptionError, match="dtype int8"):
+        Engine.load(tiny, dtype="int8")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_header_is_an_error_and_nothing_else(tiny: Path, tmp_path: Path, data: st.DataObject) -> None:
+    whole = (tiny / "model.safetensors").read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    at = data.draw(st.integers(0, 8 + length - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda value: value != whole[at]))
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+    try:
+        read_header(shard)
+    except ModelDamagedError:
+        pass  # the right kind; a changed letter inside a name may also pass, and is found when the weights are matched
+
+
+def test_whole_shards_are_found(tiny: Path) -> None:
+    assert [shard.name for shard in find_shards(tiny)] == ["model.safetensors"]
+
+
+def test_exactly_one_backend_is_right() -> None:
+    check_backends(("mlx-cpu",))
+    with pytest.raises(DeviceError, match="without a backend"):
+        check_backends(())
+    with pytest.raises(DeviceError, match=r"together \(mlx-cpu, mlx-cuda-13\)") as caught:
+        check_backends(("mlx-cpu", "mlx-cuda-13"))
+    assert "pip uninstall -y mlx-cpu mlx-cuda-13" in caught.value.hint

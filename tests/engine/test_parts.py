@@ -1,0 +1,197 @@
+"""The engine's small parts alone: prefix store, worker, stream, recorder, dense layers."""
+
+import threading
+import time
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokamac.engine import EngineClosedError, TextChunk
+from tokamac.engine.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
+from tokamac.engine.prefix import PrefixStore, Slot, common_prefix
+from tokamac.engine.recorder import Recorder, StepCost
+from tokamac.engine.worker import LOOK_AHEAD, Stream, Worker
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
+def test_common_prefix(a: list[int], b: list[int]) -> None:
+    expected = 0
+    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+        expected += 1
+    assert common_prefix(a, b) == expected
+
+
+def caches(held: int) -> list[Any]:
+    from mlx_lm.models.cache import KVCache
+
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 1, held, 8)), mx.zeros((1, 1, held, 8)))
+    return [cache]
+
+
+def test_a_slot_is_cut_back_to_what_is_shared_and_leaves_one_token_to_compute() -> None:
+    store = PrefixStore(1)
+    store.put(Slot([1, 2, 3, 4], caches(4), None))
+    slot = store.take([1, 2, 9], None)
+    assert slot is not None
+    assert slot.ids == [1, 2]
+    assert slot.caches[0].offset == 2
+    store.put(slot)
+    again = store.take([1, 2], None)
+    assert again is not None
+    assert again.ids == [1]
+
+
+def test_no_shared_prefix_makes_room_at_once() -> None:
+    store = PrefixStore(1)
+    store.put(Slot([1, 2], caches(2), None))
+    assert store.nbytes > 0
+    assert store.take([5, 6], None) is None
+    assert store.nbytes == 0
+
+
+def test_slots_with_other_pinned_tokens_are_not_reused() -> None:
+    store = PrefixStore(2)
+    store.put(Slot([1, 2, 3], caches(3), 4))
+    assert store.take([1, 2, 3, 4], 8) is None
+
+
+def test_the_least_recently_used_conversation_goes_first() -> None:
+    store = PrefixStore(2)
+    for first in (1, 2, 3):
+        store.put(Slot([first, 9], caches(2), None))
+    assert store.take([2, 9, 9], None) is not None
+    assert store.take([1, 9, 9], None) is None
+
+
+def test_a_worker_runs_in_order_passes_errors_and_closes_once() -> None:
+    ended = threading.Event()
+    worker = Worker("test", at_end=ended.set)
+    order: list[int] = []
+    futures = [worker.submit(lambda i=i: order.append(i)) for i in range(20)]  # type: ignore[misc]
+    for future in futures:
+        future.result()
+    assert order == list(range(20))
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 // 0)
+    worker.close()
+    worker.close()
+    assert ended.is_set()
+    with pytest.raises(EngineClosedError):
+        worker.submit(lambda: None)
+
+
+def test_a_stream_waits_for_a_slow_reader_and_not_for_one_that_left() -> None:
+    stream = Stream()
+    written = 0
+
+    def write() -> None:
+        nonlocal written
+        for _ in range(LOOK_AHEAD + 50):
+            stream.put(TextChunk("x"))
+            written += 1
+        stream.end()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    events = stream.read()
+    next(events)
+    time.sleep(0.05)
+    assert written <= LOOK_AHEAD + 2
+    stream.abandon()
+    writer.join(5)
+    assert not writer.is_alive()
+
+
+def test_a_failure_in_the_engine_is_raised_in_the_reader() -> None:
+    stream = Stream()
+    stream.put(TextChunk("x"))
+    stream.end(ValueError("no"))
+    events = stream.read()
+    next(events)
+    with pytest.raises(ValueError, match="no"):
+        next(events)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 20])
+def test_fifty_millisecond_steps_read_twenty_tokens_a_second(tokens: int) -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock)
+    recorder.accept()
+    clock.now += 0.2  # tokenizing, waiting
+    recorder.begin_prefill(prompt_tokens=120, cached_tokens=20)
+    clock.now += 0.5
+    for index in range(tokens):
+        clock.now += 0.05 if index else 0
+        recorder.token()
+    metrics = recorder.metrics(StepCost(1_000_000_000, 0, 100.0), kv_bytes=7, peak_memory_bytes=None)
+    assert metrics.decode_tps == pytest.approx(20.0)
+    assert metrics.ttft_s == pytest.approx(0.7)
+    assert metrics.prefill_s == pytest.approx(0.5)
+    assert metrics.prefill_tps == pytest.approx(200.0)  # the 20 cached tokens don't count
+    assert metrics.total_s == pytest.approx(0.7 + 0.05 * (tokens - 1))
+    assert metrics.itl_ms is not None
+    assert metrics.itl_ms.p50 == pytest.approx(50)
+    assert metrics.achieved_gbs == pytest.approx(20.0)
+    assert metrics.ceiling_tps == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_is_not_known_is_none(tokens: int) -> None:
+    recorder = Recorder(FakeClock())
+    recorder.begin_prefill(10, 0)
+    for _ in range(tokens):
+        recorder.token()
+    metrics = recorder.metrics(StepCost(None, None, None), kv_bytes=None, peak_memory_bytes=None)
+    unknown = (metrics.decode_tps, metrics.itl_ms, metrics.ceiling_tps, metrics.achieved_gbs, metrics.expected_tps)
+    assert unknown == (None,) * 5
+
+
+class Toy(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 64)
+        self.layers = [nn.Linear(64, wide), nn.Linear(wide, 64, bias=False)]
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.as_linear(x)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("wide", [64, 2 * LAZY_WEIGHTS // 64])
+def test_dense_layers_say_what_the_packed_ones_say(bits: int | None, rows: int, wide: int) -> None:
+    mx.random.seed(1)
+    toy = Toy(wide)
+    if bits is not None:
+        nn.quantize(toy, 64, bits)
+    ids = mx.arange(rows)[None]
+    before = np.asarray(toy(ids))
+    assert unpack(toy) is (wide > 64)
+    after = np.asarray(toy(ids))
+    assert isinstance(toy.layers[0], DenseLinear)
+    assert isinstance(toy.embed, DenseEmbedding)
+    assert np.abs(before - after).max() < 2e-3 * np.abs(before).max()
+
+
+def test_weights_that_do_not_fit_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokamac.engine.cpu._memory_bytes", lambda: 1000)
+    toy = Toy(64)
+    assert unpack(toy) is False
+    assert type(toy.layers[0]) is nn.Linear

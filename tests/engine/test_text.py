@@ -1,0 +1,175 @@
+"""What the reader sees: whole characters, no stop text, thinking apart, hostile templates stopped."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.seeded import TEMPLATE, write_tokenizer
+
+from tokamac.engine import Message, ModelDamagedError, TemplateError
+from tokamac.engine.stream import ReplyText, first_of, held_back
+from tokamac.engine.tokens import Tokenizer, load_tokenizer
+
+CONFIG = {"eos_token_id": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, thinking=True)
+    return load_tokenizer(folder, CONFIG, "tiny")
+
+
+def shown(reply: ReplyText, ids: list[int]) -> list[tuple[str, str]]:
+    chunks = [chunk for token in ids for chunk in reply.add(token)]
+    chunks += reply.finish()
+    return [(chunk.kind, chunk.text) for chunk in chunks]
+
+
+def joined(chunks: list[tuple[str, str]], kind: str) -> str:
+    return "".join(text for k, text in chunks if k == kind)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=40))
+def test_text_arrives_in_whole_characters_and_whole(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text.replace("<", "").replace("\n", " "))
+    expected = tokenizer.decode(ids)
+    pieces = [piece for _, piece in shown(ReplyText(tokenizer), ids)]
+    assert "".join(pieces) == expected
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in expected
+
+
+@pytest.mark.parametrize("text", ["é", "中", "🎉", "👩‍👩‍👧", "aé中🎉b"])
+def test_a_character_of_several_bytes_is_never_shown_in_parts(tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = tokenizer.detokenizer()
+    seen = [detokenizer.add(token) for token in tokenizer.encode(text)]
+    assert all("\ufffd" not in piece for piece in seen)
+    assert "".join(seen) == text
+
+
+def test_bytes_that_never_become_a_character_are_shown_as_replacements_and_block_nothing(tokenizer: Tokenizer) -> None:
+    first_byte = tokenizer.encode("é")[0]
+    ids = [first_byte] * 6 + tokenizer.encode("after")
+    text = joined(shown(ReplyText(tokenizer), ids), "answer")
+    assert text.endswith("after")
+    assert text.startswith("\ufffd")
+
+
+@given(st.text(alphabet="abS", max_size=12), st.text(alphabet="abTO", max_size=12))
+def test_a_stop_text_and_what_follows_is_never_shown(tokenizer: Tokenizer, before: str, after: str) -> None:
+    reply = ReplyText(tokenizer, ("STOP",))
+    text = joined(shown(reply, tokenizer.encode(before + "STOP" + after)), "answer")
+    assert text == before
+    assert reply.stopped
+
+
+@given(st.text(alphabet="ST", max_size=12))
+def test_what_only_begins_like_a_stop_text_is_shown_in_the_end(tokenizer: Tokenizer, text: str) -> None:
+    reply = ReplyText(tokenizer, ("STOP",))
+    assert joined(shown(reply, tokenizer.encode(text)), "answer") == text
+    assert not reply.stopped
+
+
+def test_the_stop_text_that_comes_first_ends_the_reply(tokenizer: Tokenizer) -> None:
+    reply = ReplyText(tokenizer, ("END", "EN"))
+    assert joined(shown(reply, tokenizer.encode("a EN END")), "answer") == "a "
+
+
+@pytest.mark.parametrize(
+    ("text", "markers", "expected"), [("abS", ("STOP",), 1), ("abSTO", ("STOP",), 3), ("ab", ("STOP",), 0), ("aa", ("aab",), 2)]
+)
+def test_held_back(text: str, markers: tuple[str, ...], expected: int) -> None:
+    assert held_back(text, markers) == expected
+
+
+def test_the_longer_of_two_markers_at_one_place_wins() -> None:
+    assert first_of("xab", ("a", "ab")) == (1, "ab")
+    assert first_of("x", ("a",)) is None
+
+
+def test_thinking_is_told_apart_from_the_answer(tokenizer: Tokenizer) -> None:
+    reply = ReplyText(tokenizer)
+    chunks = shown(reply, tokenizer.encode("<think>\nhm, é\n</think>\n\nthe answer"))
+    assert joined(chunks, "thinking") == "hm, é\n" == reply.thinking
+    assert joined(chunks, "answer") == "the answer" == reply.answer
+
+
+def test_a_reply_may_begin_inside_thinking_that_the_template_opened(tokenizer: Tokenizer) -> None:
+    assert tokenizer.opens_thinking("<assistant><think>\n")
+    assert not tokenizer.opens_thinking("<assistant><think>\n\n</think>\n\n")
+    chunks = shown(ReplyText(tokenizer, in_thinking=True), tokenizer.encode("hm</think>yes"))
+    assert (joined(chunks, "thinking"), joined(chunks, "answer")) == ("hm", "yes")
+
+
+def test_thinking_that_never_ends_stays_thinking_and_stop_texts_do_not_apply_to_it(tokenizer: Tokenizer) -> None:
+    reply = ReplyText(tokenizer, ("STOP",))
+    chunks = shown(reply, tokenizer.encode("<think>a STOP b"))
+    assert joined(chunks, "thinking") == "a STOP b"
+    assert not reply.stopped
+
+
+def test_a_later_mark_is_text_about_thinking(tokenizer: Tokenizer) -> None:
+    chunks = shown(ReplyText(tokenizer), tokenizer.encode("write <think> to think"))
+    assert joined(chunks, "answer") == "write <think> to think"
+
+
+def test_end_marks_are_hidden(tokenizer: Tokenizer) -> None:
+    assert shown(ReplyText(tokenizer), [*tokenizer.encode("hi"), 1, 0]) == [("answer", "h"), ("answer", "i")]
+
+
+def test_a_conversation_is_rendered_by_the_template(tokenizer: Tokenizer) -> None:
+    turns = [Message("system", "s"), Message("user", "u"), Message("assistant", "a", "why")]
+    assert tokenizer.render(turns) == "<system>s<end><user>u<end><assistant>a<end><assistant>"
+    assert tokenizer.render(turns, reply=False).endswith("a<end>")
+
+
+def folder_with(tmp_path: Path, template: str | None) -> Tokenizer:
+    write_tokenizer(tmp_path, template=template)
+    return load_tokenizer(tmp_path, CONFIG, "tiny")
+
+
+def test_a_template_that_loops_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokamac.engine.template.with_deadline.__defaults__", (0.3,))
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = folder_with(tmp_path, loop)
+    began = time.monotonic()
+    with pytest.raises(TemplateError, match="did not end"):
+        tokenizer.render([Message("user", "hi")])
+    assert time.monotonic() - began < 30  # it ended at all
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ nothing.at.all() }}", "{% if %}"])
+def test_a_template_that_fails_is_one_clear_error(tmp_path: Path, template: str) -> None:
+    with pytest.raises(TemplateError, match="tiny failed"):
+        folder_with(tmp_path, template).render([Message("user", "hi")])
+
+
+def test_a_model_without_a_template_can_not_chat(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="no chat template"):
+        folder_with(tmp_path, None).render([Message("user", "hi")])
+
+
+def test_a_template_that_refuses_the_system_role_gets_it_in_the_users_turn(tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    rendered = folder_with(tmp_path, refusing).render([Message("system", "be brief"), Message("user", "hi")])
+    assert rendered == "<user>be brief\n\nhi<end><assistant>"
+
+
+def test_a_template_can_not_reach_python(tmp_path: Path) -> None:
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(TemplateError):
+        folder_with(tmp_path, attack).render([Message("user", "hi")])
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelDamagedError, match=r"tokenizer\.json is missing"):
+        load_tokenizer(tmp_path, CONFIG, "tiny")
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3')
+    with pytest.raises(ModelDamagedError, match="can't be read"):
+        load_tokenizer(tmp_path, CONFIG, "tiny")
