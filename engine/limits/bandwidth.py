@@ -1,0 +1,174 @@
+"""Memory bandwidth where no table knows it: measured once, kept per machine.
+
+The ceiling is only a ceiling if nothing beats it. A small model lives in a CPU's caches and is read faster than any DRAM, so the
+measurement reads a working set no larger than the model's own weights (rounded down to a power of two), the way a decode step
+does: matrix times vector.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tokamac.engine.device import DeviceKind, device_kind
+from tokamac.engine.limits.hardware import Chip
+from tokamac.engine.limits.metrics import rate
+
+SMALLEST, LARGEST = 8 << 20, 256 << 20
+"""Bytes of working set. Below, calls cost more than reading; above, filling it takes longer than measuring.
+
+Where a cache holds part of 256 MiB, the ceiling of a larger model comes out a little high (by a quarter on one server): still
+a ceiling."""
+
+BUDGET_S = 0.12
+"""Seconds of trials for one shape; there are up to four, and filling the memory comes on top (up to 0.4 s for the largest)."""
+
+BUSY_SHARE = 0.4
+"""Load of the last minute, as a share of the cores, above which a CPU's measurement is used but not kept."""
+
+BUSY_PATIENCE = 2.0
+"""How much longer a busy CPU is tried: the best of many tries is likelier to be an undisturbed one."""
+
+GEMV_COLUMNS = (512, 2048)
+"""Widths of the matrices read, as in small and middling models; the faster counts."""
+
+
+def with_bandwidth(chip: Chip, bytes_read: int) -> Chip:
+    """Return ``chip`` with a bandwidth: the table's, else the one kept for this machine, else measured now (up to 1.5 s)."""
+    if chip.bandwidth_gbs is not None:
+        return chip
+    device, size = device_kind(), bucket(bytes_read)
+    file, key = store_file(), _key(chip, device, size)
+    gbs = read_kept(file, key)
+    if gbs is None:
+        busy = device == "cpu" and is_busy()
+        gbs = measure_bandwidth(bytes_read, device=device)
+        if gbs is not None and not busy:
+            keep(file, key, gbs)
+    return chip if gbs is None else dataclasses.replace(chip, bandwidth_gbs=gbs, source="measured")
+
+
+def at_least(chip: Chip, achieved_gbs: float | None) -> Chip:
+    """Return ``chip`` with a measured bandwidth no lower than a reply just reached: it proves the measurement disturbed.
+
+    A table's bandwidth stays: beating that would be a mistake in counting, and should show.
+    """
+    if chip.source != "measured" or chip.bandwidth_gbs is None or achieved_gbs is None:
+        return chip
+    return dataclasses.replace(chip, bandwidth_gbs=max(chip.bandwidth_gbs, achieved_gbs))
+
+
+def measure_bandwidth(bytes_read: int = LARGEST, *, device: DeviceKind | None = None) -> float | None:
+    """Return how fast a working set of ``bytes_read`` can be read, in GB/s: the best of what fits into about 1.5 s.
+
+    On a CPU this is NumPy's float32 matrix-vector product on all its threads, which is what the engine decodes with there. On a
+    GPU it is MLX's half-precision one, and a copy (which moves each byte twice), for the working set and for one that no cache
+    holds. A busy machine reads slower: measure an idle one. None where nothing could be measured.
+    """
+    size = bucket(bytes_read)
+    on_cpu = (device or device_kind()) == "cpu"
+    speeds = _numpy_gemv(size) if on_cpu else [_mlx_read(size), _mlx_read(LARGEST)]
+    return max((speed for speed in speeds if speed is not None), default=None)
+
+
+def is_busy() -> bool:
+    """Return whether others use a good part of the CPU: what is measured now would be too low to keep."""
+    return os.getloadavg()[0] > BUSY_SHARE * (os.cpu_count() or 1)
+
+
+def bucket(bytes_read: int) -> int:
+    """Return the working set to measure: ``bytes_read`` rounded down to a power of two, within the sizes that make sense.
+
+    Down, because a smaller set is read no slower: what is measured then still bounds what the model can do.
+    """
+    return 1 << (min(max(bytes_read, SMALLEST), LARGEST).bit_length() - 1)
+
+
+def store_file() -> Path:
+    """Return the file that measurements are kept in."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tokamac")) / "bandwidth.json"
+
+
+def read_kept(file: Path, key: str) -> float | None:
+    """Return the kept measurement in GB/s; None where there is none, or the file is damaged."""
+    value = _read_all(file).get(key)
+    return float(value) if isinstance(value, int | float) and 0 < value < 1e6 else None
+
+
+def keep(file: Path, key: str, gbs: float) -> None:
+    """Keep a measurement, mode 0600, whole or not at all. Where the folder can't be written it is not kept: it costs a second."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**_read_all(file), key: gbs}, indent=1)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".bandwidth-")  # mkstemp makes it 0600
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as temporary:
+                temporary.write(text)
+            Path(name).replace(file)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _read_all(file: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _key(chip: Chip, device: DeviceKind, size: int) -> str:
+    library = "numpy" if device == "cpu" else "mlx"
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = threads if device == "cpu" else chip.gpu_cores
+    versions = f"mlx {metadata.version('mlx')} {library} {metadata.version(library)}"
+    return f"{chip.name} | {cores} cores | {device} | {versions} | {size} bytes"
+
+
+def _best(run: Callable[[], object], bytes_moved: int) -> float | None:
+    """Return the best GB/s of repeated runs; the first only warms up."""
+    run()
+    best, end = None, time.perf_counter() + BUDGET_S * (BUSY_PATIENCE if is_busy() else 1.0)
+    while (start := time.perf_counter()) < end or best is None:
+        run()
+        elapsed = time.perf_counter() - start
+        best = min(elapsed, best or elapsed)
+    speed = rate(bytes_moved, best)
+    return None if speed is None else speed / 1e9
+
+
+def _numpy_gemv(size: int) -> list[float | None]:
+    """x times W, float32 of ``size`` bytes, wide and narrow, and as the transpose of what lies in memory: the layouts in use."""
+    import numpy as np
+
+    values = np.full(size // 4, 0.5, dtype=np.float32)  # no denormals: they would be slower
+    speeds = []
+    for columns in GEMV_COLUMNS:
+        for matrix in (values.reshape(-1, columns).T, values.reshape(columns, -1)):
+            x = np.ones((1, columns), dtype=np.float32)
+            speeds.append(_best(functools.partial(np.matmul, x, matrix), size))
+    return speeds
+
+
+def _mlx_read(size: int) -> float | None:
+    """W (rows, 4096) float16 of ``size`` bytes times x, and its copy; the faster of the two. Never run on a plain CPU."""
+    import mlx.core as mx
+
+    columns = 4096
+    matrix = mx.ones((max(size // 2 // columns, 1), columns), dtype=mx.float16)
+    vectors = mx.random.normal((max((512 << 20) // size, 1), columns, 1)).astype(mx.float16)
+    mx.eval(matrix, vectors)
+    # Several products in one evaluation, so that a small set is not measured by what launching costs.
+    products = _best(lambda: mx.eval([matrix @ vector for vector in vectors]), matrix.nbytes * vectors.shape[0])
+    copies = _best(lambda: mx.eval(matrix + 1), 2 * matrix.nbytes)
+    return max((speed for speed in (products, copies) if speed is not None), default=None)

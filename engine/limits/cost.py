@@ -1,0 +1,270 @@
+"""What a model weighs, and what one decoded token reads of it.
+
+Two ways to the same numbers: from a loaded model's arrays, or from config.json and the safetensors headers alone. Both make a list
+of tensors (name, type, shape, bytes); everything after that is shared, so they agree.
+
+    bytes per decoded token = all weights, less the input embedding where it is only looked up (one row is read), a tied table once,
+                              and of a mixture's experts only the active share
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokamac.engine.shards import find_shards, read_header
+
+PartName = Literal["embedding", "attention", "mlp", "experts", "head", "norms and other"]
+PARTS: tuple[PartName, ...] = ("embedding", "attention", "mlp", "experts", "head", "norms and other")
+
+Form = Literal["stored", "float32", "unpacked"]
+"""How weights lie in memory: as in the files (GPU); packed ones packed, the rest float32 (a CPU without room); or all of them
+unpacked to float32 for NumPy (engine/cpu.py), except mixtures' expert stacks, which stay packed."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One array: its type as safetensors names it (F32, BF16, U32 …), shape, and bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """How many elements it has; a packed one has fewer than weights."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Weights of one kind: how many, in how many bytes, and how many bytes one decoded token reads of them."""
+
+    parameters: int
+    nbytes: int
+    nbytes_per_token: int
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits ÷ weights, scales and biases included; None where there are no weights."""
+        return 8 * self.nbytes / self.parameters if self.parameters else None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A model's weights by part. Bytes; ``parameters`` are weights, not packed words.
+
+    active_parameters: what one token is multiplied with: experts in use only, no looked-up embedding.
+    weight_bytes_per_token: None for a mixture that doesn't say how many experts are active.
+    """
+
+    parts: Mapping[PartName, Part]
+    parameters: int
+    active_parameters: int | None
+    weight_bytes: int
+    weight_bytes_per_token: int | None
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits ÷ weights, scales and biases included."""
+        return 8 * self.weight_bytes / self.parameters if self.parameters else None
+
+
+def cost_of_model(model: Any, config: Mapping[str, Any]) -> Cost:
+    """Return the cost of a loaded mlx-lm model: its arrays as the engine really reads them."""
+    from mlx.utils import tree_flatten
+
+    tensors = [
+        Tensor(name, _DTYPES.get(str(array.dtype), "U8"), tuple(array.shape), int(array.nbytes))
+        for name, array in tree_flatten(model.parameters())
+    ]
+    modules = tree_flatten(model.leaf_modules(), is_leaf=lambda value: hasattr(value, "parameters"))
+    groups = {name: module.group_size for name, module in modules if "scales" in module}
+    return cost_of_tensors(tensors, config, groups=groups)
+
+
+def cost_of_folder(folder: Path, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
+    """Return the cost of a model folder from its headers; no weight is read and no MLX is needed.
+
+    Raises ModelDamagedError and ModelUnsupportedError for what is missing, cut off, or pickled.
+    """
+    headers: dict[str, Any] = {}
+    for shard in find_shards(folder):
+        headers.update(read_header(shard))
+    tensors = [
+        Tensor(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in headers.items()
+    ]
+    return cost_of_tensors(_loaded(tensors, config), config, form=form)
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of all arrays of a loaded model."""
+    return cost_of_model(model, {}).weight_bytes
+
+
+def weight_bytes_per_token(model: Any, config: Mapping[str, Any]) -> int | None:
+    """Return the bytes of weights that one decoded token of a loaded model reads."""
+    return cost_of_model(model, config).weight_bytes_per_token
+
+
+def bits_per_weight(bits: float, group_size: int, scale_bytes: int = 2) -> float:
+    """Return the stored bits per weight of affine groups: each group adds one scale and one bias."""
+    return bits + 2 * 8 * scale_bytes / group_size
+
+
+def cost_of_tensors(
+    tensors: Iterable[Tensor],
+    config: Mapping[str, Any],
+    *,
+    groups: Mapping[str, int] | None = None,
+    form: Form = "stored",
+) -> Cost:
+    """Return the cost of the tensors a model is made of.
+
+    groups: group size by module path, where known from the modules; else config.json's quantization says it.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    has_head = any(part_of(tensor, config) == "head" for tensor in by_name.values())
+    active = _active_share(config)
+    counts: dict[PartName, list[int]] = {part: [0, 0, 0] for part in PARTS}
+    active_parameters, known = 0, True
+    for tensor in by_name.values():
+        part = part_of(tensor, config)
+        weights = _weights(tensor, by_name, config, groups)
+        nbytes = _nbytes(tensor, weights, part, by_name, form)
+        share = (1, 1)
+        if part == "embedding" and (has_head or _LOOKED_UP.search(tensor.name)):
+            share = (0, 1)
+        elif part == "experts":
+            known, share = known and active is not None, active or (1, 1)
+        for index, value in enumerate((weights, nbytes, nbytes * share[0] // share[1])):
+            counts[part][index] += value
+        active_parameters += weights * share[0] // share[1]
+    parts = {part: Part(*values) for part, values in counts.items()}
+    return Cost(
+        parts=parts,
+        parameters=sum(part.parameters for part in parts.values()),
+        active_parameters=active_parameters if known else None,
+        weight_bytes=sum(part.nbytes for part in parts.values()),
+        weight_bytes_per_token=sum(part.nbytes_per_token for part in parts.values()) if known else None,
+    )
+
+
+def part_of(tensor: Tensor, config: Mapping[str, Any]) -> PartName:
+    """Return which part of a model a tensor belongs to, by its name; an expert stack also by its first axis."""
+    owner = tensor.name.rpartition(".")[0]
+    if re.search(r"norm|(^|\.)ln_\w*$", owner):
+        return "norms and other"
+    for part, pattern in _PATTERNS.items():
+        if pattern.search(tensor.name):
+            return "experts" if part == "mlp" and _stacked(tensor, config) else part
+    return "norms and other"
+
+
+_DTYPES = {
+    "mlx.core.float64": "F64", "mlx.core.float32": "F32", "mlx.core.float16": "F16", "mlx.core.bfloat16": "BF16",
+    "mlx.core.uint32": "U32", "mlx.core.uint8": "U8", "mlx.core.int32": "I32",
+}  # fmt: skip
+
+_PATTERNS: dict[PartName, re.Pattern[str]] = {
+    "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.|^(model\.)?output\."),
+    "embedding": re.compile(
+        r"(^|\.)(embed_tokens\w*|wte|wpe|tok_embeddings|embed_in|word_embeddings|embeddings?|embed_positions)(\.head)?\.\w+$"
+    ),
+    "experts": re.compile(r"\.experts\.|\.switch_\w+\.|\.experts_\w+$"),
+    "attention": re.compile(r"attn|attention|mixer\.|temporal_block|\.conv\."),
+    "mlp": re.compile(r"mlp|feed_forward|ffn|moe|\.(fc1|fc2|w1|w2|w3|up_proj|down_proj|gate_proj)\."),
+}  # fmt: skip
+
+_LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions")
+"""Embeddings that are never the output head, tied or not."""
+
+_NOT_LOADED = re.compile(
+    r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|inv_freq$|^mtp\."
+)
+"""Weights of checkpoints that mlx-lm leaves out of a text model."""
+
+
+def _loaded(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a checkpoint that a text model keeps."""
+    tied = bool(text_config(config).get("tie_word_embeddings", False))
+    kept = [tensor for tensor in tensors if not _NOT_LOADED.search(tensor.name)]
+    return [tensor for tensor in kept if not (tied and part_of(tensor, config) == "head")]
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model: multimodal checkpoints nest it."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else dict(config)
+
+
+def first_of(config: Mapping[str, Any], *keys: str) -> Any:
+    """Return the first of ``keys`` that is set, else None."""
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def _stacked(tensor: Tensor, config: Mapping[str, Any]) -> bool:
+    experts = _experts(config)
+    return len(tensor.shape) == 3 and experts is not None and tensor.shape[0] == experts
+
+
+def _experts(config: Mapping[str, Any]) -> int | None:
+    text = text_config(config)
+    value = first_of(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _active_share(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (experts used by a token, experts); None where the config doesn't say."""
+    text, experts = text_config(config), _experts(config)
+    used = first_of(
+        text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
+    )
+    return (used, experts) if experts and isinstance(used, int) and 0 < used <= experts else None
+
+
+def _packed(tensor: Tensor, by_name: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the scales of a packed weight, else None."""
+    owner, _, leaf = tensor.name.rpartition(".")
+    return by_name.get(f"{owner}.scales") if leaf == "weight" and tensor.dtype == "U32" else None
+
+
+def _weights(
+    tensor: Tensor, by_name: Mapping[str, Tensor], config: Mapping[str, Any], groups: Mapping[str, int] | None
+) -> int:
+    """Return how many weights a tensor stands for: a scale or a bias of a group stands for none."""
+    owner, _, leaf = tensor.name.rpartition(".")
+    if leaf in ("scales", "biases", "global_scale") and f"{owner}.weight" in by_name:
+        return 0
+    if leaf in ("qzeros", "g_idx", "weight_scale_inv"):  # what other packers keep beside a weight
+        return 0
+    if leaf == "qweight":
+        return tensor.size * 32 // int((config.get("quantization_config") or {}).get("bits", 4))
+    scales = _packed(tensor, by_name)
+    if scales is None:
+        return tensor.size
+    return scales.size * (groups[owner] if groups and owner in groups else _group_size(owner, config))
+
+
+def _group_size(owner: str, config: Mapping[str, Any]) -> int:
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    entry = quantization.get(owner)
+    return int((entry if isinstance(entry, dict) else quantization).get("group_size", 64))
+
+
+def _nbytes(tensor: Tensor, weights: int, part: PartName, by_name: Mapping[str, Tensor], form: Form) -> int:
+    """Return the bytes a tensor takes in this form."""
+    if form == "stored":
+        return tensor.nbytes
+    owner, _, leaf = tensor.name.rpartition(".")
+    weight = by_name.get(f"{owner}.weight")
+    unpacks = form == "unpacked" and part != "experts" and weight is not None and _packed(weight, by_name) is not None
+    if unpacks and leaf in ("weight", "scales", "biases"):
+        return 4 * weights
+    return 4 * tensor.size if tensor.dtype in FLOATS else tensor.nbytes

@@ -1,0 +1,148 @@
+"""What keys and values cost, from a model's config alone. Pure arithmetic; the engine's own caches count their own arrays.
+
+    KV bytes per token = Σ over layers that keep KV of kv_heads × (key_dim × bytes per key + value_dim × bytes per value)
+    bytes per value    = the model's type, or packed: bits/8 + 2 × scale_bytes ÷ group_size
+
+A layer with a window of its own stops growing at it; a linear-attention or state-space layer does not grow at all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokamac.engine.limits.cost import first_of, text_config
+from tokamac.engine.options import KVSpec
+
+FULL = frozenset({"full_attention", "attention", "global", "full", "global_attention"})
+SLIDING = frozenset({"sliding_attention", "local", "sliding", "local_attention", "chunked_attention"})
+STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm"})
+
+LATENT = frozenset({"deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"})
+"""Multi-head latent attention whose cache holds the latent and the rotary key, once for all heads (mlx-lm 0.32)."""
+
+STATELESS_KV = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv7"})
+"""No layer keeps keys or values."""
+
+ONE_TO_ONE = frozenset({"gpt2", "gptj", "gpt_neox"})
+"""Every head has keys of its own, whatever the config says."""
+
+EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
+"""Multi-head latent attention whose cache holds every head's keys and values, unfolded (mlx-lm 0.32)."""
+
+UNKNOWN = frozenset({
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v41", "gemma3n", "gemma4",
+    "gemma4_text", "kimi_k3", "kimi_linear", "longcat_flash", "longcat_flash_ngram", "nemotron-nas", "plamo2",
+    "recurrent_gemma", "iquestloopcoder",
+})  # fmt: skip
+"""Families whose layers differ in ways this arithmetic does not cover: their cost stays unknown until they are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """A layer that keeps keys and values: (heads, dims of a key, dims of a value); ``window`` tokens at most, None for all."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+
+def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
+    """Return the layers of a model that keep keys and values; None where the config is of a kind not covered here."""
+    text = text_config(config)
+    kind = str(text.get("model_type", ""))
+    layers = first_of(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if kind in STATELESS_KV:
+        return ()
+    names = None if kind in UNKNOWN or not isinstance(layers, int) else _layer_types(text, layers)
+    shape = _shape(text, kind)
+    if names is None or shape is None:
+        return None
+    window = first_of(text, "sliding_window", "attention_chunk_size")
+    if any(name in SLIDING for name in names) and not isinstance(window, int):
+        return None
+    kept = [name for name in names if name not in STATE]
+    return tuple(KVLayer(*shape, window if name in SLIDING else None) for name in kept)
+
+
+def kv_bytes_per_token(layers: Sequence[KVLayer], spec: KVSpec, *, value_bytes: int = 2) -> int:
+    """Return the bytes one more token takes while no window is full. value_bytes: of the model's own type."""
+    return sum(_layer_bytes(layer, spec, value_bytes) for layer in layers)
+
+
+def kv_bytes(layers: Sequence[KVLayer], spec: KVSpec, context: int, *, value_bytes: int = 2) -> int:
+    """Return the bytes kept, and read by every step, at a context of so many tokens.
+
+    The user's window bounds the layers that have none of their own; those keep theirs.
+    """
+    return sum(_kept(layer, spec, context) * _layer_bytes(layer, spec, value_bytes) for layer in layers)
+
+
+def value_bytes_of(config: Mapping[str, Any]) -> int:
+    """Return the bytes of the checkpoint's own floating type: 4 for float32, else 2."""
+    text = text_config(config)
+    return 4 if str(first_of(text, "dtype", "torch_dtype")).endswith("float32") else 2
+
+
+def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
+    """Return the bytes of one key or value element; scales and biases are of the model's own type."""
+    return value_bytes if bits == 16 else bits / 8 + 2 * value_bytes / group_size
+
+
+def _kept(layer: KVLayer, spec: KVSpec, context: int) -> int:
+    window = layer.window if layer.window is not None else spec.window
+    return context if window is None else min(context, window)
+
+
+def _layer_bytes(layer: KVLayer, spec: KVSpec, value_bytes: int) -> int:
+    key = bytes_per_value(spec.key_bits, spec.group_size, value_bytes)
+    value = bytes_per_value(spec.value_bits, spec.group_size, value_bytes)
+    return round(layer.heads * (layer.key_dim * key + layer.value_dim * value))
+
+
+def _shape(text: Mapping[str, Any], kind: str) -> tuple[int, int, int] | None:
+    """Return (kv heads, dims of a key, dims of a value) of an attention layer."""
+    if kind in LATENT:
+        latent, rope = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
+        return (1, latent, rope) if isinstance(latent, int) and isinstance(rope, int) else None
+    if kind in EXPANDED:
+        dims = [text.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        if not all(isinstance(value, int) for value in dims) and kind == "deepseek_v2":
+            return None
+        heads, plain, rope, value = (value or 0 for value in dims)
+        return heads, plain + rope, value or int(text.get("hidden_size", 0)) // heads
+    heads, hidden = first_of(text, "num_attention_heads", "n_head", "n_heads"), first_of(text, "hidden_size", "n_embd")
+    if not isinstance(heads, int) or heads <= 0:
+        return None
+    shared = heads if kind in ONE_TO_ONE else 1 if text.get("multi_query") else None
+    kv_heads = shared or first_of(text, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+    head_dim = text.get("head_dim") or (hidden // heads if isinstance(hidden, int) else None)
+    return (kv_heads, head_dim, head_dim) if isinstance(kv_heads, int) and isinstance(head_dim, int) else None
+
+
+def _layer_types(text: Mapping[str, Any], layers: int) -> list[str] | None:
+    """Return the kind of every layer; None where a name is not known."""
+    kind, pattern = str(text.get("model_type", "")), text.get("sliding_window_pattern")
+    listed, every = first_of(text, "layer_types", "layers_block_type"), text.get("full_attention_interval")
+    letters, period = text.get("hybrid_override_pattern"), text.get("attn_layer_period")
+    if isinstance(listed, list):
+        known = all(name in FULL | SLIDING | STATE for name in listed)
+        return [str(name) for name in listed] if known and len(listed) == layers else None
+    if isinstance(every, int) and every > 0:
+        return ["full" if (i + 1) % every == 0 else "mamba" for i in range(layers)]
+    if (
+        isinstance(letters, str | list) and len(letters) == layers
+    ):  # nemotron_h: * attends, M is Mamba, - and E feed forward
+        return ["full" if letter == "*" else "mamba" for letter in letters]
+    if isinstance(period, int) and period > 0:  # jamba
+        return ["full" if i % period == int(text.get("attn_layer_offset") or 0) else "mamba" for i in range(layers)]
+    if kind in ("jamba", "nemotron_h"):
+        return None
+    if kind == "gpt_oss":
+        return ["sliding" if i % 2 == 0 else "full" for i in range(layers)]
+    if isinstance(pattern, str) and pattern:
+        return ["sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(layers)]
+    if kind.startswith("gemma3") or kind == "cohere2":
+        period = pattern if isinstance(pattern, int) and pattern > 0 else {"cohere2": 4}.get(kind, 6)
+        return ["full" if (i + 1) % period == 0 else "sliding" for i in range(layers)]
+    return ["full"] * layers
