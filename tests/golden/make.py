@@ -1,0 +1,156 @@
+"""Make the golden values: log-probabilities and greedy chats as Hugging Face transformers computes them.
+
+    pip install -e '.[golden]' && python tests/golden/make.py [CASE…]
+
+For every case of families.py it writes ``<case>/config.json`` exactly as transformers saves it, ``<case>/golden.npz`` (token
+ids and log-probabilities) and ``<case>/case.json`` (seed, tensor shapes, and for some three greedy chat turns). The model
+reads its weights from the same kind of folder as the test builds: ``weights.py`` under the names in the checkpoint.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from families import CASES, CHATS, SMALL, VOCABULARY
+from safetensors import safe_open
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from weights import write_weights
+
+HERE = Path(__file__).parent
+LENGTH = 24
+SPECIALS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+TURNS = ("why is decode slow?", "and what of prefill", "thanks!")
+REPLY_TOKENS = 10
+CLEAR = 0.02
+"""The likeliest token must lead by this much at every step, so that rounding can't change a greedy reply."""
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of 128 entries: printable ASCII, a few merges, the chat's marks."""
+    alphabet = ["Ċ", "Ġ", *map(chr, range(33, 127))]
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("a", "n"), ("Ġ", "the"), ("Ġ", "a"), ("o", "n")]
+    merges += [("r", "e"), ("i", "s"), ("Ġ", "is"), ("o", "f"), ("Ġ", "of"), ("w", "h"), ("l", "l"), ("e", "d")]
+    merges += [("o", "r"), ("e", "n"), ("a", "t"), ("i", "t"), ("e", "s"), ("o", "u"), ("s", "t"), ("n", "d")]
+    tokens = [*SPECIALS, *alphabet, *(a + b for a, b in merges)]
+    extra = [f"<|extra_{i}|>" for i in range(VOCABULARY - len(tokens))]
+    vocabulary = {token: i for i, token in enumerate([*tokens, *extra])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in [*SPECIALS, *extra]])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def saved_shapes(config: Any, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Save an untrained model and return the names and shapes of its checkpoint; config.json stays behind."""
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def load(folder: Path, seed: int, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """Load the folder with NumPy's weights into transformers, float32, plain attention."""
+    write_weights(folder, seed, shapes, json.loads((folder / "config.json").read_text()))
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
+        raise SystemExit(f"{folder.name}: transformers does not load these weights: {report}")
+    return model.eval()
+
+
+@torch.no_grad()
+def logprobs(model: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
+    """Return the log-probabilities of the next token at every position: (T, V) float32."""
+    logits = model(torch.tensor([tokens])).logits[0].double()
+    return np.asarray(torch.log_softmax(logits, -1).float().numpy())
+
+
+def reply(model: Any, prompt: list[int]) -> list[int] | None:
+    """Return transformers' greedy reply, or None where it is not clear-cut or holds a special token."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=REPLY_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(out.logits)[:, 0].topk(2).values
+    ids: list[int] = out.sequences[0, len(prompt) :].tolist()
+    plain = all(len(SPECIALS) <= token < VOCABULARY for token in ids)
+    return ids if plain and float((best[:, 0] - best[:, 1]).min()) > CLEAR else None
+
+
+def chat(model: Any, tokenizer: Any) -> list[dict[str, Any]] | None:
+    """Return three greedy turns, or None where one of them is not clear-cut."""
+    messages: list[dict[str, str]] = [{"role": "system", "content": "be brief"}]
+    turns = []
+    for text in TURNS:
+        messages.append({"role": "user", "content": text})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = reply(model, prompt)
+        if ids is None:
+            return None
+        said = tokenizer.decode(ids)
+        turns.append({"user": text, "prompt": prompt, "reply": ids, "text": said})
+        messages.append({"role": "assistant", "content": said})
+    return turns
+
+
+def make(case: str, tokenizer: Any) -> None:
+    """Write one case. Seeds are tried in order until the chat is clear-cut."""
+    kind, values = CASES[case]
+    config = getattr(transformers, kind)(**{**SMALL, **values})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shapes = saved_shapes(config, folder)
+        turns = None
+        for seed in range(100):
+            model = load(folder, seed, shapes)
+            turns = chat(model, tokenizer) if case in CHATS else None
+            if turns or case not in CHATS:
+                break
+        else:
+            raise SystemExit(f"{case}: no seed gives a clear-cut chat")
+        tokens = np.random.default_rng(7).integers(5, VOCABULARY, LENGTH).tolist()
+        target = HERE / case
+        target.mkdir(exist_ok=True)
+        (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    values_out = logprobs(model, tokens)
+    np.savez_compressed(target / "golden.npz", tokens=np.array(tokens, np.int32), logprobs=values_out)
+    written = {"seed": seed, "shapes": shapes} | ({"system": "be brief", "turns": turns} if turns else {})
+    (target / "case.json").write_text(json.dumps(written) + "\n")
+    print(f"{case}: seed {seed}, log-probabilities from {values_out.min():.1f} to {values_out.max():.2f}")
+
+
+def main() -> None:
+    """Make the named cases, or all."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    make_tokenizer(HERE / "tokenizer")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(HERE / "tokenizer")
+    for case in sys.argv[1:] or CASES:
+        make(case, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Weights that NumPy alone can make again: each tensor is a stream of its own, keyed by seed and name.
+
+So a golden case stores names and shapes, a few hundred bytes, and neither PyTorch nor a binary blob is needed to rebuild it.
+Scales are chosen so that activations stay near 1 and log-probabilities spread over several units: a wrong rotary base or a
+missed multiplier then shows as a difference of order 1, not of order 1e-3.
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def tensor(
+    seed: int, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the values of one parameter, float32: the same for the same seed, name and shape."""
+    stream = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
+    noise = stream.standard_normal(shape, dtype=np.float32)
+    if "norm" in name and name.endswith("weight"):
+        return np.float32(0.2) * noise + np.float32(1.0)
+    if len(shape) < 2:  # biases, sinks and other vectors
+        return np.float32(0.3) * noise
+    if name.endswith(("embed_tokens.weight", "embed_in.weight")):
+        # Behind a big embedding multiplier the layers would not be seen: Granite and Gemma have one.
+        scaled = "gemma" in config["model_type"] or "embedding_multiplier" in config
+        return np.float32(0.2 if scaled else 0.5) * noise
+    head = 2.0 * float(config.get("logits_scaling") or 1.0) if name.startswith(("lm_head", "embed_out")) else 1.3
+    return np.float32(head / shape[-1] ** 0.5) * noise
+
+
+def write_weights(folder: Path, seed: int, shapes: Shapes, config: Mapping[str, Any]) -> None:
+    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    blobs: list[bytes] = []
+    end = 0
+    for name in sorted(shapes):
+        blob = np.ascontiguousarray(tensor(seed, name, tuple(shapes[name]), config)).tobytes()
+        header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [end, end + len(blob)]}
+        blobs.append(blob)
+        end += len(blob)
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(head)))
+        file.write(head)
+        file.writelines(blobs)
