@@ -49,7 +49,7 @@ def _usual_head(config: Config, value: Any) -> bool:
 
 
 def _usual_scale(config: Config, value: Any) -> bool:
-    return abs(value - _head_dim(config) ** -0.5) < 1e-6
+    return bool(abs(value - _head_dim(config) ** -0.5) < 1e-6)
 
 
 def _all_or_llama4(config: Config, value: Any) -> bool:

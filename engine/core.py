@@ -23,7 +23,10 @@ LOGPROBS_CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a loaded model. Sizes in bytes; ``recommended`` are the sampling values its makers suggest."""
+    """The shape of a loaded model. Sizes in bytes.
+
+    recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    """
 
     name: str
     path: Path
@@ -36,6 +39,7 @@ class ModelSpec:
     vocabulary_size: int
     thinks: bool
     recommended: Sampling
+    notes: tuple[str, ...] = ()
 
 
 class Core:
@@ -171,7 +175,7 @@ def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
         {"min_p": number("min_p")},
     ):
         try:
-            suggested = replace(suggested, **change)  # type: ignore[arg-type]
+            suggested = replace(suggested, **change)
         except OptionError:
             continue  # a nonsense suggestion is no suggestion
     return suggested

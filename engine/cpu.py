@@ -115,14 +115,15 @@ def _replacement(path: str, module: nn.Module) -> nn.Module:
 def _dense(module: nn.Module) -> mx.array:
     if not isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return module.weight.astype(mx.float32)
-    return mx.dequantize(
+    dense: mx.array = mx.dequantize(
         module.weight,
         module.scales,
         module.get("biases"),
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,
-    ).astype(mx.float32)
+    )
+    return dense.astype(mx.float32)
 
 
 def _unpacked_bytes(module: nn.Module) -> int:

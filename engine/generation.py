@@ -45,7 +45,7 @@ class Run:
         self.held.append(last)
         for count in range(1, limit + 1):
             following = self._step(pending, sampler) if self._ahead and count < limit else None
-            token = int(pending.item())
+            token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
             if following is not None:
                 self.held.append(token)
             yield token
@@ -61,5 +61,5 @@ class Run:
     def _step(self, token: mx.array, sampler: Sampler) -> mx.array:
         logits = self._model(token[None], cache=self._caches)[:, -1, :]  # (1, 1) ids → (1, V)
         chosen = sampler(logits)
-        mx.async_eval(chosen)
+        mx.async_eval(chosen)  # type: ignore[no-untyped-call]
         return chosen

@@ -41,7 +41,7 @@ def load(
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
     plan = plan_caches(loaded.module, loaded.config, kv)
-    spec = _spec(str(model), loaded, tokenizer)
+    spec = _spec(str(model), loaded, tokenizer, tuple(plan.notes))
     weight_bytes_per_token = cost_of_model(loaded.module, loaded.config).weight_bytes_per_token
     runtime = Runtime(
         model=loaded.module,
@@ -61,7 +61,7 @@ def load(
     return Core(runtime, spec, store, on_close)
 
 
-def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer) -> ModelSpec:
+def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer, notes: tuple[str, ...]) -> ModelSpec:
     return ModelSpec(
         name=name,
         path=loaded.folder,
@@ -74,6 +74,7 @@ def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer) -> ModelSpec:
         vocabulary_size=_text(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),
+        notes=notes,
     )
 
 

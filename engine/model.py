@@ -24,7 +24,8 @@ BytesProgress = Callable[[int, int], None]
 class LoadedModel:
     """A model on the device: mlx-lm's module and the normalised config.
 
-    stored: what its weights cost as they are on disk, before anything was unpacked. eager: decoding waits for the device between layers.
+    stored: what its weights cost as they are on disk, before anything was unpacked.
+    eager: decoding waits for the device between layers.
     """
 
     module: nn.Module
@@ -62,7 +63,7 @@ def _build(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, A
     classes = model_classes(config)
     check_config(config, classes[1])
     try:
-        module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda config: classes)
+        module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: classes)
     except ModelError:
         raise
     except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:

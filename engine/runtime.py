@@ -13,7 +13,7 @@ from tokamac.engine.recorder import StepCost
 from tokamac.engine.tokens import Tokenizer
 
 PREFILL_CHUNK: dict[DeviceKind, int] = {"metal": 512, "cuda": 2048, "cpu": 256}
-"""Prompt tokens computed at once, and so how long a cancellation can wait. Large enough that a GPU is busy; not tuned on one here."""
+"""Prompt tokens computed at once, and so how long a cancellation can wait. Meant to keep a GPU busy; not tuned on one here."""
 
 
 SETTLED_TOKENS = 16

@@ -64,7 +64,7 @@ class Engine:
         try:
             return cls(worker, worker.call(work))
         except BaseException:
-            worker.close()
+            worker.leave()  # an interrupted load is not waited for
             raise
 
     @property
@@ -115,7 +115,7 @@ class Engine:
 
     def warm(self, prompt: Prompt) -> Iterator[Event]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
-        yield from self._stream_from(lambda stream: self._core.warm(list(prompt), stream.is_cancelled))
+        yield from self._stream_from(lambda stream: self._core.warm(prompt, stream.is_cancelled))
 
     def limits(self, context: int) -> "Limits":
         """Return what this machine allows for decoding at a context of so many tokens."""

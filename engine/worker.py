@@ -93,12 +93,16 @@ class Worker:
         """Run ``work`` on the thread and return its result."""
         return self.submit(work).result()
 
-    def close(self) -> None:
-        """Let what is queued finish, then end the thread. Safe to call again."""
+    def leave(self) -> None:
+        """Take no more work; what is queued still runs, and is not waited for. Safe to call again."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
+
+    def close(self) -> None:
+        """Let what is queued finish, then end the thread. Safe to call again."""
+        self.leave()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

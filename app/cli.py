@@ -1,0 +1,156 @@
+"""The command line: finds the command, runs it, and turns however it ended into an exit status.
+
+    0 done · 1 failed (one line on stderr: what, and what to do next) · 2 wrong usage · 130 interrupted · 141 stdout was closed
+
+A command is a module in tokamac.app.commands with ``parser()`` and ``run(parser, options) -> int``, imported when it is asked for.
+``--version`` and ``--help`` import no more than this file.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+
+COMMANDS = {
+    "chat": "the full-screen chat (what `tokamac` alone opens)",
+    "ask": "one answer, streamed to stdout",
+    "convert": "make a quantized MLX model folder from a Hugging Face one",
+    "inspect": "sizes, bits per weight, KV bytes per token, the ceiling here",
+    "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
+    "models": "what is on disk; download, remove",
+}
+
+INTERRUPTED = 130
+PIPE_CLOSED = 141  # 128 + SIGPIPE: what a shell reports of a program that SIGPIPE ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` (without the program's name) asks for; return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _prepare_streams()
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:
+        status = PIPE_CLOSED
+    except SystemExit as leaving:  # argparse: 0 after --help, 2 after a mistake
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    except Exception as error:
+        status = _failed(error, json_wanted="--json" in arguments)
+    return _flush(status)
+
+
+def entry() -> None:
+    """Run as a program."""
+    sys.exit(main())
+
+
+def _run(arguments: list[str]) -> int:
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if first in ("-V", "--version"):
+        print(f"tokamac {_version()}")
+        return 0
+    if first and not first.startswith("-") and first not in COMMANDS:
+        sys.stderr.write(
+            f"tokamac: there is no command {first!r}. See `tokamac --help`; to chat with a model: tokamac chat MODEL\n"
+        )
+        return 2
+    name, rest = (first, arguments[1:]) if first in COMMANDS else ("chat", arguments)
+    command = import_module(f"tokamac.app.commands.{name}")
+    parser = command.parser()
+    status: int = command.run(parser, parser.parse_args(rest))
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items())
+    return f"""usage: tokamac [COMMAND] [OPTIONS]
+
+A terminal chat app for local language models on MLX that is honest about speed.
+
+commands (each has --help):
+{listed}
+
+MODEL is a folder, a Hugging Face id (org/name), or guide, the embedded model.
+
+examples:
+  tokamac
+  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit
+  git diff | tokamac ask "Review this"
+  tokamac --version"""
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tokamac")
+    except PackageNotFoundError:
+        return "(not installed: run from its source)"
+
+
+def _failed(error: Exception, *, json_wanted: bool) -> int:
+    """Say in one line what failed and what to do; return the exit status."""
+    if os.environ.get("TOKAMAC_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+    from tokamac.app.output import json_line, note
+    from tokamac.engine.errors import TokamacError
+
+    if isinstance(error, TokamacError):
+        message, hint = error.message, error.hint
+    elif isinstance(error, OSError) and error.strerror:
+        message, hint = (
+            f"{error.filename or 'output'}: {error.strerror}",
+            "Check the path, its permissions and the disk.",
+        )
+    else:
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        message, hint = (
+            f"this should not happen: {reason}",
+            "Set TOKAMAC_DEBUG=1 for the traceback, and please report it.",
+        )
+    note(f"tokamac: {TokamacError(message, hint).one_line()}")
+    if json_wanted:
+        try:
+            json_line({"event": "error", "error": message, "hint": hint})
+        except OSError:
+            return PIPE_CLOSED
+    return 1
+
+
+def _prepare_streams() -> None:
+    """Make stdout and stderr exist, and write what their encoding lacks as ``?`` rather than fail."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  # for the rest of the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _flush(status: int) -> int:
+    """Write what is left; what can't be written must not complain again when the interpreter ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            with suppress(OSError, ValueError):  # not a file of the system: then nothing will complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if status == 0:
+                status = PIPE_CLOSED if isinstance(error, BrokenPipeError) else 1
+    return status
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,188 @@
+"""``tokamac ask``: one answer, streamed to stdout.
+
+stdout carries the answer alone (or JSON lines); progress, metrics and the model's thinking go to stderr. Thinking is shown, faint,
+only where stderr is a terminal: in a script it would be noise.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any
+
+from tokamac.app.commands import loading
+from tokamac.app.commands.prompt import compose
+from tokamac.app.options import (
+    Parser,
+    add_kv_flags,
+    add_model_flag,
+    add_sampling_flags,
+    default_model,
+    kv_spec,
+    prompt_cache,
+    sampling,
+)
+from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
+from tokamac.app.sanitise import Sanitiser
+from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk
+from tokamac.engine.limits.metrics import Metrics
+
+
+def parser() -> Parser:
+    """Return what the command takes."""
+    made = Parser(
+        "ask",
+        "Stream one answer to stdout. PROMPT comes first, then the files, then what is piped in. "
+        "A model's thinking goes to stderr, where that is a terminal.",
+        '  tokamac ask "Why is decode memory-bound?"\n'
+        '  git diff | tokamac ask "Review this"\n'
+        '  tokamac ask "What do these do?" -f app/cli.py -f app/output.py --json',
+    )
+    made.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask; - or nothing reads standard input")
+    add_model_flag(made)
+    made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
+    made.add_argument("--system", metavar="TEXT", help="the system prompt")
+    made.add_argument("--json", action="store_true", help="events as JSON lines: prefill, text, finished, error")
+    made.add_argument("-v", "--verbose", action="store_true", help="metrics and a diagnosis, to stderr")
+    add_sampling_flags(made)
+    add_kv_flags(made)
+    return made
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Answer, and return the exit status."""
+    wanted, kv = sampling(parser, options), kv_spec(parser, options)
+    prompt = compose(options.prompt, options.file)
+    if not prompt:
+        parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
+    messages = [Message("user", prompt)]
+    if options.system:
+        messages.insert(0, Message("system", options.system))
+    writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
+    try:
+        engine = loading.load(
+            options.model or default_model(), kv=kv, prompt_cache=prompt_cache(options), on_interrupt=writer.interrupted
+        )
+        with engine, loading.interrupting(engine.cancel):
+            return write(engine.generate(messages, wanted), writer)
+    except KeyboardInterrupt:
+        writer.interrupted()
+        raise
+    finally:
+        writer.close()
+
+
+def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
+    """Write the events of a reply as they come; return the exit status."""
+    reason = ""
+    for event in events:
+        if isinstance(event, PrefillProgress):
+            writer.prefill(event)
+        elif isinstance(event, TextChunk):
+            writer.text(event)
+        else:
+            writer.finished(event)
+            reason = event.reason
+    return loading.INTERRUPTED if reason == "cancelled" else 0
+
+
+class TextWriter:
+    """The answer for a person, or for a pipe."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self._verbose = verbose
+        self._answer = ModelText(sys.stdout)
+        self._bar = Progress("reading the prompt", unit="tokens", plain=False)
+        self._thinking = Sanitiser() if is_terminal(sys.stderr) else None
+        self._thought = False
+
+    def prefill(self, event: PrefillProgress) -> None:
+        """Show how much of the prompt is read."""
+        self._bar.update(event.done, event.total)
+
+    def text(self, event: TextChunk) -> None:
+        """Write a piece of the reply."""
+        self._bar.clear()
+        if event.kind == "answer":
+            self._end_thinking()
+            self._answer.write(event.text)
+        elif self._thinking:
+            self._thought = True
+            sys.stderr.write(dim(self._thinking.feed(event.text)))
+            sys.stderr.flush()
+
+    def finished(self, event: Finished) -> None:
+        """End the last line; on request say what was measured."""
+        self.close()
+        if self._verbose:
+            for line in describe(event.metrics):
+                note(line)
+
+    def interrupted(self) -> None:
+        """Leave what was written."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        self._bar.clear()
+        self._end_thinking()
+        self._answer.end()
+
+    def _end_thinking(self) -> None:
+        if self._thought:
+            self._thought = False
+            sys.stderr.write("\n\n")
+            sys.stderr.flush()
+
+
+class JsonWriter:
+    """The events as the public contract names them, one JSON object a line."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._done = False
+
+    def prefill(self, event: PrefillProgress) -> None:
+        """Write how much of the prompt is read."""
+        json_line({"event": "prefill", **asdict(event)})
+
+    def text(self, event: TextChunk) -> None:
+        """Write a piece of the reply."""
+        if event.kind == "answer":
+            self._text += event.text
+        json_line({"event": "text", "text": event.text, "kind": event.kind})
+
+    def finished(self, event: Finished) -> None:
+        """Write the result."""
+        self._done = True
+        metrics = asdict(event.metrics)
+        json_line({"event": "finished", "reason": event.reason, "text": event.text, "metrics": metrics})
+
+    def interrupted(self) -> None:
+        """Write a result even though the engine gave none: nothing was measured."""
+        if not self._done:
+            self._done = True
+            unknown: dict[str, Any] = {field.name: None for field in fields(Metrics)}
+            json_line({"event": "finished", "reason": "cancelled", "text": self._text, "metrics": unknown})
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def describe(metrics: Metrics) -> list[str]:
+    """Return what was measured, in lines, the last one the diagnosis."""
+    from tokamac.app.tui.units import count, milliseconds, rate, seconds, size
+    from tokamac.app.tui.verdict import verdict
+
+    gaps = metrics.itl_ms
+    p50, p95 = (gaps.p50, gaps.p95) if gaps else (None, None)
+    return [
+        f"prompt    {count(metrics.prompt_tokens)} tokens, {count(metrics.cached_tokens)} of them cached; "
+        f"read in {seconds(metrics.prefill_s)}, {rate(metrics.prefill_tps)}; TTFT {seconds(metrics.ttft_s)}",
+        f"reply     {count(metrics.generated_tokens)} tokens in {seconds(metrics.total_s)} in all; "
+        f"decode {rate(metrics.decode_tps)}; gaps p50 {milliseconds(p50)}, p95 {milliseconds(p95)}",
+        f"limit     {rate(metrics.ceiling_tps)} at most here; a token reads {size(metrics.weight_bytes_per_token)} of weights "
+        f"and {size(metrics.kv_bytes_per_step)} of KV",
+        f"memory    KV {size(metrics.kv_bytes)}, peak {size(metrics.peak_memory_bytes)}",
+        verdict(metrics),
+    ]

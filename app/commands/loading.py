@@ -1,0 +1,110 @@
+"""Find and load a model for a command that answers on the terminal, with progress on stderr and Ctrl-C at any time."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokamac.app.output import Progress, note
+from tokamac.engine.errors import ModelNotFoundError
+from tokamac.engine.events import LoadProgress
+from tokamac.engine.options import KVSpec, PromptCacheSpec
+
+if TYPE_CHECKING:
+    from tokamac.engine import Engine
+
+INTERRUPTED = 130
+
+
+def load(
+    model: str, *, kv: KVSpec, prompt_cache: PromptCacheSpec | None, on_interrupt: Callable[[], None] = lambda: None
+) -> "Engine":
+    """Return the engine for ``model``, downloaded first if need be.
+
+    Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
+    status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
+    Raises TokamacError.
+    """
+    from tokamac.engine import hub
+
+    fetch(model, hub.resolve)
+    from tokamac.engine import Engine
+
+    bar = Progress("loading", plain=False)
+
+    def leave() -> None:
+        bar.clear()
+        on_interrupt()
+
+    with _ending_at_once(leave):
+        try:
+            engine = Engine.load(
+                model, kv=kv, prompt_cache=prompt_cache, progress=lambda at: bar.update(at.done, at.total)
+            )
+        finally:
+            bar.clear()
+    for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
+        note(remark)
+    return engine
+
+
+def on_disk(model: str) -> Path:
+    """Return the folder of a model that is here already: to look at one is no reason to download it.
+
+    Raises ModelNotFoundError.
+    """
+    from tokamac.engine import hub
+
+    folder = hub.find(model)
+    if folder is None:
+        raise ModelNotFoundError(f"{model} is not whole on this disk", f"Download it: tokamac models pull {model}.")
+    return folder
+
+
+def fetch(model: str, act: Callable[..., Path]) -> Path:
+    """Return ``act(model, progress=…)``, which may download, with a bar."""
+    bar = Progress("downloading")
+
+    def tell(at: LoadProgress) -> None:
+        bar.update(at.done, at.total)
+
+    try:
+        return act(model, progress=tell)
+    finally:
+        bar.clear()
+
+
+@contextmanager
+def interrupting(act: Callable[[], None]) -> Iterator[None]:
+    """Let the first Ctrl-C call ``act``, and the second interrupt as usual.
+
+    Without effect outside the main thread, and where the shell asked for Ctrl-C to be ignored (a job in the background).
+    """
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        act()
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ending_at_once(first: Callable[[], None]) -> Iterator[None]:
+    def end() -> None:
+        first()
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+    with interrupting(end):
+        yield

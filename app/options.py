@@ -1,0 +1,158 @@
+"""Flags that several commands share, and what they come to: Sampling, KVSpec, PromptCacheSpec.
+
+A bad value is wrong usage (exit 2) and names its flag. A flag that would have no effect is refused, not dropped.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+from tokamac.engine.errors import OptionError
+from tokamac.engine.options import GROUP_SIZES, KV_BITS, KVSpec, PromptCacheSpec, Sampling
+
+# flag → field of Sampling
+SAMPLING_FLAGS = {
+    "--max-tokens": "max_tokens",
+    "--temp": "temperature",
+    "--top-p": "top_p",
+    "--top-k": "top_k",
+    "--min-p": "min_p",
+    "--repetition-penalty": "repetition_penalty",
+    "--seed": "seed",
+    "--stop": "stop",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line, with an example under --help."""
+
+    def __init__(self, command: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=f"tokamac {command}",
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit status 2."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}. See `{self.prog} --help`.\n")
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``-m MODEL``."""
+    parser.add_argument("-m", "--model", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how tokens are chosen."""
+    group = parser.add_argument_group("generation (what is left out is the model's own recommendation)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most")
+    group.add_argument("--temp", type=float, metavar="T", dest="temperature", help="temperature; 0 takes the likeliest")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up this share")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is off")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest one")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1, recent tokens become less likely"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+
+
+def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, ring: bool = True) -> None:
+    """Add the flags that say how keys and values are kept; ``cache`` and ``ring`` leave out those a command has not."""
+    group = parser.add_argument_group("keys and values")
+    bits = "|".join(map(str, KV_BITS))
+    group.add_argument("--kv-bits", type=kv_bits, metavar="BITS", help=f"{bits}, or K,V such as 8,4; 16 is unpacked")
+    group.add_argument("--kv-window", type=int, metavar="N", help="keep the last N tokens at most (rotating)")
+    if ring:
+        group.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, help="values that share a scale (64)")
+        group.add_argument("--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4)")
+    if cache:
+        group.add_argument("--no-prompt-cache", action="store_true", help="compute every prompt afresh")
+
+
+def kv_bits(text: str) -> tuple[int, int]:
+    """Return (bits of keys, bits of values) from ``8`` or ``8,4``."""
+    parts = text.split(",")
+    try:
+        bits = tuple(int(part) for part in parts)
+    except ValueError:
+        bits = ()
+    if not bits or len(bits) > 2 or any(value not in KV_BITS for value in bits):
+        allowed = ", ".join(map(str, KV_BITS))
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {allowed}, nor two of them as K,V (for example 8,4)")
+    return bits[0], bits[-1]
+
+
+def kv_keep(text: str) -> int | Literal["system"]:
+    """Return a number of tokens, or "system"."""
+    if text == "system":
+        return "system"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor 'system'")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace, base: Sampling | None = None) -> Sampling:
+    """Return ``base`` with the flags that were given; end with exit status 2 at a bad one."""
+    result = base or Sampling()
+    for flag, name in SAMPLING_FLAGS.items():
+        value = getattr(options, name)
+        if value is not None:
+            given = {name: tuple(value) if name == "stop" else value}
+            result = _changed(parser, flag, result, given)
+    return result
+
+
+def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: KVSpec | None = None) -> KVSpec:
+    """Return ``base`` with the flags that were given; end with exit status 2 at a bad or idle one."""
+    result = base or KVSpec()
+    given: Mapping[str, Any] = vars(options)
+    if (bits := given.get("kv_bits")) is not None:
+        result = _changed(parser, "--kv-bits", result, {"key_bits": bits[0], "value_bits": bits[1]})
+    if (group_size := given.get("kv_group_size")) is not None:
+        result = _changed(parser, "--kv-group-size", result, {"group_size": group_size})
+        if not result.quantized:
+            parser.error("--kv-group-size has no effect without --kv-bits below 16")
+    window, keep = given.get("kv_window"), given.get("kv_keep")
+    if keep is not None and window is None and result.window is None:
+        parser.error("--kv-keep has no effect without --kv-window")
+    if window is not None or keep is not None:
+        flag = "--kv-window" if keep is None else "--kv-keep" if window is None else "--kv-window, --kv-keep"
+        change = {"window": window, "keep": keep}
+        result = _changed(parser, flag, result, {name: value for name, value in change.items() if value is not None})
+    return result
+
+
+def prompt_cache(options: argparse.Namespace) -> PromptCacheSpec | None:
+    """Return how computed prompts are reused; None is not at all."""
+    return None if options.no_prompt_cache else PromptCacheSpec()
+
+
+def any_given(options: argparse.Namespace, names: tuple[str, ...]) -> bool:
+    """Whether any of these flags was given."""
+    return any(getattr(options, name, None) is not None for name in names)
+
+
+def default_model() -> str:
+    """Return the model that the user picked last, else the embedded one."""
+    from tokamac.app import settings
+
+    return settings.load(settings.default_path()).settings.model
+
+
+def _changed(parser: argparse.ArgumentParser, flag: str, base: Any, given: Mapping[str, Any]) -> Any:
+    try:
+        return replace(base, **given)
+    except OptionError as error:
+        parser.error(f"{flag}: {error.one_line().rstrip('.')}")

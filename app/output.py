@@ -1,0 +1,140 @@
+"""What the command line writes: results to stdout, everything else to stderr, and nothing a terminal would obey by accident.
+
+Model text passes a gate on the way to stdout: on a terminal the full sanitiser; into a pipe it is raw but for control
+characters other than newline and tab. Progress is one line rewritten in place on a terminal, a plain line every tenth elsewhere.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
+from tokamac.app.tui.units import seconds, size
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+BAR_CELLS = 20
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person sees this stream, on something that can rewrite a line."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def note(text: str) -> None:
+    """Write one line to stderr."""
+    print(sanitise(text).replace("\n", " "), file=sys.stderr, flush=True)
+
+
+def json_line(value: Any) -> None:
+    """Write one line of JSON to stdout, at once. ASCII, so that model text can hold nothing a terminal obeys."""
+    print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def dim(text: str) -> str:
+    """Return text that a terminal shows faint; unchanged where NO_COLOR is set."""
+    return text if os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[22m"
+
+
+class ModelText:
+    """Streams a model's text to ``stream``, safe for what it is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._gate = Sanitiser() if stream.isatty() else None
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        """Write what of ``text`` may be shown, at once."""
+        safe = self._gate.feed(text) if self._gate else _CONTROL.sub("", text)
+        if safe:
+            self._stream.write(safe)
+            self._stream.flush()
+            self._last = safe[-1]
+
+    def end(self) -> None:
+        """End the last line, where it is not ended yet."""
+        if self._last != "\n":
+            self._stream.write("\n")
+            self._stream.flush()
+            self._last = "\n"
+
+
+class Progress:
+    """How far long work has come, on stderr. ``plain`` lines are written only where no terminal is, and if wanted."""
+
+    def __init__(self, label: str, *, unit: str = "bytes", plain: bool = True) -> None:
+        self._label, self._unit, self._plain = label, unit, plain
+        self._live = is_terminal(sys.stderr)
+        self._began: tuple[float, int] | None = None  # when the first update came, and how much was done then
+        self._drawn_s = 0.0
+        self._tenth = -1
+        self._shown = False
+
+    def update(self, done: int, total: int | None, what: str = "") -> None:
+        """Show that ``done`` of ``total`` is done; ``what`` names the part at hand."""
+        self._began = self._began or (time.monotonic(), done)
+        if self._live:
+            now = time.monotonic()
+            if now - self._drawn_s < 0.1 and done != total:
+                return
+            self._drawn_s = now
+            self._draw(self._line(done, total, what))
+        elif self._plain and total:
+            tenth = 10 * done // total
+            if tenth > self._tenth:
+                self._tenth = tenth
+                note(f"{self._label} {100 * done // total} % ({self._amount(done, total)})")
+
+    def clear(self) -> None:
+        """Take the line off the terminal."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = False
+
+    def _draw(self, line: str) -> None:
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r\x1b[K{sanitise_line(line)[: max(1, columns - 1)]}")
+        sys.stderr.flush()
+        self._shown = True
+
+    def _line(self, done: int, total: int | None, what: str) -> str:
+        if not total:
+            return f"{self._label} {what}"
+        filled = BAR_CELLS * done // total
+        bar = "█" * filled + "░" * (BAR_CELLS - filled)
+        return (
+            f"{self._label} {bar} {100 * done // total} %  {self._amount(done, total)}{self._left(done, total)}  {what}"
+        )
+
+    def _amount(self, done: int, total: int) -> str:
+        if self._unit == "bytes":
+            return f"{size(done)} of {size(total)}"
+        return f"{done:,} of {total:,} {self._unit}"
+
+    def _left(self, done: int, total: int) -> str:
+        """Return the time left at the rate so far, once there is one to speak of."""
+        began_s, first = self._began or (0.0, 0)
+        elapsed, gone = time.monotonic() - began_s, done - first
+        if elapsed < 2 or done >= total or 50 * gone < total:
+            return ""
+        return f"  {seconds(elapsed * (total - done) / gone)} left"
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Return rows as aligned columns; those in ``right`` are set flush right."""
+    if not rows:
+        return ""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

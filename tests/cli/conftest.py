@@ -1,0 +1,75 @@
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tokamac.app import cli
+
+from tests.tiny import make_tiny
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that goes on writing until it is stopped."""
+    return make_tiny(tmp_path_factory.mktemp("models") / "endless", context=1_000_000)
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("TOKAMAC_DEBUG", raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def tokamac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process."""
+
+    def run(*arguments: str | Path, stdin: bytes = b"") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        status = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def start() -> Callable[..., "subprocess.Popen[str]"]:
+    """Start the command line as a program of its own."""
+
+    def run(*arguments: str | Path, **options: object) -> "subprocess.Popen[str]":
+        settings: dict[str, object] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            # Whoever runs the tests in the background ignores Ctrl-C, and children inherit that.
+            "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            "env": {**os.environ, "PYTHONUNBUFFERED": ""},
+        }
+        command = [sys.executable, "-m", "tokamac.app.cli", *map(str, arguments)]
+        return subprocess.Popen(command, **{**settings, **options})  # type: ignore[call-overload,no-any-return]
+
+    return run

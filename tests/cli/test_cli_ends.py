@@ -1,0 +1,112 @@
+"""Ctrl-C, closed pipes and full disks, on the program as a whole."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    return process.returncode, out, err
+
+
+def test_ctrl_c_keeps_the_partial_answer(start: Start, endless: Path) -> None:
+    process = start("ask", "Hello", "-m", endless)
+    assert process.stdout is not None
+    begun = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    status, rest, err = finish(process)
+    assert (status, err) == (130, "")
+    assert (begun + rest).endswith("\n")
+
+
+def test_ctrl_c_with_json_ends_with_a_result(start: Start, endless: Path) -> None:
+    process = start("ask", "Hello", "-m", endless, "--json")
+    assert process.stdout is not None
+    begun = process.stdout.readline()
+    while '"text"' not in begun:
+        begun = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    status, rest, _ = finish(process)
+    last = json.loads(rest.splitlines()[-1])
+    assert status == 130
+    assert (last["event"], last["reason"]) == ("finished", "cancelled")
+    assert last["metrics"]["generated_tokens"] > 0
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 0.8])
+def test_ctrl_c_while_it_starts(start: Start, endless: Path, delay_s: float) -> None:
+    process = start("ask", "Hello", "-m", endless, "--json")
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    assert (status, err) == (130, "")
+    if out:
+        assert json.loads(out.splitlines()[-1])["reason"] == "cancelled"
+
+
+def test_a_reader_that_leaves_is_no_error(start: Start, endless: Path) -> None:
+    process = start("ask", "Hello", "-m", endless)
+    assert process.stdout is not None
+    process.stdout.read(4)
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(60) == 141
+
+
+def test_help_into_a_closed_pipe(start: Start) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = start("ask", "--help", stdout=write)
+    os.close(write)
+    _, err = process.communicate(timeout=60)
+    assert err == ""
+    assert process.returncode == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_stdout(start: Start) -> None:
+    with Path("/dev/full").open("w") as full:
+        status, _, err = finish(start("--version", stdout=full))
+    assert status == 1
+    assert "No space left" in err
+    assert err.count("\n") == 1
+
+
+def test_no_stdout_and_no_stderr_at_all(start: Start) -> None:
+    process = start("--version", preexec_fn=lambda: (os.close(1), os.close(2)), stdout=None, stderr=None)
+    assert process.wait(60) == 0
+
+
+def test_on_a_terminal_progress_leaves_no_trace_and_text_is_safe(start: Start, tiny: Path) -> None:
+    leader, follower = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "20", "LINES": "5"}
+    process = start(
+        "ask", "Hello", "-m", tiny, "--max-tokens", "30", "--temp", "1", "--seed", "1",
+        stdin=follower, stdout=follower, stderr=follower, text=False, env=env,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    try:
+        while piece := os.read(leader, 4096):
+            shown += piece
+    except OSError:
+        pass  # the last writer has left
+    os.close(leader)
+    assert process.wait(60) == 0
+    answer = shown.decode().rpartition("\r\x1b[K")[2]
+    assert "\x1b" not in answer
+    assert len(answer.strip()) > 4

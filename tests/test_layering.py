@@ -1,0 +1,80 @@
+"""The lines between the packages: app → engine ← quant, and what may import what."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("app", "engine", "quant", "assets")
+MAY_IMPORT = {"app": {"app", "engine", "quant", "assets"}, "engine": {"engine", "assets"}, "quant": {"quant", "engine", "assets"}, "assets": {"assets"}}
+SCREEN_FREE = ("app/tui", "app/cli.py", "app/options.py", "app/output.py", "app/sanitise.py", "app/settings.py")
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_downwards(package: str) -> None:
+    for file in sources(package):
+        if file.is_relative_to(ROOT / "assets" / "guide"):
+            continue  # the guide's scripts use the product's public interface to evaluate it
+        ours = {name.split(".")[1] for name in imports(file) if name.startswith("tokamac.")}
+        assert ours <= MAY_IMPORT[package], f"{file.relative_to(ROOT)} imports {sorted(ours - MAY_IMPORT[package])}"
+
+
+def test_quant_is_used_by_the_convert_command_alone() -> None:
+    users = {str(file.relative_to(ROOT)) for file in sources("app") if any(n.startswith("tokamac.quant") for n in imports(file))}
+    assert users <= {"app/commands/convert.py"}
+
+
+@pytest.mark.parametrize("package", ["engine", "quant"])
+def test_libraries_neither_print_nor_parse_nor_draw(package: str) -> None:
+    for file in sources(package):
+        used = {name.split(".")[0] for name in imports(file)}
+        assert not used & {"textual", "rich", "argparse", "click"}, file
+        calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), file
+
+
+def test_the_screen_never_touches_mlx() -> None:
+    for file in sources("app"):
+        name = str(file.relative_to(ROOT))
+        if name.startswith(SCREEN_FREE):
+            heavy = {module for module in imports(file) if module.split(".")[0] in {"mlx", "mlx_lm", "transformers"}}
+            assert not heavy, f"{name} imports {heavy}"
+            assert "tokamac.engine.session" not in imports(file), name
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_the_engine_does_no_work() -> None:
+    heavy = run_python("import sys, tokamac.engine; print([m for m in ('mlx.core', 'mlx_lm', 'transformers', 'numpy') if m in sys.modules])")
+    assert heavy.strip() == "[]"
+
+
+def test_nothing_generic_is_installed_at_the_top_level() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert all(package.startswith("tokamac.") for package in settings["packages"])
+
+
+def test_every_package_folder_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {file.parent.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("__init__.py")}
+    assert set(settings["packages"]) == {"tokamac." + ".".join(folder.parts) for folder in folders}
