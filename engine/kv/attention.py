@@ -1,0 +1,199 @@
+"""The one seam to mlx-lm's model classes: attention goes to the cache where the cache is ours, and is unchanged elsewhere.
+
+Every model class of mlx-lm calls ``scaled_dot_product_attention(queries, keys, values, cache, …)`` by a name it imported from
+``mlx_lm.models.base``. ``install_seam`` rebinds that name, there and in the model modules that are already imported, to a function
+that asks one question first: is this cache an ``Attending``? Nobody else's caches are, so nobody else sees a difference.
+
+Gemma 2 alone writes its attention out by hand, for its soft cap; ``install_seam`` gives its class a door of the same kind.
+
+Importing this module imports no mlx-lm and patches nothing.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from tokamac.engine.kv.codec import Codec, Encoded
+from tokamac.engine.kv.layout import Mask
+
+NAME = "scaled_dot_product_attention"
+PREFIX = "mlx_lm.models."
+
+Recorder = Callable[[mx.array, mx.array, Any], None]
+"""Told of each attention call: its keys, its values and its cache."""
+
+
+class Attending(ABC):
+    """A cache that attends by itself."""
+
+    @property
+    @abstractmethod
+    def offset(self) -> int:
+        """Return the tokens held: the position of the next."""
+
+    @abstractmethod
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803
+        """Return who sees whom for the next N tokens; called before ``update_and_fetch``, the names are mlx-lm's."""
+
+    @abstractmethod
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take in keys and values (B, H, N, D); return what the model shall pass on to ``attend``."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """Return what queries (B, H·R, N, D) gather: (B, H·R, N, D of the values)."""
+
+
+_recorders: list[Recorder] = []
+
+
+def install_seam() -> None:
+    """Route mlx-lm's attention through our caches. Idempotent and cheap; other users of mlx-lm see no change."""
+    from mlx_lm.models import base
+
+    bound = getattr(base, NAME)
+    ours = bound if bound in _seams else _make_seam(bound)
+    original = _seams[ours]
+    for module in _model_modules():
+        if vars(module).get(NAME) is original:
+            setattr(module, NAME, ours)
+    gemma2 = sys.modules.get(PREFIX + "gemma2")
+    if gemma2 is not None and gemma2.Attention.__call__ not in _gemma2_doors:
+        gemma2.Attention.__call__ = _make_gemma2_door(gemma2.Attention.__call__)
+
+
+_seams: dict[Any, Any] = {}
+"""Our function → the one it stands for."""
+_gemma2_doors: set[Any] = set()
+
+
+def _model_modules() -> list[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if name.startswith(PREFIX) and module is not None]
+
+
+def _make_seam(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @wraps(original)
+    def scaled_dot_product_attention(  # noqa: PLR0917, as mlx-lm's models call it
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        for recorder in _recorders:
+            recorder(keys, values, cache)
+        if isinstance(cache, Attending):
+            return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return original(queries, keys, values, cache, scale, mask, sinks)
+
+    _seams[scaled_dot_product_attention] = original
+    return scaled_dot_product_attention
+
+
+def _make_gemma2_door(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Stand in for ``mlx_lm.models.gemma2.Attention.__call__``: the same, but the product with the keys is the cache's."""
+
+    @wraps(original)
+    def call(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, Attending):
+            return original(self, x, mask, cache)
+        batch, count, _ = x.shape
+        queries, keys, values = (
+            project(x).reshape(batch, count, -1, self.head_dim).transpose(0, 2, 1, 3)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
+        keys, values = cache.update_and_fetch(keys, values)
+        for recorder in _recorders:
+            recorder(keys, values, cache)
+        gathered = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=self.attn_logit_softcapping)
+        out: mx.array = self.o_proj(gathered.transpose(0, 2, 1, 3).reshape(batch, count, -1))
+        return out
+
+    _gemma2_doors.add(call)
+    return call
+
+
+class recording:  # noqa: N801
+    """Report every attention call that passes the seam to ``recorder``, inside a with block. For plans and tests."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        _recorders.append(self._recorder)
+
+    def __exit__(self, *_: object) -> None:
+        _recorders.remove(self._recorder)
+
+
+def fused(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """Attend by MLX's fused kernel. queries (B, H·R, N, D), keys and values (B, H, T, D) → (B, H·R, N, D)."""
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Keys and values as they are kept, and the codecs that multiply them."""
+
+    keys: Encoded
+    values: Encoded
+    key_codec: Codec
+    value_codec: Codec
+
+    @property
+    def heads(self) -> int:
+        """Key-value heads."""
+        return self.keys[0].shape[1]
+
+
+def stepwise(
+    queries: mx.array,
+    kept: Products,
+    *,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
+    """Attend by two products with what is kept: for packed data, and for soft caps. queries (B, H·R, N, D) → (B, H·R, N, E).
+
+    The queries that share a key head are stacked, (B, H, R·N, D), so that head's keys are read once. sinks: one logit per
+    query head that takes weight and gives nothing (gpt-oss): the softmax over [scores, sink] is that over the scores, times
+    sigmoid(logsumexp(scores) − sink).
+    """
+    batch, query_heads, count, dim = queries.shape
+    scores = kept.key_codec.dot((queries * scale).reshape(batch, kept.heads, -1, dim), kept.keys)
+    if softcap is not None:
+        scores = mx.tanh(scores / softcap) * softcap
+    scores = scores.reshape(batch, query_heads, count, -1)
+    if isinstance(mask, str):
+        mask = mx.tri(count, scores.shape[-1], scores.shape[-1] - count, dtype=mx.bool_)
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    stacked = weights.reshape(batch, kept.heads, -1, weights.shape[-1])  # (B, H, R·N, T)
+    out = kept.value_codec.mix(stacked, kept.values).reshape(batch, query_heads, count, -1)
+    if sinks is not None:
+        mass = mx.logsumexp(scores.astype(mx.float32), axis=-1, keepdims=True)
+        out = out * mx.sigmoid(mass - sinks.astype(mx.float32)[:, None, None]).astype(out.dtype)
+    return out

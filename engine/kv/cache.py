@@ -1,0 +1,194 @@
+"""The one cache class: a layout times a codec for keys times a codec for values.
+
+    update_and_fetch(keys, values)     new tokens are encoded once and written to their slots; what to attend to comes back
+    attend(queries, keys, values, …)   called by the seam with what came back
+    trim(n)                            take back the last n tokens; ``rewindable`` says how many that may be
+
+Prefill attends to [what the slots held, decoded; this call's tokens, encoded and decoded], by position: so logits do not
+depend on how a prompt was cut. A decode step multiplies packed data as it lies.
+"""
+
+import mlx.core as mx
+from tokamac.engine.kv.attention import Attending, Products, fused, stepwise
+from tokamac.engine.kv.codec import Codec, Encoded, Plain
+from tokamac.engine.kv.layout import Layout, Mask, Slots
+
+PACKED_TOKENS_CPU = 8
+PACKED_TOKENS_GPU = 1
+
+
+def multiplies_packed(tokens: int) -> bool:
+    """Whether a call of so many tokens multiplies packed keys and values rather than decode them for the fused kernel.
+
+    Measured on a 2-core x86 CPU (MLX 0.32.4, float32, 8 heads on 4, D 64; in ms, packed / decoded): at depth 512 and 4,096 with
+    8 bits 1 token 0.5 / 1.2 and 2.5 / 5.3; with 4 bits 0.5 / 1.3 and 2.8 / 9.2; 8 tokens at 4,096 20 / 23 and 21 / 23; 32 tokens
+    equal. So depth does not matter there, and up to 8 tokens packed wins. On a GPU it was not measured by us: one token, as mlx-lm
+    does, and the fused kernel, which never writes the scores down, for more.
+    """
+    return tokens <= (PACKED_TOKENS_CPU if mx.default_device() == mx.cpu else PACKED_TOKENS_GPU)
+
+
+class Cache(Attending):
+    """Keys and values of one layer, under the names that mlx-lm's models call.
+
+    direct: all that attends to this cache does so through ``attend``, so a decode step need not decode. shared: other
+    layers ask for the same keys and values again (``keys_and_values``). own_mask: layers of several windows get one mask from
+    the model, so this cache makes its own. A plan finds all three out.
+
+    seam_calls: how often ``attend`` was called.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        key_codec: Codec,
+        value_codec: Codec,
+        *,
+        direct: bool = True,
+        shared: bool = False,
+        own_mask: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.key_codec = key_codec
+        self.value_codec = value_codec
+        self._offset = 0
+        self.seam_calls = 0
+        self._packable = direct and (key_codec.packed or value_codec.packed)
+        self._direct, self._shared, self._own_mask = direct, shared, own_mask
+        self._keys, self._values = Slots(layout.limit), Slots(layout.limit)
+        self._high = 0  # the most tokens ever held: what lies above offset was taken back
+        self._last = 0  # tokens of the last call
+        self._in_slots = False  # whether the last call left decoding out: attend reads the slots
+        self._handed: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def offset(self) -> int:
+        """Tokens held: the position of the next."""
+        return self._offset
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803
+        """Return who sees whom for the next N tokens: (N, T) of bool, "causal", or None."""
+        return self.layout.mask(self.offset, N, reach=window_size, as_array=return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take in keys (B, H, N, D) and values (B, H, N, E) of the next N tokens.
+
+        Return the keys and values (B, H, T, ·) to attend to, in the order of ``make_mask``'s columns; where ``attend`` will
+        multiply packed data, the arguments as they came, since the model only passes them on.
+        """
+        start, count = self.offset, keys.shape[2]
+        new = self.key_codec.encode(keys), self.value_codec.encode(values)
+        fits = self.layout.fits(start, count)
+        kept = new if fits else self._before_and(new, self.layout.used(start))
+        spans, used = self.layout.spans(start, count), self.layout.used(start + count)
+        self._keys.write(new[0], spans, used)
+        self._values.write(new[1], spans, used)
+        self._offset, self._last = start + count, count
+        self._high = max(self._high, self._offset)
+        self._in_slots = fits and self._packable and multiplies_packed(count)
+        if self._in_slots:
+            handed = keys, values
+        else:
+            kept = self._read() if fits else kept
+            handed = self.key_codec.decode(kept[0]), self.value_codec.decode(kept[1])
+        if self._shared:
+            self._handed = handed
+        return handed
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what the last ``update_and_fetch`` returned, for layers that share it (gemma3n)."""
+        if self._handed is None:
+            raise RuntimeError("this cache was not planned to be shared: plan_caches must see the model's own calls")
+        return self._handed
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """Gather for queries (B, H·R, N, D), given what ``update_and_fetch`` returned → (B, H·R, N, E)."""
+        self.seam_calls += 1
+        if self._own_mask or (self.layout.window is not None and not isinstance(mask, mx.array)):
+            mask = self.layout.mask(self.offset - self._last, self._last)
+        if not self._in_slots and softcap is None:
+            return fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        products = Products(*self._read(), self.key_codec, self.value_codec)
+        if not self._in_slots:
+            products = Products((keys,), (values,), Plain(), Plain())
+        return stepwise(queries, products, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+
+    @property
+    def rewindable(self) -> int:
+        """How many of the last tokens can be taken back now, exactly."""
+        return self.layout.rewindable(self.offset, self._high)
+
+    def is_trimmable(self) -> bool:
+        """Whether anything can be taken back (mlx-lm's name)."""
+        return self.rewindable > 0 or self.offset == 0
+
+    def trim(self, n: int) -> int:
+        """Take back the last n tokens (all, if there are fewer): return how many were, 0 if ``rewindable`` does not allow it."""
+        n = min(max(n, 0), self.offset)
+        if n > self.rewindable:
+            return 0
+        self._offset -= n
+        self._handed = None
+        return n
+
+    def copy(self) -> "Cache":
+        """Return a cache of the same content; arrays are shared until one of the two writes."""
+        other = Cache(
+            self.layout,
+            self.key_codec,
+            self.value_codec,
+            direct=self._direct,
+            shared=self._shared,
+            own_mask=self._own_mask,
+        )
+        other._keys, other._values = self._keys.shared(), self._values.shared()
+        other._offset, other._high = self._offset, self._high
+        return other
+
+    @property
+    def state(self) -> tuple[Encoded, Encoded, int, int]:
+        """What is held: the key arrays, the value arrays, the offset, the most tokens ever held. Restorable."""
+        return self._keys.arrays, self._values.arrays, self.offset, self._high
+
+    @state.setter
+    def state(self, state: tuple[Encoded, Encoded, int, int]) -> None:
+        keys, values, self._offset, self._high = state
+        self._keys.arrays, self._values.arrays = tuple(keys), tuple(values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays held, spare slots and room to grow included."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def size(self) -> int:
+        """Tokens that can still be seen."""
+        window = self.layout.window
+        return self.offset if window is None else min(self.offset, window)
+
+    def empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return not self._keys.arrays
+
+    def _read(self) -> tuple[Encoded, Encoded]:
+        used = self.layout.used(self.offset)
+        return self._keys.read(used), self._values.read(used)
+
+    def _before_and(self, new: tuple[Encoded, Encoded], used: int) -> tuple[Encoded, Encoded]:
+        """Return what the slots hold now, followed by the new tokens: for a call too long to be written first."""
+        keys, values = (
+            tuple(mx.concatenate(list(pair), axis=2) for pair in zip(slots.read(used), part, strict=True))
+            if used
+            else part
+            for slots, part in zip((self._keys, self._values), new, strict=True)
+        )
+        return keys, values

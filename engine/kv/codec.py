@@ -1,0 +1,176 @@
+"""How keys or values are written down: as they come, or as affine groups of a few bits along the head dimension.
+
+Each token and head is encoded alone, so a token is encoded once, where it lies does not matter, and any token can be dropped.
+Shapes: B sequences, H key-value heads, R query heads per key-value head, N new tokens, T kept tokens, D head dimension.
+
+Rotation: keys of few bits suffer from a few channels that are much larger than the rest. Multiplying queries and keys by an
+orthonormal Hadamard matrix H spreads such outliers over all channels and keeps every product, since (Hq)·(Hk) = q·k
+(QuaRot, https://arxiv.org/abs/2404.00456; llama.cpp rotates its quantized caches the same way).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+from tokamac.engine.errors import OptionError
+from tokamac.engine.kv.size import token_bytes
+
+Encoded = tuple[mx.array, ...]
+"""What a codec makes of (B, H, N, D): arrays whose first three axes are (B, H, N)."""
+
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+ROTATED_KEY_BITS = 4
+"""Keys of this many bits or fewer are rotated unless the caller says otherwise."""
+LEAST_BLOCK = 16
+"""A Hadamard block of fewer channels spreads an outlier over too few others to be of use."""
+
+
+class Codec(Protocol):
+    """How one of the two, keys or values, is written down and read."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per value, without scales; 16 stands for the model's own type."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Values that share a scale, or None."""
+
+    @property
+    def block(self) -> int | None:
+        """Channels that are rotated together, or None."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether what is kept must be decoded before the fused attention kernel can read it."""
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Write down x (B, H, N, D)."""
+
+    def decode(self, encoded: Encoded) -> mx.array:
+        """Return (B, H, T, D), in the space and type of what was encoded."""
+
+    def dot(self, queries: mx.array, encoded: Encoded) -> mx.array:
+        """Return queries (B, H, M, D) times the keys: (B, H, M, T)."""
+
+    def mix(self, weights: mx.array, encoded: Encoded) -> mx.array:
+        """Return weights (B, H, M, T) times the values: (B, H, M, D)."""
+
+    def token_bytes(self, heads: int, dim: int, scale_bytes: int) -> int:
+        """Bytes one token takes in one layer; ``scale_bytes`` is the size of the model's own type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The model's own type, untouched."""
+
+    @property
+    def bits(self) -> int:
+        """16, whatever the model's own type is."""
+        return 16
+
+    @property
+    def group_size(self) -> int | None:
+        """None: no groups."""
+        return None
+
+    @property
+    def block(self) -> int | None:
+        """None: not rotated."""
+        return None
+
+    @property
+    def packed(self) -> bool:
+        """Never: the kernel reads it as it is."""
+        return False
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Return x (B, H, N, D) itself."""
+        return (x,)
+
+    def decode(self, encoded: Encoded) -> mx.array:
+        """Return what was kept (B, H, T, D)."""
+        return encoded[0]
+
+    def dot(self, queries: mx.array, encoded: Encoded) -> mx.array:
+        """(B, H, M, D) × keys → (B, H, M, T)."""
+        return queries @ encoded[0].swapaxes(-1, -2)
+
+    def mix(self, weights: mx.array, encoded: Encoded) -> mx.array:
+        """(B, H, M, T) × values → (B, H, M, D)."""
+        return weights @ encoded[0]
+
+    def token_bytes(self, heads: int, dim: int, scale_bytes: int) -> int:
+        """Bytes per token and layer."""
+        return token_bytes(heads, dim, 16, 1, scale_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Affine groups: ``bits`` per value, a scale and a bias per ``group_size`` values.
+
+    block: channels per Hadamard block, or None for no rotation; see ``rotation_block``.
+    """
+
+    bits: int
+    group_size: int
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in AFFINE_BITS:
+            raise OptionError(f"{self.bits} bits can't be packed in affine groups", f"Use one of {AFFINE_BITS}.")
+        if self.group_size not in (32, 64, 128):
+            raise OptionError(f"a KV group size of {self.group_size} is not supported", "Use 32, 64 or 128.")
+        if self.block is not None and (self.block < LEAST_BLOCK or self.block & (self.block - 1)):
+            raise OptionError(f"{self.block} channels can't be rotated", f"Use a power of two from {LEAST_BLOCK}.")
+
+    @property
+    def packed(self) -> bool:
+        """Always."""
+        return True
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Pack x (B, H, N, D) into words (B, H, N, D·bits/32), scales and biases (B, H, N, D/group)."""
+        packed, scales, biases = mx.quantize(self._rotated(x), group_size=self.group_size, bits=self.bits)
+        return packed, scales, biases
+
+    def decode(self, encoded: Encoded) -> mx.array:
+        """Unpack to (B, H, T, D), turned back if it was rotated."""
+        words, scales, biases = encoded
+        return self._rotated(mx.dequantize(words, scales, biases, group_size=self.group_size, bits=self.bits))
+
+    def dot(self, queries: mx.array, encoded: Encoded) -> mx.array:
+        """(B, H, M, D) × packed keys → (B, H, M, T)."""
+        return self._times(self._rotated(queries), encoded, transpose=True)
+
+    def mix(self, weights: mx.array, encoded: Encoded) -> mx.array:
+        """(B, H, M, T) × packed values → (B, H, M, D)."""
+        return self._rotated(self._times(weights, encoded, transpose=False))
+
+    def token_bytes(self, heads: int, dim: int, scale_bytes: int) -> int:
+        """Bytes per token and layer, scales and biases included."""
+        return token_bytes(heads, dim, self.bits, self.group_size, scale_bytes)
+
+    def _times(self, x: mx.array, encoded: Encoded, *, transpose: bool) -> mx.array:
+        words, scales, biases = encoded
+        return mx.quantized_matmul(
+            x, words, scales, biases, transpose=transpose, group_size=self.group_size, bits=self.bits
+        )
+
+    def _rotated(self, x: mx.array) -> mx.array:
+        """Rotate x (..., D) in blocks of channels; doing it twice gives x again, since these matrices are symmetric."""
+        if self.block is None:
+            return x
+        if self.block == x.shape[-1]:
+            return mx.hadamard_transform(x)
+        return mx.hadamard_transform(x.reshape(*x.shape[:-1], -1, self.block)).reshape(x.shape)
+
+
+def rotation_block(dim: int) -> int | None:
+    """Return the largest power of two that divides the head dimension, or None if it is too small to be of use.
+
+    MLX also knows Hadamard matrices of 12, 20 and 28 times a power of two; those of 20 and 28 are not symmetric, so turning
+    back would need another product. Blocks do as well: a head dimension of 96 is rotated as three blocks of 32.
+    """
+    block = dim & -dim
+    return block if block >= LEAST_BLOCK else None

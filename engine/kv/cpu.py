@@ -1,0 +1,74 @@
+"""Attention of many queries on a plain CPU, through NumPy's BLAS: MLX's products there are some thirty times slower."""
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+WORTH = 1 << 17
+"""Queries times keys from which NumPy wins on two x86 cores; below, the thread switch of an early evaluation costs more."""
+
+
+def is_worth(queries: mx.array, keys: mx.array) -> bool:
+    """Whether NumPy should attend: queries (B, H·R, N, D) and keys (B, H, T, D) of float32, many of them, and no GPU."""
+    many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= WORTH
+    return many and queries.dtype == keys.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend head by head. queries (B, H·R, N, D), keys (B, H, T, D), values (B, H, T, E) → (B, H·R, N, E).
+
+    mask: "causal", None, or bool or additive that broadcasts to (B, H·R, N, T). sinks: one logit per query head that takes
+    weight and gives nothing. Evaluates its arguments at once.
+    """
+    q, k, v = (np.asarray(array) for array in (queries, keys, values))
+    batch, heads, count, _ = q.shape
+    repeats = heads // k.shape[1]
+    masks = (
+        None if mask is None else np.broadcast_to(_as_array(mask, count, k.shape[2]), (batch, heads, count, k.shape[2]))
+    )
+    out = np.empty((batch, heads, count, v.shape[3]), dtype=np.float32)
+    for b in range(batch):
+        for h in range(heads):
+            scores = (q[b, h] * np.float32(scale)) @ k[b, h // repeats].T  # (N, T)
+            if masks is not None:
+                _apply(scores, masks[b, h])
+            sink = None if sinks is None else float(sinks[h].item())
+            out[b, h] = _softmax(scores, sink) @ v[b, h // repeats]
+    return mx.array(out)
+
+
+def _as_array(mask: mx.array | str, count: int, total: int) -> npt.NDArray[np.generic]:
+    if isinstance(mask, str):  # "causal": the last query sees every key
+        return np.tri(count, total, total - count, dtype=np.bool_)
+    return np.asarray(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+
+
+def _apply(scores: Floats, mask: npt.NDArray[np.generic]) -> None:
+    if mask.dtype == np.bool_:
+        scores[~mask] = np.finfo(np.float32).min
+    else:
+        scores += mask
+
+
+def _softmax(scores: Floats, sink: float | None) -> Floats:
+    """Return the softmax over the last axis, in place; a sink takes part and is left out."""
+    largest = scores.max(axis=-1, keepdims=True)
+    if sink is not None:
+        largest = np.maximum(largest, np.float32(sink))
+    scores -= largest
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total += np.exp(np.float32(sink) - largest)
+    scores /= total
+    return scores

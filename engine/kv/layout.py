@@ -1,0 +1,238 @@
+"""Where a token's keys and values lie, and which tokens another may see: arithmetic on positions, and the arrays themselves.
+
+A window of ``window`` tokens counts its ``keep`` pinned first ones (attention sinks, https://arxiv.org/abs/2309.17453). The token
+at position p sees q ≤ p where q < keep or q > p − (window − keep).
+
+Rewinding a ring after it has wrapped needs the tokens that were overwritten. They are kept by giving the ring ``spare`` slots more
+than the window: what falls out of sight stays there, unseen, for ``spare`` tokens more. No copy is made, and the bytes count.
+
+Number line of a ring (``size`` = window − keep + spare), after ``high`` tokens at most were ever written:
+
+    0 ··· keep ··············· high − size ········ offset − (window − keep) ·········· offset ······ high
+    pinned      gone for ever               unseen,                             seen           taken back
+                                            for rewinding
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import mlx.core as mx
+from tokamac.engine.errors import OptionError
+from tokamac.engine.kv.codec import Encoded
+
+Mask = mx.array | Literal["causal"] | None
+"""What attention is given: (N, T) of bool, the word for plain causal, or None where all is seen."""
+
+STEP = 256
+"""Slots are made in multiples of this many tokens."""
+GROWTH = 16
+"""A full store grows by a sixteenth, so an append copies 16 tokens on average at any depth, for at most 6 % of spare room."""
+
+
+class Span(NamedTuple):
+    """The tokens ``token``…``token + length`` of a call go to the slots ``slot``…``slot + length``."""
+
+    token: int
+    slot: int
+    length: int
+
+
+class Layout(Protocol):
+    """Which slot a token has, for how long, and who sees it. Holds no arrays."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens seen at most, or None."""
+
+    @property
+    def limit(self) -> int | None:
+        """Slots at most, or None."""
+
+    def used(self, offset: int) -> int:
+        """Slots that hold something worth reading once ``offset`` tokens are held."""
+
+    def fits(self, start: int, count: int) -> bool:
+        """Whether writing ``count`` tokens after ``start`` spares everything that the first of them may see."""
+
+    def spans(self, start: int, count: int) -> list[Span]:
+        """Where to write ``count`` tokens after ``start``; tokens that would be overwritten at once are left out."""
+
+    def rewindable(self, offset: int, high: int) -> int:
+        """Tokens that can be taken back from ``offset`` exactly, ``high`` being the most that were ever held."""
+
+    def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
+        """Who sees whom: rows are the ``count`` tokens after ``start``, columns what ``Cache.update_and_fetch`` returns for them.
+
+        reach: a window that the model itself asks for, if it is smaller. as_array: the model needs the array.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Every token is kept, in order."""
+
+    @property
+    def window(self) -> int | None:
+        """None: all is seen."""
+        return None
+
+    @property
+    def limit(self) -> int | None:
+        """None: it grows."""
+        return None
+
+    def used(self, offset: int) -> int:
+        """As many as there are tokens."""
+        return offset
+
+    def fits(self, start: int, count: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+    def spans(self, start: int, count: int) -> list[Span]:
+        """One span, at the end."""
+        return [Span(0, start, count)]
+
+    def rewindable(self, offset: int, high: int) -> int:  # noqa: ARG002
+        """Everything."""
+        return offset
+
+    def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
+        """Causal, and inside the model's own reach where it names one."""
+        if not as_array and (reach is None or start + count <= reach):
+            return None if count == 1 else "causal"
+        return visible(mx.arange(start, start + count), mx.arange(start + count), None, 0, reach)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The last tokens of a window, and the first ``keep`` for ever; ``spare`` more to rewind into."""
+
+    window: int
+    keep: int = 0
+    spare: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep < self.window:
+            raise OptionError(
+                f"keeping {self.keep} tokens leaves no room in a window of {self.window}",
+                "Make the window larger, or keep fewer.",
+            )
+        if self.spare < 0:
+            raise OptionError(f"{self.spare} spare slots make no sense", "Use 0 or more.")
+
+    @property
+    def limit(self) -> int | None:
+        """The window and the spare slots."""
+        return self.window + self.spare
+
+    def used(self, offset: int) -> int:
+        """All of them, once full."""
+        return min(offset, self.window + self.spare)
+
+    def fits(self, start: int, count: int) -> bool:
+        """Until the ring is full, and then for as many tokens as there are spare slots, and one."""
+        return start + count <= self.window + self.spare or count <= self.spare + 1
+
+    def spans(self, start: int, count: int) -> list[Span]:
+        """The pinned ones, then the last of the others, in two parts where the ring's end lies between."""
+        stop, size = start + count, self.window + self.spare - self.keep
+        spans = [Span(0, start, min(stop, self.keep) - start)] if start < self.keep else []
+        position = max(start, self.keep, stop - size)
+        while position < stop:
+            turn = (position - self.keep) % size
+            length = min(stop - position, size - turn)
+            spans.append(Span(position - start, self.keep + turn, length))
+            position += length
+        return spans
+
+    def rewindable(self, offset: int, high: int) -> int:
+        """Everything until something was overwritten; then what the spare slots still cover."""
+        if high <= self.window + self.spare:
+            return offset
+        return max(0, offset - high + self.spare)
+
+    def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
+        """By position; none is needed while nothing has left the window."""
+        stop = start + count
+        if reach is not None and reach >= self.window:
+            reach = None
+        if not as_array and stop <= min(self.window, reach or stop):
+            return None if count == 1 else "causal"
+        rows = mx.arange(start, stop)
+        in_slots = self.fits(start, count)
+        columns = self._positions(stop) if in_slots else mx.concatenate([self._positions(start), rows])
+        return visible(rows, columns, self.window, self.keep, reach)
+
+    def _positions(self, offset: int) -> mx.array:
+        """Return which token each used slot holds when ``offset`` tokens are held: (T,)."""
+        used, size = self.used(offset), self.window + self.spare - self.keep
+        slots = mx.arange(used)
+        if offset <= used:
+            return slots
+        turned = offset - 1 - (offset - 1 - slots) % size  # the last p < offset with (p − keep) mod size = slot − keep
+        return mx.where(slots < self.keep, slots, turned)
+
+
+def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, reach: int | None) -> mx.array:
+    """Return (N, T) of bool: whether the token at position rows[i] sees the one at columns[j]."""
+    p, q = rows[:, None], columns[None]
+    seen = q <= p
+    if window is not None:
+        recent = q > p - (window - keep)
+        seen = seen & (recent | (q < keep) if keep else recent)
+    if reach is not None:
+        seen = seen & (q > p - reach)
+    return seen
+
+
+class Slots:
+    """The arrays of one codec, all (B, H, capacity, …): made on the first write, grown a sixteenth at a time."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self.arrays: Encoded = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, room for tokens to come included."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def capacity(self) -> int:
+        """Slots there are."""
+        return self.arrays[0].shape[2] if self.arrays else 0
+
+    def write(self, encoded: Encoded, spans: list[Span], used: int) -> None:
+        """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use.
+
+        In place where nobody else holds the arrays: nothing else is copied, however much is held.
+        """
+        if used > self.capacity:
+            self._grow(encoded, used)
+        count = encoded[0].shape[2]
+        for token, slot, length in spans:
+            for array, new in zip(self.arrays, encoded, strict=True):
+                array[..., slot : slot + length, :] = new if length == count else new[..., token : token + length, :]
+
+    def read(self, count: int) -> Encoded:
+        """Return views of the first ``count`` slots."""
+        if count == self.capacity:
+            return self.arrays
+        return tuple([array[..., :count, :] for array in self.arrays])  # a list: this runs in every step of every layer
+
+    def shared(self) -> "Slots":
+        """Return a store of the same arrays; whichever of the two writes first makes its own copy then."""
+        other = Slots(self._limit)
+        other.arrays = tuple(mx.array(array) for array in self.arrays)
+        return other
+
+    def _grow(self, like: Encoded, stop: int) -> None:
+        wanted = max(stop, self.capacity + self.capacity // GROWTH)
+        capacity = -(-wanted // STEP) * STEP
+        if self._limit is not None:
+            capacity = min(capacity, self._limit)
+        fresh = [mx.zeros((*x.shape[:2], capacity - self.capacity, x.shape[3]), x.dtype) for x in like]
+        if self.arrays:
+            fresh = [mx.concatenate(list(pair), axis=2) for pair in zip(self.arrays, fresh, strict=True)]
+        self.arrays = tuple(fresh)

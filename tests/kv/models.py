@@ -1,0 +1,107 @@
+"""Tiny seeded models, and the plain reference that caches are measured against: full attention, masked by position."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
+
+VOCABULARY = 97
+
+
+def tiny_llama(
+    *, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, layers: int = 2, seed: int = 3, **more: Any
+) -> Any:
+    """Return a seeded float32 llama with weights large enough that attention matters."""
+    from mlx_lm.models import llama
+
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=heads * head_dim,
+        num_hidden_layers=layers,
+        intermediate_size=64,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCABULARY,
+        **more,
+    )
+    return seeded(llama.Model(args), seed)
+
+
+def seeded(model: Any, seed: int = 3) -> Any:
+    """Fill a model's parameters from one seed: matrices of unit gain, everything else near 1 or 0."""
+    from mlx.utils import tree_map
+
+    mx.random.seed(seed)
+
+    def fill(x: mx.array) -> mx.array:
+        if x.ndim < 2:
+            return x + 0.1 * mx.random.normal(x.shape)
+        return mx.random.normal(x.shape) * (1.5 / x.shape[-1] ** 0.5)
+
+    model.update(tree_map(fill, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def tokens(count: int, seed: int = 0) -> mx.array:
+    """Return (1, count) token ids."""
+    return mx.random.randint(0, VOCABULARY, (1, count), key=mx.random.key(seed))
+
+
+def feed(model: Any, caches: list[Any], ids: mx.array, cuts: Sequence[int]) -> mx.array:
+    """Run ids (1, T) through in pieces of the lengths ``cuts`` (the last takes the rest); return logits (T, V)."""
+    parts, at = [], 0
+    for length in [*cuts, ids.shape[1]]:
+        part = ids[:, at : at + length]
+        if part.shape[1] == 0:
+            break
+        parts.append(model(part, cache=caches)[0])
+        mx.eval(parts[-1], [cache.state for cache in caches])
+        at += part.shape[1]
+    return mx.concatenate(parts)
+
+
+class Reference:
+    """Stands where a cache would: keeps all keys and values, encodes and decodes each once, masks by position alone."""
+
+    def __init__(self, keys: Codec, values: Codec, window: int | None, keep: int) -> None:
+        self._codecs = keys, values
+        self._window, self._keep = window, keep
+        self.offset = 0
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:  # noqa: N803
+        return seen(N, self._window, self._keep)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        decoded = tuple(codec.decode(codec.encode(x)) for codec, x in zip(self._codecs, (keys, values), strict=True))
+        return decoded[0], decoded[1]
+
+
+def seen(count: int, window: int | None, keep: int) -> mx.array:
+    """The contract's rule, written out: p sees q ≤ p where q < keep or q > p − (window − keep)."""
+    rule = [
+        [q <= p and (window is None or q < keep or q > p - (window - keep)) for q in range(count)] for p in range(count)
+    ]
+    return mx.array(rule)
+
+
+def reference_logits(model: Any, ids: mx.array, make: Callable[[int], Reference]) -> mx.array:
+    """Return logits (T, V) of the whole prompt at once, with one Reference per layer."""
+    logits = model(ids, cache=[make(index) for index in range(len(model.layers))])[0]
+    mx.eval(logits)
+    return logits
+
+
+def codec(bits: int, group: int = 32, *, rotated_dim: int | None = None) -> Codec:
+    """Return the codec for ``bits``, rotated for a head dimension where one is given."""
+    if bits == 16:
+        return Plain()
+    return Affine(bits, group, rotation_block(rotated_dim) if rotated_dim else None)
+
+
+def largest_difference(a: mx.array, b: mx.array) -> float:
+    """Return max |a − b|."""
+    return float(mx.abs(a - b).max().item())
