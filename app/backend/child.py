@@ -1,0 +1,185 @@
+"""The engine's process: ``python -m tokamac.app.backend.child``. Requests on stdin, replies on stdout, everything else to stderr.
+
+    stdin ─ reader thread ─▶ queue ─ main thread ─▶ engine ─▶ events ─ outbox ─▶ stdout
+                └── Cancel: straight to the engine         pulse ─▶ text batches, measurements, heartbeat
+
+The main thread alone asks the engine for replies. The file descriptor of stdout is taken away at the start, so that a stray
+print of any library lands in the log and can't break the protocol. When stdin closes (the screen is gone, however it went)
+the process ends.
+"""
+
+import argparse
+import faulthandler
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from tokamac.app.backend.outbox import Outbox, Pulse
+from tokamac.app.backend.port import EnginePort
+from tokamac.app.backend.wire import (
+    LONGEST_LINE,
+    Cancel,
+    Done,
+    Failed,
+    Load,
+    Loading,
+    Prefill,
+    Quit,
+    Request,
+    Send,
+    Stats,
+    Unload,
+    Unloaded,
+    WireError,
+    decode_request,
+)
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import Event, Finished, LoadProgress, PrefillProgress, TextChunk
+
+Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
+CLOSE_S = 2.0  # how long a vanished screen's engine gets to close
+
+
+class Child:
+    """The loop of the process: one engine at most, one reply at a time."""
+
+    def __init__(self, load: Loader, outbox: Outbox) -> None:
+        self._load = load
+        self._outbox = outbox
+        self._engine: EnginePort | None = None
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._running: int | None = None
+        self._pulse = Pulse(outbox, self._stats)
+
+    def run(self, stdin: BinaryIO) -> None:
+        """Answer requests until told to quit."""
+        threading.Thread(target=self._read, args=(stdin,), name="reader", daemon=True).start()
+        while not isinstance(request := self._requests.get(), Quit):
+            self._pulse.start()
+            try:
+                self._answer(request)
+            finally:
+                self._pulse.stop()
+        self._close()
+
+    def _answer(self, request: Request) -> None:
+        try:
+            match request:
+                case Load():
+                    self._close()
+                    self._engine = self._load(request, self._progress)
+                    self._outbox.put(self._engine.loaded())
+                case Send():
+                    self._reply(request)
+                case Unload():
+                    self._close()
+                    self._outbox.put(Unloaded())
+                case _:
+                    pass  # Cancel never waits in the queue, and Quit ends the loop
+        except TokamacError as error:
+            self._fail(request, error.message, error.hint)
+        except Exception as error:  # whatever a model's code raises must not take the process down
+            traceback.print_exc()
+            self._fail(request, f"the engine failed: {type(error).__name__}: {error}", "The log has the details.")
+
+    def _fail(self, request: Request, error: str, hint: str) -> None:
+        self._outbox.put(Failed(request.id if isinstance(request, Send) else None, error, hint))
+
+    def _reply(self, request: Send) -> None:
+        if self._engine is None:
+            raise TokamacError("no model is loaded", "Choose one with Ctrl+O.")
+        self._running = request.id
+        try:
+            finished = self._pass_on(request.id, self._engine.reply(request.messages, request.sampling))
+        finally:
+            self._running = None
+            self._cancelled.discard(request.id)
+        if finished is not None:
+            end, memory = finished, self._engine.memory_use()
+            self._outbox.put(Done(request.id, end.reason, end.text, end.thinking, end.metrics, memory))
+
+    def _pass_on(self, request: int, events: Iterator[Event]) -> Finished | None:
+        """Send the events of a reply on; return the last, which waits until the engine is free to tell its memory."""
+        finished = None
+        for event in events:
+            match event:
+                case PrefillProgress(done, total, cached):
+                    self._outbox.put(Prefill(request, done, total, cached))
+                case TextChunk(text, kind):
+                    self._outbox.text(request, text, kind)
+                case Finished():
+                    finished = event
+            # Asked for between two requests, a cancel finds no reply to end: it is repeated here.
+            if request in self._cancelled and self._engine is not None:
+                self._engine.cancel()
+        return finished
+
+    def _progress(self, progress: LoadProgress) -> None:
+        self._outbox.put(Loading(progress.stage, progress.done, progress.total))
+
+    def _stats(self) -> Stats | None:
+        engine, running = self._engine, self._running
+        if engine is None or running is None or (live := engine.live()) is None:
+            return None
+        return Stats(running, live)
+
+    def _close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _read(self, stdin: BinaryIO) -> None:
+        """Sort requests as they arrive; leave when the screen does."""
+        while line := stdin.readline(LONGEST_LINE + 1):
+            try:
+                request = decode_request(line)
+            except WireError as error:
+                self._outbox.put(Failed(None, f"the engine was sent {error.message}", error.hint))
+                continue
+            if isinstance(request, Cancel):
+                self._cancel(request.id)
+            else:
+                self._requests.put(request)
+        self._requests.put(Quit())
+        if self._running is not None:
+            self._cancel(self._running)
+        threading.Event().wait(CLOSE_S)
+        os._exit(0)  # a load or a kernel that does not end must not outlive the screen
+
+    def _cancel(self, request: int) -> None:
+        self._cancelled.add(request)
+        engine = self._engine
+        if engine is not None and self._running == request:
+            engine.cancel()
+
+
+def _loader(scripted: bool) -> Loader:
+    if scripted:
+        from tokamac.app.backend.scripted import load_scripted
+
+        return load_scripted
+    from tokamac.app.backend.port import load_engine
+
+    return load_engine
+
+
+def main() -> None:
+    """Serve the process's stdin and stdout, then end the process."""
+    parser = argparse.ArgumentParser(prog="tokamac-engine", description="The engine's process; the chat starts it.")
+    parser.add_argument("--scripted", action="store_true", help="a scripted engine, for tests and demonstrations")
+    options = parser.parse_args()
+    faulthandler.enable(sys.stderr)
+    out = os.dup(1)
+    os.dup2(2, 1)
+    Child(_loader(options.scripted), Outbox(out)).run(sys.stdin.buffer)
+    sys.stderr.flush()
+    os._exit(0)  # the reader still waits for stdin, and Python aborts when it is torn down around such a thread
+
+
+if __name__ == "__main__":
+    main()

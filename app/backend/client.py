@@ -1,0 +1,182 @@
+"""The screen's end of the engine's process: start it, talk to it, notice when it dies or freezes, never wait for it.
+
+    caller ─ send ─▶ writer thread ─▶ stdin      stdout ─▶ reader thread ─▶ on_event(reply | Garbled | Died)
+
+``on_event`` is called from the reader's thread; the caller brings it to its own loop. The process leads its own session, so
+that Ctrl-C in the terminal reaches only the screen; it ends when its stdin closes, however the screen went.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tokamac.app.backend.wire import LONGEST_LINE, Quit, Reply, Request, WireError, decode_reply, encode
+from tokamac.app.sanitise import sanitise_line
+
+SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
+GRACE_S = 3.0
+TAIL_BYTES = 4096
+LONGEST_LOG = 2**20  # bytes; the log before it is kept beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """The process sent a line that is no message; it was left out."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process ended without being asked to. ``why`` is one short clause; ``last_line`` the end of its log."""
+
+    why: str
+    last_line: str
+
+
+BackendEvent = Reply | Garbled | Died
+
+
+def child_command(*, scripted: bool = False) -> list[str]:
+    """Return the command that starts the engine's process."""
+    return [sys.executable, "-m", "tokamac.app.backend.child", *(["--scripted"] if scripted else [])]
+
+
+class EngineProcess:
+    """One running engine process. A new one is made for a restart; this one is never reused."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        on_event: Callable[[BackendEvent], object],
+        *,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists() and log.stat().st_size > LONGEST_LOG:
+            log.replace(log.with_suffix(".old.log"))
+        self._log = log
+        self._on_event = on_event
+        self._silence_s = silence_s
+        self._heard = time.monotonic()
+        self._busy = threading.Event()
+        self._ended = threading.Event()
+        self._asked_to_end = False
+        self._frozen = False
+        self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        with log.open("ab") as stderr:
+            self._log_start = stderr.tell()
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+            )
+        for run in (self._read, self._write, self._watch):
+            threading.Thread(target=run, name=f"engine-{run.__name__}", daemon=True).start()
+
+    def send(self, request: Request) -> None:
+        """Queue ``request``; never blocks. To a dead process it is silently late: ``Died`` has been or will be reported."""
+        self._outgoing.put(request)
+
+    def set_busy(self, busy: bool) -> None:
+        """Say whether the process is at work, so that its silence would mean that it hangs."""
+        if busy and not self._busy.is_set():
+            self._heard = time.monotonic()
+            self._busy.set()
+        elif not busy:
+            self._busy.clear()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. ``Died`` is not reported."""
+        self._asked_to_end = True
+        self._signal()
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """Ask the process to end, wait, and end it if it does not. For the way out of the app."""
+        self._asked_to_end = True
+        self._outgoing.put(Quit())
+        self._outgoing.put(None)
+        if not self._ended.wait(grace_s):
+            self._signal()
+            self._ended.wait(grace_s)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def _signal(self) -> None:
+        if self._process.poll() is None:
+            # Its own session: helpers that a library started go with it.
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            try:
+                while (request := self._outgoing.get()) is not None:
+                    stdin.write(encode(request))
+                    stdin.flush()
+            except BrokenPipeError:
+                return  # the reader's thread reports the death
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            while line := stdout.readline(LONGEST_LINE + 1):
+                self._heard = time.monotonic()
+                self._on_event(self._decode(line, stdout))
+        code = self._process.wait()
+        self._busy.set()
+        self._ended.set()
+        self._outgoing.put(None)
+        if not self._asked_to_end:
+            self._on_event(Died(self._why(code), self._last_line()))
+
+    @staticmethod
+    def _decode(line: bytes, stdout: IO[bytes]) -> BackendEvent:
+        """Return what ``line`` says; of a line that is too long, the rest is read past."""
+        end = line
+        while len(line) > LONGEST_LINE and end and not end.endswith(b"\n"):
+            end = stdout.readline(LONGEST_LINE)
+        try:
+            return decode_reply(line)
+        except WireError as error:
+            return Garbled(sanitise_line(error.message))
+
+    def _watch(self) -> None:
+        """Kill the process when it should be at work and is silent."""
+        while self._busy.wait() and not self._ended.wait(self._silence_s / 4):
+            if self._busy.is_set() and time.monotonic() - self._heard > self._silence_s:
+                self._frozen = True
+                self._signal()
+                return
+
+    def _why(self, code: int) -> str:
+        if self._frozen:
+            return f"it did not answer for {self._silence_s:g} s and was stopped"
+        if code < 0:
+            return (
+                f"killed by {signal.Signals(-code).name}"
+                if -code in set(signal.Signals)
+                else f"killed by signal {-code}"
+            )
+        return f"exit status {code}"
+
+    def _last_line(self) -> str:
+        try:
+            with self._log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"the log can't be read: {error}"
+        return next((sanitise_line(line) for line in reversed(lines) if line.strip()), "")

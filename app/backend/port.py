@@ -1,0 +1,79 @@
+"""What the child needs of an engine, and the real one in that shape. MLX is imported when a model is loaded, not before."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.engine.events import Event, Live, LoadProgress, Message
+from tokamac.engine.options import PromptCacheSpec, Sampling
+
+if TYPE_CHECKING:
+    from tokamac.engine import Engine
+
+
+class EnginePort(Protocol):
+    """An engine as the child sees it. ``cancel`` and ``live`` may be called from any thread at any time."""
+
+    def loaded(self) -> Loaded:
+        """Describe the model."""
+
+    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
+        """Yield the reply's events; the last is Finished, also after ``cancel``."""
+
+    def cancel(self) -> None:
+        """End the running reply within a token; without one, do nothing."""
+
+    def live(self) -> Live | None:
+        """Measure the running reply; None when there is none."""
+
+    def memory_use(self) -> MemoryUse:
+        """Tell what memory is in use. To be called between replies: the engine's thread answers."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class _RealEngine:
+    """``tokamac.engine.Engine`` as an EnginePort."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    def loaded(self) -> Loaded:
+        spec, limits = self._engine.spec, self._engine.limits(1)
+        info = ModelInfo(
+            name=spec.name,
+            path=str(spec.path),
+            architecture=spec.architecture,
+            parameters=spec.parameters,
+            weight_bytes=spec.weight_bytes,
+            bits_per_weight=spec.bits_per_weight,
+            context_length=spec.context_length,
+            thinks=spec.thinks,
+            recommended=Sampling().resolved(spec.recommended),
+        )
+        return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
+
+    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
+        return self._engine.generate(messages, sampling)
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def live(self) -> Live | None:
+        return self._engine.live()
+
+    def memory_use(self) -> MemoryUse:
+        memory = self._engine.memory()
+        return MemoryUse(memory.active, memory.peak, memory.budget)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
+    """Load the model that ``request`` names; raise TokamacError if it can't be."""
+    from tokamac.engine import Engine
+
+    cache = PromptCacheSpec() if request.prompt_cache else None
+    return _RealEngine(Engine.load(request.model, kv=request.kv, prompt_cache=cache, progress=progress))

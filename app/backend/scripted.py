@@ -1,0 +1,250 @@
+"""An engine that plays a script: for tests of the screen and of the process (``child --scripted``), and for demonstrations.
+
+The model's name picks the scenario; ``SCENARIOS`` lists them. It keeps the real engine's promises (order of events, cancelling
+within a token, metrics from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tokamac.app.backend.port import EnginePort
+from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.engine.errors import ContextError, ModelNotFoundError
+from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgress, Message, PrefillProgress, TextChunk
+from tokamac.engine.limits import metrics as rates
+from tokamac.engine.options import Sampling
+
+ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
+
+1. Prefill multiplies the whole prompt at once: *bound by arithmetic*.
+2. Decode multiplies one token: *bound by bandwidth*.
+
+```python
+ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step
+```
+
+| phase | bound by | helped by |
+| --- | --- | --- |
+| prefill | arithmetic | a prompt cache |
+| decode | bandwidth | 4-bit weights, a smaller `KV` cache |
+
+> The first question about a slow reply is which phase was slow.
+"""
+THOUGHT = (
+    "The user asks about decode. Each step reads all weights, so bandwidth is the limit. Explain with the two phases. "
+)
+WEIGHT_BYTES = 2_263_000_000
+KV_BYTES_PER_TOKEN = 147_456
+BANDWIDTH_GBS = 800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a scripted model does; all delays in seconds."""
+
+    answer: str = ANSWER
+    thinking: str = ""
+    gap_s: float = 0.004
+    prefill_steps: int = 4
+    prefill_step_s: float = 0.01
+    prompt_tokens: int = 0  # besides those of the conversation
+    load_steps: int = 0
+    load_step_s: float = 0.1
+    load_error: str = ""
+    dies_on: str = ""  # load, send, decode, idle
+    freezes_on: str = ""  # send: the whole process stops, its heartbeat too
+    deaf: bool = False  # does not hear cancel
+    context: int = 32_768
+
+
+SCENARIOS = {
+    "guide": Scenario(),
+    "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),
+    "slow": Scenario(gap_s=0.08, prefill_step_s=0.05),
+    "steady": Scenario(gap_s=0.02),
+    "thinking": Scenario(thinking=THOUGHT * 2, gap_s=0.01),
+    "prefill": Scenario(prefill_steps=40, prefill_step_s=0.1, prompt_tokens=20_000),
+    "list": Scenario(
+        answer="".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300)), gap_s=0.002
+    ),
+    "hostile": Scenario(answer="before \x1b]52;c;ZWNobw==\x07 [bold]not markup[/] \x1b[2J\u202eafter <b>html</b>"),
+    "slow-load": Scenario(load_steps=20),
+    "missing": Scenario(load_error="no model is called 'missing'"),
+    "dies-loading": Scenario(load_steps=2, dies_on="load"),
+    "dies-idle": Scenario(dies_on="idle"),
+    "dies-sending": Scenario(dies_on="send"),
+    "dies-decoding": Scenario(gap_s=0.01, dies_on="decode"),
+    "freezes": Scenario(freezes_on="send"),
+    "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
+    "tiny-context": Scenario(context=8),
+}
+
+
+def _pieces(text: str) -> list[str]:
+    """Cut ``text`` as a tokenizer might: four characters a token."""
+    return [text[i : i + 4] for i in range(0, len(text), 4)]
+
+
+def _die(reason: str) -> None:
+    print(f"scripted: the engine dies: {reason}", file=sys.stderr, flush=True)
+    os._exit(7)
+
+
+class ScriptedEngine:
+    """An EnginePort that plays ``scenario``."""
+
+    def __init__(self, name: str, scenario: Scenario) -> None:
+        self._name = name
+        self._scenario = scenario
+        self._cancelled = threading.Event()
+        self._known = 0
+        self._clock: _Stamps | None = None
+        if scenario.dies_on == "idle":
+            threading.Timer(0.3, _die, args=("idle",)).start()
+
+    def loaded(self) -> Loaded:
+        """Describe the model."""
+        context = self._scenario.context
+        info = ModelInfo(
+            self._name,
+            f"/models/{self._name}",
+            "llama",
+            4_022_468_096,
+            WEIGHT_BYTES,
+            4.5,
+            context,
+            recommended=Sampling().resolved(Sampling()),
+        )
+        ceiling = rates.ceiling_tps(BANDWIDTH_GBS, WEIGHT_BYTES)
+        return Loaded(info, ceiling, BANDWIDTH_GBS, self.memory_use())
+
+    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
+        """Yield the reply's events."""
+        self._cancelled.clear()
+        self._fault("send")
+        prompt = sum(len(_pieces(m.content)) + 4 for m in messages) + self._scenario.prompt_tokens
+        if prompt > self._scenario.context:
+            raise ContextError(
+                f"the prompt has {prompt} tokens; the context holds {self._scenario.context}", "Shorten it."
+            )
+        cached = min(self._known, prompt - 1)
+        self._clock = stamps = _Stamps(prompt, cached)
+        try:
+            yield from self._play(stamps, sampling)
+        finally:
+            self._known = prompt + len(stamps.tokens)
+            self._clock = None
+
+    def _play(self, stamps: "_Stamps", sampling: Sampling) -> Iterator[Event]:
+        yield from self._prefill(stamps)
+        said: dict[str, str] = {"thinking": "", "answer": ""}
+        limit = sampling.max_tokens if sampling.max_tokens is not None else sys.maxsize
+        reason: FinishReason = "stop"
+        for chunk in self._chunks():
+            if self._cancelled.is_set() and not self._scenario.deaf:
+                reason = "cancelled"
+                break
+            if len(stamps.tokens) >= limit:
+                reason = "length"
+                break
+            time.sleep(self._scenario.gap_s)
+            stamps.tokens.append(time.monotonic())
+            said[chunk.kind] += chunk.text
+            yield chunk
+            if len(stamps.tokens) == 20:
+                self._fault("decode")
+        yield Finished(reason, said["answer"], stamps.metrics(), said["thinking"])
+
+    def _prefill(self, stamps: "_Stamps") -> Iterator[Event]:
+        new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps
+        for step in range(steps + 1):
+            stamps.prefilled = stamps.cached + new * step // steps
+            stamps.prefill_end = time.monotonic()
+            yield PrefillProgress(stamps.prefilled, stamps.prompt, stamps.cached)
+            if self._cancelled.is_set():
+                return
+            time.sleep(self._scenario.prefill_step_s if step < steps else 0)
+
+    def _chunks(self) -> Iterator[TextChunk]:
+        yield from (TextChunk(piece, "thinking") for piece in _pieces(self._scenario.thinking))
+        yield from (TextChunk(piece) for piece in _pieces(self._scenario.answer))
+
+    def _fault(self, place: str) -> None:
+        if self._scenario.dies_on == place:
+            _die(place)
+        if self._scenario.freezes_on == place:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def cancel(self) -> None:
+        """End the running reply within a token."""
+        self._cancelled.set()
+
+    def live(self) -> Live | None:
+        """Measure the running reply."""
+        stamps = self._clock
+        if stamps is None:
+            return None
+        tokens = tuple(stamps.tokens)
+        return Live(stamps.metrics(), stamps.prefilled + len(tokens), rates.gaps_ms(tokens[-64:]))
+
+    def memory_use(self) -> MemoryUse:
+        """Tell what memory is in use."""
+        return MemoryUse(WEIGHT_BYTES + self._known * KV_BYTES_PER_TOKEN, None, 12_000_000_000)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class _Stamps:
+    """The time stamps of one reply, and what they amount to."""
+
+    def __init__(self, prompt: int, cached: int) -> None:
+        self.prompt, self.cached, self.prefilled = prompt, cached, cached
+        self.begun = self.prefill_end = time.monotonic()
+        self.tokens: list[float] = []
+
+    def metrics(self) -> rates.Metrics:
+        """Return the metrics so far."""
+        tokens = tuple(self.tokens)
+        prefill_s, new = self.prefill_end - self.begun, self.prefilled - self.cached
+        kv = (self.prefilled + len(tokens)) * KV_BYTES_PER_TOKEN
+        decode = rates.decode_rate(tokens)
+        return rates.Metrics(
+            prompt_tokens=self.prompt,
+            cached_tokens=self.cached,
+            prefill_tokens=new,
+            generated_tokens=len(tokens),
+            ttft_s=tokens[0] - self.begun if tokens else None,
+            prefill_s=prefill_s,
+            total_s=tokens[-1] - self.begun if tokens else None,
+            prefill_tps=rates.rate(new, prefill_s),
+            decode_tps=decode,
+            itl_ms=rates.gap_percentiles(rates.gaps_ms(tokens)),
+            kv_bytes=kv,
+            weight_bytes_per_token=WEIGHT_BYTES,
+            kv_bytes_per_step=kv,
+            achieved_gbs=rates.achieved_gbs(WEIGHT_BYTES + kv, decode),
+            ceiling_tps=rates.ceiling_tps(BANDWIDTH_GBS, WEIGHT_BYTES + kv),
+            expected_tps=None,
+            peak_memory_bytes=WEIGHT_BYTES + kv,
+        )
+
+
+def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
+    """Play the loading of the scenario that ``request`` names."""
+    scenario = SCENARIOS.get(request.model)
+    if scenario is None:
+        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See tokamac.app.backend.scripted.")
+    for step in range(scenario.load_steps):
+        progress(LoadProgress("weights", WEIGHT_BYTES * step // scenario.load_steps, WEIGHT_BYTES))
+        time.sleep(scenario.load_step_s)
+    if scenario.dies_on == "load":
+        _die("load")
+    if scenario.load_error:
+        raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with Ctrl+O.")
+    return ScriptedEngine(request.model, scenario)

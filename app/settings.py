@@ -1,0 +1,194 @@
+"""What the app remembers between runs: one TOML file that a person can read and edit.
+
+    model = "guide"
+    theme = "tokamac-dark"
+    system = ""
+
+    [sampling]          # the fields of tokamac.engine.Sampling
+    temperature = 0.7
+
+    [kv]                # the fields of tokamac.engine.KVSpec
+    key_bits = 16
+
+Nothing in the file is dropped in silence: an unknown key is named and written back, a value that can't be used is named and
+its default taken, and a file that is not TOML is moved aside, not overwritten.
+"""
+
+import datetime
+import os
+import tempfile
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from tokamac.app.backend.shapes import ShapeError, build
+from tokamac.engine.errors import OptionError
+from tokamac.engine.options import KVSpec, Sampling
+
+FILE = "settings.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chose last. ``unknown`` holds what this version does not know, to be written back."""
+
+    model: str = "guide"
+    theme: str = ""
+    system: str = ""
+    panel: bool = True
+    sampling: Sampling = field(default_factory=Sampling)
+    kv: KVSpec = field(default_factory=KVSpec)
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and in plain sentences what of the file could not be used."""
+
+    settings: Settings
+    warnings: tuple[str, ...] = ()
+
+
+def default_path() -> Path:
+    """Return where the settings are kept."""
+    from platformdirs import user_config_path
+
+    return user_config_path("tokamac") / FILE
+
+
+def load(path: Path) -> Loaded:
+    """Read the settings; a missing file gives the defaults."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Loaded(Settings())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return Loaded(Settings(), (_set_aside(path, error),))
+    except OSError as error:
+        return Loaded(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
+    return _read(table, path)
+
+
+def save(path: Path, settings: Settings) -> None:
+    """Write the settings whole or not at all; raise OSError if they can't be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(dumps(settings))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def dumps(settings: Settings) -> str:
+    """Return the settings as TOML; what is at its default is left out, so that a later default reaches everyone."""
+    table: dict[str, Any] = {**settings.unknown}
+    for name in ("model", "theme", "system", "panel"):
+        if getattr(settings, name) != getattr(Settings(), name):
+            table[name] = getattr(settings, name)
+    for name, value, default in (("sampling", settings.sampling, Sampling()), ("kv", settings.kv, KVSpec())):
+        changed = {
+            f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)
+        }
+        table[name] = {
+            **settings.unknown.get(name, {}),
+            **{key: item for key, item in changed.items() if item is not None},
+        }
+    return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + _toml(table)
+
+
+def _set_aside(path: Path, error: Exception) -> str:
+    aside = path.with_suffix(".damaged.toml")
+    try:
+        path.replace(aside)
+    except OSError as problem:
+        return f"{path} is damaged ({error}) and can't be moved aside ({problem.strerror}); default settings are used."
+    return f"{path} was damaged ({error}); it is now {aside.name} and default settings are used."
+
+
+def _read(table: dict[str, Any], path: Path) -> Loaded:
+    warnings: list[str] = []
+    settings = Settings()
+    unknown: dict[str, Any] = {}
+    for name, value in table.items():
+        if name in ("sampling", "kv") and isinstance(value, dict):
+            settings, rest = _read_options(settings, name, value, warnings)
+            if rest:
+                unknown[name] = rest
+                warnings.extend(
+                    f"{path.name}: [{name}] has an unknown key {key!r}; it is kept and not used." for key in rest
+                )
+        elif name in ("model", "theme", "system", "panel"):
+            if type(value) is type(getattr(settings, name)):
+                settings = replace(settings, **{name: value})
+            else:
+                warnings.append(
+                    f"{path.name}: {name} is {value!r}, which is no {type(getattr(settings, name)).__name__}."
+                )
+        else:
+            unknown[name] = value
+            warnings.append(f"{path.name}: unknown key {name!r}; it is kept and not used.")
+    return Loaded(replace(settings, unknown=unknown), tuple(warnings))
+
+
+def _read_options(
+    settings: Settings, name: str, table: dict[str, Any], warnings: list[str]
+) -> tuple[Settings, dict[str, Any]]:
+    """Take what is valid of a [sampling] or [kv] table, key by key; return the unknown rest."""
+    value: Any = getattr(settings, name)
+    known = {f.name for f in fields(value)}
+    # A window and its sinks are only valid together: all at once first, then what can be taken alone.
+    hints = get_type_hints(type(value))
+    usable = {}
+    for key in known & table.keys():
+        try:
+            usable[key] = build(hints[key], table[key], key)
+        except ShapeError as error:
+            warnings.append(f"[{name}] {error}; the default is used.")
+    try:
+        value = replace(value, **usable)
+    except OptionError:
+        for key, item in usable.items():
+            try:
+                value = replace(value, **{key: item})
+            except OptionError as error:
+                warnings.append(f"[{name}] {key} = {item!r}: {error}; the default is used.")
+    return replace(settings, **{name: value}), {key: item for key, item in table.items() if key not in known}
+
+
+def _toml(table: dict[str, Any], prefix: str = "") -> str:
+    """Write plain values first, then sub-tables: tomllib reads TOML, and nothing in the standard library writes it."""
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            name = f"{prefix}{_key(key)}"
+            lines.append(f"\n[{name}]\n{_toml(value, f'{name}.')}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if key.isascii() and key.replace("_", "a").replace("-", "a").isalnum() else _string(key)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return repr(value)
+
+
+def _string(text: str) -> str:
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return '"' + "".join(escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in text) + '"'

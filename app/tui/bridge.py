@@ -1,0 +1,63 @@
+"""Between the session and the engine's process: steps go out, events come in as messages of the screen."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from textual.message import Message
+from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
+from tokamac.app.backend.wire import Request
+
+
+class EngineSaid(Message):
+    """``event`` came from the engine's process number ``life``."""
+
+    def __init__(self, event: BackendEvent, life: int) -> None:
+        super().__init__()
+        self.event = event
+        self.life = life
+
+
+class Bridge:
+    """Owns the process. ``post`` is called from other threads; Textual's ``post_message``, which it is set to, allows that."""
+
+    post: Callable[[EngineSaid], object]
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._command = command
+        self._log = log
+        self._process: EngineProcess | None = None
+        self.life = 0
+
+    def start(self) -> None:
+        """Start the process, ending one that runs. What the old one still says has another ``life`` and can be told apart."""
+        self.end()
+        self.life += 1
+        life = self.life
+        try:
+            self._process = EngineProcess(self._command, self._log, lambda event: self.post(EngineSaid(event, life)))
+        except OSError as error:
+            self.post(EngineSaid(Died(f"it could not be started: {error}", ""), life))
+
+    def end(self) -> None:
+        """End the process at once."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+        self.life += 1
+
+    def ask(self, request: Request) -> None:
+        """Send ``request``."""
+        if self._process is not None:
+            self._process.send(request)
+
+    def set_busy(self, busy: bool) -> None:
+        """Say whether the process is at work: then its silence means that it hangs."""
+        if self._process is not None:
+            self._process.set_busy(busy)
+
+    def close(self) -> None:
+        """Ask the process to end and wait for it."""
+        process, self._process = self._process, None
+        self.life += 1
+        if process is not None:
+            process.close()

@@ -1,0 +1,72 @@
+"""A conversation as the screen keeps it: turns of a prompt and its reply. Plain values; every send carries all of it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tokamac.engine.events import Message, TextKind
+from tokamac.engine.limits.metrics import Metrics
+
+Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says."""
+
+    text: str
+    thinking: str = ""
+    thinking_s: float | None = None
+    ending: Ending = "stop"
+    metrics: Metrics | None = None
+
+
+class Growing:
+    """A reply while it is made: what was said so far, and how long the thinking took."""
+
+    def __init__(self) -> None:
+        self._text: dict[TextKind, list[str]] = {"answer": [], "thinking": []}
+        self._thinking_from: float | None = None
+        self._thinking_s: float | None = None
+
+    def add(self, text: str, kind: TextKind, now: float) -> None:
+        """Append ``text``, which came at the time ``now``."""
+        self._text[kind].append(text)
+        if kind == "thinking" and self._thinking_from is None:
+            self._thinking_from = now
+        elif kind == "answer":
+            self._stop_thinking(now)
+
+    def end(self, ending: Ending, now: float) -> Reply:
+        """Return the reply as far as it came."""
+        self._stop_thinking(now)
+        answer, thinking = ("".join(self._text[kind]) for kind in ("answer", "thinking"))
+        return Reply(answer, thinking, self._thinking_s, ending)
+
+    def _stop_thinking(self, now: float) -> None:
+        if self._thinking_from is not None and self._thinking_s is None:
+            self._thinking_s = now - self._thinking_from
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt, and its reply unless that is still to come."""
+
+    prompt: str
+    reply: Reply | None = None
+
+
+def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
+    """Return the conversation as the engine takes it.
+
+    A turn whose reply never began is left out: templates refuse two prompts in a row. The last turn, unanswered, is the one asked.
+    """
+    turns = tuple(turns)
+    out = [Message("system", system)] if system.strip() else []
+    for turn in turns[:-1]:
+        if turn.reply is not None and turn.reply.text:
+            out.append(Message("user", turn.prompt))
+            out.append(Message("assistant", turn.reply.text, turn.reply.thinking))
+    if turns:
+        out.append(Message("user", turns[-1].prompt))
+    return tuple(out)

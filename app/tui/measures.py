@@ -1,0 +1,39 @@
+"""What the gauges read off a session: figures the engine measured, picked and named. Rates come from limits.metrics alone."""
+
+from tokamac.app.tui.session import Phase, Session
+from tokamac.engine.limits import metrics as rates
+
+RECENT_GAPS = 16  # "now" is the last quarter of a second at 60 tok/s: steady to the eye, quick to follow
+
+
+def decode_now(session: Session) -> float | None:
+    """Return the decode rate over the last few gaps, while a reply is written."""
+    if session.live is None or session.phase not in (Phase.DECODING, Phase.STOPPING):
+        return None
+    gaps = session.live.gaps_ms[-RECENT_GAPS:]
+    return rates.rate(len(gaps), sum(gaps) / 1e3)
+
+
+def context_used(session: Session) -> int | None:
+    """Return the tokens that the conversation takes, as far as known."""
+    if session.live is not None and session.replying:
+        return session.live.context_tokens
+    if session.metrics is not None:
+        return session.metrics.prompt_tokens + session.metrics.generated_tokens
+    if session.prefill is not None:
+        return session.prefill.done
+    return None
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    """Return part ÷ whole; None where either is unknown."""
+    return None if part is None or not whole else part / whole
+
+
+def prefill_eta_s(session: Session, now: float) -> float | None:
+    """Return the seconds that the rest of the prompt will take at the rate so far; None until there is one."""
+    prefill = session.prefill
+    if prefill is None:
+        return None
+    speed = rates.rate(prefill.done - prefill.cached, now - session.phase_since)
+    return None if speed is None else (prefill.total - prefill.done) / speed

@@ -1,0 +1,87 @@
+"""The settings form as data: every field of Sampling and KVSpec, how it is read from text, and what to say of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokamac.engine.options import KVSpec, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One line of the form. ``read`` raises ValueError; an empty text means ``empty`` where that is allowed."""
+
+    name: str
+    label: str
+    note: str
+    read: Callable[[str], object]
+    empty: object = ValueError
+
+
+def _keep(text: str) -> object:
+    return "system" if text.strip().lower() == "system" else int(text)
+
+
+def _stop(text: str) -> object:
+    return tuple(part.replace("\\n", "\n") for part in text.split(" | ") if part)
+
+
+SAMPLING_FIELDS = (
+    Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
+    Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
+    Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
+    Field("min_p", "Min-p", "0 is off; empty: the model's own", float, None),
+    Field("repetition_penalty", "Repetition penalty", "1 is off", float),
+    Field("seed", "Seed", "empty: another each time", int, None),
+    Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
+    Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
+)
+KV_FIELDS = (
+    Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
+    Field("value_bits", "Value bits", "16, 8, 6, 5, 4, 3 or 2", int),
+    Field("group_size", "Group size", "32, 64 or 128", int),
+    Field("window", "Window", "tokens kept; empty keeps all", int, None),
+    Field("keep", "Keep", "pinned first tokens, or: system", _keep),
+)
+
+
+class FieldError(Exception):
+    """A field's text can't be read; ``name`` says which."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def write(field: Field, options: Sampling | KVSpec) -> str:
+    """Return ``field`` of ``options`` as text."""
+    value = getattr(options, field.name)
+    if isinstance(value, tuple):
+        return " | ".join(part.replace("\n", "\\n") for part in value)
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def read_sampling(texts: Mapping[str, str]) -> Sampling:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return Sampling(**_read(SAMPLING_FIELDS, texts))
+
+
+def read_kv(texts: Mapping[str, str]) -> KVSpec:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return KVSpec(**_read(KV_FIELDS, texts))
+
+
+def _read(fields: tuple[Field, ...], texts: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in fields:
+        text = texts[field.name]
+        if not text.strip() and field.empty is not ValueError:
+            values[field.name] = field.empty
+            continue
+        try:
+            values[field.name] = field.read(text)
+        except ValueError as error:
+            raise FieldError(
+                field.name, f"{field.label}: {text.strip() or 'nothing'!r} is no number ({field.note})."
+            ) from error
+    return values

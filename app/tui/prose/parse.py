@@ -1,0 +1,186 @@
+"""Markdown to blocks. CommonMark with tables and strikethrough; HTML is text like any other, links are shown, never followed."""
+
+from functools import cache
+
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
+from tokamac.app.tui.prose.blocks import Block, Code, Flow, Inline, InlineStyle, Line, Rule, Section, Span, Table
+
+BULLETS = "•◦▪"
+QUOTE = "▎ "
+_STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"}
+
+
+@cache
+def _parser() -> MarkdownIt:
+    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+
+
+def parse(source: str) -> tuple[Section, ...]:
+    """Return the top-level sections of ``source``, in order."""
+    tree = SyntaxTreeNode(_parser().parse(source))
+    lines = source.splitlines()
+    return tuple(
+        Section(*(node.map or (0, len(lines))), _Writer(lines).section(node), _items(node)) for node in tree.children
+    )
+
+
+def _items(node: SyntaxTreeNode) -> tuple[int, ...]:
+    """Return the first lines of a list's items, if the items after any of them make the same list by themselves."""
+    if node.type not in ("bullet_list", "ordered_list") or _loose(node):
+        return ()
+    if node.type == "ordered_list":
+        last = int(node.attrs.get("start", 1)) + len(node.children) - 1
+        if node.children[-1].info != str(last):
+            return ()
+    return tuple(item.map[0] for item in node.children if item.map)
+
+
+def _loose(node: SyntaxTreeNode) -> bool:
+    return any(not child.hidden for item in node.children for child in item.children if child.type == "paragraph")
+
+
+class _Writer:
+    """Collects the lines of one section; code and tables cut the flow."""
+
+    def __init__(self, source: list[str]) -> None:
+        self._source = source
+        self._blocks: list[Block] = []
+        self._lines: list[Line] = []
+        self._bullet: str | None = None  # what replaces the end of the next line's indent
+
+    def section(self, node: SyntaxTreeNode) -> tuple[Block, ...]:
+        self._block(node, "", 0)
+        self._cut()
+        return tuple(self._blocks)
+
+    def _cut(self) -> None:
+        while self._lines and not self._lines[-1].inline.text.strip() and not self._lines[-1].first.strip(" ▎"):
+            self._lines.pop()
+        if self._lines:
+            self._blocks.append(Flow(tuple(self._lines)))
+            self._lines = []
+
+    def _line(self, inline: Inline, indent: str) -> None:
+        bullet, self._bullet = self._bullet, None
+        first = indent if bullet is None else indent[: len(indent) - len(bullet)] + bullet
+        self._lines.append(Line(inline, first, indent))
+
+    def _space(self, indent: str) -> None:
+        if self._lines and (self._lines[-1].inline.text or self._lines[-1].first.strip(" ▎")):
+            self._lines.append(Line(Inline(""), indent.rstrip(), indent.rstrip()))
+
+    def _block(self, node: SyntaxTreeNode, indent: str, depth: int) -> None:
+        match node.type:
+            case "paragraph":
+                self._line(inline(node), indent)
+            case "heading":
+                text = inline(node)
+                self._line(Inline(text.text, (Span(0, len(text.text), "heading"), *text.spans)), indent)
+            case "bullet_list" | "ordered_list":
+                self._list(node, indent, depth)
+            case "blockquote":
+                self._children(node, indent + QUOTE, depth, loose=True)
+            case "fence" | "code_block":
+                self._code(node, indent)
+            case "table":
+                self._cut()
+                self._blocks.append(_table(node))
+            case "hr":
+                self._cut()
+                self._blocks.append(Rule())
+            case _:
+                self._line(Inline(node.content), indent)
+
+    def _children(self, node: SyntaxTreeNode, indent: str, depth: int, *, loose: bool) -> None:
+        for index, child in enumerate(node.children):
+            if index and loose:
+                self._space(indent)
+            self._block(child, indent, depth)
+
+    def _list(self, node: SyntaxTreeNode, indent: str, depth: int) -> None:
+        first = int(node.attrs.get("start", 1)) if node.type == "ordered_list" else 0
+        width = len(str(first + len(node.children) - 1)) + 2
+        loose = _loose(node)
+        for number, item in enumerate(node.children, first):
+            bullet = f"{number}. ".rjust(width) if node.type == "ordered_list" else f"{BULLETS[depth % 3]} "
+            if number > first and loose:
+                self._space(indent)
+            self._bullet = bullet
+            self._children(item, indent + " " * len(bullet), depth + 1, loose=loose)
+            if self._bullet is not None:  # an item without text still shows its bullet
+                self._line(Inline(""), indent + " " * len(bullet))
+
+    def _code(self, node: SyntaxTreeNode, indent: str) -> None:
+        if self._bullet is not None:
+            self._line(Inline(""), indent)
+        self._cut()
+        closed = node.type == "code_block" or self._fence_closed(node)
+        self._blocks.append(
+            Code(node.content.removesuffix("\n"), node.info.split(maxsplit=1)[0] if node.info.strip() else "", closed)
+        )
+
+    def _fence_closed(self, node: SyntaxTreeNode) -> bool:
+        """Whether the fence ends with its own marker rather than with the text."""
+        assert node.map is not None
+        start, end = node.map
+        if end < len(self._source):
+            return True
+        return end - start > 1 and self._source[-1].strip(" >").startswith(node.markup)
+
+
+def _table(node: SyntaxTreeNode) -> Table:
+    rows = [row for part in node.children for row in part.children]
+    right = tuple("right" in str(cell.attrs.get("style", "")) for cell in rows[0].children)
+    return Table(tuple(tuple(inline(cell) for cell in row.children) for row in rows), right)
+
+
+def inline(node: SyntaxTreeNode) -> Inline:
+    """Return the text in a paragraph, heading or cell."""
+    text: list[str] = []
+    spans: list[Span] = []
+    for child in node.children:
+        for part in child.children:
+            _inline(part, text, spans)
+    return Inline("".join(text), tuple(spans))
+
+
+def _inline(node: SyntaxTreeNode, text: list[str], spans: list[Span]) -> None:
+    start = sum(map(len, text))
+    match node.type:
+        case "softbreak":
+            text.append(" ")
+        case "hardbreak":
+            text.append("\n")
+        case "code_inline":
+            text.append(node.content)
+            spans.append(Span(start, start + len(node.content), "code"))
+        case "image":
+            _linked(node.content or "image", str(node.attrs.get("src", "")), text, spans)
+        case "link":
+            for child in node.children:
+                _inline(child, text, spans)
+            shown = "".join(text)[start:]
+            spans.append(Span(start, start + len(shown), "link"))
+            _target(shown, str(node.attrs.get("href", "")), text, spans)
+        case "strong" | "em" | "s":
+            for child in node.children:
+                _inline(child, text, spans)
+            spans.append(Span(start, sum(map(len, text)), _STYLES[node.type]))
+        case _:
+            text.append(node.content)
+
+
+def _linked(label: str, target: str, text: list[str], spans: list[Span]) -> None:
+    start = sum(map(len, text))
+    text.append(label)
+    spans.append(Span(start, start + len(label), "link"))
+    _target(label, target, text, spans)
+
+
+def _target(shown: str, target: str, text: list[str], spans: list[Span]) -> None:
+    """Show where a link leads, unless it says so itself."""
+    if target and target.removeprefix("mailto:") != shown:
+        start = sum(map(len, text))
+        text.append(f" ({target})")
+        spans.append(Span(start, start + len(target) + 3, "faint"))

@@ -1,0 +1,1 @@
+"""One file a screen: the chat, and what opens over it."""

@@ -1,0 +1,82 @@
+"""Ctrl+T: sampling and KV cache settings, checked by the engine's own dataclasses."""
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, VerticalScroll
+from textual.widgets import Button, Input, Label, Static
+from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
+from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.engine.errors import OptionError
+from tokamac.engine.options import KVSpec, Sampling
+
+
+class SettingsScreen(Dialog[tuple[Sampling, KVSpec]]):
+    """Edits the settings; the result is the new ones, valid."""
+
+    BINDINGS = [Binding("ctrl+t,ctrl+s", "save", "Save", id="settings.save", priority=True)]  # noqa: RUF012 (Textual's way)
+
+    def __init__(self, sampling: Sampling, kv: KVSpec, recommended: Sampling) -> None:
+        super().__init__()
+        self._recommended = recommended
+        self._sampling = sampling
+        self._kv = kv
+
+    def compose(self) -> ComposeResult:
+        """Yield the form."""
+        with VerticalScroll(classes="box", can_focus=False) as box:
+            box.border_title = "Settings"
+            box.border_subtitle = "Enter saves · Esc closes"
+            yield Static("", id="problem", markup=False)
+            yield Label("Sampling", classes="group")
+            for field in SAMPLING_FIELDS:
+                yield from _line(field, self._sampling, write(field, self._recommended))
+            yield Label("KV cache (a change loads the model again)", classes="group later")
+            for field in KV_FIELDS:
+                yield from _line(field, self._kv)
+            with Horizontal(classes="buttons"):
+                yield Button("Save", variant="primary", id="save", compact=True)
+                yield Button("Defaults", id="defaults", compact=True)
+                yield Button("Cancel", id="cancel", compact=True)
+
+    @on(Input.Submitted)
+    @on(Button.Pressed, "#save")
+    def action_save(self) -> None:
+        """Close with the settings, or say what is wrong with them."""
+        texts = {box.name or "": box.value for box in self.query(Input)}
+        try:
+            chosen = (read_sampling(texts), read_kv(texts))
+        except FieldError as error:
+            self.query_one(f"#{error.name}", Input).focus()
+            self._say(str(error))
+        except OptionError as error:
+            self._say(error.one_line())
+        else:
+            self.dismiss(chosen)
+
+    def _say(self, problem: str) -> None:
+        self.query_one("#problem", Static).update(problem)
+        self.query_one("#problem").display = True
+        self.query_one(".box").scroll_home(animate=False)
+
+    @on(Button.Pressed, "#defaults")
+    def defaults(self) -> None:
+        """Write the defaults into the form."""
+        for field in SAMPLING_FIELDS:
+            self.query_one(f"#{field.name}", Input).value = write(field, Sampling())
+        for field in KV_FIELDS:
+            self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
+
+    @on(Button.Pressed, "#cancel")
+    def cancel(self) -> None:
+        """Close without a result."""
+        self.dismiss(None)
+
+
+def _line(field: Field, options: Sampling | KVSpec, placeholder: str = "") -> ComposeResult:
+    with Horizontal(classes="field"):
+        yield Label(field.label)
+        yield Input(
+            write(field, options), placeholder, id=field.name, name=field.name, compact=True, select_on_focus=True
+        )
+        yield Label(field.note, classes="note", markup=False)

@@ -1,0 +1,292 @@
+"""The chat as a state machine. Pure: events and wishes in, steps out; no screen, no process, no clock of its own.
+
+    FAILED ◀─────────── LOADING ──▶ IDLE ──▶ PREFILL ──▶ DECODING ──▶ IDLE
+       └── next send ──▶   ▲                    └──── STOPPING ────────▲
+                           └── the engine died (once by itself, then on the next send)
+
+Every event of a reply carries its id; events of a reply that is over are late, and ignored.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum, auto
+
+from tokamac.app.backend.client import BackendEvent, Died, Garbled
+from tokamac.app.backend.wire import (
+    Cancel,
+    Done,
+    Failed,
+    Load,
+    Loaded,
+    Loading,
+    MemoryUse,
+    ModelInfo,
+    Prefill,
+    Send,
+    Stats,
+    Text,
+)
+from tokamac.app.tui.conversation import Ending, Growing, Turn, messages
+from tokamac.app.tui.steps import (
+    Ask,
+    Cleared,
+    DraftReturned,
+    EndEngine,
+    Notice,
+    ReplyEnded,
+    ReplyGrew,
+    StartEngine,
+    Step,
+    TurnBegun,
+)
+from tokamac.engine.events import Live
+from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.options import Sampling
+
+IMPATIENT_S = 1.0
+DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is ended
+
+
+class Phase(Enum):
+    """Where the session is."""
+
+    LOADING = auto()
+    IDLE = auto()
+    PREFILL = auto()
+    DECODING = auto()
+    STOPPING = auto()
+    FAILED = auto()
+
+
+class Session:
+    """One conversation with one engine. Methods return what is to be done, in order; attributes are for reading."""
+
+    def __init__(self, load: Load, sampling: Sampling, system: str, clock: Callable[[], float]) -> None:
+        self.load = load
+        self.sampling = sampling
+        self.system = system
+        self.phase = Phase.FAILED
+        self.turns: list[Turn] = []
+        self.queued: str | None = None
+        self.problem = ""
+        self.info: ModelInfo | None = None
+        self.loading: Loading | None = None
+        self.prefill: Prefill | None = None
+        self.live: Live | None = None
+        self.metrics: Metrics | None = None
+        self.memory = MemoryUse()
+        self.ceiling_tps: float | None = None
+        self._clock = clock
+        self._alive = False
+        self._deaths = 0
+        self._working: Load | None = None
+        self._id = 0
+        self._begin_reply()
+
+    def _begin_reply(self) -> None:
+        self._growing = Growing()
+        self.phase_since = self._clock()
+        self.prefill = self.live = self.metrics = None
+
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self.phase_since = self._clock()
+
+    @property
+    def replying(self) -> bool:
+        """Whether a reply runs."""
+        return self.phase in (Phase.PREFILL, Phase.DECODING, Phase.STOPPING)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine's process is at work, so that it must be heard from."""
+        return self.replying or self.phase is Phase.LOADING
+
+    # Wishes of the user ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> list[Step]:
+        """Load the model, starting the process if need be."""
+        steps: list[Step] = []
+        if not self._alive or self.phase is Phase.LOADING:
+            steps.append(StartEngine())
+        self._alive = True
+        self.loading = self.info = None
+        self.problem = ""
+        self._enter(Phase.LOADING)
+        return [*steps, Ask(self.load)]
+
+    def submit(self, text: str) -> list[Step]:
+        """Send ``text``, now or when the engine is ready for it."""
+        if self.phase is Phase.IDLE:
+            return self._send(Turn(text))
+        if self.queued is not None:
+            return [DraftReturned(text), Notice("One prompt already waits; this one stays in the box.", "warning")]
+        self.queued = text
+        if self.phase is Phase.FAILED:
+            return self.start()
+        return []
+
+    def regenerate(self) -> list[Step]:
+        """Make the last reply anew."""
+        if not self.turns:
+            return [Notice("There is no reply to make again.", "warning")]
+        if self.phase is not Phase.IDLE:
+            return [Notice("The engine is not ready: wait, or stop the reply with Esc.", "warning")]
+        return self._send(Turn(self.turns.pop().prompt), again=True)
+
+    def stop(self) -> list[Step]:
+        """Stop what runs: a reply within a token, loading by ending the process. Asked twice, don't wait."""
+        back = self._return_queued()
+        if self.phase is Phase.LOADING:
+            self._alive = False
+            self._fail("Loading was stopped. Ctrl+O chooses a model; sending a prompt loads this one.")
+            return [EndEngine(), *back, Notice(self.problem)]
+        if self.phase is Phase.STOPPING:
+            # A second Esc right after the first is a nervous finger, not a verdict on the engine.
+            return [*back, *(self._restart_deaf() if self._clock() - self.phase_since > IMPATIENT_S else [])]
+        if self.replying:
+            self._enter(Phase.STOPPING)
+            return [Ask(Cancel(self._id)), *back]
+        return back
+
+    def tick(self) -> list[Step]:
+        """Notice that a stop was not heard. To be called about once a second while stopping."""
+        if self.phase is Phase.STOPPING and self._clock() - self.phase_since > DEAF_S:
+            return self._restart_deaf()
+        return []
+
+    def new_chat(self) -> list[Step]:
+        """Forget the conversation; the model, its settings and the system prompt stay."""
+        steps = self._abandon()
+        self.turns.clear()
+        self._begin_reply()
+        return [*steps, Cleared()]
+
+    def choose(self, load: Load) -> list[Step]:
+        """Load another model, or the same with other KV settings. The conversation goes on."""
+        steps = self._abandon()
+        self.load = load
+        self._deaths = 0
+        return [*steps, *self.start()]
+
+    # Events of the engine's process ---------------------------------------------------------------------------------------
+
+    def on_event(self, event: BackendEvent) -> list[Step]:
+        """Take what the process said, or that it died."""
+        match event:
+            case Died():
+                return self._died(event)
+            case Garbled(error):
+                return [Notice(f"The engine sent a line that is no message; it was left out: {error}", "warning")]
+            case Loading():
+                self.loading = event
+                return []
+            case Loaded():
+                return self._loaded(event)
+            case Failed(None, error, hint):
+                return self._load_failed(" ".join(f"{error}. {hint}".split()))
+            case Prefill() | Text() | Stats() | Done() | Failed():
+                return self._of_reply(event) if event.id == self._id and self.replying else []
+            case _:
+                return []
+
+    def _of_reply(self, event: Prefill | Text | Stats | Done | Failed) -> list[Step]:
+        match event:
+            case Prefill():
+                self.prefill = event
+                return []
+            case Text(_, text, kind):
+                return self._grew(ReplyGrew(text, kind))
+            case Stats(_, live):
+                self.live, self.metrics = live, live.metrics
+                return []
+            case Done():
+                self._deaths = 0
+                self.metrics, self.memory = event.metrics, event.memory
+                return self._end(event.reason, event)
+            case Failed(_, error, hint):
+                return [*self._end("failed"), Notice(" ".join(f"{error}. {hint}".split()), "error")]
+
+    def _grew(self, step: ReplyGrew) -> list[Step]:
+        if self.phase is Phase.PREFILL:
+            self._enter(Phase.DECODING)
+        self._growing.add(step.text, step.kind, self._clock())
+        return [step]
+
+    def _loaded(self, event: Loaded) -> list[Step]:
+        if self.phase is not Phase.LOADING:
+            return []
+        self.info, self.memory, self.ceiling_tps = event.info, event.memory, event.ceiling_tps
+        self._working = self.load
+        self.loading = None
+        self._enter(Phase.IDLE)
+        return self._send_queued()
+
+    def _load_failed(self, why: str) -> list[Step]:
+        if self.phase is not Phase.LOADING:
+            return [Notice(why, "error")]
+        if self._working is not None and self._working != self.load:
+            self.load = self._working
+            self._enter(Phase.FAILED)
+            return [Notice(f"{why} Going back to {self.load.model}.", "error"), *self.start()]
+        self._fail(why)
+        return [*self._return_queued(), Notice(why, "error")]
+
+    def _died(self, event: Died) -> list[Step]:
+        self._alive = False
+        why = f"The engine stopped ({event.why})." + (f" Its last words: {event.last_line}" if event.last_line else "")
+        ended = self._end("lost") if self.replying else []
+        self._deaths += 1
+        if self._deaths == 1:
+            return [*ended, Notice(f"{why} Starting it again; the chat is intact.", "warning"), *self.start()]
+        self._fail(f"{why} It starts again when you send a prompt; the chat is intact.")
+        return [*ended, *self._return_queued(), Notice(self.problem, "error")]
+
+    # Steps shared by the above --------------------------------------------------------------------------------------------
+
+    def _send(self, turn: Turn, *, again: bool = False) -> list[Step]:
+        self._id += 1
+        self.turns.append(turn)
+        self._begin_reply()
+        self._enter(Phase.PREFILL)
+        request = Send(self._id, messages(self.system, self.turns), self.sampling)
+        return [TurnBegun(turn.prompt, again), Ask(request)]
+
+    def _send_queued(self) -> list[Step]:
+        text, self.queued = self.queued, None
+        return [] if text is None else self._send(Turn(text))
+
+    def _return_queued(self) -> list[Step]:
+        text, self.queued = self.queued, None
+        return [] if text is None else [DraftReturned(text)]
+
+    def _end(self, ending: Ending, done: Done | None = None) -> list[Step]:
+        """Close the running reply with what was said so far, or what ``done`` says was said."""
+        reply = self._growing.end(ending, self._clock())
+        if done is not None:
+            reply = replace(reply, text=done.text, thinking=done.thinking, metrics=done.metrics)
+        self.turns[-1] = replace(self.turns[-1], reply=reply)
+        stopped = self.phase is Phase.STOPPING
+        self._enter(Phase.IDLE)
+        return [
+            ReplyEnded(reply),
+            *(self._return_queued() if stopped or ending in ("lost", "failed") else self._send_queued()),
+        ]
+
+    def _abandon(self) -> list[Step]:
+        """Cancel a running reply and go on at once; the process ends it on its own."""
+        back = self._return_queued()
+        if not self.replying:
+            return back
+        return [Ask(Cancel(self._id)), *self._end("cancelled"), *back]
+
+    def _restart_deaf(self) -> list[Step]:
+        steps = self._end("cancelled")
+        self._alive = False
+        return [*steps, Notice("The engine did not hear the stop; it is started again.", "warning"), *self.start()]
+
+    def _fail(self, why: str) -> None:
+        self.problem = why
+        self.loading = self.info = None
+        self._enter(Phase.FAILED)

@@ -1,0 +1,71 @@
+"""What the session asks of the world (effects) and tells the screen (changes): one small dataclass each."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokamac.app.backend.wire import Request
+from tokamac.app.tui.conversation import Reply
+from tokamac.engine.events import TextKind
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    """Start the engine's process; one that runs is ended first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndEngine:
+    """End the engine's process at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send ``request`` to the engine's process."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBegun:
+    """A prompt was sent: show it, and room for its reply. ``again``: the last reply is made anew in its place."""
+
+    prompt: str
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyGrew:
+    """More of the running reply."""
+
+    text: str
+    kind: TextKind
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyEnded:
+    """The running reply is whole, or as whole as it will be."""
+
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The conversation is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReturned:
+    """A prompt that waited will not be sent: it belongs in the prompt again."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One sentence for the reader."""
+
+    text: str
+    severity: Literal["information", "warning", "error"] = "information"
+
+
+Step = StartEngine | EndEngine | Ask | TurnBegun | ReplyGrew | ReplyEnded | Cleared | DraftReturned | Notice

@@ -1,0 +1,58 @@
+"""Numbers as the screen writes them. None is ``unknown``, never 0."""
+
+UNKNOWN = "unknown"
+
+
+def count(value: int | None) -> str:
+    """Return a whole number with thousands marked."""
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def short(value: int | None) -> str:
+    """Return a count in three figures: 981, 32.8k, 4.02B."""
+    if value is None:
+        return UNKNOWN
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{_figures(value / size)}{letter}"
+    return str(value)
+
+
+def size(value: int | None) -> str:
+    """Return bytes in decimal units: 2.26 GB."""
+    if value is None:
+        return UNKNOWN
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if value >= factor:
+            return f"{_figures(value / factor)} {unit}"
+    return f"{value} B"
+
+
+def rate(value: float | None) -> str:
+    """Return tokens a second."""
+    return UNKNOWN if value is None else f"{_figures(value)} tok/s"
+
+
+def milliseconds(value: float | None) -> str:
+    """Return milliseconds."""
+    return UNKNOWN if value is None else f"{_figures(value)} ms"
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration in the unit a person would use."""
+    if value is None:
+        return UNKNOWN
+    if value < 0.0995:
+        return f"{value * 1e3:.0f} ms"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    if value < 99.5:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def _figures(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

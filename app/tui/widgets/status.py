@@ -1,0 +1,140 @@
+"""Two lines: above the prompt what goes on now, below it the essentials and the keys."""
+
+from textual.content import Content
+from textual.widgets import Static
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui import measures, units
+from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.tui.session import Phase, Session
+from tokamac.app.tui.widgets.charts import bar
+
+BAR = 20
+ROOMY = 56  # columns for a bar and a whole sentence
+
+
+class Activity(Static):
+    """The line above the prompt: loading, reading, writing, a waiting prompt, or how to follow again."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._shown: Content | None = None
+
+    def show(self, session: Session, now: float, *, following: bool) -> None:
+        """Show where ``session`` is."""
+        parts = []  # what asks for the reader comes first: in a narrow window the rest is cut
+        if not following:
+            parts.append(Content.styled("▼ more below: Ctrl+End", "$secondary"))
+        if session.queued is not None:
+            parts.append(Content.styled("1 prompt waits", "$secondary"))
+        parts.append(_doing(session, now, self.content_size.width))
+        content = Content.styled(" · ", "$foreground 40%").join(part for part in parts if part.plain)
+        if self._shown is None or not content.is_same(self._shown):
+            self._shown = content
+            self.update(content)
+
+
+def _doing(session: Session, now: float, width: int) -> Content:
+    match session.phase:
+        case Phase.LOADING:
+            return _loading(session, width)
+        case Phase.PREFILL:
+            return _prefill(session, now, width)
+        case Phase.DECODING:
+            written = session.metrics.generated_tokens if session.metrics is not None else None
+            tokens = "" if not written else f" {units.count(written)} tokens"
+            rate = measures.decode_now(session)
+            speed = "" if rate is None else f" at {units.rate(rate)}"
+            hint = " · Esc stops" if width >= ROOMY else ""
+            return Content.styled(f"writing{tokens}{speed}{hint}", "$foreground 70%")
+        case Phase.STOPPING:
+            return Content.styled("stopping …", "$warning")
+        case Phase.FAILED:
+            return Content.styled("no model is loaded · Ctrl+O chooses one", "$error")
+        case Phase.IDLE:
+            return Content("")
+
+
+def _loading(session: Session, width: int) -> Content:
+    name, loading = sanitise_line(session.load.model), session.loading
+    if loading is None:
+        return Content.styled(f"loading {name} …", "$foreground 70%")
+    verb = "downloading" if loading.stage == "download" else "loading"
+    done = units.size(loading.done)
+    total = "" if loading.total is None else f" of {units.size(loading.total)}"
+    progress = bar(measures.share(loading.done, loading.total), _bar(width)) + " " if loading.total else Content("")
+    return progress + Content.styled(f"{verb} {name} {done}{total}", "$foreground 70%")
+
+
+def _prefill(session: Session, now: float, width: int) -> Content:
+    prefill = session.prefill
+    if prefill is None:
+        return Content.styled("sending …", "$foreground 70%")
+    eta = measures.prefill_eta_s(session, now)
+    left = "" if eta is None or prefill.done >= prefill.total else f" · {units.seconds(eta)} left"
+    write, verb = (units.count, "reading ") if width >= ROOMY else (units.short, "")
+    text = f" {verb}{write(prefill.done)} of {write(prefill.total)} tokens{left}"
+    return bar(measures.share(prefill.done, prefill.total), _bar(width)) + Content.styled(text, "$foreground 70%")
+
+
+def _bar(width: int) -> int:
+    return BAR if width >= ROOMY + BAR else BAR // 3
+
+
+class StatusLine(Static):
+    """The last line: model and essentials at the left; keys at the right, as many as fit."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._shown: Content | None = None
+
+    def show(self, session: Session, *, essentials: bool) -> None:
+        """Show ``session``'s model, and its figures if the panel does not."""
+        left = Content.styled("● ", _lamp(session)) + Content.styled(_name(session), "$foreground 80%")
+        if essentials:
+            left += Content.styled(_essentials(session), "$foreground 60%")
+        content = _beside(left, self.content_size.width)
+        if self._shown is None or not content.is_same(self._shown):
+            self._shown = content
+            self.update(content)
+
+
+def _lamp(session: Session) -> str:
+    if session.phase is Phase.FAILED:
+        return "$error"
+    return "$success" if session.phase is Phase.IDLE else "$warning"
+
+
+def _name(session: Session) -> str:
+    name = sanitise_line(session.load.model if session.info is None else session.info.name)
+    return name if len(name) <= 28 else f"…{name[-27:]}"
+
+
+def _essentials(session: Session) -> str:
+    m, used = session.metrics, measures.context_used(session)
+    parts = []
+    if (rate := measures.decode_now(session) or (m.decode_tps if m else None)) is not None:
+        parts.append(units.rate(rate))
+    if m is not None and m.ttft_s is not None:
+        parts.append(f"TTFT {units.seconds(m.ttft_s)}")
+    if used is not None and session.info is not None:
+        parts.append(f"{units.short(used)}/{units.short(session.info.context_length)}")
+    return "".join(f" · {part}" for part in parts)
+
+
+def _beside(left: Content, width: int) -> Content:
+    keys = Content("")
+    for action in sorted((a for a in ACTIONS if a.footer), key=_importance):
+        key = Content.styled(action.key_names.split(",", 1)[0], "$primary") + Content.styled(
+            f" {action.label.lower()}", "$foreground 60%"
+        )
+        longer = keys + ("  " if keys.plain else "") + key
+        if left.cell_length + 3 + longer.cell_length > width:
+            break
+        keys = longer
+    return left + " " * max(0, width - left.cell_length - keys.cell_length) + keys
+
+
+def _importance(action: object) -> int:
+    """Where the line is short, these come first."""
+    order = ("help", "stop", "choose_model", "new_chat", "regenerate", "palette", "send")
+    return order.index(getattr(action, "id", ""))

@@ -1,0 +1,104 @@
+"""The chat as a test drives it: Textual's pilot on the app, a real child process with a scripted engine behind it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static
+from tokamac.app.tui.app import TokamacApp
+from tokamac.app.tui.run import ChatOptions, build
+from tokamac.app.tui.session import Phase, Session
+from tokamac.app.tui.widgets.message import ReplyMessage
+from tokamac.app.tui.widgets.prompt import Prompt
+from tokamac.app.tui.widgets.prose import BlockView
+from tokamac.app.tui.widgets.transcript import Transcript
+
+PATIENCE_S = 20.0
+
+
+class Chat:
+    """A running chat: what a user does, and what they see."""
+
+    def __init__(self, app: TokamacApp, pilot: Pilot[Any]) -> None:
+        self.app = app
+        self.pilot = pilot
+
+    @property
+    def session(self) -> Session:
+        return self.app.chat.session
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.app.chat.query_one(Prompt)
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.app.chat.query_one(Transcript)
+
+    @property
+    def replies(self) -> list[ReplyMessage]:
+        return list(self.app.chat.query(ReplyMessage))
+
+    async def until(self, condition: Callable[[], object], what: str = "") -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, (
+                f"never: {what or condition}; {self.session.phase} {self.session.problem}"
+            )
+            await asyncio.sleep(0.01)
+        await self.pilot.pause()
+
+    async def phase(self, phase: Phase) -> None:
+        await self.until(lambda: self.session.phase is phase, phase.name)
+
+    async def type(self, text: str) -> None:
+        self.prompt.insert(text)
+        await self.pilot.pause()
+
+    async def send(self, text: str) -> None:
+        # Not by the pilot's keys: it waits for an idle screen, which a running reply may keep from it.
+        self.prompt.insert(text)
+        self.prompt.submit()
+        await asyncio.sleep(0)
+
+    async def ask(self, text: str) -> str:
+        """Send, wait for the whole reply, and return what is shown of it."""
+        before = len(self.session.turns)
+        await self.send(text)
+        await self.until(lambda: len(self.session.turns) > before and self.session.turns[-1].reply, "a reply")
+        return self.shown(self.replies[-1])
+
+    @staticmethod
+    def shown(reply: ReplyMessage) -> str:
+        rows = [row.content.plain for view in reply.query(BlockView) for row in view._rows(view.content_size.width)]
+        notes = [str(note.render()) for note in reply.query(Static)]
+        return "\n".join([*notes, *rows])
+
+    def screen_text(self) -> str:
+        """Everything on the screen, row by row."""
+        screen = self.app.screen
+        return "\n".join("".join(s.text for s in line) for line in screen._compositor.render_strips(screen.size))
+
+    @property
+    def notices(self) -> str:
+        return "\n".join(notice.message for notice in self.app._notifications)
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def start(model: str = "fast", size: tuple[int, int] = (100, 30), **options: Any) -> AsyncIterator[Chat]:
+        chosen = {"settings_path": tmp_path / "settings.toml", "log_path": tmp_path / "engine.log", "scripted": True}
+        app, bridge = build(ChatOptions(model=model, **{**chosen, **options}))
+        try:
+            async with app.run_test(size=size, notifications=True) as pilot:
+                yield Chat(app, pilot)
+        finally:
+            bridge.close()
+
+    return start

@@ -1,0 +1,209 @@
+"""The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's."""
+
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokamac.app.backend.client import BackendEvent, Died, EngineProcess, Garbled, child_command
+from tokamac.app.backend.wire import (
+    Cancel,
+    Done,
+    Failed,
+    Heartbeat,
+    Load,
+    Loaded,
+    Loading,
+    Prefill,
+    Send,
+    Stats,
+    Text,
+    Unload,
+    Unloaded,
+    encode,
+)
+from tokamac.engine.events import Message
+from tokamac.engine.options import Sampling
+
+PATIENCE_S = 20.0
+
+
+class Talk:
+    """A started process and the events it sent."""
+
+    def __init__(self, log: Path, command: list[str], silence_s: float = 10.0) -> None:
+        self.events: queue.Queue[BackendEvent] = queue.Queue()
+        self.process = EngineProcess(command, log, self.events.put, silence_s=silence_s)
+
+    def until(self, kind: type, *also: type) -> list[BackendEvent]:
+        seen: list[BackendEvent] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen or not isinstance(seen[-1], (kind, *also)):
+            seen.append(self.events.get(timeout=max(0.01, deadline - time.monotonic())))
+        return seen
+
+    def load(self, model: str) -> list[BackendEvent]:
+        self.process.send(Load(model))
+        return self.until(Loaded, Failed, Died)
+
+    def say(self, text: str = "hello", request: int = 1, **options: object) -> None:
+        self.process.send(Send(request, (Message("user", text),), Sampling(**options)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Iterator[Callable[..., Talk]]:
+    talks: list[Talk] = []
+
+    def start(command: list[str] | None = None, silence_s: float = 10.0) -> Talk:
+        talks.append(Talk(tmp_path / "log" / "engine.log", command or child_command(scripted=True), silence_s))
+        return talks[-1]
+
+    yield start
+    for each in talks:
+        each.process.close(0.5)
+
+
+def text_of(events: list[BackendEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def test_a_reply_from_load_to_finish(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    loaded = child.load("slow")[-1]
+    assert isinstance(loaded, Loaded)
+    assert loaded.info.context_length
+    child.say(max_tokens=8)
+    events = child.until(Done)
+    done = events[-1]
+    assert isinstance(done, Done)
+    assert done.reason == "length"
+    assert text_of(events) == done.text
+    assert done.metrics.generated_tokens == 8
+    prefills = [event for event in events if isinstance(event, Prefill)]
+    assert prefills[-1].done == prefills[-1].total
+    assert any(isinstance(event, Stats) for event in events)
+    assert any(isinstance(event, Heartbeat) for event in events)
+
+
+def test_text_is_batched(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("list")
+    child.say()
+    events = child.until(Done)
+    texts = [event for event in events if isinstance(event, Text)]
+    done = events[-1]
+    assert isinstance(done, Done)
+    assert text_of(events) == done.text
+    assert len(texts) < done.metrics.generated_tokens / 3
+
+
+def test_cancel_ends_the_reply_and_the_next_one_runs(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("slow")
+    child.say()
+    child.until(Text)
+    child.process.send(Cancel(1))
+    done = child.until(Done)[-1]
+    assert isinstance(done, Done)
+    assert done.reason == "cancelled"
+    assert done.text
+    child.say(request=2, max_tokens=2)
+    assert isinstance(child.until(Done)[-1], Done)
+
+
+def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("slow")
+    child.process.send(Cancel(1))
+    child.say()
+    done = child.until(Done)[-1]
+    assert isinstance(done, Done)
+    assert done.reason == "cancelled"
+
+
+def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.say()
+    assert child.until(Failed)[-1] == Failed(1, "no model is loaded", "Choose one with Ctrl+O.")
+    assert isinstance(child.load("missing")[-1], Failed)
+    assert any(isinstance(event, Loading) for event in child.load("slow-load"))
+    child.load("tiny-context")
+    child.say("a prompt that is longer than eight tokens of four characters")
+    failed = child.until(Failed)[-1]
+    assert isinstance(failed, Failed)
+    assert "context" in failed.error
+    child.process.send(Unload())
+    assert child.until(Unloaded)
+
+
+@pytest.mark.parametrize("scenario", ["dies-loading", "dies-idle", "dies-sending", "dies-decoding"])
+def test_death_is_reported_with_the_last_log_line(talk: Callable[..., Talk], scenario: str) -> None:
+    child = talk()
+    died = child.load(scenario)[-1]
+    if not isinstance(died, Died):
+        child.say()
+        died = child.until(Died)[-1]
+    assert isinstance(died, Died)
+    assert died.why == "exit status 7"
+    assert died.last_line.startswith("scripted: the engine dies")
+
+
+def test_a_frozen_process_is_killed(talk: Callable[..., Talk]) -> None:
+    child = talk(silence_s=1.5)
+    child.load("freezes")
+    child.process.set_busy(True)
+    child.say()
+    died = child.until(Died)[-1]
+    assert isinstance(died, Died)
+    assert "did not answer" in died.why
+
+
+def test_garbage_is_an_event_and_what_follows_is_read(talk: Callable[..., Talk]) -> None:
+    line = encode(Heartbeat()).decode().strip()
+    child = talk([sys.executable, "-c", f"print('\\x1b[31mgarbage'); print('{line}', flush=True); input()"])
+    garbled, beat = child.until(Heartbeat)
+    assert isinstance(garbled, Garbled)
+    assert "\x1b" not in garbled.error
+    assert beat == Heartbeat()
+
+
+def test_the_process_ends_when_the_screen_is_gone(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "err").open("wb") as err,
+        subprocess.Popen(
+            child_command(scripted=True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err
+        ) as child,
+    ):
+        assert child.stdin is not None
+        child.stdin.write(encode(Load("slow-load")))
+        child.stdin.close()
+        assert child.wait(PATIENCE_S) == 0
+
+
+def test_a_stray_print_goes_to_the_log(tmp_path: Path) -> None:
+    # File descriptor 1 of the child is the log: what a C library prints can't reach the protocol either.
+    code = "import os, sys; sys.argv=['x','--scripted']; from tokamac.app.backend import child, scripted\n"
+    code += "real = scripted.load_scripted\n"
+    code += "def load(*a):\n    os.write(1, b'stray\\n'); print('py', flush=True); return real(*a)\n"
+    code += "scripted.load_scripted = load\nchild.main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        input=encode(Load("fast")) + b'{"type":"quit"}\n',
+        capture_output=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    assert b"stray" in run.stderr
+    assert all(line.startswith(b'{"type"') for line in run.stdout.splitlines())
+
+
+def test_close_reaps(tmp_path: Path) -> None:
+    child = Talk(tmp_path / "l", child_command(scripted=True))
+    child.load("fast")
+    child.process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.process.pid, 0)

@@ -1,0 +1,411 @@
+"""What a user sees and does in the chat, with a real child process behind it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual._xterm_parser import XTermParser
+from textual.events import Key
+from textual.selection import Selection
+from textual.widgets import Input, OptionList, Static, TextArea
+from tokamac.app.tui import clipboard
+from tokamac.app.tui.keys import teach_alt_enter
+from tokamac.app.tui.screens.help import HelpScreen
+from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.settings import SettingsScreen
+from tokamac.app.tui.session import Phase
+from tokamac.app.tui.widgets.message import Thinking, UserMessage
+from tokamac.app.tui.widgets.prose import BlockView
+from tokamac.app.tui.widgets.transcript import Welcome
+from tokamac.engine.options import Sampling
+
+from tests.tiny import make_tiny
+
+Start = Callable[..., Any]
+
+
+async def test_it_paints_before_the_model_is_loaded(chat: Start) -> None:
+    async with chat("slow-load") as c:
+        assert c.app.chat.query_one(Welcome)
+        await c.until(lambda: c.session.loading is not None)
+        await c.until(lambda: "loading slow-load" in c.screen_text(), "progress")
+        await c.phase(Phase.IDLE)
+
+
+async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        text = await c.ask("Why is decode slow?")
+        assert "every weight once per token" in text
+        assert " in all, of which" in text
+        assert not c.app.chat.query(Welcome)
+        assert c.prompt.text == ""
+        second = await c.ask("And then?")
+        assert "prompt tokens were still cached" in second or "decode ran at" in second
+        assert len(c.replies) == 2
+
+
+async def test_markdown_is_shown_as_the_whole_text_would_be(chat: Start) -> None:
+    async with chat("guide") as c:
+        text = await c.ask("hi")
+        for piece in ("1. Prefill", "ceiling_tps = bandwidth_gbs", "bound by   │", "▎ The first question"):
+            assert piece in text
+
+
+async def test_a_prompt_sent_before_the_model_is_loaded_is_answered(chat: Start) -> None:
+    async with chat("slow-load") as c:
+        assert "every weight" in await c.ask("early")
+
+
+async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
+    async with chat("slow") as c:
+        await c.send("hi")
+        await c.until(lambda: c.session.live and c.session.live.metrics.generated_tokens > 3)
+        await c.pilot.press("escape")
+        await c.phase(Phase.IDLE)
+        text = c.shown(c.replies[-1])
+        assert "stopped" in text
+        assert "Deco" in text
+        assert "first question" not in text
+
+
+async def test_regenerate_replaces_the_last_reply(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.ask("hi")
+        first = c.replies[-1]
+        await c.pilot.press("ctrl+r")
+        await c.until(lambda: c.session.turns[-1].reply and c.replies[-1] is not first)
+        assert len(c.replies) == 1
+        assert len(c.app.chat.query(UserMessage)) == 1
+
+
+@pytest.mark.parametrize("key", ["shift+enter", "ctrl+j", "alt+enter"])
+async def test_newline_keys(chat: Start, key: str) -> None:
+    async with chat("fast") as c:
+        await c.pilot.press("a", key, "b")
+        assert c.prompt.text == "a\nb"
+        assert not c.session.turns
+
+
+async def test_a_backslash_at_the_end_of_the_line_breaks_it(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.type("a\\")
+        await c.pilot.press("enter", "b")
+        assert c.prompt.text == "a\nb"
+
+
+def test_alt_enter_of_a_plain_terminal_is_known() -> None:
+    teach_alt_enter()
+    assert [event.key for event in XTermParser().feed("a\x1b\rb") if isinstance(event, Key)] == ["a", "alt+enter", "b"]
+
+
+async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        await c.pilot.press("a", "enter", "b", "ctrl+j", "c")
+        await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
+        assert c.prompt.text == "b\nc"
+
+
+async def test_enter_sends(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        await c.pilot.press("h", "i", "enter")
+        await c.until(lambda: c.session.turns and c.session.turns[0].prompt == "hi")
+
+
+async def test_the_prompt_grows_and_stops_growing(chat: Start) -> None:
+    async with chat("fast") as c:
+        height = c.prompt.outer_size.height
+        await c.type("a\nb\nc")
+        assert c.prompt.outer_size.height == height + 2
+        await c.type("\n" * 30)
+        assert c.prompt.outer_size.height == 10
+
+
+async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        await c.type("  \n ")
+        await c.pilot.press("enter")
+        assert not c.session.turns
+        assert "Write something first" in c.notices
+
+
+async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("one")
+        await c.phase(Phase.DECODING)
+        await c.send("two")
+        await c.until(lambda: c.session.queued == "two")
+        await c.until(lambda: "1 prompt waits" in c.screen_text())
+        c.prompt.insert("draft")
+        await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[1].reply)
+        assert c.prompt.text == "draft"
+
+
+async def test_thinking_is_open_while_live_and_folded_after(chat: Start) -> None:
+    async with chat("thinking") as c:
+        await c.send("hi")
+        await c.until(lambda: c.app.chat.query(Thinking))
+        await c.until(lambda: "The user asks" in c.screen_text(), "open thinking")
+        await c.until(lambda: c.session.turns[-1].reply)
+        thinking = c.app.chat.query_one(Thinking)
+        assert str(thinking.render()).startswith("▸ thought for")
+        thinking.toggle()
+        assert "The user asks" in str(thinking.render())
+
+
+async def test_prefill_shows_how_much_is_left(chat: Start) -> None:
+    async with chat("prefill") as c:
+        await c.send("hi")
+        await c.until(lambda: c.session.prefill and c.session.prefill.done > 2000)
+        await c.until(lambda: "tokens ·" in c.screen_text() and " s left" in c.screen_text(), "an ETA")
+        await c.pilot.press("escape")
+        await c.phase(Phase.IDLE)
+
+
+async def test_the_readers_scroll_is_not_moved(chat: Start) -> None:
+    async with chat("list", size=(80, 20)) as c:
+        await c.send("list")
+        await c.until(lambda: c.transcript.max_scroll_y > 30)
+        await c.pilot.press("pageup")
+        await c.pilot.pause()
+        place = c.transcript.scroll_y
+        grown = c.transcript.max_scroll_y
+        await c.until(lambda: c.transcript.max_scroll_y > grown + 20)
+        assert c.transcript.scroll_y == place
+        assert not c.transcript.following
+        await c.pilot.press("ctrl+end")
+        await c.until(lambda: c.session.turns[-1].reply)
+        await c.until(lambda: c.transcript.scroll_y == c.transcript.max_scroll_y, "the end")
+        assert "item 299" in c.screen_text()
+
+
+async def test_scrolling_back_to_the_end_follows_again(chat: Start) -> None:
+    async with chat("list", size=(80, 20)) as c:
+        await c.send("list")
+        await c.until(lambda: c.transcript.max_scroll_y > 30)
+        await c.pilot.press("pageup")
+        assert not c.transcript.following
+        for _ in range(40):
+            await c.pilot.press("pagedown")
+        await c.until(lambda: c.transcript.following, "following")
+
+
+async def test_foreign_text_can_do_nothing(chat: Start) -> None:
+    async with chat("hostile") as c:
+        text = await c.ask("hi \x1b[31m [red]x[/red]")
+        assert "[bold]not markup[/]" in text
+        assert "<b>html</b>" in text
+        assert "\x1b" not in c.screen_text()
+        assert "[red]x[/red]" in c.screen_text()
+
+
+async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
+    async with chat("dies-decoding") as c:
+        await c.send("hi")
+        await c.until(lambda: "Starting it again" in c.notices, "a notice")
+        assert "scripted: the engine dies" in c.notices
+        await c.phase(Phase.IDLE)
+        text = c.shown(c.replies[-1])
+        assert "lost with the engine" in text
+        assert "Deco" in text
+        await c.send("again")
+        await c.phase(Phase.FAILED)
+        assert "when you send a prompt" in c.notices
+        assert [turn.prompt for turn in c.session.turns] == ["hi", "again"]
+
+
+async def test_an_engine_that_dies_idle_is_started_again(chat: Start) -> None:
+    async with chat("dies-idle") as c:
+        await c.until(lambda: "Starting it again" in c.notices, "a notice")
+        assert c.session.turns == []
+
+
+async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: Start) -> None:
+    async with chat("missing") as c:
+        await c.until(lambda: "no model is called" in c.notices, "a notice")
+        await c.type("draft")
+        await c.pilot.press("ctrl+o")
+        await c.pilot.pause()
+        assert isinstance(c.app.screen, ModelScreen)
+        c.app.screen.query_one(Input).value = "fast"
+        await c.pilot.press("enter")
+        await c.phase(Phase.IDLE)
+        assert c.prompt.text == "draft"
+
+
+async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        for model, kept in (("missing", False), ("guide", True)):
+            await c.pilot.press("ctrl+o")
+            await c.pilot.pause()
+            assert c.app.screen.query_one(OptionList).option_count >= 2
+            c.app.screen.query_one(Input).value = model
+            await c.pilot.press("enter")
+            await c.until(lambda: not c.session.busy and isinstance(c.app.screen, type(c.app.chat)))
+            assert (tmp_path / "settings.toml").exists() is kept
+        assert c.session.info.name == "guide"
+
+
+async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        await c.pilot.press("ctrl+t")
+        await c.pilot.pause()
+        screen = c.app.screen
+        assert isinstance(screen, SettingsScreen)
+        screen.query_one("#temperature", Input).value = "hot"
+        await c.pilot.press("enter")
+        assert "Temperature" in str(screen.query_one("#problem", Static).render())
+        screen.query_one("#temperature", Input).value = "99"
+        await c.pilot.press("enter")
+        assert "out of range" in str(screen.query_one("#problem", Static).render())
+        screen.query_one("#temperature", Input).value = "0.5"
+        screen.query_one("#key_bits", Input).value = "8"
+        await c.pilot.press("enter")
+        await c.until(lambda: c.session.load.kv.key_bits == 8 and c.session.phase is Phase.IDLE)
+        assert c.session.sampling.temperature == 0.5
+        written = (tmp_path / "settings.toml").read_text()
+        assert "temperature = 0.5" in written
+        assert "key_bits = 8" in written
+
+
+async def test_the_system_prompt_is_sent(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.pilot.press("ctrl+s")
+        await c.pilot.pause()
+        c.app.screen.query_one(TextArea).text = "Be brief."
+        await c.pilot.press("ctrl+s")
+        await c.pilot.pause()
+        assert c.session.system == "Be brief."
+
+
+async def test_help_names_every_action(chat: Start) -> None:
+    async with chat("fast", size=(100, 60)) as c:
+        await c.pilot.press("f1")
+        await c.pilot.pause()
+        assert isinstance(c.app.screen, HelpScreen)
+        assert "Ctrl+R" in c.screen_text()
+        await c.pilot.press("escape")
+        assert c.app.screen is c.app.chat
+
+
+async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None:
+    async with chat("guide", size=(50, 40)) as c:
+        await c.ask("hi")
+        view = c.replies[-1].query(BlockView).first()
+        assert view.content_size.height > 1
+        text, _ = view.get_selection(Selection(None, None))
+        assert text == "Decode reads every weight once per token, so its speed is set by memory, not by arithmetic."
+
+
+async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipboard, "_tool", lambda: None)
+    async with chat("fast") as c:
+        await c.pilot.press("ctrl+c")
+        await c.until(lambda: "Nothing is selected" in c.notices)
+        await c.type("some words")
+        c.prompt.select_all()
+        await c.pilot.press("ctrl+c")
+        await c.until(lambda: "Copied 10 characters through the terminal (OSC 52)" in c.notices)
+        assert c.app.clipboard == "some words"
+
+
+async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    async with chat("fast", log_path=tmp_path / "file" / "engine.log") as c:
+        await c.until(lambda: "could not be started" in c.notices)
+        await c.phase(Phase.FAILED)
+
+
+async def test_new_chat_forgets_the_conversation(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("hi")
+        await c.phase(Phase.DECODING)
+        await c.pilot.press("ctrl+n")
+        await c.pilot.pause()
+        assert c.app.chat.query_one(Welcome)
+        assert not c.replies
+        assert "every weight" in await c.ask("again")
+        assert len(c.replies) == 1
+
+
+async def test_the_panel_hides_and_the_status_line_takes_over(chat: Start) -> None:
+    async with chat("guide", size=(100, 30)) as c:
+        await c.ask("hi")
+        assert "FIRST TOKEN" in c.screen_text()
+        await c.pilot.press("ctrl+b")
+        await c.pilot.pause()
+        assert "FIRST TOKEN" not in c.screen_text()
+        assert "TTFT" in c.screen_text()
+
+
+@pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 12), (80, 24), (200, 60)])
+async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("guide", size=size) as c:
+        c.app.chat.perform(c.session.submit("hi"))
+        await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
+        for key in ("f1", "ctrl+o", "ctrl+s", "ctrl+t"):
+            await c.pilot.press(key)
+            await c.pilot.pause()
+            assert c.app.screen is not c.app.chat
+            await c.pilot.press("escape")
+
+
+async def test_resizing_while_a_reply_streams(chat: Start) -> None:
+    async with chat("steady", size=(120, 40)) as c:
+        await c.send("hi")
+        await c.phase(Phase.DECODING)
+        for size in ((20, 5), (60, 15), (200, 50), (90, 24)):
+            await c.pilot.resize_terminal(*size)
+        await c.until(lambda: c.session.turns[-1].reply)
+        await c.pilot.press("x")
+        assert c.prompt.text == "x"
+        assert "first question" in c.shown(c.replies[-1])
+
+
+@pytest.mark.parametrize("theme", ["tokamac-light", "ansi-dark", "nord"])
+async def test_other_themes(chat: Start, theme: str, tmp_path: Path) -> None:
+    async with chat("guide") as c:
+        c.app.theme = theme
+        assert "every weight" in await c.ask("hi")
+        assert f'theme = "{theme}"' in (tmp_path / "settings.toml").read_text()
+
+
+async def test_quit_ends_the_child(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("hi")
+        await c.phase(Phase.DECODING)
+        await c.pilot.press("ctrl+q")
+        assert c.app.return_code == 0
+
+
+@pytest.mark.e2e
+async def test_the_real_engine_and_the_embedded_model(chat: Start) -> None:
+    async with chat("guide", scripted=False) as c:
+        await c.phase(Phase.IDLE)
+        assert await c.ask("Which key stops a reply?")
+        reply = c.session.turns[-1].reply
+        assert reply.text
+        assert reply.metrics.decode_tps
+
+
+async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "tiny")
+    async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=40)) as c:
+        await c.ask("hi")
+        first = c.session.turns[0].reply
+        assert first.ending == "length"
+        assert first.metrics.generated_tokens == 40
+        await c.ask("again")
+        assert c.session.turns[1].reply.metrics.cached_tokens > 0
+        c.session.sampling = Sampling(temperature=0.0)
+        await c.send("on and on")
+        await c.phase(Phase.DECODING)
+        c.app.chat.action_stop()
+        await c.phase(Phase.IDLE)
+        assert c.session.turns[2].reply.ending == "cancelled"

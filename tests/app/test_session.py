@@ -1,0 +1,261 @@
+"""The state machine alone: what it asks for and tells, for every way a chat can go."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from tokamac.app.backend.client import Died, Garbled
+from tokamac.app.backend.wire import Cancel, Done, Failed, Load, Loaded, Loading, ModelInfo, Prefill, Send, Text
+from tokamac.app.tui.conversation import Reply, Turn
+from tokamac.app.tui.session import DEAF_S, IMPATIENT_S, Phase, Session
+from tokamac.app.tui.steps import (
+    Ask,
+    Cleared,
+    DraftReturned,
+    EndEngine,
+    Notice,
+    ReplyEnded,
+    ReplyGrew,
+    StartEngine,
+    Step,
+    TurnBegun,
+)
+from tokamac.engine.events import Message
+from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.options import KVSpec, Sampling
+
+METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
+LOADED = Loaded(ModelInfo("guide"))
+DIED = Died("exit status 7", "last words")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ready(clock: Clock) -> Session:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    session.on_event(LOADED)
+    assert session.phase is Phase.IDLE
+    return session
+
+
+def done(request: int, text: str = "answer", reason: str = "stop") -> Done:
+    return Done(request, reason, text, "", METRICS)  # type: ignore[arg-type]
+
+
+def kinds(steps: Sequence[Step]) -> list[type]:
+    return [type(step) for step in steps]
+
+
+def asked(steps: Sequence[Step]) -> list[object]:
+    return [step.request for step in steps if isinstance(step, Ask)]
+
+
+def test_start_starts_the_engine_and_loads(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    assert session.start() == [StartEngine(), Ask(Load("guide"))]
+    session.on_event(Loading("weights", 1, 2))
+    assert session.loading == Loading("weights", 1, 2)
+    assert session.busy
+
+
+def test_a_reply_from_send_to_end(ready: Session) -> None:
+    assert kinds(ready.submit("hi")) == [TurnBegun, Ask]
+    assert ready.phase is Phase.PREFILL
+    ready.on_event(Prefill(1, 2, 5, 0))
+    assert ready.on_event(Text(1, "he")) == [ReplyGrew("he", "answer")]
+    assert ready.phase is Phase.DECODING
+    (ended,) = ready.on_event(done(1, "hello"))
+    assert ended == ReplyEnded(Reply("hello", metrics=METRICS))
+    assert ready.phase is Phase.IDLE
+    assert ready.metrics == METRICS
+
+
+def test_every_send_carries_the_whole_conversation(ready: Session) -> None:
+    ready.system = "Be brief."
+    ready.submit("one")
+    ready.on_event(done(1, "1"))
+    (request,) = asked(ready.submit("two"))
+    assert isinstance(request, Send)
+    assert request.messages == (
+        Message("system", "Be brief."),
+        Message("user", "one"),
+        Message("assistant", "1"),
+        Message("user", "two"),
+    )
+
+
+def test_a_turn_without_reply_is_left_out(ready: Session) -> None:
+    ready.submit("one")
+    ready.stop()
+    ready.on_event(done(1, "", "cancelled"))
+    (request,) = asked(ready.submit("two"))
+    assert isinstance(request, Send)
+    assert request.messages == (Message("user", "two"),)
+
+
+def test_a_prompt_sent_while_loading_waits(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    assert session.submit("early") == []
+    assert kinds(session.on_event(LOADED)) == [TurnBegun, Ask]
+
+
+def test_one_prompt_waits_while_a_reply_runs_a_second_goes_back(ready: Session) -> None:
+    ready.submit("one")
+    assert ready.submit("two") == []
+    assert kinds(ready.submit("three")) == [DraftReturned, Notice]
+    assert kinds(ready.on_event(done(1))) == [ReplyEnded, TurnBegun, Ask]
+
+
+def test_stop_keeps_the_text_and_gives_the_waiting_prompt_back(ready: Session) -> None:
+    ready.submit("one")
+    ready.submit("two")
+    ready.on_event(Text(1, "par"))
+    assert ready.stop() == [Ask(Cancel(1)), DraftReturned("two")]
+    assert ready.phase is Phase.STOPPING
+    ready.on_event(Text(1, "tial"))
+    (ended,) = ready.on_event(done(1, "partial", "cancelled"))
+    assert ended == ReplyEnded(Reply("partial", ending="cancelled", metrics=METRICS))
+
+
+def test_a_deaf_engine_is_replaced(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.on_event(Text(1, "par"))
+    ready.stop()
+    assert ready.tick() == []
+    clock.now += DEAF_S + 1
+    assert kinds(ready.tick()) == [ReplyEnded, Notice, StartEngine, Ask]
+    assert ready.turns[-1].reply == Reply("par", ending="cancelled")
+
+
+def test_a_second_esc_is_patient_for_a_moment(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.stop()
+    assert ready.stop() == []
+    clock.now += IMPATIENT_S + 0.1
+    assert StartEngine() in ready.stop()
+
+
+def test_esc_while_loading_ends_the_process(clock: Clock) -> None:
+    session = Session(Load("big"), Sampling(), "", clock)
+    session.start()
+    session.submit("early")
+    assert kinds(session.stop()) == [EndEngine, DraftReturned, Notice]
+    assert session.phase is Phase.FAILED
+    assert kinds(session.submit("again")) == [StartEngine, Ask]
+
+
+def test_death_mid_reply_keeps_the_text_restarts_once_then_on_the_next_send(ready: Session) -> None:
+    ready.submit("one")
+    ready.on_event(Text(1, "half"))
+    assert kinds(ready.on_event(DIED)) == [ReplyEnded, Notice, StartEngine, Ask]
+    assert ready.turns == [Turn("one", Reply("half", ending="lost"))]
+    ready.on_event(LOADED)
+    ready.submit("two")
+    steps = ready.on_event(DIED)
+    assert kinds(steps) == [ReplyEnded, Notice]
+    assert "last words" in ready.problem
+    assert kinds(ready.submit("three")) == [StartEngine, Ask]
+    assert kinds(ready.on_event(LOADED)) == [TurnBegun, Ask]
+    assert [turn.prompt for turn in ready.turns] == ["one", "two", "three"]
+
+
+def test_death_while_idle_restarts(ready: Session) -> None:
+    assert kinds(ready.on_event(DIED)) == [Notice, StartEngine, Ask]
+
+
+def test_a_reply_forgives_an_earlier_death(ready: Session) -> None:
+    ready.on_event(DIED)
+    ready.on_event(LOADED)
+    ready.submit("one")
+    ready.on_event(done(1))
+    assert StartEngine() in ready.on_event(DIED)
+
+
+def test_death_while_loading_gives_the_waiting_prompt_back_at_last(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    session.submit("early")
+    assert StartEngine() in session.on_event(DIED)
+    assert DraftReturned("early") in session.on_event(DIED)
+    assert session.phase is Phase.FAILED
+
+
+def test_a_model_that_fails_to_load_gives_way_to_the_one_before(ready: Session) -> None:
+    ready.choose(Load("missing"))
+    steps = ready.on_event(Failed(None, "no such model", "Check it."))
+    assert asked(steps) == [Load("guide")]
+    assert ready.phase is Phase.LOADING
+
+
+def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
+    session = Session(Load("missing"), Sampling(), "", clock)
+    session.start()
+    assert kinds(session.on_event(Failed(None, "no such model", "Check it."))) == [Notice]
+    assert session.problem == "no such model. Check it."
+    assert asked(session.submit("hi")) == [Load("missing")]
+
+
+def test_a_failed_reply_is_told_and_the_chat_goes_on(ready: Session) -> None:
+    ready.submit("long")
+    assert kinds(ready.on_event(Failed(1, "too long", ""))) == [ReplyEnded, Notice]
+    assert kinds(ready.submit("short")) == [TurnBegun, Ask]
+
+
+@pytest.mark.parametrize("leave", [Session.new_chat, lambda session: session.choose(Load("other", KVSpec(8, 8)))])
+def test_leaving_a_running_reply_cancels_it_and_ignores_what_is_late(
+    ready: Session, leave: Callable[[Session], list[Step]]
+) -> None:
+    ready.submit("one")
+    ready.on_event(Text(1, "par"))
+    assert Cancel(1) in asked(leave(ready))
+    assert ready.on_event(Text(1, "late")) == []
+    assert ready.on_event(done(1)) == []
+
+
+def test_new_chat_forgets(ready: Session) -> None:
+    ready.submit("one")
+    ready.on_event(done(1))
+    assert ready.new_chat() == [Cleared()]
+    assert ready.turns == []
+    assert ready.metrics is None
+
+
+def test_choosing_while_loading_starts_afresh(ready: Session) -> None:
+    assert StartEngine() not in ready.choose(Load("a"))
+    assert StartEngine() in ready.choose(Load("b"))
+
+
+def test_regenerate(ready: Session) -> None:
+    assert kinds(ready.regenerate()) == [Notice]
+    ready.submit("one")
+    assert kinds(ready.regenerate()) == [Notice]
+    ready.on_event(done(1))
+    assert ready.regenerate()[0] == TurnBegun("one", again=True)
+    assert len(ready.turns) == 1
+
+
+def test_thinking_is_timed(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.on_event(Text(1, "hm", "thinking"))
+    clock.now += 3.2
+    ready.on_event(Text(1, "so"))
+    ready.on_event(done(1, "so"))
+    reply = ready.turns[-1].reply
+    assert reply is not None
+    assert reply.thinking_s == pytest.approx(3.2)
+
+
+def test_garbage_is_told(ready: Session) -> None:
+    assert kinds(ready.on_event(Garbled("not JSON"))) == [Notice]

@@ -1,0 +1,121 @@
+"""Every message survives the wire; nothing else gets through it."""
+
+import dataclasses
+import json
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokamac.app.backend import wire
+from tokamac.engine.events import Live, Message
+from tokamac.engine.limits.metrics import Gaps, Metrics
+from tokamac.engine.options import KVSpec, Sampling
+
+NUMBERS = st.integers(0, 2**60)
+FLOATS = st.floats(0, 1e12, allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
+GAPS = st.builds(Gaps, FLOATS, FLOATS, FLOATS, FLOATS)
+
+
+def _field(hint: Any) -> st.SearchStrategy[Any]:
+    optional = st.none() if type(None) in typing.get_args(hint) else st.nothing()
+    if Gaps in (hint, *typing.get_args(hint)):
+        return optional | GAPS
+    return optional | (FLOATS if float in (hint, *typing.get_args(hint)) else NUMBERS)
+
+
+HINTS = typing.get_type_hints(Metrics)
+METRICS = st.builds(Metrics, **{field.name: _field(HINTS[field.name]) for field in dataclasses.fields(Metrics)})
+LIVE = st.builds(Live, METRICS, NUMBERS, st.lists(FLOATS, max_size=5).map(tuple))
+MESSAGE = st.builds(Message, st.sampled_from(["system", "user", "assistant"]), TEXT, TEXT)
+SAMPLING = st.builds(
+    Sampling,
+    temperature=st.floats(0, 10),
+    seed=st.none() | NUMBERS,
+    stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+)
+KV = st.builds(
+    KVSpec,
+    key_bits=st.sampled_from([16, 8, 4]),
+    keep=st.just("system") | st.integers(0, 9),
+    window=st.none() | st.just(99),
+)
+REQUESTS = st.one_of(
+    st.builds(wire.Load, TEXT, KV, st.booleans()),
+    st.builds(wire.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
+    st.builds(wire.Cancel, NUMBERS),
+    st.just(wire.Unload()),
+    st.just(wire.Quit()),
+)
+REPLIES = st.one_of(
+    st.builds(wire.Loading, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
+    st.builds(wire.Loaded, st.builds(wire.ModelInfo, TEXT), st.none() | FLOATS),
+    st.builds(wire.Prefill, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(wire.Text, NUMBERS, TEXT, st.sampled_from(["answer", "thinking"])),
+    st.builds(wire.Stats, NUMBERS, LIVE),
+    st.builds(wire.Done, NUMBERS, st.sampled_from(["stop", "length", "cancelled"]), TEXT, TEXT, METRICS),
+    st.just(wire.Heartbeat()),
+    st.builds(wire.Failed, st.none() | NUMBERS, TEXT, TEXT),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS)
+def test_requests_round_trip(request: wire.Request) -> None:
+    line = wire.encode(request)
+    assert line.count(b"\n") == 1
+    assert wire.decode_request(line) == request
+
+
+@settings(max_examples=150, deadline=None)
+@given(REPLIES)
+def test_replies_round_trip(reply: wire.Reply) -> None:
+    assert wire.decode_reply(wire.encode(reply)) == reply
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | TEXT | NUMBERS, lambda x: st.lists(x) | st.dictionaries(TEXT, x), max_leaves=5).map(
+        lambda v: json.dumps(v).encode()
+    )
+)
+def test_garbage_is_a_wire_error(line: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_reply(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type":"prefill","id":1,"done":1,"total":2}',
+        b'{"type":"prefill","id":1,"done":1,"total":2,"cached":0,"extra":1}',
+        b'{"type":"prefill","id":true,"done":1,"total":2,"cached":0}',
+        b'{"type":"prefill","id":1.5,"done":1,"total":2,"cached":0}',
+        b'{"type":"text","id":1,"text":"a","kind_":"x"}',
+        b'{"type":"text","id":1,"text":null}',
+        b'{"type":"loading","stage":"else","done":0,"total":1}',
+        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":NaN}',
+        b'{"type":"send","id":1,"messages":[]}',
+        b'{"type":["text"]}',
+        b"[" * 100_000,
+        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":1e999}',
+    ],
+)
+def test_almost_messages_are_wire_errors(line: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_reply(line)
+
+
+def test_options_out_of_range_are_wire_errors() -> None:
+    line = wire.encode(wire.Send(1, (), Sampling(temperature=0.7))).replace(b'"temperature":0.7', b'"temperature":-1')
+    with pytest.raises(wire.WireError, match="temperature"):
+        wire.decode_request(line)
+
+
+def test_a_line_over_the_limit_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LONGEST_LINE", 100)
+    with pytest.raises(wire.WireError, match="too long"):
+        wire.decode_reply(b" " * 101)
