@@ -1,0 +1,155 @@
+"""From the corpus to training sequences: conversations of many shapes, as token ids with a mask of what is learned."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tokamac.assets.guide.augment import nonsense, vary
+from tokamac.assets.guide.corpus import Entry
+from tokamac.assets.guide.vocabulary import ASSISTANT, END, PAD, SYSTEM, USER, mark_id
+from tokenizers import Tokenizer
+
+SYSTEM_PROMPTS = (
+    "Answer briefly.",
+    "You are a helpful assistant.",
+    "You are guide, the small model inside Tokamac.",
+    "Be concise and clear.",
+    "You are a helpful, honest assistant. Answer in plain words.",
+    "Explain things simply.",
+    "You are an expert on local language models.",
+    "Keep your answers short.",
+    "Answer the user's questions about Tokamac.",
+    "You are a terminal assistant. Use short sentences.",
+    "Help the user with this program.",
+    "Answer as well as you can.",
+)
+NONSENSE_SHARE = 0.12
+"""Of in-scope questions, how many are copied as nonsense that must be declined."""
+
+CHAINED_SHARE = 0.3
+"""Of all questions, how many come again in chains."""
+
+OPENING_SHARE, OPENING_TOKENS = 0.65, (6, 14)
+"""Of questions asked alone, how many end after so many tokens of the answer: which answer it is shows there, and reciting the
+rest is learned from far fewer examples."""
+
+OUTSIDE_SHARE = 0.6
+"""Of out-of-scope questions, how many an epoch takes: they share one answer, which is soon learned."""
+
+Exchange = tuple[str, str, bool]  # question, answer, whether the answer is learned
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation: token ids, for each whether predicting it counts, and where which answer begins.
+
+    routes: (position of an assistant mark, number of the answer that follows it), for learned answers.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    routes: list[tuple[int, int]]
+
+
+class Conversations:
+    """Makes the conversations of an epoch, another set each time."""
+
+    def __init__(self, entries: Sequence[Entry], tokenizer: Tokenizer, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._tokenizer = tokenizer
+        self._single = [entry for entry in entries if len(entry.turns) == 1 and not entry.out_of_scope]
+        self._dialogues = [entry for entry in entries if len(entry.turns) > 1]
+        self._outside = [entry for entry in entries if entry.out_of_scope]
+        self._outside_words = sorted(
+            {
+                word
+                for entry in self._outside
+                for text in entry.turns[0].trained
+                for word in text.split()
+                if len(word) > 3
+            }
+        )
+        answers = {turn.answer: None for entry in entries for turn in entry.turns}
+        self._answers = {answer: number for number, answer in enumerate(answers)}
+        self._ids = {mark: mark_id(tokenizer, mark) for mark in (SYSTEM, USER, ASSISTANT, END, PAD)}
+
+    @property
+    def answers(self) -> int:
+        """How many different answers there are."""
+        return len(self._answers)
+
+    def epoch(self) -> list[Sample]:
+        """Return one pass over all trained phrasings alone, the dialogues, and chains of unrelated questions."""
+        rng = self._rng
+        exchanges = list(self._all_exchanges())
+        samples = [self._encode([exchange], opening=rng.random() < OPENING_SHARE) for exchange in exchanges]
+        samples += [self._encode(dialogue) for dialogue in self._all_dialogues()]
+        rng.shuffle(exchanges)
+        chained = exchanges[: int(len(exchanges) * CHAINED_SHARE)]
+        while chained:  # unrelated questions in a row: the last one counts, whatever came before
+            length = rng.choice((2, 2, 3, 3, 4, 6))
+            samples.append(self._encode(chained[:length]))
+            del chained[:length]
+        samples.append(self._long(exchanges))
+        rng.shuffle(samples)
+        return samples
+
+    def _all_exchanges(self) -> Iterator[Exchange]:
+        decline = self._outside[0].turns[0].answer
+        for entry in (*self._single, *self._outside):
+            turn = entry.turns[0]
+            for text in turn.trained:
+                if entry.out_of_scope and self._rng.random() >= OUTSIDE_SHARE:
+                    continue
+                yield vary(text, self._rng), turn.answer, True
+                if not entry.out_of_scope and self._rng.random() < NONSENSE_SHARE:
+                    yield vary(nonsense(text, self._outside_words, self._rng), self._rng), decline, True
+
+    def _all_dialogues(self) -> Iterator[list[Exchange]]:
+        for entry in self._dialogues:
+            for _ in range(max(len(turn.trained) for turn in entry.turns)):
+                # Opening questions resemble single entries with answers of their own: here they are context only.
+                yield [
+                    (vary(self._rng.choice(turn.trained), self._rng), turn.answer, index > 0)
+                    for index, turn in enumerate(entry.turns)
+                ]
+
+    def _long(self, exchanges: Sequence[Exchange]) -> Sample:
+        """One conversation that fills the context, so that far positions are learned too."""
+        chosen = [self._rng.choice(exchanges) for _ in range(44)]
+        sample = self._encode(chosen)
+        return Sample(sample.ids[:4096], sample.learned[:4096], [route for route in sample.routes if route[0] < 4095])
+
+    def _encode(self, exchanges: Sequence[Exchange], *, opening: bool = False) -> Sample:
+        ids: list[int] = []
+        learned: list[bool] = []
+        routes: list[tuple[int, int]] = []
+
+        def add(mark: str, text: str, learn: bool) -> None:
+            body = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._ids[END]]
+            ids.extend([self._ids[mark], *body])
+            learned.extend([False, *[learn] * len(body)])
+
+        if self._rng.random() < 0.35:
+            add(SYSTEM, self._rng.choice(SYSTEM_PROMPTS), False)
+        for question, answer, learn in exchanges:
+            add(USER, question, False)
+            if learn:
+                routes.append((len(ids), self._answers[answer]))
+            add(ASSISTANT, answer, learn)
+        if opening:  # cut inside the last answer
+            end = routes[-1][0] + 1 + self._rng.randint(*OPENING_TOKENS)
+            del ids[end:], learned[end:]
+        return Sample(ids, learned, routes)
+
+
+def batches(samples: Sequence[Sample], tokens: int, rng: random.Random) -> list[list[Sample]]:
+    """Group samples of like length into batches of about ``tokens`` padded tokens, in random order."""
+    ordered = sorted(samples, key=lambda sample: len(sample.ids) + rng.random() * 8)
+    groups: list[list[Sample]] = [[]]
+    for sample in ordered:
+        if groups[-1] and (len(groups[-1]) + 1) * len(sample.ids) > tokens:
+            groups.append([])
+        groups[-1].append(sample)
+    rng.shuffle(groups)
+    return groups
