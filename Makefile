@@ -31,7 +31,7 @@ bench: $(DEV)
 	$(BIN)/python -m tests.benchmarks
 
 guide: $(DEV)
-	$(BIN)/pip install --quiet '.[guide]' --no-deps && $(BIN)/pip install --quiet torch==2.13.0 safetensors
+	$(BIN)/pip install --quiet torch==2.13.0 safetensors
 	.ci/make-guide $(BIN)
 
 golden: $(DEV)

@@ -67,7 +67,7 @@ SCENARIOS = {
     "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),
     "slow": Scenario(gap_s=0.08, prefill_step_s=0.05),
     "steady": Scenario(gap_s=0.02),
-    "thinking": Scenario(thinking=THOUGHT * 2, gap_s=0.01),
+    "thinking": Scenario(thinking=THOUGHT * 2, gap_s=0.03),
     "prefill": Scenario(prefill_steps=40, prefill_step_s=0.1, prompt_tokens=20_000),
     "list": Scenario(
         answer="".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300)), gap_s=0.002

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+from tokamac.engine.kv import cpu
 from tokamac.engine.kv.codec import Codec, Encoded
 from tokamac.engine.kv.layout import Mask
 
@@ -147,7 +148,9 @@ class recording:  # noqa: N801
 def fused(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Mask, sinks: mx.array | None
 ) -> mx.array:
-    """Attend by MLX's fused kernel. queries (B, H·R, N, D), keys and values (B, H, T, D) → (B, H·R, N, D)."""
+    """Attend by MLX's fused kernel; on a plain CPU by NumPy. queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·)."""
+    if cpu.is_worth(queries, keys):
+        return cpu.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -351,9 +351,9 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         for key in ("f1", "ctrl+o", "ctrl+s", "ctrl+t"):
             await c.pilot.press(key)
-            await c.pilot.pause()
-            assert c.app.screen is not c.app.chat
+            await c.until(lambda: c.app.screen is not c.app.chat, key)
             await c.pilot.press("escape")
+            await c.until(lambda: c.app.screen is c.app.chat, "the chat")
 
 
 async def test_resizing_while_a_reply_streams(chat: Start) -> None:
