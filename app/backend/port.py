@@ -51,6 +51,7 @@ class _RealEngine:
             context_length=spec.context_length,
             thinks=spec.thinks,
             recommended=Sampling().resolved(spec.recommended),
+            notes=spec.notes,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 

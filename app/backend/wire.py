@@ -77,7 +77,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the screen shows of a loaded model; None is unknown. ``recommended``: what its makers suggest, else the defaults."""
+    """What the screen shows of a loaded model; None is unknown.
+
+    recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
+    """
 
     name: str
     path: str = ""
@@ -88,6 +91,7 @@ class ModelInfo:
     context_length: int | None = None
     thinks: bool = False
     recommended: Sampling = field(default_factory=Sampling)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from tokamac.app.tui.steps import (
 )
 from tokamac.engine.events import Live
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import KVSpec, Sampling
 
 IMPATIENT_S = 1.0
 DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is ended
@@ -221,7 +221,8 @@ class Session:
         self._working = self.load
         self.loading = None
         self._enter(Phase.IDLE)
-        return self._send_queued()
+        remarks = event.info.notes if self.load.kv != KVSpec() else ()
+        return [*(Notice(remark) for remark in remarks), *self._send_queued()]
 
     def _load_failed(self, why: str) -> list[Step]:
         if self.phase is not Phase.LOADING:

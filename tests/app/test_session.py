@@ -25,6 +25,7 @@ from tokamac.engine.options import KVSpec, Sampling
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
 LOADED = Loaded(ModelInfo("guide"))
+
 DIED = Died("exit status 7", "last words")
 
 
@@ -259,3 +260,11 @@ def test_thinking_is_timed(ready: Session, clock: Clock) -> None:
 
 def test_garbage_is_told(ready: Session) -> None:
     assert kinds(ready.on_event(Garbled("not JSON"))) == [Notice]
+
+
+def test_what_the_caches_could_not_honour_is_told_to_who_asked(ready: Session) -> None:
+    remarked = Loaded(ModelInfo("guide", notes=("groups of 32, not 64",)))
+    ready.choose(Load("guide", KVSpec(8, 8)))
+    assert Notice("groups of 32, not 64") in ready.on_event(remarked)
+    ready.choose(Load("guide"))
+    assert kinds(ready.on_event(remarked)) == []
