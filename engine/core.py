@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
+
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
@@ -101,7 +102,10 @@ class Core:
         """Return what the machine allows at a context of so many tokens."""
         cost = self.runtime.step_cost(context)
         return limits_for(
-            context, weight_bytes_per_token=cost.weight_bytes, kv_bytes_per_step=cost.kv_bytes, chip=self.runtime.machine.chip
+            context,
+            weight_bytes_per_token=cost.weight_bytes,
+            kv_bytes_per_step=cost.kv_bytes,
+            chip=self.runtime.machine.chip,
         )
 
     def memory(self) -> Memory:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+
 from tokamac.engine.errors import ContextError
 
 Config = dict[str, Any]

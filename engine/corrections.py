@@ -61,6 +61,7 @@ def context_limit(config: Config) -> int | None:
 def correct(model: "nn.Module", config: Config) -> None:
     """Put right what the class of ``model`` computes otherwise than its normalised config says. Weights may be loaded or not."""
     from mlx import nn
+
     from tokamac.engine.corrected_layers import FeedForward
 
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
@@ -77,6 +78,7 @@ def correct(model: "nn.Module", config: Config) -> None:
 def _correct_ropes(model: "nn.Module", config: Config) -> None:
     from mlx import nn
     from mlx_lm.models.rope_utils import SuScaledRoPE, YarnRoPE
+
     from tokamac.engine.corrected_layers import longrope, yarn
 
     scaling = config.get("rope_scaling")
@@ -94,6 +96,7 @@ def _correct_ropes(model: "nn.Module", config: Config) -> None:
 
 def _scaled(rope: "nn.RoPE", config: Config, kind: str | None) -> "nn.Module":
     from mlx_lm.models.rope_utils import initialize_rope
+
     from tokamac.engine.corrected_layers import longrope, yarn
 
     if config.get("model_type") in PARTIAL_IGNORED:

@@ -114,7 +114,8 @@ def _replacement(path: str, module: nn.Module) -> nn.Module:
 
 def _dense(module: nn.Module) -> mx.array:
     if not isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        return module.weight.astype(mx.float32)
+        weight: mx.array = module.weight
+        return weight.astype(mx.float32)
     dense: mx.array = mx.dequantize(
         module.weight,
         module.scales,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+
 from tokamac.engine.sampling import Sampler
 
 POOL_CLEAR_STEPS = 256

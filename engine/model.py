@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
+
 from tokamac.engine.config import check_config, model_classes, read_config
 from tokamac.engine.cpu import unpack
 from tokamac.engine.device import DeviceKind

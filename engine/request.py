@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+
 from tokamac.engine import kv
 from tokamac.engine.errors import ContextError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress

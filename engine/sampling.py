@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+
 from tokamac.engine.options import Sampling
 
 PENALTY_WINDOW = 64

@@ -17,6 +17,7 @@ from tokamac.engine.worker import Stream, Worker
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
     from tokamac.engine.core import Core, ModelSpec
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import mlx.core as mx
+
 from tokamac.engine.errors import ConversionError
 from tokamac.quant.folder import check_space, check_target, whole_folder, write_file
 from tokamac.quant.options import Options

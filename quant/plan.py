@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
+
 from tokamac.engine.limits.cost import Tensor, part_of
 from tokamac.quant.options import UNQUANTIZED, Options
 from tokamac.quant.shards import Shard, float_bytes, index_json, lay_out, type_name

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
+
 from tokamac.engine.errors import ConversionError
 from tokamac.engine.limits.cost import Tensor
 

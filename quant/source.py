@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
+
 from tokamac.engine.config import check_config, model_classes, read_config
 from tokamac.engine.errors import (
     ConversionError,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from tokamac.assets.guide.corpus import CorpusError, Entry, Turn, read_corpus
 from tokenizers import Tokenizer
+
+from tokamac.assets.guide.corpus import CorpusError, Entry, Turn, read_corpus
 
 MODEL = Path(__file__).parent.parent / "assets" / "guide" / "model"
 DIALOGUE = [

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from textual.app import App, SystemCommand
 from textual.screen import Screen
+
 from tokamac.app.tui.actions import ACTIONS
 from tokamac.app.tui.bridge import Bridge
 from tokamac.app.tui.memory import Memory

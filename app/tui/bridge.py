@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from textual.message import Message
+
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
 from tokamac.app.backend.wire import Request
 

@@ -4,10 +4,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer
+
 from tokamac.assets.guide.augment import nonsense, vary
 from tokamac.assets.guide.corpus import Entry
 from tokamac.assets.guide.vocabulary import ASSISTANT, END, PAD, SYSTEM, USER, mark_id
-from tokenizers import Tokenizer
 
 SYSTEM_PROMPTS = (
     "Answer briefly.",

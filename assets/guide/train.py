@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everywhere
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
 from tokamac.assets.guide.corpus import Entry, read_corpus
 from tokamac.assets.guide.dataset import Conversations, Sample, batches
 from tokamac.assets.guide.network import Llama, Router, Shape, train_packed
 from tokamac.assets.guide.vocabulary import END, PAD, mark_id, save_tokenizer, train_tokenizer
-from tokenizers import Tokenizer
-from torch import Tensor, nn
 
 PACKED_FROM = 0.65
 """Share of the training after which the model sees its weights as 4-bit ones."""

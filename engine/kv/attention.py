@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+
 from tokamac.engine.kv import cpu
 from tokamac.engine.kv.codec import Codec, Encoded
 from tokamac.engine.kv.layout import Mask

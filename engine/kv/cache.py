@@ -9,6 +9,7 @@ depend on how a prompt was cut. A decode step multiplies packed data as it lies.
 """
 
 import mlx.core as mx
+
 from tokamac.engine.kv.attention import Attending, Products, fused, stepwise
 from tokamac.engine.kv.codec import Codec, Encoded, Plain
 from tokamac.engine.kv.layout import Layout, Mask, Slots

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
+
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.size import token_bytes
 

@@ -1,5 +1,7 @@
 """Attention of many queries on a plain CPU, through NumPy's BLAS: MLX's products there are some thirty times slower."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
@@ -42,18 +44,18 @@ def attend(
             scores = (q[b, h] * np.float32(scale)) @ k[b, h // repeats].T  # (N, T)
             if masks is not None:
                 _apply(scores, masks[b, h])
-            sink = None if sinks is None else float(sinks[h].item())
+            sink = None if sinks is None else float(np.asarray(sinks)[h])
             out[b, h] = _softmax(scores, sink) @ v[b, h // repeats]
     return mx.array(out)
 
 
-def _as_array(mask: mx.array | str, count: int, total: int) -> npt.NDArray[np.generic]:
+def _as_array(mask: mx.array | str, count: int, total: int) -> npt.NDArray[Any]:
     if isinstance(mask, str):  # "causal": the last query sees every key
         return np.tri(count, total, total - count, dtype=np.bool_)
     return np.asarray(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
 
 
-def _apply(scores: Floats, mask: npt.NDArray[np.generic]) -> None:
+def _apply(scores: Floats, mask: npt.NDArray[Any]) -> None:
     if mask.dtype == np.bool_:
         scores[~mask] = np.finfo(np.float32).min
     else:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
+
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.codec import Encoded
 

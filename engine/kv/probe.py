@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
 from tokamac.engine.kv.attention import Attending, fused, install_seam, recording
 from tokamac.engine.kv.layout import Mask
 

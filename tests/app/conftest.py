@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
+
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Phase, Session

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess, Garbled, child_command
 from tokamac.app.backend.wire import (
     Cancel,

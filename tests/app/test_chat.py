@@ -9,6 +9,8 @@ from textual._xterm_parser import XTermParser
 from textual.events import Key
 from textual.selection import Selection
 from textual.widgets import Input, OptionList, Static, TextArea
+
+from tests.tiny import make_tiny
 from tokamac.app.tui import clipboard
 from tokamac.app.tui.keys import teach_alt_enter
 from tokamac.app.tui.screens.help import HelpScreen
@@ -19,8 +21,6 @@ from tokamac.app.tui.widgets.message import Thinking, UserMessage
 from tokamac.app.tui.widgets.prose import BlockView
 from tokamac.app.tui.widgets.transcript import Welcome
 from tokamac.engine.options import Sampling
-
-from tests.tiny import make_tiny
 
 Start = Callable[..., Any]
 

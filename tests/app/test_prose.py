@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokamac.app.tui.prose.blocks import Block, Code, Flow, Rule, Table
 from tokamac.app.tui.prose.parse import parse
 from tokamac.app.tui.prose.rows import rows

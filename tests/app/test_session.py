@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+
 from tokamac.app.backend.client import Died, Garbled
 from tokamac.app.backend.wire import Cancel, Done, Failed, Load, Loaded, Loading, ModelInfo, Prefill, Send, Text
 from tokamac.app.tui.conversation import Reply, Turn

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokamac.app import settings
 from tokamac.app.settings import Settings
 from tokamac.engine.options import KVSpec, Sampling

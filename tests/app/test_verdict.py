@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from tokamac.app.backend.wire import Load, Loaded, ModelInfo, Prefill, Stats
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.conversation import Turn, messages

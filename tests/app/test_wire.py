@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokamac.app.backend import wire
 from tokamac.engine.events import Live, Message
 from tokamac.engine.limits.metrics import Gaps, Metrics

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tokamac.app import cli
 
 from tests.tiny import make_tiny
+from tokamac.app import cli
 
 
 @dataclass(frozen=True)

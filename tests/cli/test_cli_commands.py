@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokamac.assets import asset_path
-from tokamac.engine.limits.metrics import Metrics
 
 from tests.cli.conftest import Run
 from tests.tiny import make_tiny, write_safetensors
+from tokamac.assets import asset_path
+from tokamac.engine.limits.metrics import Metrics
 
 METRICS = {field.name for field in fields(Metrics)}
 GUIDE = asset_path("guide", "model")

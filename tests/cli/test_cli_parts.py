@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.conftest import Run
 from tokamac.app import output
 from tokamac.app.commands import ask, bench
 from tokamac.app.commands.prompt import compose
@@ -12,8 +14,6 @@ from tokamac.app.options import kv_bits, kv_spec, sampling
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, Sampling
-
-from tests.cli.conftest import Run
 
 NOTHING = Metrics(3, 0, 3, 0, *[None] * 13)  # type: ignore[arg-type]
 

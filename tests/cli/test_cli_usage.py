@@ -6,9 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tokamac.app import cli
 
 from tests.cli.conftest import Run
+from tokamac.app import cli
 
 HEAVY = "{'mlx', 'mlx_lm', 'textual', 'transformers', 'huggingface_hub', 'numpy', 'rich'}"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokamac.engine.config import check_config, model_classes, normalise, read_config
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokamac.engine.config import check_config, model_classes, normalise
 from tokamac.engine.corrections import context_limit
 from tokamac.engine.errors import ContextError, ModelUnsupportedError
@@ -135,6 +136,7 @@ def test_a_longrope_model_is_served_up_to_its_pretraining_context() -> None:
 
 def test_a_longrope_cache_ends_where_the_factors_change() -> None:
     import mlx.core as mx
+
     from tokamac.engine.corrected_layers import longrope
 
     rope = longrope(16, False, normalise(saved("phi3")))

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokamac.engine import Engine, Finished, Message, Sampling
 
 from tests.golden.weights import write_weights
+from tokamac.engine import Engine, Finished, Message, Sampling
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -5,11 +5,11 @@ import time
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx import nn
 
 from tokamac.engine import EngineClosedError, TextChunk
 from tokamac.engine.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack

@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.engine.seeded import write_model
 
+from tests.engine.seeded import write_model
 from tokamac.engine import (
     ContextError,
     Engine,
@@ -95,7 +95,9 @@ def test_prefill_and_decode_agree_with_logprobs(engine: Engine) -> None:
     follow = list(prompt)
     for _ in range(12):
         follow.append(int(mx.argmax(engine.logprobs(follow)[-1]).item()))
-    assert engine.tokenizer.decode(follow[20:]).strip("\ufffd") in text + "\ufffd" or text == engine.tokenizer.decode(follow[20:])
+    assert engine.tokenizer.decode(follow[20:]).strip("\ufffd") in text + "\ufffd" or text == engine.tokenizer.decode(
+        follow[20:]
+    )
 
 
 def test_the_next_turn_computes_only_what_is_new(fresh: Engine) -> None:
@@ -203,7 +205,7 @@ def test_prompts_that_can_not_be(engine: Engine, prompt: list[object]) -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_numbers(engine: Engine) -> None:
-    with pytest.raises(ContextError, match="600 tokens.*512"):
+    with pytest.raises(ContextError, match=r"600 tokens.*512"):
         list(engine.generate(ids(600)))
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.seeded import TEMPLATE, write_tokenizer
 
+from tests.engine.seeded import TEMPLATE, write_tokenizer
 from tokamac.engine import Message, ModelDamagedError, TemplateError
 from tokamac.engine.stream import ReplyText, first_of, held_back
 from tokamac.engine.tokens import Tokenizer, load_tokenizer
@@ -78,7 +78,8 @@ def test_the_stop_text_that_comes_first_ends_the_reply(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "markers", "expected"), [("abS", ("STOP",), 1), ("abSTO", ("STOP",), 3), ("ab", ("STOP",), 0), ("aa", ("aab",), 2)]
+    ("text", "markers", "expected"),
+    [("abS", ("STOP",), 1), ("abSTO", ("STOP",), 3), ("ab", ("STOP",), 0), ("aa", ("aab",), 2)],
 )
 def test_held_back(text: str, markers: tuple[str, ...], expected: int) -> None:
     assert held_back(text, markers) == expected
@@ -140,7 +141,9 @@ def test_a_template_that_loops_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert time.monotonic() - began < 30  # it ended at all
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ nothing.at.all() }}", "{% if %}"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{{ nothing.at.all() }}", "{% if %}"]
+)
 def test_a_template_that_fails_is_one_clear_error(tmp_path: Path, template: str) -> None:
     with pytest.raises(TemplateError, match="tiny failed"):
         folder_with(tmp_path, template).render([Message("user", "hi")])

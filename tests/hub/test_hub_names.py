@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tokamac.assets import asset_path
 from tokamac.engine import hub
 from tokamac.engine.errors import ModelNotFoundError

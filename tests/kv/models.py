@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+
 from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
 
 VOCABULARY = 97

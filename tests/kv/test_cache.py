@@ -6,11 +6,11 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.kv.models import codec, largest_difference, seen
 from tokamac.engine.kv.cache import Cache
 from tokamac.engine.kv.codec import Codec
 from tokamac.engine.kv.layout import Growing, Layout, Ring
-
-from tests.kv.models import codec, largest_difference, seen
 
 DIM, HEADS, REPEATS = 32, 2, 2
 BITS = st.sampled_from((16, 8, 6, 5, 4, 3, 2))

@@ -4,11 +4,11 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.kv.models import codec, largest_difference
 from tokamac.engine import OptionError
 from tokamac.engine.kv.codec import AFFINE_BITS, Affine, Plain, rotation_block
 from tokamac.engine.kv.size import bytes_per_value, group_for
-
-from tests.kv.models import codec, largest_difference
 
 DIMS = (32, 64, 80, 96, 128, 192, 256)
 

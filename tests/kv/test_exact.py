@@ -6,8 +6,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokamac.engine import KVSpec
-from tokamac.engine.kv import bypassed, nbytes, offset, plan_caches, rewindable, trim
 
 from tests.kv.models import (
     VOCABULARY,
@@ -21,6 +19,8 @@ from tests.kv.models import (
     tiny_llama,
     tokens,
 )
+from tokamac.engine import KVSpec
+from tokamac.engine.kv import bypassed, nbytes, offset, plan_caches, rewindable, trim
 
 LLAMA = {"model_type": "llama"}
 DIM = 32

@@ -5,12 +5,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
+from tests.kv.models import feed, largest_difference, seeded, tokens
 from tokamac.engine import KVSpec, OptionError
 from tokamac.engine.config import model_classes, read_config
 from tokamac.engine.kv import Cache, bypassed, plan_caches
 from tokamac.engine.kv.probe import leaves
-
-from tests.kv.models import feed, largest_difference, seeded, tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

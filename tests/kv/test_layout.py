@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokamac.engine import OptionError
 from tokamac.engine.kv.layout import GROWTH, STEP, Growing, Ring, Slots, Span
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
+from tests.kv.models import VOCABULARY, feed, largest_difference, seeded, tiny_llama, tokens
 from tokamac.engine import KVSpec, OptionError
 from tokamac.engine.kv import Cache, bypassed, nbytes, offset, plan_caches, rewindable, trim
 from tokamac.engine.kv.windows import ignored_windows
-
-from tests.kv.models import VOCABULARY, feed, largest_difference, seeded, tiny_llama, tokens
 
 LLAMA = {"model_type": "llama"}
 

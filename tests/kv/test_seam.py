@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
+from tests.kv.models import feed, largest_difference, tiny_llama, tokens
 from tokamac.engine import KVSpec
 from tokamac.engine.kv import bypassed, install_seam, plan_caches
 from tokamac.engine.kv.attention import NAME
-
-from tests.kv.models import feed, largest_difference, tiny_llama, tokens
 
 
 @pytest.fixture

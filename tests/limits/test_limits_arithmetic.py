@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokamac.engine.limits import kv_cost, metrics
 from tokamac.engine.limits.hardware import Chip, lookup
 from tokamac.engine.limits.kv_cost import KVLayer, kv_bytes, kv_bytes_per_token, kv_layers

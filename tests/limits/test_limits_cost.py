@@ -9,6 +9,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
+
 from tokamac.engine.cpu import unpack
 from tokamac.engine.limits.cost import Tensor, bits_per_weight, cost_of_folder, cost_of_model, cost_of_tensors
 

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from tokamac.engine.limits import bandwidth, hardware, macos
 from tokamac.engine.limits.hardware import Chip, lookup, plain_name, table
 

@@ -6,6 +6,8 @@ import sys
 
 import mlx.core as mx
 import pytest
+
+from tests.limits.test_limits_cost import CONFIGS, build, save
 from tokamac.engine.errors import ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.cost import cost_of_model
@@ -13,8 +15,6 @@ from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.inspect import inspect_model
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.options import KVSpec
-
-from tests.limits.test_limits_cost import CONFIGS, build, save
 
 CHIP = Chip("Test", 10, 100.0, 4.0, "table", "made up")
 

@@ -14,6 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm import load as mlx_lm_load
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from mlx_lm.utils import quantize_model
+
+from tests.golden.weights import write_weights
+from tests.quant.quant_models import CONFIGS, GOLDEN, build, make_source, names_in
 from tokamac.engine.config import model_classes, read_config
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
@@ -23,9 +26,6 @@ from tokamac.quant import plan as plan_module
 from tokamac.quant.conversion import default_target
 from tokamac.quant.options import Options
 from tokamac.quant.shards import lay_out
-
-from tests.golden.weights import write_weights
-from tests.quant.quant_models import CONFIGS, GOLDEN, build, make_source, names_in
 
 TOKENS = mx.array([[5, 4, 3, 2, 1, 7, 7, 9]])
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
-from tokamac.quant import convert, folder
 
 from tests.quant.quant_models import make_source, names_in
+from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
+from tokamac.quant import convert, folder
 
 
 def refuse(error, tmp_path, match, source=None, **options):

@@ -4,6 +4,7 @@ from functools import cache
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
+
 from tokamac.app.tui.prose.blocks import Block, Code, Flow, Inline, InlineStyle, Line, Rule, Section, Span, Table
 
 BULLETS = "•◦▪"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from textual.content import Content
 from textual.content import Span as ContentSpan
+
 from tokamac.app.tui.prose.blocks import Block, Code, Flow, Inline, Line, Rule, Table
 
 NARROWEST_COLUMN = 4

@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.events import Resize
 from textual.screen import Screen
 from textual.widgets import Static
+
 from tokamac.app.backend.wire import Load, Loaded
 from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.settings import Settings

@@ -5,6 +5,7 @@ from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
+
 from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.screens.dialog import Dialog
 

@@ -7,6 +7,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
+
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.models import choices, hub_cache
 from tokamac.app.tui.screens.dialog import Dialog

@@ -5,6 +5,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Static, TextArea
+
 from tokamac.app.tui.screens.dialog import Dialog
 
 

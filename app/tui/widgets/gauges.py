@@ -2,6 +2,7 @@
 
 from textual.content import Content
 from textual.widgets import Static
+
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.session import Session

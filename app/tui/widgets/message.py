@@ -7,6 +7,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
+
 from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.app.tui.conversation import Ending, Reply
 from tokamac.app.tui.units import seconds

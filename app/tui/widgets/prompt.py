@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from textual import events
 from textual.message import Message
 from textual.widgets import TextArea
+
 from tokamac.app.sanitise import sanitise
 
 NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")

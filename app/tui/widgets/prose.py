@@ -8,6 +8,7 @@ from textual.content import Content
 from textual.geometry import Size
 from textual.selection import Selection
 from textual.widget import Widget
+
 from tokamac.app.tui.prose.blocks import Block, Code, Flow
 from tokamac.app.tui.prose.parse import parse
 from tokamac.app.tui.prose.rows import Row, rows

@@ -4,6 +4,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
+
 from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.widgets.message import ReplyMessage, UserMessage
 from tokamac.engine.events import TextKind

@@ -1,0 +1,12 @@
+"""What ``make bench`` measures, and how BENCHMARKS.md is written. No figure in that file is typed by hand.
+
+    python -m tests.benchmarks [--model MODEL] [--only NAME] [--quick] [--output FILE]
+
+    stats    medians, ranges, ratios taken in pairs     plan      what is measured, on which model, how often
+    report   rows, targets, verdicts, Markdown          machine   what the figures were measured on
+    remote   an object in a process of its own          terminal  a program in a pseudo-terminal
+    servers  the engine, the bare loop and mlx-lm       kv_lab    caches, measured in the engine's process
+    decode, peer, screen, start, turns, kv              the sections
+
+Every peer and every engine has a process of its own, and only one of them works at a time.
+"""

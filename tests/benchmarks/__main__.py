@@ -1,0 +1,79 @@
+"""``python -m tests.benchmarks``: measure, and write BENCHMARKS.md.
+
+Exits 1 when something could not be measured. A missed target is a result, and shown.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from tests.benchmarks.report import Section
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = ("decode", "peer", "screen", "start", "turns", "kv")
+
+
+def main() -> int:
+    """Run the sections that are asked for; return the exit status."""
+    options = _options()
+    # Neither half-measured sections nor small counts may replace what a whole run wrote, unless that is said.
+    target = options.output or (None if options.only or options.quick else ROOT / "BENCHMARKS.md")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    from tests.benchmarks import machine
+    from tests.benchmarks.plan import make_plan
+    from tests.benchmarks.report import markdown
+
+    facts, began = machine.facts(), time.monotonic()
+    try:
+        plan = make_plan(options.model, quick=options.quick, patient=options.patient)
+        sections = [_measured(name, lambda measure: measure(plan)) for name in options.only or SECTIONS]
+    except Exception as error:
+        if options.debug:
+            raise
+        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        print(f"benchmarks: {reason[0]} (--debug shows where)", file=sys.stderr)
+        return 1
+    facts += [("model", plan.described), ("MLX computes on", plan.device)]
+    note = ", with small counts: noise" if plan.quick else ""
+    facts.append(("the run took", f"{(time.monotonic() - began) / 60:.1f} minutes{note}"))
+    page = markdown(sections, facts)
+    if target is None:
+        print(page)
+    else:
+        target.write_text(page, encoding="utf-8")
+        print(f"benchmarks: wrote {target}", file=sys.stderr)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure, and write BENCHMARKS.md.")
+    parser.add_argument("--model", default=os.environ.get("TOKAMAC_BENCH_MODEL", "guide"), help="folder, id, or guide")
+    parser.add_argument(
+        "--only", action="append", choices=SECTIONS, help="this section alone (may be repeated); printed"
+    )
+    parser.add_argument("--quick", action="store_true", help="small counts, to try the script; printed, not written")
+    parser.add_argument(
+        "--patient", action="store_true", help="five rounds of the slowest peer, too: several minutes more"
+    )
+    parser.add_argument("--output", type=Path, help="write here, whatever was measured")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    return parser.parse_args()
+
+
+def _measured(name: str, run: Callable[[Callable[..., Section]], Section]) -> Section:
+    began = time.monotonic()
+    print(f"benchmarks: {name} …", file=sys.stderr, flush=True)
+    section = run(import_module(f"tests.benchmarks.{name}").measure)
+    for row in section.rows:
+        print(f"  {row.what}: {row.value} {row.target} {row.verdict}".rstrip(), file=sys.stderr, flush=True)
+    print(f"  {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return section
+
+
+if __name__ == "__main__":
+    sys.exit(main())

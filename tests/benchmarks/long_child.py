@@ -1,0 +1,57 @@
+"""The engine's process of the chat, with replies of a known length and text: ``python -m tests.benchmarks.long_child``.
+
+The model computes every token as ever. But the mark that ends a reply is not obeyed, and what is shown for the tokens is a fixed
+prose, four characters a token: so the screen has the same work whatever the model would say.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from tests.benchmarks.texts import SHOWN_PROSE
+from tokamac.app.backend.child import Child
+from tokamac.app.backend.outbox import Outbox
+from tokamac.app.backend.port import EnginePort, load_engine
+from tokamac.app.backend.wire import Load
+from tokamac.engine.events import LoadProgress
+from tokamac.engine.tokens import Detokenizer, Tokenizer
+
+COMMAND = [sys.executable, "-m", "tests.benchmarks.long_child"]
+CHARACTERS = 4
+
+
+class Reciting(Detokenizer):
+    """Does a detokenizer's work, and returns the next characters of a fixed text instead."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        super().__init__(decode)
+        self._at = 0
+
+    def add(self, token: int) -> str:
+        super().add(token)
+        begin, self._at = self._at, self._at + CHARACTERS
+        return SHOWN_PROSE[begin : self._at]
+
+    def flush(self) -> str:
+        return ""
+
+
+def load(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
+    """Load the real engine, and have it recite."""
+    port = load_engine(request, progress)
+    tokenizer: Tokenizer = port._engine.tokenizer  # type: ignore[attr-defined]
+    tokenizer.eos_ids = tokenizer._hidden_ids = frozenset()
+    decode = tokenizer._decode
+    tokenizer.detokenizer = lambda: Reciting(decode)  # type: ignore[method-assign]
+    return port
+
+
+def main() -> None:
+    """Serve stdin and stdout, as tokamac.app.backend.child does."""
+    out = os.dup(1)
+    os.dup2(2, 1)
+    Child(load, Outbox(out)).run(sys.stdin.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Rows, targets, verdicts, and their Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.benchmarks.stats import Series, number
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. ``met`` is None where there is no target, or nothing to judge."""
+
+    what: str
+    value: str
+    target: str = ""
+    met: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Met, missed, or nothing."""
+        return {True: "met", False: "**missed**", None: ""}[self.met]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The rows of one question, and how they were measured."""
+
+    title: str
+    rows: Sequence[Row]
+    how: str
+
+
+def spread(values: Series, unit: str = "") -> str:
+    """Return ``median (low–high) unit``, and from how many runs."""
+    tail = f" {unit}" if unit else ""
+    if len(values.values) == 1:
+        return f"{number(values.median)}{tail}, n = 1"
+    return f"{number(values.median)} ({number(values.low)}–{number(values.high)}){tail}, n = {len(values.values)}"
+
+
+def plain(what: str, values: Series, unit: str = "") -> Row:
+    """Return a figure that has no target."""
+    return Row(what, spread(values, unit))
+
+
+def at_least(what: str, values: Series, bound: float, unit: str = "") -> Row:
+    """Return a figure whose median must reach ``bound``."""
+    return Row(what, spread(values, unit), f"≥ {bound:g} {unit}".rstrip(), values.median >= bound)
+
+
+def at_most(what: str, values: Series, bound: float, unit: str = "") -> Row:
+    """Return a figure whose median must not pass ``bound``."""
+    return Row(what, spread(values, unit), f"≤ {bound:g} {unit}".rstrip(), values.median <= bound)
+
+
+def holds(what: str, value: str, target: str, *, met: bool) -> Row:
+    """Return a fact that is so or is not."""
+    return Row(what, value, target, met)
+
+
+def markdown(sections: Sequence[Section], facts: Sequence[tuple[str, str]]) -> str:
+    """Return the whole page."""
+    judged = [row.met for section in sections for row in section.rows if row.met is not None]
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `make bench` (`tests/benchmarks`); do not edit by hand. A figure is a median (smallest–largest) of n",
+        "runs. Ratios are taken in pairs: both sides run in turn, A B A B …, in one session, and the median is that of the",
+        "pairs' ratios.",
+        f"Targets met: {sum(judged)} of {len(judged)}.",
+        "",
+        *_table(("measured on", ""), facts),
+    ]
+    for section in sections:
+        rows = [(row.what, row.value, row.target, row.verdict) for row in section.rows]
+        lines += ["", f"## {section.title}", "", *_table(("", "measured", "target", ""), rows), "", section.how]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(head), _line(["---"] * len(head)), *(_line(row) for row in rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |"

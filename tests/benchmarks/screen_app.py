@@ -1,0 +1,47 @@
+"""The real chat, whose engine's process is long_child, and which notes how replies ended: run by screen.py in a pseudo-terminal.
+
+python -m tests.benchmarks.screen_app MODEL TOKENS FOLDER writes FOLDER/replies, one line of the wire's protocol a reply.
+"""
+
+import sys
+from pathlib import Path
+
+from tests.benchmarks import long_child
+from tokamac.app.backend.client import Died
+from tokamac.app.backend.wire import Done, Failed, encode
+from tokamac.app.tui.bridge import EngineSaid
+from tokamac.app.tui.run import ChatOptions, build
+from tokamac.engine.options import Sampling
+
+
+def main(model: str, tokens: int, folder: Path) -> int:
+    """Run until Ctrl+Q."""
+    app, bridge = build(
+        ChatOptions(
+            model=model,
+            sampling=Sampling(temperature=0, max_tokens=tokens),
+            settings_path=folder / "settings.toml",
+            log_path=folder / "engine.log",
+        )
+    )
+    bridge._command = long_child.COMMAND
+    post = bridge.post
+
+    def noting(said: EngineSaid) -> object:
+        event = said.event
+        if isinstance(event, Died):
+            event = Failed(None, event.why, event.last_line)
+        if isinstance(event, Done | Failed):
+            with (folder / "replies").open("ab") as file:
+                file.write(encode(event))
+        return post(said)
+
+    bridge.post = noting
+    try:
+        return app.run() or 0
+    finally:
+        bridge.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))

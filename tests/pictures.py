@@ -1,0 +1,58 @@
+"""Take the documents' pictures from real runs: ``python -m tests.pictures`` writes assets/pictures/*.svg.
+
+The real app, its real child process and the embedded model, driven by Textual's pilot.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
+
+from tokamac.app.tui.app import TokamacApp
+from tokamac.app.tui.run import ChatOptions, build
+from tokamac.app.tui.session import Phase
+
+PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
+QUESTIONS = ("Why is decode memory-bound?", "How do I bound the KV cache and keep the system prompt?")
+
+
+async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
+    """Wait until the engine is ready and nothing runs."""
+    while app.chat.session.phase is not Phase.IDLE:
+        await asyncio.sleep(0.05)
+        if app.chat.session.phase is Phase.FAILED and app.chat.session.problem:
+            raise RuntimeError(app.chat.session.problem)
+    await asyncio.sleep(0.8)  # the screen's own timers
+    await pilot.pause()
+
+
+async def take() -> None:
+    """Chat, and save what the screen shows."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        options = ChatOptions(settings_path=Path(scratch) / "settings.toml", log_path=Path(scratch) / "engine.log")
+        app, bridge = build(options)
+        try:
+            async with app.run_test(size=(120, 36), notifications=False) as pilot:
+                await idle(app, pilot)
+                for question in QUESTIONS:
+                    app.chat.perform(app.chat.session.submit(question))
+                    await asyncio.sleep(0.1)
+                    await idle(app, pilot)
+                save(app, "chat")
+                await pilot.press("f1")
+                await asyncio.sleep(0.5)
+                save(app, "help")
+        finally:
+            bridge.close()
+
+
+def save(app: TokamacApp, name: str) -> None:
+    """Write the screen as a picture."""
+    (PICTURES / f"{name}.svg").write_text(app.export_screenshot(title="tokamac"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    asyncio.run(take())
