@@ -3,6 +3,7 @@
     [entry-id]
     ? a phrasing of the question          several, one a line
     ? another phrasing
+    ~ (stop|halt) the (reply|answer)      only trained on: one wording of each (a|b) is drawn each time
     = the answer, on one line
     + a key fact | another way to say it  each such line must be found in a right answer
     ? the next question of the same conversation, in a dialogue
@@ -31,11 +32,13 @@ class Turn:
     phrasings: tuple[str, ...]
     answer: str
     facts: tuple[tuple[str, ...], ...]
+    patterns: tuple[str, ...] = ()
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Phrasings the model learns from."""
-        return tuple(text for i, text in enumerate(self.phrasings) if i % HELD_OUT_EVERY != HELD_OUT_AT)
+        """Phrasings the model learns from, and patterns of more."""
+        kept = (text for i, text in enumerate(self.phrasings) if i % HELD_OUT_EVERY != HELD_OUT_AT)
+        return (*kept, *self.patterns)
 
     @property
     def held_out(self) -> tuple[str, ...]:
@@ -67,6 +70,7 @@ class _Draft:
     """A turn being read."""
 
     phrasings: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
     answer: str = ""
     facts: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -95,8 +99,8 @@ def _read_file(path: Path) -> Iterator[Entry]:
             continue
         mark, _, text = line.partition(" ")
         where = f"{path.name}:{number}"
-        if not name or mark not in {"?", "=", "+"} or not text.strip():
-            raise CorpusError(f"{where}: expected [id], '? question', '= answer' or '+ fact': {line[:60]}")
+        if not name or mark not in {"?", "~", "=", "+"} or not text.strip():
+            raise CorpusError(f"{where}: expected [id], '? question', '~ pattern', '= answer' or '+ fact': {line[:60]}")
         _take(where, mark, text.strip(), drafts)
     if name:
         yield _finish(path, name, drafts)
@@ -108,6 +112,10 @@ def _take(where: str, mark: str, text: str, drafts: list[_Draft]) -> None:
         if draft.answer:
             drafts.append(draft := _Draft())
         draft.phrasings.append(text)
+    elif mark == "~":
+        if draft.answer or not draft.phrasings:
+            raise CorpusError(f"{where}: a pattern stands between the questions and their answer")
+        draft.patterns.append(text)
     elif mark == "=":
         if draft.answer or not draft.phrasings:
             raise CorpusError(f"{where}: an answer follows its questions, and there is one of it")
@@ -119,7 +127,7 @@ def _take(where: str, mark: str, text: str, drafts: list[_Draft]) -> None:
 
 
 def _finish(path: Path, name: str, drafts: list[_Draft]) -> Entry:
-    turns = tuple(Turn(tuple(d.phrasings), d.answer, tuple(d.facts)) for d in drafts)
+    turns = tuple(Turn(tuple(d.phrasings), d.answer, tuple(d.facts), tuple(d.patterns)) for d in drafts)
     for turn in turns:
         if not turn.answer or not turn.facts:
             raise CorpusError(f"{path.name}: [{name}] has a question without an answer or without a fact")

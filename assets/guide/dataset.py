@@ -24,17 +24,17 @@ SYSTEM_PROMPTS = (
     "Help the user with this program.",
     "Answer as well as you can.",
 )
-NONSENSE_SHARE = 0.12
+NONSENSE_SHARE = 0.15
 """Of in-scope questions, how many are copied as nonsense that must be declined."""
 
-CHAINED_SHARE = 0.3
+CHAINED_SHARE = 0.12
 """Of all questions, how many come again in chains."""
 
-OPENING_SHARE, OPENING_TOKENS = 0.65, (6, 14)
+OPENING_SHARE, OPENING_TOKENS = 0.88, (3, 8)
 """Of questions asked alone, how many end after so many tokens of the answer: which answer it is shows there, and reciting the
 rest is learned from far fewer examples."""
 
-OUTSIDE_SHARE = 0.6
+OUTSIDE_SHARE = 0.8
 """Of out-of-scope questions, how many an epoch takes: they share one answer, which is soon learned."""
 
 Exchange = tuple[str, str, bool]  # question, answer, whether the answer is learned
@@ -109,11 +109,7 @@ class Conversations:
     def _all_dialogues(self) -> Iterator[list[Exchange]]:
         for entry in self._dialogues:
             for _ in range(max(len(turn.trained) for turn in entry.turns)):
-                # Opening questions resemble single entries with answers of their own: here they are context only.
-                yield [
-                    (vary(self._rng.choice(turn.trained), self._rng), turn.answer, index > 0)
-                    for index, turn in enumerate(entry.turns)
-                ]
+                yield [(vary(self._rng.choice(turn.trained), self._rng), turn.answer, True) for turn in entry.turns]
 
     def _long(self, exchanges: Sequence[Exchange]) -> Sample:
         """One conversation that fills the context, so that far positions are learned too."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tokamac.assets.guide.corpus import Entry, read_corpus
 from tokamac.assets.guide.dataset import Conversations, Sample, batches
 from tokamac.assets.guide.network import Llama, Router, Shape, train_packed
-from tokamac.assets.guide.vocabulary import END, PAD, mark_id, save_tokenizer, train_tokenizer
+from tokamac.assets.guide.vocabulary import END, PAD, mark_id, read_tokenizer, save_tokenizer, train_tokenizer
 
 PACKED_FROM = 0.65
 """Share of the training after which the model sees its weights as 4-bit ones."""
@@ -42,7 +42,7 @@ class Plan:
     seed: int
     batch_tokens: int
     learning_rate: float
-    warm_up: int = 150
+    warm_up: int = 80
     resume: Path | None = None
     dropout: float = 0.05
     weight_decay: float = 0.05
@@ -82,7 +82,7 @@ def train(plan: Plan) -> None:
     entries = read_corpus()
     model = Llama(Shape(), plan.dropout)
     if plan.resume is not None:
-        tokenizer = Tokenizer.from_file(str(plan.resume / "tokenizer.json"))
+        tokenizer = read_tokenizer(plan.resume)
         model.load_state_dict(load_file(plan.resume / "model.safetensors"))
     else:
         tokenizer = train_tokenizer(_texts(entries))

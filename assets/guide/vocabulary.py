@@ -21,14 +21,25 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Return a BPE tokenizer of VOCABULARY tokens, the special ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    # Every text is encoded with a space before it (so a word is one token wherever it stands); a reply is shown without it.
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = _decoder()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of an earlier checkpoint."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = _decoder()
+    return tokenizer
+
+
+def _decoder() -> decoders.Decoder:
+    # Every text is encoded with a space before it (so a word is one token wherever it stands); a reply is shown without it.
+    return decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
 
 
 def mark_id(tokenizer: Tokenizer, mark: str) -> int:

@@ -10,7 +10,8 @@ from tokamac.engine import KVSpec, OptionError, PromptCacheSpec, Sampling
 from tokamac.engine.core import recommended_sampling
 from tokamac.engine.sampling import Sampler, keep_min_p, keep_top_k, keep_top_p, penalise_repeats
 
-LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=30, unique=True)
+# Hundredths: nearer values would be ties in float32 once they are probabilities.
+LOGITS = st.lists(st.integers(-800, 800), min_size=2, max_size=30, unique=True).map(lambda n: [i / 100 for i in n])
 
 
 def kept(filtered: mx.array) -> set[int]:
