@@ -1,5 +1,6 @@
 """The guide's corpus: well formed, large enough, free of clashes, honestly split; and the tokenizer that ships with the model."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -50,11 +51,11 @@ def test_every_turn_has_a_phrasing_to_learn_and_one_to_score(entries: list[Entry
 def test_a_fifth_is_held_out_and_never_trained(entries: list[Entry]) -> None:
     turns = [turn for entry in entries for turn in entry.turns]
     held, all_ = sum(len(turn.held_out) for turn in turns), sum(len(turn.phrasings) for turn in turns)
-    assert 0.17 <= held / all_ <= 0.23
+    assert 0.17 <= held / all_ <= 0.23  # about a fifth
     for turn in turns:
         trained = {normalised(text) for text in turn.trained}
         assert not trained & {normalised(text) for text in turn.held_out}
-        assert sorted((*turn.trained, *turn.held_out)) == sorted(turn.phrasings)
+        assert sorted((*turn.trained, *turn.held_out)) == sorted((*turn.phrasings, *turn.patterns))
 
 
 def test_no_phrasing_asks_for_two_answers(entries: list[Entry]) -> None:
@@ -84,6 +85,18 @@ def test_text_is_ascii_and_answers_are_short(entries: list[Entry]) -> None:
             assert len(turn.answer.split()) <= 60, entry.id
 
 
+def test_no_pattern_draws_a_held_out_phrasing(entries: list[Entry]) -> None:
+    held_out = {normalised(text) for entry in entries for turn in entry.turns for text in turn.held_out}
+    patterns = [pattern for entry in entries for turn in entry.turns for pattern in turn.patterns]
+    assert [drawn for pattern in patterns for drawn in wordings(pattern) if normalised(drawn) in held_out] == []
+
+
+def wordings(pattern: str) -> list[str]:
+    """Every wording that a pattern of the corpus can draw."""
+    pieces = [piece.split("|") for piece in re.split(r"[()]", pattern)]
+    return [" ".join("".join(drawn).split()) for drawn in itertools.product(*pieces)]
+
+
 def test_facts_are_alternatives_found_in_any_case() -> None:
     turn = Turn(("why",), "Memory bus.", (("bandwidth", "memory bus"), ("weights",)))
     assert turn.is_right("The MEMORY BUS and the Weights.")
@@ -97,6 +110,7 @@ def test_facts_are_alternatives_found_in_any_case() -> None:
         ("[a]\n? q\n= an answer\nnonsense\n", "x.txt:4"),
         ("[a]\n= an answer without a question\n", "x.txt:2"),
         ("[a]\n? q\n+ fact\n", "x.txt:3"),
+        ("[a]\n? q\n= one\n~ late\n", "x.txt:4"),
         ("[a]\n? q\n= one\n= two\n", "x.txt:4"),
         ("[a]\n? q\n= answer\n+ missing\n", "[a]"),
         ("[a]\n? q\n", "[a]"),

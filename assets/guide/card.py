@@ -67,13 +67,15 @@ def _data(entries: Sequence[Entry]) -> list[str]:
     answered = sum(len(entry.turns) == 1 and not entry.out_of_scope for entry in entries)
     dialogues = sum(len(entry.turns) > 1 for entry in entries)
     outside = sum(len(turn.phrasings) for entry in entries if entry.out_of_scope for turn in entry.turns)
-    trained, held = sum(len(turn.trained) for turn in turns), sum(len(turn.held_out) for turn in turns)
+    phrasings, held = sum(len(turn.phrasings) for turn in turns), sum(len(turn.held_out) for turn in turns)
+    patterns = sum(len(turn.patterns) for turn in turns)
     return [
         "",
         "## Data",
         "",
         f"- {answered:,} questions with an answer, {dialogues:,} dialogues, {outside:,} out-of-scope questions.",
-        f"- {trained + held:,} phrasings: {trained:,} trained on, {held:,} ({held / (trained + held):.1%}) held out.",
+        f"- {phrasings:,} phrasings: {phrasings - held:,} trained on, {held:,} ({held / phrasings:.1%}) held out.",
+        f"- {patterns:,} patterns that draw more wordings, trained on only.",
     ]
 
 
