@@ -29,9 +29,14 @@ class Chat:
         return tuple(self._messages)
 
     def send(self, text: str, sampling: Sampling | None = None) -> Iterator[Event]:
-        """Add a user's message and generate the reply. Raises OptionError for an empty message."""
+        """Add a user's message and generate the reply. Raises OptionError for an empty message.
+
+        A message before it that was never answered (cancelled at once, say) is left out: templates refuse two in a row.
+        """
         if not text.strip():
             raise OptionError("the message is empty", "Write something first.")
+        if self._messages and self._messages[-1].role == "user":
+            self._messages.pop()
         self._messages.append(Message("user", text))
         return self._reply(sampling)
 
@@ -70,10 +75,7 @@ class Chat:
 
     def _record(self, events: Iterator[Event]) -> Iterator[Event]:
         said = {"answer": "", "thinking": ""}
-        turns = (
-            self._messages
-        )  # an edit during the reply changes the list in place; the reply belongs to what was asked
-        position = len(turns)
+        asked, position = self._messages[-1], len(self._messages)
         try:
             for event in events:
                 if isinstance(event, TextChunk):
@@ -82,5 +84,7 @@ class Chat:
                     said = {"answer": event.text, "thinking": event.thinking}
                 yield event
         finally:
-            if any(said.values()) and len(turns) == position:
-                turns.append(Message("assistant", said["answer"], said["thinking"]))
+            # An edit during the reply changes what was asked: then the reply belongs to nothing.
+            unchanged = len(self._messages) == position and self._messages[-1] is asked
+            if any(said.values()) and unchanged:
+                self._messages.append(Message("assistant", said["answer"], said["thinking"]))

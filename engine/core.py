@@ -1,5 +1,6 @@
 """All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tokamac.engine.errors import EngineClosedError, OptionError
+from tokamac.engine.errors import EngineClosedError, OptionError, TemplateError
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
 from tokamac.engine.limits.limits import Limits, limits_for
@@ -70,22 +71,22 @@ class Core:
         if self._store is None:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         request = self._request(prompt, Sampling(), Recorder(), reply=False)
+        check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep) or Slot(
             [], self.runtime.new_caches(request.keep), request.keep
         )
         run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
         cached, total = len(slot.ids), len(request.ids)
-        yield PrefillProgress(cached, total, cached)
-        try:
+        with self._store.lending(slot):
+            yield PrefillProgress(cached, total, cached)
             for done in run.prefill(request.ids[cached:-1], self.runtime.prefill_chunk):
                 yield PrefillProgress(cached + done, total, cached)
                 if cancelled():
                     return
-        finally:
-            self._store.put(slot)
 
     def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
-        """ids (n,) → (n, V) float32 log-probabilities of what follows each."""
+        """ids (n,) → (n, V) float32 log-probabilities of what follows each. Raises OptionError for ids that are none."""
+        self._check_ids(ids)
         caches = self.runtime.new_caches(self._pinned([]))
         size = chunk or LOGPROBS_CHUNK
         rows = []
@@ -121,22 +122,19 @@ class Core:
         mx.clear_cache()
 
     def _request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, reply: bool = True) -> Request:
-        if not prompt:
-            raise OptionError("the prompt is empty", "Give at least one token or one message.")
-        messages = [item for item in prompt if isinstance(item, Message)]
-        ids = [item for item in prompt if isinstance(item, int)]
-        if messages and ids:
-            raise OptionError("a prompt is either token ids or messages", "Give one kind.")
+        messages, ids = sort_prompt(prompt)
         opens_thinking = False
         if messages:
             text = self.runtime.tokenizer.render(messages, reply=reply)
             opens_thinking = self.runtime.tokenizer.opens_thinking(text)
             ids = self.runtime.tokenizer.encode(text)
+            if not ids:
+                raise TemplateError("the model's chat template renders nothing", "Use another model.")
         self._check_ids(ids)
         return Request(ids, sampling, self._pinned(messages), opens_thinking, recorder)
 
     def _check_ids(self, ids: list[int]) -> None:
-        bound = max(self.spec.vocabulary_size, self.runtime.tokenizer.vocabulary_size)
+        bound = self.spec.vocabulary_size
         if bad := [token for token in ids if not 0 <= token < bound]:
             raise OptionError(
                 f"token id {bad[0]} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer."
@@ -161,6 +159,19 @@ class Core:
                 "Use a larger --kv-window or a number for --kv-keep.",
             )
         return pinned
+
+
+def sort_prompt(prompt: Sequence[object]) -> tuple[list[Message], list[int]]:
+    """Return the prompt as messages or as token ids; the other list is empty. Raises OptionError for anything else."""
+    if isinstance(prompt, str) or not len(prompt):
+        raise OptionError("the prompt holds no token and no message", "Give token ids, or Messages.")
+    messages = [item for item in prompt if isinstance(item, Message)]
+    if len(messages) == len(prompt):
+        return messages, []
+    try:
+        return [], [operator.index(item) for item in prompt]  # type: ignore[arg-type]  # NumPy's integers, too
+    except TypeError:
+        raise OptionError("a prompt is token ids alone, or Messages alone", "Give one kind.") from None
 
 
 def recommended_sampling(generation_config: dict[str, object]) -> Sampling:

@@ -10,13 +10,14 @@ LAZY_WEIGHTS weights. Below that, a single row stays in MLX's lazy graph.
 The weights stay MLX arrays, which NumPy views without a copy: memory and cost are counted as for any other model.
 """
 
-import os
 from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
+
+from tokamac.engine.limits.memory import machine_total
 
 MEMORY_SHARE = 0.25
 """The share of the machine's memory that unpacked weights may take."""
@@ -134,4 +135,4 @@ def _unpacked_bytes(module: nn.Module) -> int:
 
 
 def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_total() or 0

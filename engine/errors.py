@@ -17,13 +17,18 @@ Every error says what failed (``str(error)``) and what to do next (``error.hint`
 """
 
 
+def _printable(text: str) -> str:
+    """Return text without what a terminal would obey: messages quote names and reasons that others wrote."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 class TokamacError(Exception):
     """Base of all errors: ``message`` says what failed, ``hint`` what to do next."""
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        super().__init__(_printable(message))
+        self.message = _printable(message)
+        self.hint = _printable(hint)
 
     def one_line(self) -> str:
         """Return the message and the hint as one line, for a terminal or a log."""

@@ -1,10 +1,12 @@
 """The two phases on the device: prefill in chunks, decode one step ahead. Knows tokens and caches, nothing of text."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 
+from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.sampling import Sampler
 
 POOL_CLEAR_STEPS = 256
@@ -21,6 +23,7 @@ class Run:
         self._model = model
         self._caches = caches
         self._ahead = ahead
+        self._sound = False  # whether logits were seen to be numbers
         self.held = held
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
@@ -37,15 +40,16 @@ class Run:
             done += len(part)
             yield done
 
-    def decode(self, last: int, sampler: Sampler, limit: int) -> Iterator[int]:
-        """Yield up to ``limit`` tokens that follow ``last``, the one prompt token not yet held. Stop iterating to cancel.
+    def decode(self, last: int, sampler: Sampler, limit: int | None) -> Iterator[int]:
+        """Yield up to ``limit`` tokens (None: without end) that follow ``last``, the one prompt token not yet held.
 
-        With ``ahead`` the next step is launched before a token is read, so the device works while the host does.
+        Stop iterating to cancel. With ``ahead`` the next step is launched before a token is read, so the device works while the
+        host does.
         """
         pending = self._step(mx.array([last]), sampler)
         self.held.append(last)
-        for count in range(1, limit + 1):
-            following = self._step(pending, sampler) if self._ahead and count < limit else None
+        for count in itertools.count(1):
+            following = self._step(pending, sampler) if self._ahead and count != limit else None
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
             if following is not None:
                 self.held.append(token)
@@ -59,8 +63,18 @@ class Run:
             if count % POOL_CLEAR_STEPS == 0:
                 mx.clear_cache()
 
+    def _check(self, logits: mx.array) -> None:
+        """Raise ModelDamagedError for logits that are not numbers. The first step alone: it is waited for anyway."""
+        if not bool(mx.isfinite(mx.max(logits)).item()):
+            raise ModelDamagedError(
+                "the model computed values that are not numbers", "Load it with dtype float32, or download it again."
+            )
+        self._sound = True
+
     def _step(self, token: mx.array, sampler: Sampler) -> mx.array:
         logits = self._model(token[None], cache=self._caches)[:, -1, :]  # (1, 1) ids → (1, V)
+        if not self._sound:
+            self._check(logits)
         chosen = sampler(logits)
         mx.async_eval(chosen)  # type: ignore[no-untyped-call]
         return chosen

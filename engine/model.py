@@ -18,6 +18,9 @@ from tokamac.engine.shards import find_shards
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
+BUILD_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError)
+"""What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense."""
+
 BytesProgress = Callable[[int, int], None]
 
 
@@ -52,7 +55,7 @@ def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress:
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if wanted is not None:
         module.set_dtype(wanted)
-    _read(module, folder, progress)
+    _read(module, folder, dtype, progress)
     eager = device == "cpu" and wanted == mx.float32 and unpack(module)
     mx.clear_cache()
     return LoadedModel(module, config, folder, stored, eager)
@@ -67,8 +70,7 @@ def _build(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, A
         module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: classes)
     except ModelError:
         raise
-    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        # mlx-lm raises these for weights that don't fit the architecture, and for configs that lack a key.
+    except BUILD_ERRORS as error:
         reason = " ".join(str(error).split())[:240]
         raise ModelDamagedError(
             f"{folder} does not hold a whole {config.get('model_type')} model: {reason}",
@@ -81,7 +83,7 @@ def _build(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, A
     return module, loaded
 
 
-def _read(module: nn.Module, folder: Path, progress: BytesProgress) -> None:
+def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress) -> None:
     parameters = tree_flatten(module.parameters())
     total, done = sum(array.nbytes for _, array in parameters), 0
     progress(0, total)
@@ -89,6 +91,8 @@ def _read(module: nn.Module, folder: Path, progress: BytesProgress) -> None:
         # Evaluated one by one, so that a bar can move and a nonsense value can be named.
         floating = mx.issubdtype(array.dtype, mx.floating)
         if floating and not bool(mx.all(mx.isfinite(array)).item()):
+            if dtype == "float16":
+                raise OptionError(f"{name} holds values that float16 can't", "Load with bfloat16 or float32.")
             raise ModelDamagedError(
                 f"the weights in {folder} are damaged: {name} holds values that are not numbers",
                 "Download the model again.",

@@ -41,6 +41,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # One text is one stop, not as many as it has letters.
+        given: object = self.stop
+        object.__setattr__(self, "stop", (given,) if isinstance(given, str) else tuple(self.stop))
         temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p
         _require(
             temperature is None or 0 <= temperature <= 10, f"temperature {temperature} is out of range", "Use 0 to 10."

@@ -1,5 +1,7 @@
 """Reuse of what is already computed: the caches of the last conversations, found by the longest common prefix of token ids."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,7 @@ class PrefixStore:
         """
         best, shared = self._best(ids, keep)
         if best is None:
-            del self._slots[: len(self._slots) - self._capacity + 1]
+            del self._slots[: max(0, len(self._slots) - self._capacity + 1)]
             return None
         self._slots.remove(best)
         surplus = len(best.ids) - shared
@@ -44,6 +46,16 @@ class PrefixStore:
             return None  # it can't be taken back that far: compute afresh
         del best.ids[shared:]
         return best
+
+    @contextmanager
+    def lending(self, slot: Slot) -> Iterator[Slot]:
+        """Store ``slot`` when the block ends, or is left early; after a failure nobody knows what its caches hold: drop it."""
+        try:
+            yield slot
+        except GeneratorExit:
+            self.put(slot)
+            raise
+        self.put(slot)
 
     def put(self, slot: Slot) -> None:
         """Store a conversation that has ended its turn."""
@@ -64,6 +76,8 @@ class PrefixStore:
         best, shared = None, 0
         for slot in self._slots:
             length = min(common_prefix(slot.ids, ids), len(ids) - 1)
-            if slot.keep == keep and length > shared:
+            # Conversations begin alike (the template's first marks): with room for several, one must not be cut for another.
+            same = self._capacity == 1 or 2 * length >= min(len(slot.ids), len(ids))
+            if slot.keep == keep and length > shared and same:
                 best, shared = slot, length
         return best, shared

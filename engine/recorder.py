@@ -35,6 +35,7 @@ class Recorder:
     prefill_began_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prefilled: int = 0
     token_times: list[float] = field(default_factory=list)
     ended_s: float | None = None
 
@@ -64,7 +65,8 @@ class Recorder:
         """Return what is known so far."""
         times = list(self.token_times)  # a copy: the engine's thread may be appending
         first = times[0] if times else None
-        prefill_tokens = self.prompt_tokens - self.cached_tokens
+        # The first token's step computes the last of the prompt; a reply cancelled before it computed fewer.
+        prefill_tokens = self.prompt_tokens - self.cached_tokens if times else self.prefilled
         prefill_s = None if first is None or self.prefill_began_s is None else first - self.prefill_began_s
         decode_tps = metrics.decode_rate(times)
         return Metrics(

@@ -1,6 +1,7 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -48,18 +49,9 @@ class Reply:
         mx.reset_peak_memory()
         slot = self._slot = self._take()
         run = Run(self._runtime.model, slot.caches, slot.ids, ahead=self._runtime.ahead)
-        whole = False
-        try:
+        with self._store.lending(slot) if self._store else nullcontext():
             yield from self._prefill(run)
             yield from self._decode(run)
-            whole = True
-        except GeneratorExit:
-            whole = True
-            raise
-        finally:
-            # After a failure inside a step nobody knows what the caches hold.
-            if whole and self._store is not None:
-                self._store.put(slot)
 
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
@@ -93,6 +85,7 @@ class Reply:
         yield PrefillProgress(cached, len(ids), cached)
         todo = ids[cached:-1]  # the last token is the first decode step's
         for done in run.prefill(todo, self._runtime.prefill_chunk):
+            self._request.recorder.prefilled = done
             if self._cancelled():
                 return
             yield PrefillProgress(cached + done, len(ids), cached)
@@ -119,10 +112,11 @@ class Reply:
         request.recorder.end()
         yield Finished(reason, text.answer, self.metrics(), text.thinking)
 
-    def _token_limit(self) -> int:
+    def _token_limit(self) -> int | None:
+        """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
-        return min(value for value in (asked, room) if value is not None)
+        return min((value for value in (asked, room) if value is not None), default=None)
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

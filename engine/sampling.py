@@ -10,6 +10,9 @@ from tokamac.engine.options import Sampling
 PENALTY_WINDOW = 64
 """Tokens looked back at by the repetition penalty."""
 
+COLDEST = 1e-4
+"""Below this temperature the likeliest token is taken: dividing by less overflows float32."""
+
 Filter = Callable[[mx.array], mx.array]
 
 
@@ -67,7 +70,7 @@ class Sampler:
         logits = logits.astype(mx.float32)
         if self._penalised:
             logits = penalise_repeats(logits, self._recent, self._sampling.repetition_penalty)
-        if self._sampling.temperature == 0:
+        if (self._sampling.temperature or 0) < COLDEST:
             token = mx.argmax(logits, axis=-1)
         else:
             for apply in self._filters:

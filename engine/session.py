@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,8 @@ class Engine:
     def __init__(self, worker: Worker, core: "Core") -> None:
         self._worker = worker
         self._core = core
-        self._stream: Stream | None = None
+        self._streams: list[Stream] = []  # open ones: the running reply's first, then those that wait
+        self._lock = threading.Lock()
         self._live: Callable[[], Live] | None = None
         atexit.register(self.close)
 
@@ -44,7 +46,7 @@ class Engine:
         cls,
         model: str | Path = "guide",
         *,
-        kv: KVSpec | None = None,
+        kv: KVSpec = KVSpec(),  # noqa: B008  # frozen
         prompt_cache: PromptCacheSpec | None = PromptCacheSpec(),  # noqa: B008  # frozen
         dtype: str | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
@@ -56,16 +58,26 @@ class Engine:
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
+        given_up = threading.Event()
+
+        def tell(at: LoadProgress) -> None:
+            if given_up.is_set():
+                raise EngineClosedError("loading was interrupted", "Load it again.")
+            if progress is not None:
+                progress(at)
 
         def work() -> "Core":
             from tokamac.engine.loading import load
 
-            return load(model, kv=kv or KVSpec(), prompt_cache=prompt_cache, dtype=dtype, progress=progress)
+            return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, progress=tell)
 
         try:
             return cls(worker, worker.call(work))
         except BaseException:
-            worker.leave()  # an interrupted load is not waited for
+            # An interrupted load ends at its next tensor. The process must not exit before: MLX would abort it.
+            given_up.set()
+            worker.leave()
+            atexit.register(worker.close)
             raise
 
     @property
@@ -95,9 +107,10 @@ class Engine:
         )
 
     def cancel(self) -> None:
-        """End the reply in progress, from any thread: its reader gets Finished with reason "cancelled"."""
-        if (stream := self._stream) is not None:
-            stream.cancel()
+        """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""
+        with self._lock:
+            for stream in self._streams:
+                stream.cancel()
 
     def live(self) -> Live | None:
         """Return what is measured of the reply in progress, or None when there is none."""
@@ -107,7 +120,7 @@ class Engine:
     def logprobs(self, tokens: Sequence[int], chunk: int | None = None) -> "mx.array":
         """Return (n, vocabulary) float32: row i is the model's log-probability of what follows token i.
 
-        Computed through the engine's own prefill and KV cache, ``chunk`` tokens at a time (None: all at once).
+        Computed through the engine's own prefill and KV cache, ``chunk`` tokens at a time (None: the engine chooses).
         """
         ids = list(tokens)
         if not ids or (chunk is not None and chunk < 1):
@@ -127,12 +140,14 @@ class Engine:
         return self._worker.call(self._core.memory)
 
     def close(self) -> None:
-        """End the reply in progress, free the model and stop the thread. Safe to call again."""
+        """End all replies (their readers get EngineClosedError), free the model and stop the thread. Safe to call again."""
         atexit.unregister(self.close)
-        if (stream := self._stream) is not None:
-            stream.abandon()
         with contextlib.suppress(EngineClosedError):  # by an earlier call
             self._worker.submit(self._core.close)
+        self._worker.leave()
+        with self._lock:
+            for stream in self._streams:
+                stream.close()
         self._worker.close()
 
     def __enter__(self) -> Self:
@@ -146,26 +161,33 @@ class Engine:
     def _stream_from(self, source: Callable[[Stream], Iterator[Event]]) -> Iterator[Event]:
         """Run ``source`` on the engine's thread and yield its events on this one."""
         stream = Stream()
-        job = self._worker.submit(lambda: self._pump(source, stream))
+        with self._lock:
+            self._streams.append(stream)
         try:
-            yield from stream.read()
+            job = self._worker.submit(lambda: self._pump(source, stream))
+            try:
+                yield from stream.read()
+            finally:
+                stream.abandon()
+                job.cancel()
         finally:
-            stream.abandon()
-            job.cancel()
+            with self._lock:
+                self._streams.remove(stream)
 
     def _pump(self, source: Callable[[Stream], Iterator[Event]], stream: Stream) -> None:
-        self._stream = stream
+        if stream.is_abandoned():
+            return
         try:
             with contextlib.closing(source(stream)) as events:  # type: ignore[type-var]
                 for event in events:
-                    if stream.abandoned:
+                    if stream.is_abandoned():
                         break
                     stream.put(event)
             stream.end()
         except BaseException as error:
             stream.end(error)
         finally:
-            self._stream = self._live = None
+            self._live = None
 
     def _answer(self, prompt: Any, sampling: Sampling, recorder: Recorder, stream: Stream) -> Iterator[Event]:
         reply = self._core.reply(prompt, sampling, recorder, stream.is_cancelled)

@@ -1,6 +1,7 @@
 """The safetensors files of a model folder, checked from their headers alone: nothing is loaded, no MLX is needed."""
 
 import json
+import operator
 import struct
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,21 @@ def read_header(shard: Path) -> dict[str, Any]:
     try:
         header = json.loads(raw)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        end = max((_end(entry) for entry in tensors.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise _damaged(shard, "its header is not readable") from error
     if 8 + length + end != size:
         raise _damaged(shard, f"it has {size:,} bytes instead of {8 + length + end:,}")
     return tensors
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """Return where a tensor's bytes end; raises for an entry that is not one."""
+    begin, end = (operator.index(offset) for offset in entry["data_offsets"])
+    shape = [operator.index(size) for size in entry["shape"]]
+    if not isinstance(entry["dtype"], str) or not 0 <= begin <= end or min(shape, default=0) < 0:
+        raise ValueError
+    return end
 
 
 def _listed(folder: Path) -> set[str]:

@@ -1,11 +1,12 @@
 """Text to token ids and back: the tokenizer, its chat template, and a detokenizer that never shows half a character."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, TemplateError
+from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message
 from tokamac.engine.template import with_deadline
 
@@ -21,8 +22,11 @@ THINKING_MARKERS = (
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
 )
 
-LONGEST_CHARACTER = 4
-"""Bytes of the longest UTF-8 character: a byte-level token holds at least one."""
+LONGEST_PENDING = 8
+"""Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come before."""
+
+POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
+"""Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
 
 
 class Detokenizer:
@@ -51,7 +55,7 @@ class Detokenizer:
         before = self._decode(self._ids[self._context : self._shown])
         after = self._decode(self._ids[self._context :])
         pending = len(self._ids) - self._shown
-        unfinished = after.endswith("\ufffd") and pending < LONGEST_CHARACTER
+        unfinished = after.endswith("\ufffd") and pending < LONGEST_PENDING
         if len(after) <= len(before) or (unfinished and not final):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
@@ -79,6 +83,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of ``text``, as they stand: nothing is added unless asked for."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -120,6 +128,10 @@ class Tokenizer:
         return rendered.rstrip().endswith(start)
 
     def _render(self, messages: Sequence[Message], reply: bool) -> str:
+        if POWER.search(str(self._hf.chat_template)):
+            raise TemplateError(
+                f"the chat template of {self._name} computes powers, which no template needs", "Don't use it."
+            )
         turns = [_as_dict(message) for message in messages]
 
         def work() -> str:
@@ -201,7 +213,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
-    for value in (generation_config(folder).get("eos_token_id", config.get("eos_token_id")), tokenizer.eos_token_id):
+    for value in (generation_config(folder).get("eos_token_id") or config.get("eos_token_id"), tokenizer.eos_token_id):
         if isinstance(value, int):
             found.add(value)
         elif isinstance(value, list):

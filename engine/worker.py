@@ -22,7 +22,7 @@ class Stream:
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._moved = threading.Event()
         self.cancelled = False
-        self.abandoned = False
+        self._abandoned = False
 
     def cancel(self) -> None:
         """Ask the engine to end the reply; the reader still gets its Finished event."""
@@ -32,14 +32,23 @@ class Stream:
         """Whether the reply should end."""
         return self.cancelled
 
+    def is_abandoned(self) -> bool:
+        """Whether nobody reads any more."""
+        return self._abandoned
+
     def abandon(self) -> None:
         """The reader is gone: end the reply, and don't wait for anyone."""
-        self.abandoned = self.cancelled = True
+        self._abandoned = self.cancelled = True
         self._moved.set()
+
+    def close(self) -> None:
+        """The engine goes away: end the reply, and tell its reader so."""
+        self.abandon()
+        self._events.put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
 
     def put(self, event: Event) -> None:
         """Hand over an event; waits while the reader is too far behind."""
-        while self._events.qsize() >= LOOK_AHEAD and not self.abandoned:
+        while self._events.qsize() >= LOOK_AHEAD and not self._abandoned:
             self._moved.clear()
             self._moved.wait(0.1)
         self._events.put(event)
@@ -109,4 +118,5 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # its result may be large, and the wait long
         self._at_end()

@@ -18,6 +18,7 @@ from tokamac.engine.errors import (
     ModelError,
     ModelUnsupportedError,
 )
+from tokamac.engine.model import BUILD_ERRORS
 from tokamac.engine.shards import find_shards
 
 AGAIN = "Download the model again."
@@ -66,8 +67,7 @@ def open_source(folder: Path) -> Source:
         raise ModelUnsupportedError(
             f"{folder} needs a package that is not installed: {error}", "Use another model."
         ) from error
-    except (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError) as error:
-        # What mlx-lm raises for weights that don't fit the architecture, and for configs that lack a key.
+    except BUILD_ERRORS as error:
         raise _unfit(folder, config, " ".join(str(error).split())[:240]) from error
     _check_names(folder, config, module, weights)
     ordered = {name: weights[name] for name, _ in tree_flatten(module.parameters())}

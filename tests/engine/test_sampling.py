@@ -125,3 +125,12 @@ def test_what_is_not_asked_for_comes_from_the_model_then_from_the_defaults() -> 
     resolved = Sampling(temperature=0.1).resolved(recommended)
     assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (0.1, 20, 1.0, 0.0)
     assert recommended_sampling({"do_sample": False, "temperature": 0.9}).temperature == 0.0
+
+
+def test_a_stop_text_alone_is_one_stop() -> None:
+    assert Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    assert draw(Sampling(temperature=1e-40)) == draw(Sampling(temperature=0))

@@ -1,8 +1,12 @@
 """The engine whole, on a tiny model: reuse, cancelling, seeds, threads, limits, closing."""
 
 import gc
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,6 +24,7 @@ from tokamac.engine import (
     Message,
     OptionError,
     PrefillProgress,
+    PromptCacheSpec,
     Sampling,
     TextChunk,
 )
@@ -338,3 +343,125 @@ def test_a_packed_model_is_unpacked_for_the_cpu_and_says_the_same(tmp_path: Path
     logits = model(mx.array([ids(30)]))[0].astype(mx.float32)
     theirs = np.asarray(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     assert np.abs(ours - theirs).max() < 1e-3
+
+
+def test_a_window_without_a_token_limit_writes_on_past_the_context(tiny: Path) -> None:
+    with Engine.load(tiny, kv=KVSpec(window=64, keep=4)) as engine:
+        events = engine.generate(ids(30), Sampling(temperature=0))
+        text = sum(isinstance(event, TextChunk) for event, _ in zip(events, range(20), strict=False))
+        events.close()
+    assert text > 0
+
+
+def test_two_conversations_are_kept_apart_where_there_is_room_for_two(tiny: Path) -> None:
+    with Engine.load(tiny, prompt_cache=PromptCacheSpec(conversations=2)) as engine:
+        first, second = ids(120, 1), [ids(120, 1)[0], *ids(119, 2)]  # they begin alike
+        costs = [
+            finish(engine.generate(prompt, GREEDY)).metrics.prefill_tokens for prompt in (first, second, first, second)
+        ]
+    assert costs == [120, 120, 1, 1]
+
+
+def test_cancel_reaches_replies_that_wait(fresh: Engine) -> None:
+    reasons: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        reasons[number] = finish(fresh.generate(ids(20, number), Sampling(temperature=0, max_tokens=450))).reason
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    while len(fresh._streams) < 2:
+        time.sleep(0.001)
+    fresh.cancel()
+    for thread in threads:
+        thread.join(30)
+    assert reasons == {1: "cancelled", 2: "cancelled"}
+
+
+def test_closing_tells_every_reader(tiny: Path) -> None:
+    engine = Engine.load(tiny)
+    running, waiting = (engine.generate([10] * 20, Sampling(max_tokens=450)) for _ in range(2))
+    next(running)
+    failures: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            list(waiting)
+        except EngineClosedError as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while len(engine._streams) < 2:
+        time.sleep(0.001)
+    engine.close()
+    reader.join(30)
+    with pytest.raises(EngineClosedError):
+        list(running)
+    assert len(failures) == 1
+
+
+def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = ids(300)
+    calls = 0
+    model = fresh._core.runtime.model
+
+    class Failing:
+        layers = model.layers
+
+        def __call__(self, *args: object, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("no memory")
+            return model(*args, **options)
+
+    monkeypatch.setattr(fresh._core, "_runtime", replace(fresh._core.runtime, model=Failing()))
+    with pytest.raises(RuntimeError, match="no memory"):
+        list(fresh.warm(prompt))
+    monkeypatch.undo()
+    assert finish(fresh.generate(prompt, GREEDY)).metrics.cached_tokens == 0
+
+
+@pytest.mark.parametrize("prompt", ["hello", [{"role": "user"}], [10, "x"], [1.5]])
+def test_prompts_of_other_kinds_are_refused(engine: Engine, prompt: object) -> None:
+    with pytest.raises(OptionError):
+        list(engine.generate(prompt))  # type: ignore[arg-type]
+
+
+def test_numpy_ids_are_ids(engine: Engine) -> None:
+    assert finish(engine.generate(np.array([10, 11, 12]), GREEDY)).metrics.prompt_tokens == 3  # type: ignore[arg-type]
+
+
+def test_an_edit_during_a_reply_leaves_the_reply_out(fresh: Engine) -> None:
+    chat = fresh.chat()
+    reply = chat.send("one", GREEDY)
+    next(reply)
+    chat.edit(0, "two")
+    list(reply)
+    assert [message.content for message in chat.messages] == ["two"]
+
+
+def test_a_question_that_was_never_answered_does_not_block_the_next(fresh: Engine) -> None:
+    chat = fresh.chat()
+    reply = chat.send("one", GREEDY)
+    next(reply)
+    reply.close()
+    finish(chat.send("two", GREEDY))
+    assert chat.messages[0].content == "two"
+
+
+def test_an_interrupted_load_ends_cleanly(tiny: Path) -> None:
+    code = f"""
+import atexit
+from tokamac.engine import Engine
+def stop(at):
+    raise KeyboardInterrupt
+try:
+    Engine.load({str(tiny)!r}, progress=stop)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "interrupted")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.seeded import TEMPLATE, write_tokenizer
-from tokamac.engine import Message, ModelDamagedError, TemplateError
+from tokamac.engine import Message, ModelDamagedError, OptionError, TemplateError
 from tokamac.engine.stream import ReplyText, first_of, held_back
 from tokamac.engine.tokens import Tokenizer, load_tokenizer
 
@@ -147,6 +147,28 @@ def test_a_template_that_loops_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_template_that_fails_is_one_clear_error(tmp_path: Path, template: str) -> None:
     with pytest.raises(TemplateError, match="tiny failed"):
         folder_with(tmp_path, template).render([Message("user", "hi")])
+
+
+def test_a_template_that_computes_powers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="powers"):
+        folder_with(tmp_path, "{{ (messages | length + 2) ** 25000000 % 7 }}").render([Message("user", "hi")])
+
+
+def test_a_template_that_renders_control_characters_into_its_error_is_made_safe(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError) as caught:
+        folder_with(tmp_path, "{{ raise_exception('\x1b]0;no\x07') }}").render([Message("user", "hi")])
+    assert str(caught.value).isprintable()
+
+
+def test_a_stray_byte_does_not_take_the_next_character_with_it(tokenizer: Tokenizer) -> None:
+    stray = tokenizer.encode("é")[1]
+    text = joined(shown(ReplyText(tokenizer), [stray, *tokenizer.encode("🎉")]), "answer")
+    assert text == "\ufffd🎉"
+
+
+def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(OptionError, match="Unicode"):
+        tokenizer.encode("a\udcff")
 
 
 def test_a_model_without_a_template_can_not_chat(tmp_path: Path) -> None:
