@@ -40,6 +40,7 @@ def write_card(
     counts: dict[str, Tally],
     total: Tally,
     logs: Sequence[Path],
+    skipped: int,
 ) -> None:
     """Replace what stands between the marks of ``card``. Raises ValueError when it has no marks."""
     text = card.read_text(encoding="utf-8")
@@ -49,17 +50,18 @@ def write_card(
         raise ValueError(f"{card} lacks the lines '{BEGIN} ...' and '{END}'")
     first_line = old.splitlines()[0]
     training = _training(logs) if logs else _kept_training(old)
-    parts = [*_scores(counts, total), *_data(entries), *_size(spec, folder), *training]
+    parts = [*_scores(counts, total, skipped), *_data(entries), *_size(spec, folder), *training]
     card.write_text(f"{head}{BEGIN}{first_line}\n\n" + "\n".join(parts) + f"\n\n{END}{tail}", encoding="utf-8")
 
 
-def _scores(counts: dict[str, Tally], total: Tally) -> list[str]:
+def _scores(counts: dict[str, Tally], total: Tally, skipped: int) -> list[str]:
     rows = [
         f"| {group} | {count.asked:,} | {count.right:,} | {count.share:.1%} | {count.refused:,} |"
         for group, count in (*counts.items(), ("**in scope, all**", total))
     ]
     head = ["| held-out questions | asked | right | share | wrongly declined |", "| --- | ---: | ---: | ---: | ---: |"]
-    return ["## Scores", "", "A right reply to an out-of-scope question is one that declines.", "", *head, *rows]
+    note = [f"Left out: {skipped:,} held-out phrasings that training drew by chance.", ""] if skipped else []
+    return ["## Scores", "", "A right reply to an out-of-scope question is one that declines.", "", *note, *head, *rows]
 
 
 def _data(entries: Sequence[Entry]) -> list[str]:

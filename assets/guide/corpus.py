@@ -12,6 +12,7 @@
 Lines beginning with ``#`` are comments. Entries whose id begins with ``oos-`` are out of scope: their answer declines.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,11 @@ class _Draft:
     patterns: list[str] = field(default_factory=list)
     answer: str = ""
     facts: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def normalised(text: str) -> str:
+    """Return the words of a question, without case and punctuation: two questions of the same words are the same."""
+    return " ".join(re.sub(r"[^a-z0-9+\- ]", " ", text.lower()).split())
 
 
 def read_corpus(folder: Path = CORPUS) -> list[Entry]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from tokamac.assets.guide.augment import nonsense, vary
-from tokamac.assets.guide.corpus import Entry
+from tokamac.assets.guide.corpus import Entry, normalised
 from tokamac.assets.guide.vocabulary import ASSISTANT, END, PAD, SYSTEM, USER, mark_id
 
 SYSTEM_PROMPTS = (
@@ -72,6 +72,7 @@ class Conversations:
         )
         answers = {turn.answer: None for entry in entries for turn in entry.turns}
         self._answers = {answer: number for number, answer in enumerate(answers)}
+        self._held_out = {normalised(text) for entry in entries for turn in entry.turns for text in turn.held_out}
         self._ids = {mark: mark_id(tokenizer, mark) for mark in (SYSTEM, USER, ASSISTANT, END, PAD)}
 
     @property
@@ -102,9 +103,17 @@ class Conversations:
             for text in turn.trained:
                 if entry.out_of_scope and self._rng.random() >= OUTSIDE_SHARE:
                     continue
-                yield vary(text, self._rng), turn.answer, True
+                yield self._draw(text), turn.answer, True
                 if not entry.out_of_scope and self._rng.random() < NONSENSE_SHARE:
-                    yield vary(nonsense(text, self._outside_words, self._rng), self._rng), decline, True
+                    yield self._draw(nonsense(text, self._outside_words, self._rng)), decline, True
+
+    def _draw(self, text: str) -> str:
+        """Return the question as another hand might type it, but never as one that is held out."""
+        for _ in range(20):
+            drawn = vary(text, self._rng)
+            if normalised(drawn) not in self._held_out:
+                return drawn
+        raise ValueError(f"every way to vary this question is held out: {text}")
 
     def _all_dialogues(self) -> Iterator[list[Exchange]]:
         for entry in self._dialogues:

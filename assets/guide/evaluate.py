@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokamac.assets.guide.card import Tally, write_card
-from tokamac.assets.guide.corpus import Entry, Turn, read_corpus
+from tokamac.assets.guide.corpus import Entry, Turn, normalised, read_corpus
 from tokamac.engine import Engine, Finished, Message, Sampling
 
 MODEL = Path(__file__).parent / "model"
@@ -52,8 +52,8 @@ class Verdict:
     declined: bool
 
 
-def held_out_cases(entries: Iterable[Entry]) -> Iterator[Case]:
-    """Yield a case for every held-out phrasing of every turn; a later turn follows the true ones before it."""
+def held_out_cases(entries: Iterable[Entry], skip: frozenset[str] = frozenset()) -> Iterator[Case]:
+    """Yield a case for every held-out phrasing of every turn, but those to skip; a later turn follows the true ones before it."""
     entries = list(entries)
     refusal = refusal_of(entries)
     for entry in entries:
@@ -61,6 +61,8 @@ def held_out_cases(entries: Iterable[Entry]) -> Iterator[Case]:
         for number, turn in enumerate(entry.turns):
             group = _group(entry, number, turn.answer == refusal.answer)
             for text in turn.held_out:
+                if normalised(text) in skip:
+                    continue
                 yield Case(group, entry.id, (*history, Message("user", text)), turn)
             history = (*history, Message("user", turn.trained[0]), Message("assistant", turn.answer))
 
@@ -137,9 +139,11 @@ def main() -> int:
         "--log", type=Path, action="append", default=[], help="a log of train.py for the card; one a round"
     )
     parser.add_argument("--no-card", action="store_true", help="leave MODEL_CARD.md as it is")
+    parser.add_argument("--skip", type=Path, help="file of phrasings, one a line, that are not to be scored")
     args = parser.parse_args()
     entries = read_corpus()
-    cases = list(held_out_cases(entries))[:: args.every]
+    skip = frozenset(args.skip.read_text(encoding="utf-8").splitlines()) if args.skip else frozenset()
+    cases = list(held_out_cases(entries, skip))[:: args.every]
     with Engine.load(args.model) as engine:
         verdicts = list(judge(engine, cases, refusal_of(entries)))
         counts = tally(verdicts)
@@ -147,7 +151,14 @@ def main() -> int:
         if args.every == 1 and not args.no_card:
             total = in_scope(counts)
             write_card(
-                CARD, spec=engine.spec, folder=args.model, entries=entries, counts=counts, total=total, logs=args.log
+                CARD,
+                spec=engine.spec,
+                folder=args.model,
+                entries=entries,
+                counts=counts,
+                total=total,
+                logs=args.log,
+                skipped=len(skip),
             )
     return 0 if passes(counts) else 1
 
