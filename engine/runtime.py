@@ -5,7 +5,7 @@ from typing import Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.kv import CachePlan
-from tokamac.engine.limits.bandwidth import at_least
+from tokamac.engine.limits.bandwidth import believed
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.options import KVSpec
@@ -22,7 +22,7 @@ SETTLED_TOKENS = 16
 
 @dataclass(slots=True)
 class Machine:
-    """The chip, as far as it is known. A bandwidth measured on a busy machine grows when a reply proves it too low."""
+    """The chip, as far as it is known. A bandwidth that a reply proves too low is not believed."""
 
     chip: Chip
 
@@ -30,7 +30,7 @@ class Machine:
         """Learn from a reply's metrics; return whether its ceiling must be computed again."""
         if metrics.generated_tokens < SETTLED_TOKENS:
             return False
-        before, self.chip = self.chip, at_least(self.chip, metrics.achieved_gbs)
+        before, self.chip = self.chip, believed(self.chip, metrics.achieved_gbs)
         return self.chip is not before and self.chip != before
 
 

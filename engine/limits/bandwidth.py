@@ -55,13 +55,16 @@ def with_bandwidth(chip: Chip, bytes_read: int) -> Chip:
     return chip if gbs is None else dataclasses.replace(chip, bandwidth_gbs=gbs, source="measured")
 
 
-def at_least(chip: Chip, achieved_gbs: float | None) -> Chip:
-    """Return ``chip`` with a measured bandwidth no lower than a reply just reached: it proves the measurement disturbed.
+def believed(chip: Chip, achieved_gbs: float | None) -> Chip:
+    """Return ``chip`` as far as it can be believed after a reply that read ``achieved_gbs``.
 
-    A table's bandwidth stays: beating that would be a mistake in counting, and should show.
+    A measured bandwidth that a reply beats by a little grows to what was reached. Beaten by more than a tenth, it was measured on a
+    busy machine and says nothing: unknown. A table's stays: beating that would be a mistake in counting, and should show.
     """
     if chip.source != "measured" or chip.bandwidth_gbs is None or achieved_gbs is None:
         return chip
+    if achieved_gbs > 1.1 * chip.bandwidth_gbs:
+        return dataclasses.replace(chip, bandwidth_gbs=None, source="unknown")
     return dataclasses.replace(chip, bandwidth_gbs=max(chip.bandwidth_gbs, achieved_gbs))
 
 

@@ -190,9 +190,11 @@ def test_what_a_busy_machine_reads_is_used_but_not_kept(store, monkeypatch):
 
 def test_a_reply_that_was_faster_proves_the_measurement_too_low():
     measured = Chip("Test CPU", None, 50.0, None, "measured")
-    assert bandwidth.at_least(measured, 60.0).bandwidth_gbs == 60.0
+    assert bandwidth.believed(measured, 54.0).bandwidth_gbs == 54.0
+    disproved = bandwidth.believed(measured, 60.0)
+    assert (disproved.bandwidth_gbs, disproved.source) == (None, "unknown")
     for chip, achieved in ((measured, 40.0), (measured, None), (lookup("Apple M1", 8), 500.0), (NOBODY, 60.0)):
-        assert bandwidth.at_least(chip, achieved) == chip
+        assert bandwidth.believed(chip, achieved) == chip
 
 
 def test_what_cannot_be_measured_stays_unknown(store, monkeypatch):
