@@ -4,6 +4,7 @@ The real app, its real child process and the embedded model, driven by Textual's
 """
 
 import asyncio
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Phase
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
-QUESTIONS = ("Why is decode memory-bound?", "How do I bound the KV cache and keep the system prompt?")
+QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 
 
 async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
@@ -50,8 +51,9 @@ async def take() -> None:
 
 
 def save(app: TokamacApp, name: str) -> None:
-    """Write the screen as a picture."""
-    (PICTURES / f"{name}.svg").write_text(app.export_screenshot(title="tokamac"), encoding="utf-8")
+    """Write the screen as a picture, without the web fonts that Textual names: looking at it must not fetch anything."""
+    picture = re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(title="tokamac"), flags=re.DOTALL)
+    (PICTURES / f"{name}.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ from tokamac.engine.limits.metrics import Metrics
 # Below this share of the ceiling, decode waits for something else: kernels, the CPU, other programs.
 NEAR_LIMIT = 0.5
 
+# A pass over n tokens does about 2·n operations a weight. Below a ridge point of some hundred operations a byte, 4-bit weights
+# (half a byte) keep a chip waiting for memory until there are some dozens of tokens.
+FEW_TOKENS = 50
+
 
 def share_of_ceiling(metrics: Metrics) -> float | None:
     """Return the decode rate as a share of the ceiling; None where either is unknown."""
@@ -33,7 +37,8 @@ def _first_token(metrics: Metrics) -> str:
     if prefill_s is None or prefill_s < metrics.ttft_s / 2:
         return f"of which {seconds(metrics.ttft_s)} before the first token, little of it reading the prompt"
     tokens = f"{count(metrics.prefill_tokens)} new prompt token{'' if metrics.prefill_tokens == 1 else 's'}"
-    return f"of which {seconds(prefill_s)} reading {tokens} (prefill, bound by arithmetic)"
+    waited = "bound by arithmetic" if metrics.prefill_tokens >= FEW_TOKENS else "so few that it is bound by memory, like decode"
+    return f"of which {seconds(prefill_s)} reading {tokens} (prefill, {waited})"
 
 
 def _decode_time(metrics: Metrics, decode_s: float) -> str:

@@ -48,6 +48,10 @@ METRICS = Metrics(
             "3.1 s in all, of which 2.4 s reading 1,200 new prompt tokens (prefill, bound by arithmetic).",
         ),
         (
+            replace(METRICS, ceiling_tps=None, prefill_tokens=12),
+            "3.1 s in all, of which 2.4 s reading 12 new prompt tokens (prefill, so few that it is bound by memory, like decode).",
+        ),
+        (
             replace(METRICS, ttft_s=0.1, prefill_s=0.1),
             "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by memory bandwidth: 74% of what this machine "
             "allows); 300 of 1,500 prompt tokens were still cached.",
