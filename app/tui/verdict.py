@@ -37,7 +37,11 @@ def _first_token(metrics: Metrics) -> str:
     if prefill_s is None or prefill_s < metrics.ttft_s / 2:
         return f"of which {seconds(metrics.ttft_s)} before the first token, little of it reading the prompt"
     tokens = f"{count(metrics.prefill_tokens)} new prompt token{'' if metrics.prefill_tokens == 1 else 's'}"
-    waited = "bound by arithmetic" if metrics.prefill_tokens >= FEW_TOKENS else "so few that it is bound by memory, like decode"
+    waited = (
+        "bound by arithmetic"
+        if metrics.prefill_tokens >= FEW_TOKENS
+        else "so few that it is bound by memory, like decode"
+    )
     return f"of which {seconds(prefill_s)} reading {tokens} (prefill, {waited})"
 
 

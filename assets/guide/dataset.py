@@ -118,7 +118,7 @@ class Conversations:
     def _all_dialogues(self) -> Iterator[list[Exchange]]:
         for entry in self._dialogues:
             for _ in range(max(len(turn.trained) for turn in entry.turns)):
-                yield [(vary(self._rng.choice(turn.trained), self._rng), turn.answer, True) for turn in entry.turns]
+                yield [(self._draw(self._rng.choice(turn.trained)), turn.answer, True) for turn in entry.turns]
 
     def _long(self, exchanges: Sequence[Exchange]) -> Sample:
         """One conversation that fills the context, so that far positions are learned too."""

@@ -47,7 +47,7 @@ class EngineServer:
     def __init__(self, model: str, kv: KVSpec | None = None, *, endless: bool = True, reuse: bool = False) -> None:
         from tokamac.engine import Engine
 
-        self.engine: Engine = Engine.load(model, kv=kv, prompt_cache=PromptCacheSpec() if reuse else None)
+        self.engine: Engine = Engine.load(model, kv=kv or KVSpec(), prompt_cache=PromptCacheSpec() if reuse else None)
         if endless:
             self.engine.tokenizer.eos_ids = frozenset()
 
