@@ -2,24 +2,31 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
 from tokamac.engine.errors import EngineClosedError
-from tokamac.engine.events import Event
+from tokamac.engine.events import Event, TextChunk
 
 T = TypeVar("T")
 
-LOOK_AHEAD = 256
-"""Events a reply may be ahead of its reader; then the engine waits."""
+LOOK_AHEAD = 128
+"""Batches of events a reply may be ahead of its reader; then the engine waits."""
+
+HAND_OVER_S = 1 / 60
+"""Text is handed over so often at most: to wake the reader takes the engine's thread a good part of a small model's step."""
 
 
 class Stream:
     """Events on their way from the engine's thread to a reader's. Either side may end it."""
 
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._batches: queue.SimpleQueue[list[Event] | BaseException | None] = queue.SimpleQueue()
+        self._waiting: list[Event] = []
+        self._handed_s = 0.0
         self._moved = threading.Event()
         self.cancelled = False
         self._abandoned = False
@@ -44,29 +51,35 @@ class Stream:
     def close(self) -> None:
         """The engine goes away: end the reply, and tell its reader so."""
         self.abandon()
-        self._events.put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
+        self._batches.put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
 
     def put(self, event: Event) -> None:
-        """Hand over an event; waits while the reader is too far behind."""
-        while self._events.qsize() >= LOOK_AHEAD and not self._abandoned:
+        """Hand over an event: text with what follows within ``HAND_OVER_S``, all else at once."""
+        self._waiting.append(event)
+        if not isinstance(event, TextChunk) or self._clock() - self._handed_s >= HAND_OVER_S:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Wake the reader; waits while it is too far behind."""
+        while self._batches.qsize() >= LOOK_AHEAD and not self._abandoned:
             self._moved.clear()
             self._moved.wait(0.1)
-        self._events.put(event)
+        self._batches.put(self._waiting)
+        self._waiting = []
+        self._handed_s = self._clock()
 
     def end(self, failure: BaseException | None = None) -> None:
-        """No more will come; a failure is raised in the reader."""
-        self._events.put(failure)
+        """No more will come; a failure is raised in the reader, after what it was to read before."""
+        self._hand_over()
+        self._batches.put(failure)
 
     def read(self) -> Iterator[Event]:
         """Yield events until the end; raises the engine's failure, if there was one."""
-        while True:
-            item = self._events.get()
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
+        while (batch := self._batches.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
             self._moved.set()
-            yield item
+            yield from batch
 
 
 class Worker:

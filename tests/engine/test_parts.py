@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx import nn
 
-from tokamac.engine import EngineClosedError, TextChunk
+from tokamac.engine import EngineClosedError, PrefillProgress, TextChunk
 from tokamac.engine.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.prefix import PrefixStore, Slot, common_prefix
 from tokamac.engine.recorder import Recorder, StepCost
-from tokamac.engine.worker import LOOK_AHEAD, Stream, Worker
+from tokamac.engine.worker import HAND_OVER_S, LOOK_AHEAD, Stream, Worker
 
 
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
@@ -86,13 +86,23 @@ def test_a_worker_runs_in_order_passes_errors_and_closes_once() -> None:
         worker.submit(lambda: None)
 
 
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_stream_waits_for_a_slow_reader_and_not_for_one_that_left() -> None:
-    stream = Stream()
+    clock = FakeClock()
+    stream = Stream(clock)
     written = 0
 
     def write() -> None:
         nonlocal written
         for _ in range(LOOK_AHEAD + 50):
+            clock.now += 1  # a slow model: each token is a batch of its own
             stream.put(TextChunk("x"))
             written += 1
         stream.end()
@@ -108,6 +118,25 @@ def test_a_stream_waits_for_a_slow_reader_and_not_for_one_that_left() -> None:
     assert not writer.is_alive()
 
 
+def test_text_that_follows_at_once_is_handed_over_together_and_in_order() -> None:
+    clock = FakeClock()
+    stream = Stream(clock)
+    reader = stream.read()
+    stream.put(TextChunk("a"))
+    assert next(reader) == TextChunk("a")  # the first is not kept waiting
+    stream.put(TextChunk("b"))
+    assert stream._batches.empty()
+    clock.now += 2 * HAND_OVER_S
+    stream.put(TextChunk("c"))
+    assert [next(reader), next(reader)] == [TextChunk("b"), TextChunk("c")]
+    stream.put(TextChunk("d"))
+    stream.put(PrefillProgress(1, 2, 0))  # whatever is no text goes at once, after the text before it
+    assert [next(reader), next(reader)] == [TextChunk("d"), PrefillProgress(1, 2, 0)]
+    stream.put(TextChunk("e"))
+    stream.end()
+    assert list(reader) == [TextChunk("e")]
+
+
 def test_a_failure_in_the_engine_is_raised_in_the_reader() -> None:
     stream = Stream()
     stream.put(TextChunk("x"))
@@ -116,14 +145,6 @@ def test_a_failure_in_the_engine_is_raised_in_the_reader() -> None:
     next(events)
     with pytest.raises(ValueError, match="no"):
         next(events)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 20])
