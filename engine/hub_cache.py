@@ -148,6 +148,6 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json; {} where there is none that can be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

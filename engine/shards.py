@@ -74,7 +74,7 @@ def _listed(folder: Path) -> set[str]:
         return set()
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelDamagedError(f"{index} is not a readable index", "Download that file again.") from error
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise ModelDamagedError(f"{index} names files outside the model's folder", "Don't use this model.")

@@ -228,6 +228,6 @@ def generation_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelDamagedError(f"{path} is not JSON: {error}", "Download that file again.") from error
     return loaded if isinstance(loaded, dict) else {}

@@ -1,13 +1,20 @@
-"""Wired memory: what the system may not page out while a model is in use.
+"""Wired memory: what the system may not page out while models are in use.
 
 Only Metal and CUDA devices name a recommended size; on a plain CPU everything here does nothing. What happens on those devices
 has been tested with a stand-in for MLX only: no Mac was at hand.
+
+MLX has one limit for the process, and a process may have several engines: their needs are added.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tokamac.engine.limits.memory import recommended
+
+_lock = threading.Lock()
+_needs: list[int] = []
+_before = 0  # the limit that was in force before the first need
 
 
 @contextmanager
@@ -22,12 +29,27 @@ def wired(needed_bytes: int) -> Iterator[int | None]:
         return
     import mlx.core as mx
 
-    wanted = min(needed_bytes, most)
-    before = int(mx.set_wired_limit(wanted))
-    if before > wanted:
-        mx.set_wired_limit(before)
+    limit = _change(lambda: _needs.append(needed_bytes), most)
     try:
-        yield max(before, wanted)
+        yield limit
     finally:
         mx.synchronize()  # Metal's residency set must not change under work that is still running
-        mx.set_wired_limit(before)
+        _change(lambda: _needs.remove(needed_bytes), most)
+
+
+def _change(change: Callable[[], None], most: int) -> int:
+    """Change the needs, and set the limit to what they come to."""
+    global _before  # noqa: PLW0603  # one limit for the process, as in MLX
+    import mlx.core as mx
+
+    with _lock:
+        first = not _needs
+        change()
+        wanted = min(sum(_needs), most)
+        replaced = int(mx.set_wired_limit(wanted))
+        if first:
+            _before = replaced
+        limit = max(_before, wanted)
+        if limit != wanted:
+            mx.set_wired_limit(limit)
+        return limit

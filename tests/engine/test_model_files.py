@@ -53,6 +53,14 @@ def test_a_file_that_is_not_json_is_named(folder: Path, name: str) -> None:
     assert isinstance(refusal(folder), ModelDamagedError)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
+def test_a_file_nested_too_deeply_is_refused(folder: Path, name: str) -> None:
+    (folder / name).write_text("[" * 100_000)
+    error = refusal(folder)
+    assert isinstance(error, ModelDamagedError)
+    assert name in error.message or "recursion" in error.message  # mlx-lm reads one of them itself, and names the folder
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1, -1000])
 def test_a_truncated_shard_is_named(folder: Path, keep: int) -> None:
     shard = folder / "model.safetensors"

@@ -78,6 +78,16 @@ def test_the_wired_limit_is_raised_to_the_need_and_put_back(wiring, needed, insi
     assert wiring == [10]
 
 
+def test_several_engines_add_up_and_may_end_in_any_order(wiring):
+    first, second = wired(30), wired(40)
+    first.__enter__()
+    assert second.__enter__() == 70
+    first.__exit__(None, None, None)
+    assert wiring == [40]
+    second.__exit__(None, None, None)
+    assert wiring == [10]
+
+
 def test_the_wired_limit_is_put_back_after_an_error(wiring):
     with pytest.raises(RuntimeError), wired(50):
         raise RuntimeError
