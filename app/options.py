@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import GROUP_SIZES, KV_BITS, KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, KVSpec, PromptCacheSpec, Sampling
 
 # flag → field of Sampling
 SAMPLING_FLAGS = {
@@ -61,15 +61,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 
 
-def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, ring: bool = True) -> None:
-    """Add the flags that say how keys and values are kept; ``cache`` and ``ring`` leave out those a command has not."""
+def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: bool = True) -> None:
+    """Add the flags that say how keys and values are kept; ``cache`` and ``full`` leave out those a command has not."""
     group = parser.add_argument_group("keys and values")
     bits = "|".join(map(str, KV_BITS))
     group.add_argument("--kv-bits", type=kv_bits, metavar="BITS", help=f"{bits}, or K,V such as 8,4; 16 is unpacked")
     group.add_argument("--kv-window", type=int, metavar="N", help="keep the last N tokens at most (rotating)")
-    if ring:
-        group.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, help="values that share a scale (64)")
-        group.add_argument("--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4)")
+    group.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, help="values that share a scale (64)")
+    group.add_argument("--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4)")
+    if full:
+        group.add_argument(
+            "--on-full",
+            choices=ON_FULL,
+            help="when the context is full: the oldest roll out, the reply stops (unless there is a window, the default), "
+            "a prompt's middle is left out, or the cut reply is an error",
+        )
     if cache:
         group.add_argument("--no-prompt-cache", action="store_true", help="compute every prompt afresh")
 
@@ -124,9 +130,11 @@ def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: 
         result = _changed(parser, "--kv-group-size", result, {"group_size": group_size})
         if not result.quantized:
             parser.error("--kv-group-size has no effect without --kv-bits below 16")
+    if (on_full := given.get("on_full")) is not None:
+        result = _changed(parser, "--on-full", result, {"on_full": on_full})
     window, keep = given.get("kv_window"), given.get("kv_keep")
-    if keep is not None and window is None and result.window is None:
-        parser.error("--kv-keep has no effect without --kv-window")
+    if keep is not None and window is None and result.window is None and result.when_full != "roll":
+        parser.error("--kv-keep has no effect without --kv-window or --on-full roll")
     if window is not None or keep is not None:
         flag = "--kv-window" if keep is None else "--kv-keep" if window is None else "--kv-window, --kv-keep"
         change = {"window": window, "keep": keep}

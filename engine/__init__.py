@@ -25,7 +25,7 @@ from tokamac.engine.errors import (
     TemplateError,
     TokamacError,
 )
-from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, PrefillProgress, TextChunk
+from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 
@@ -60,6 +60,7 @@ __all__ = [
     "TemplateError",
     "TextChunk",
     "TokamacError",
+    "Truncated",
 ]
 
 

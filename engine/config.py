@@ -112,6 +112,7 @@ def normalise(config: Config) -> Config:
     _heads(copy)
     _rotary(copy)
     _layers(copy)
+    _full_layers(copy)
     for key, value in ABSENT.get(str(copy.get("model_type")), {}).items():
         if copy.get(key) is None:
             copy[key] = value
@@ -212,6 +213,20 @@ def _layers(config: Config) -> None:
         config["sliding_window_pattern"] = period
     elif regular and set(kinds) <= {"full_attention", "linear_attention"}:
         config["full_attention_interval"] = period
+
+
+def _full_layers(config: Config) -> None:
+    """Write the heads of Gemma 4's full-attention layers, which transformers 5.23 gives layer by layer where they differ."""
+    given = config.get("per_layer_config")
+    if config.get("model_type") != "gemma4_text" or not isinstance(given, dict):
+        return
+    full = {str(i) for i, kind in enumerate(config.get("layer_types") or []) if kind == "full_attention"}
+    first: Config = next(iter(given.values()), {})
+    if given and (set(given) != full or any(entry != first for entry in given.values())):
+        return  # config_rules.py refuses it
+    if set(first) <= {"head_dim", "num_key_value_heads"}:
+        config["global_head_dim"] = first.get("head_dim", config["head_dim"])
+        config["num_global_key_value_heads"] = first.get("num_key_value_heads", config["num_key_value_heads"])
 
 
 def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:

@@ -70,6 +70,7 @@ RULES = (
     Rule("alibi", _is(False)),
     Rule("no_rope_layers", _all_or_llama4),
     Rule("head_dim", _usual_head, ("qk_rope_head_dim",)),
+    Rule("per_layer_config", lambda config, value: not value or "global_head_dim" in config),
     Rule("num_key_value_heads", _one_per_query, ("num_attention_groups", "attn_config", "kv_lora_rank")),
     Rule("query_pre_attn_scalar", lambda config, value: bool(value == _head_dim(config))),
     Rule("attention_multiplier", _usual_scale),
@@ -111,6 +112,7 @@ KNOWN_WRONG: dict[str, str] = {
     # Where mlx-lm's class differs from the model whatever its config says, found by comparing with transformers.
     "jamba": "mlx-lm rescales its experts' weights, which the model does not",
     "ernie4_5_moe": "mlx-lm leaves out the bias that chooses its experts",
+    "phi3small": "mlx-lm adds its causal mask as numbers, so a token sees those after it",
 }
 
 WINDOWED_BY_PLAN = frozenset(

@@ -1,23 +1,27 @@
 """All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits."""
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
 
+from tokamac.engine.config import read_config
 from tokamac.engine.errors import EngineClosedError, OptionError, TemplateError
-from tokamac.engine.events import Event, Message, PrefillProgress
+from tokamac.engine.events import Event, Message, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
+from tokamac.engine.kv.quality import Trial, TrialProgress
+from tokamac.engine.kv_trial import compare, log_probabilities
 from tokamac.engine.limits.limits import Limits, limits_for
 from tokamac.engine.limits.memory import Memory, snapshot
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.prefix import PrefixStore, Slot
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Reply, Request, check_room
 from tokamac.engine.runtime import Runtime
+from tokamac.engine.truncate import Words, fit_ids, fit_messages, room_for_prompt
 
 Prompt = Sequence[int] | Sequence[Message]
 LOGPROBS_CHUNK = 2048
@@ -27,6 +31,7 @@ LOGPROBS_CHUNK = 2048
 class ModelSpec:
     """The shape of a loaded model. Sizes in bytes.
 
+    capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     """
 
@@ -38,6 +43,8 @@ class ModelSpec:
     weight_bytes: int
     bits_per_weight: float | None
     context_length: int | None
+    capacity: int | None
+    rolls: bool
     vocabulary_size: int
     thinks: bool
     recommended: Sampling
@@ -89,15 +96,27 @@ class Core:
         self._check_ids(ids)
         caches = self.runtime.new_caches(self._pinned([]))
         size = chunk or LOGPROBS_CHUNK
-        rows = []
-        for begin in range(0, len(ids), size):
-            part = mx.array([ids[begin : begin + size]])  # (1, T)
-            logits = self.runtime.model(part, cache=caches)[0].astype(mx.float32)  # (T, V)
-            rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-            mx.eval(rows[-1], [cache.state for cache in caches])
+        rows = [
+            log_probabilities(self.runtime.model, caches, ids[begin : begin + size])
+            for begin in range(0, len(ids), size)
+        ]
         result = mx.concatenate(rows, axis=0)
         mx.eval(result)
         return result
+
+    def compare_kv(
+        self,
+        ids: list[int],
+        *,
+        bits: Sequence[tuple[int, int]],
+        kv: KVSpec,
+        depths: Sequence[int],
+        cancelled: Callable[[], bool],
+    ) -> Generator[TrialProgress | Trial, None, None]:
+        """Try other KV settings on the loaded weights; see ``kv_trial.compare``."""
+        self._check_ids(ids)
+        config = read_config(self.spec.path)
+        yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
 
     def limits(self, context: int) -> Limits:
         """Return what the machine allows at a context of so many tokens."""
@@ -123,15 +142,31 @@ class Core:
 
     def _request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, reply: bool = True) -> Request:
         messages, ids = sort_prompt(prompt)
-        opens_thinking = False
+        tokenizer, opens_thinking = self.runtime.tokenizer, False
         if messages:
-            text = self.runtime.tokenizer.render(messages, reply=reply)
-            opens_thinking = self.runtime.tokenizer.opens_thinking(text)
-            ids = self.runtime.tokenizer.encode(text)
+            text = tokenizer.render(messages, reply=reply)
+            opens_thinking = tokenizer.opens_thinking(text)  # at its end, which stays whatever is left out
+            ids = tokenizer.encode(text)
             if not ids:
                 raise TemplateError("the model's chat template renders nothing", "Use another model.")
         self._check_ids(ids)
-        return Request(ids, sampling, self._pinned(messages), opens_thinking, recorder)
+        ids, left_out = self._fitted(messages, ids, sampling.max_tokens, reply=reply)
+        return Request(ids, sampling, self._pinned(messages), opens_thinking, left_out, recorder)
+
+    def _fitted(
+        self, messages: Sequence[Message], ids: list[int], max_tokens: int | None, *, reply: bool
+    ) -> tuple[list[int], Truncated | None]:
+        """Leave out the middle of a prompt that does not fit, where the user wants that."""
+        capacity, tokenizer = self.runtime.capacity, self.runtime.tokenizer
+        if capacity is None or self.runtime.kv.when_full != "truncate-middle":
+            return ids, None
+        room = room_for_prompt(capacity, max_tokens)
+        if not messages:
+            return fit_ids(ids, room)
+        words = Words(
+            lambda some: tokenizer.encode(tokenizer.render(some, reply=reply)), tokenizer.encode, tokenizer.decode
+        )
+        return fit_messages(messages, words, capacity, room)
 
     def _check_ids(self, ids: list[int]) -> None:
         bound = self.spec.vocabulary_size

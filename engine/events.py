@@ -29,6 +29,14 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Truncated:
+    """The prompt did not fit: ``messages`` of its middle were left out whole, ``tokens`` in all."""
+
+    messages: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TextChunk:
     """Whole characters of the reply, in order; ``kind`` tells the model's thinking from its answer."""
 
@@ -46,7 +54,7 @@ class Finished:
     thinking: str = ""
 
 
-Event = PrefillProgress | TextChunk | Finished
+Event = Truncated | PrefillProgress | TextChunk | Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tokamac.engine import hub
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.corrections import context_limit
 from tokamac.engine.device import check_backends, device_kind, installed_backends
+from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
@@ -40,8 +42,9 @@ def load(
     loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
+    kv = rolling(kv, _context_length(loaded.config))
     plan = plan_caches(loaded.module, loaded.config, kv)
-    spec = _spec(str(model), loaded, tokenizer, tuple(plan.notes))
+    spec = _spec(str(model), loaded, tokenizer, kv, tuple(plan.notes))
     weight_bytes_per_token = cost_of_model(loaded.module, loaded.config).weight_bytes_per_token
     runtime = Runtime(
         model=loaded.module,
@@ -61,7 +64,17 @@ def load(
     return Core(runtime, spec, store, on_close)
 
 
-def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer, notes: tuple[str, ...]) -> ModelSpec:
+def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:
+    """Return ``kv`` with a window of the whole context where none is given and the oldest are to roll out. Raises OptionError."""
+    if not kv.rolls or kv.window is not None:
+        return kv
+    if context_length is None:
+        raise OptionError("the model does not say how long its context is, so nothing can roll", "Give --kv-window.")
+    return replace(kv, window=context_length)
+
+
+def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer, kv: KVSpec, notes: tuple[str, ...]) -> ModelSpec:
+    context_length = _context_length(loaded.config)
     return ModelSpec(
         name=name,
         path=loaded.folder,
@@ -70,7 +83,9 @@ def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer, notes: tuple[str
         parameters=loaded.stored.parameters,
         weight_bytes=loaded.stored.weight_bytes,
         bits_per_weight=loaded.stored.bits_per_weight,
-        context_length=_context_length(loaded.config),
+        context_length=context_length,
+        capacity=kv.capacity(context_length),
+        rolls=kv.rolls,
         vocabulary_size=_text(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),

@@ -5,6 +5,8 @@ from typing import Literal
 
 from tokamac.engine.errors import OptionError
 
+OnFull = Literal["roll", "stop", "truncate-middle", "error"]
+ON_FULL: tuple[OnFull, ...] = ("roll", "stop", "truncate-middle", "error")
 KV_BITS = (16, 8, 6, 5, 4, 3, 2)
 GROUP_SIZES = (32, 64, 128)
 
@@ -88,6 +90,11 @@ class KVSpec:
     None keeps all. ``keep="system"`` pins the whole system prompt.
 
     The token at position p sees position q ≤ p where q < keep or q > p − (window − keep).
+
+    on_full: what happens when the context is full; it holds ``window`` tokens, or as many as the model was made for.
+        roll: the oldest tokens go out of sight, but for the ``keep`` first. stop: the reply ends there ("length"); a prompt that
+        does not fit is refused. truncate-middle: as stop, but the middle of a prompt that does not fit is left out.
+        error: as stop, and a reply that was cut off by it fails after its text. None: roll with a window, else stop.
     """
 
     key_bits: int = 16
@@ -95,12 +102,18 @@ class KVSpec:
     group_size: int = 64
     window: int | None = None
     keep: int | Literal["system"] = 4
+    on_full: OnFull | None = None
 
     def __post_init__(self) -> None:
         for name, bits in (("keys", self.key_bits), ("values", self.value_bits)):
             _require(bits in KV_BITS, f"{bits} bits for {name} is not supported", f"Use one of {KV_BITS}.")
         _require(
             self.group_size in GROUP_SIZES, f"KV group size {self.group_size} is not supported", f"Use {GROUP_SIZES}."
+        )
+        _require(
+            self.on_full is None or self.on_full in ON_FULL,
+            f"on-full {self.on_full!r} is not known",
+            f"Use one of {', '.join(ON_FULL)}.",
         )
         if self.keep != "system":
             _require(self.keep >= 0, f"keep {self.keep} is negative", "Use 0 or more, or 'system'.")
@@ -111,6 +124,25 @@ class KVSpec:
                 f"keep {self.keep} leaves no room in a window of {self.window}",
                 "Make the window larger than keep.",
             )
+
+    @property
+    def when_full(self) -> OnFull:
+        """What happens when the context is full, the default worked out."""
+        return self.on_full or ("stop" if self.window is None else "roll")
+
+    @property
+    def rolls(self) -> bool:
+        """Whether the oldest tokens make room for new ones."""
+        return self.when_full == "roll"
+
+    def capacity(self, context_length: int | None) -> int | None:
+        """Return how many tokens are held at once with a model made for ``context_length``; None is unbounded.
+
+        A window that rolls may be longer than that; nothing else may.
+        """
+        if self.window is None or self.rolls or context_length is None:
+            return context_length if self.window is None else self.window
+        return min(self.window, context_length)
 
     @property
     def quantized(self) -> bool:

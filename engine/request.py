@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from tokamac.engine import kv
 from tokamac.engine.errors import ContextError
-from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress
+from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
 from tokamac.engine.limits.metrics import Metrics, gaps_ms
 from tokamac.engine.options import Sampling
@@ -29,6 +29,7 @@ class Request:
     sampling: Sampling
     keep: int | None
     in_thinking: bool = False
+    left_out: Truncated | None = None
     recorder: Recorder = field(default_factory=Recorder)
 
 
@@ -43,15 +44,26 @@ class Reply:
         self._request = request
         self._cancelled = cancelled
         self._slot: Slot | None = None
+        self._cut_off = False
 
     def events(self) -> Iterator[Event]:
-        """Prefill, decode and finish. What was computed goes back to the prefix store, however this ends."""
+        """Prefill, decode and finish. What was computed goes back to the prefix store, however this ends.
+
+        Raises ContextError after the end, where the context cut the reply off and that is to be an error.
+        """
+        if self._request.left_out is not None:
+            yield self._request.left_out
         mx.reset_peak_memory()
         slot = self._slot = self._take()
         run = Run(self._runtime.model, slot.caches, slot.ids, ahead=self._runtime.ahead)
         with self._store.lending(slot) if self._store else nullcontext():
             yield from self._prefill(run)
             yield from self._decode(run)
+        if self._cut_off and self._runtime.kv.when_full == "error":
+            raise ContextError(
+                f"the context of {self._runtime.capacity:,} tokens is full, and the reply was cut off",
+                "Start a new chat, or let the oldest go with --on-full roll or truncate-middle.",
+            )
 
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
@@ -108,6 +120,7 @@ class Reply:
                 if self._cancelled():
                     reason = "cancelled"
                     break
+        self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from text.finish()
         request.recorder.end()
         yield Finished(reason, text.answer, self.metrics(), text.thinking)
@@ -123,7 +136,8 @@ def check_room(runtime: Runtime, prompt_tokens: int) -> None:
     """Raise ContextError unless the context has room for the prompt and one token of reply."""
     room = runtime.room(prompt_tokens)
     if room is not None and room < 1:
+        what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
         raise ContextError(
-            f"the prompt has {prompt_tokens:,} tokens, but the model's context is {runtime.context_length:,}",
-            "Shorten it, start a new chat, or bound the KV cache (--kv-window).",
+            f"the prompt has {prompt_tokens:,} tokens, but {what} {runtime.capacity:,}",
+            "Shorten it, start a new chat, or let some of it go: --on-full roll or truncate-middle.",
         )

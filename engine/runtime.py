@@ -57,11 +57,15 @@ class Runtime:
         """Return empty caches, one a layer; ``keep`` tokens are pinned where they rotate."""
         return self.plan.make(keep)
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that the context holds at once: the window's, or those the model was made for; None is unbounded."""
+        return self.kv.capacity(self.context_length)
+
     def room(self, prompt_tokens: int) -> int | None:
         """Return how many tokens fit the context after the prompt; None where nothing bounds them."""
-        if self.context_length is None or self.kv.window is not None:
-            return None
-        return self.context_length - prompt_tokens
+        capacity = self.capacity
+        return None if capacity is None or self.kv.rolls else capacity - prompt_tokens
 
     def step_cost(self, context: int) -> StepCost:
         """Return what decoding one token reads at a context of so many tokens."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from tokamac.engine.core import Core, ModelSpec
+    from tokamac.engine.kv.quality import Trial, TrialProgress
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory
     from tokamac.engine.tokens import Tokenizer
@@ -126,6 +127,34 @@ class Engine:
         if not ids or (chunk is not None and chunk < 1):
             raise OptionError("logprobs needs at least one token, and chunks of at least one", "Check the arguments.")
         return self._worker.call(lambda: self._core.logprobs(ids, chunk))
+
+    def compare_kv(
+        self,
+        tokens: Sequence[int],
+        bits: Sequence[tuple[int, int]],
+        kv: KVSpec = KVSpec(),  # noqa: B008  # frozen
+        *,
+        depths: Sequence[int] = (128, 1024, 4096),
+    ) -> Iterator["TrialProgress | Trial"]:
+        """Try KV settings on the loaded weights: ``kv``, with each of ``bits`` (keys, values) and with 16, the reference.
+
+        Yields progress, and a Trial for each setting: bytes, how far it moves the log-probabilities of ``tokens``, decode rates at
+        ``depths``. A depth that the model's context can't hold is reduced. Stop iterating, or close the iterator, to cancel.
+        Raises OptionError where no cache of the model can be packed, or the window of ``kv`` can't be honoured.
+        """
+        ids, stopped = list(tokens), threading.Event()
+        if not ids or not depths or min(depths) < 1:
+            raise OptionError("a comparison needs a text, and depths of at least one token", "Check the arguments.")
+        steps = self._worker.call(
+            lambda: self._core.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
+        )
+        try:
+            while (step := self._worker.call(lambda: next(steps, None))) is not None:
+                yield step
+        finally:
+            stopped.set()
+            with contextlib.suppress(EngineClosedError):
+                self._worker.submit(steps.close)  # on the thread that runs it
 
     def warm(self, prompt: Prompt) -> Iterator[Event]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""

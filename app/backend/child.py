@@ -25,6 +25,7 @@ from tokamac.app.backend.wire import (
     Cancel,
     Done,
     Failed,
+    LeftOut,
     Load,
     Loading,
     Prefill,
@@ -38,7 +39,7 @@ from tokamac.app.backend.wire import (
     decode_request,
 )
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Event, Finished, LoadProgress, PrefillProgress, TextChunk
+from tokamac.engine.events import Event, Finished, LoadProgress, PrefillProgress, TextChunk, Truncated
 
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
 CLOSE_S = 2.0  # how long a vanished screen's engine gets to close
@@ -108,6 +109,8 @@ class Child:
         finished = None
         for event in events:
             match event:
+                case Truncated(_, tokens):
+                    self._outbox.put(LeftOut(request, tokens))
                 case PrefillProgress(done, total, cached):
                     self._outbox.put(Prefill(request, done, total, cached))
                 case TextChunk(text, kind):

@@ -50,6 +50,8 @@ class _RealEngine:
             bits_per_weight=spec.bits_per_weight,
             context_length=spec.context_length,
             thinks=spec.thinks,
+            capacity=spec.capacity,
+            rolls=spec.rolls,
             recommended=Sampling().resolved(spec.recommended),
             notes=spec.notes,
         )

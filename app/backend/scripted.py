@@ -60,6 +60,7 @@ class Scenario:
     freezes_on: str = ""  # send: the whole process stops, its heartbeat too
     deaf: bool = False  # does not hear cancel
     context: int = 32_768
+    rolls: bool = False
 
 
 SCENARIOS = {
@@ -82,6 +83,7 @@ SCENARIOS = {
     "freezes": Scenario(freezes_on="send"),
     "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
     "tiny-context": Scenario(context=8),
+    "rolling": Scenario(context=64, rolls=True),
 }
 
 
@@ -118,6 +120,8 @@ class ScriptedEngine:
             WEIGHT_BYTES,
             4.5,
             context,
+            capacity=context,
+            rolls=self._scenario.rolls,
             recommended=Sampling().resolved(Sampling()),
         )
         ceiling = rates.ceiling_tps(BANDWIDTH_GBS, WEIGHT_BYTES)
@@ -128,7 +132,7 @@ class ScriptedEngine:
         self._cancelled.clear()
         self._fault("send")
         prompt = sum(len(_pieces(m.content)) + 4 for m in messages) + self._scenario.prompt_tokens
-        if prompt > self._scenario.context:
+        if prompt > self._scenario.context and not self._scenario.rolls:
             raise ContextError(
                 f"the prompt has {prompt} tokens; the context holds {self._scenario.context}", "Shorten it."
             )

@@ -79,6 +79,7 @@ class MemoryUse:
 class ModelInfo:
     """What the screen shows of a loaded model; None is unknown.
 
+    capacity: tokens that the context holds at once; rolls: whether the oldest make room then.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
     """
 
@@ -90,6 +91,8 @@ class ModelInfo:
     bits_per_weight: float | None = None
     context_length: int | None = None
     thinks: bool = False
+    capacity: int | None = None
+    rolls: bool = False
     recommended: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
 
@@ -126,6 +129,14 @@ class Prefill:
     done: int
     total: int
     cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The conversation did not fit: ``tokens`` of its middle are not seen in reply ``id``."""
+
+    id: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +182,7 @@ class Failed:
     hint: str = ""
 
 
-Reply = Loading | Loaded | Unloaded | Prefill | Text | Stats | Done | Heartbeat | Failed
+Reply = Loading | Loaded | Unloaded | LeftOut | Prefill | Text | Stats | Done | Heartbeat | Failed
 
 _REQUESTS = {kind.__name__.lower(): kind for kind in (Load, Send, Cancel, Unload, Quit)}
 _REPLIES = {

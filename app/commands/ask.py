@@ -24,7 +24,7 @@ from tokamac.app.options import (
 )
 from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
 from tokamac.app.sanitise import Sanitiser
-from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk
+from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.limits.metrics import Metrics
 
 
@@ -42,7 +42,9 @@ def parser() -> Parser:
     add_model_flag(made)
     made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
     made.add_argument("--system", metavar="TEXT", help="the system prompt")
-    made.add_argument("--json", action="store_true", help="events as JSON lines: prefill, text, finished, error")
+    made.add_argument(
+        "--json", action="store_true", help="events as JSON lines: truncated, prefill, text, finished, error"
+    )
     made.add_argument("-v", "--verbose", action="store_true", help="metrics and a diagnosis, to stderr")
     add_sampling_flags(made)
     add_kv_flags(made)
@@ -80,6 +82,8 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
             writer.prefill(event)
         elif isinstance(event, TextChunk):
             writer.text(event)
+        elif isinstance(event, Truncated):
+            writer.truncated(event)
         else:
             writer.finished(event)
             reason = event.reason
@@ -99,6 +103,10 @@ class TextWriter:
     def prefill(self, event: PrefillProgress) -> None:
         """Show how much of the prompt is read."""
         self._bar.update(event.done, event.total)
+
+    def truncated(self, event: Truncated) -> None:
+        """Say what of the prompt the model does not see."""
+        note(f"note: the prompt does not fit the context; {event.tokens:,} tokens of its middle were left out")
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""
@@ -145,6 +153,10 @@ class JsonWriter:
     def prefill(self, event: PrefillProgress) -> None:
         """Write how much of the prompt is read."""
         json_line({"event": "prefill", **asdict(event)})
+
+    def truncated(self, event: Truncated) -> None:
+        """Write what of the prompt the model does not see."""
+        json_line({"event": "truncated", **asdict(event)})
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""

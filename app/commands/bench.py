@@ -1,6 +1,7 @@
 """``tokamac bench``: one warm-up, then runs that are each computed afresh; medians, beside what the machine allows.
 
-Every run reads a prompt of its own, so nothing is cached, and prefill is measured whole.
+Every run reads a prompt of its own, so nothing is cached, and prefill is measured whole. ``--kv-quality`` compares ways to
+keep keys and values instead (kv_quality.py).
 """
 
 import argparse
@@ -9,7 +10,7 @@ from dataclasses import asdict, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
+from tokamac.app.commands import kv_quality, loading
 from tokamac.app.options import Parser, add_kv_flags, add_sampling_flags, default_model, kv_spec, positive, sampling
 from tokamac.app.output import json_line, note, table
 from tokamac.app.tui.units import count, milliseconds, rate, seconds, size
@@ -34,15 +35,16 @@ def parser() -> Parser:
     """Return what the command takes."""
     made = Parser(
         "bench",
-        "Measure TTFT, prefill and decode on this machine: a warm-up, then runs on prompts of their own; medians.",
-        "  tokamac bench\n  tokamac bench mlx-community/Qwen3-4B-Instruct-2507-4bit --prompt 2048 --runs 3 --json",
+        "Measure TTFT, prefill and decode on this machine: a warm-up, then runs on prompts of their own; medians. "
+        "With --kv-quality: what each KV setting costs in quality, what it saves, and which to use.",
+        "  tokamac bench\n  tokamac bench mlx-community/Qwen3-4B-Instruct-2507-4bit --prompt 2048 --runs 3 --json\n"
+        "  tokamac bench guide --kv-quality --kv-window 2048",
     )
     made.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
-    made.add_argument(
-        "--prompt", type=positive, default=PROMPT_TOKENS, metavar="N", help=f"tokens to read ({PROMPT_TOKENS})"
-    )
-    made.add_argument("--runs", type=positive, default=RUNS, metavar="N", help=f"runs after the warm-up ({RUNS})")
+    made.add_argument("--prompt", type=positive, metavar="N", help=f"tokens to read ({PROMPT_TOKENS})")
+    made.add_argument("--runs", type=positive, metavar="N", help=f"runs after the warm-up ({RUNS})")
     made.add_argument("--json", action="store_true", help="one JSON object")
+    kv_quality.add_flags(made)
     add_sampling_flags(made)
     add_kv_flags(made)
     return made
@@ -50,18 +52,20 @@ def parser() -> Parser:
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
+    if options.kv_quality:
+        return kv_quality.run(parser, options)
+    kv_quality.refuse_flags(parser, options)
+    length, times = options.prompt or PROMPT_TOKENS, options.runs or RUNS
     wanted, kv = sampling(parser, options), kv_spec(parser, options)
     wanted = replace(wanted, max_tokens=wanted.max_tokens or NEW_TOKENS)
     model = options.model or default_model()
     # Nothing is ever reused here, with or without --no-prompt-cache.
     with loading.load(model, kv=kv, prompt_cache=None) as engine:
-        note(
-            f"warming up, then {options.runs} runs of {options.prompt:,} prompt tokens and {wanted.max_tokens:,} new ones"
-        )
-        _measure(engine, prompt_ids(engine, options.prompt, 0), wanted)
+        note(f"warming up, then {times} runs of {length:,} prompt tokens and {wanted.max_tokens:,} new ones")
+        _measure(engine, prompt_ids(engine, length, 0), wanted)
         runs = []
-        for number in range(1, options.runs + 1):
-            runs.append(_measure(engine, prompt_ids(engine, options.prompt, number), _seeded(wanted, number)))
+        for number in range(1, times + 1):
+            runs.append(_measure(engine, prompt_ids(engine, length, number), _seeded(wanted, number)))
             note(f"run {number}: prefill {rate(runs[-1].prefill_tps)}, decode {rate(runs[-1].decode_tps)}")
     if any(metrics.generated_tokens < (wanted.max_tokens or 0) for metrics in runs):
         note("note: the model ended some replies early, so their decode rates come from fewer tokens")

@@ -13,7 +13,7 @@ from tokamac.app.options import (
     sampling,
 )
 
-_KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep")
+_KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
 
 def parser() -> Parser:

@@ -25,6 +25,24 @@ def context_used(session: Session) -> int | None:
     return None
 
 
+def context_held(session: Session) -> int | None:
+    """Return the tokens of the conversation that the model still sees."""
+    used, capacity = context_used(session), capacity_of(session)
+    return used if used is None or capacity is None else min(used, capacity)
+
+
+def out_of_sight(session: Session) -> int:
+    """Return the tokens of the conversation that the model no longer sees: left out of the prompt, or rolled out since."""
+    used, capacity = context_used(session), capacity_of(session)
+    rolled = max(0, used - capacity) if used is not None and capacity is not None else 0
+    return session.left_out + rolled
+
+
+def capacity_of(session: Session) -> int | None:
+    """Return the tokens that the context holds at once."""
+    return session.info.capacity if session.info is not None else None
+
+
 def share(part: float | None, whole: float | None) -> float | None:
     """Return part ÷ whole; None where either is unknown."""
     return None if part is None or not whole else part / whole

@@ -42,6 +42,7 @@ KV_FIELDS = (
     Field("group_size", "Group size", "32, 64 or 128", int),
     Field("window", "Window", "tokens kept; empty keeps all", int, None),
     Field("keep", "Keep", "pinned first tokens, or: system", _keep),
+    Field("on_full", "When full", "roll, stop, truncate-middle, error", str.strip, None),
 )
 
 

@@ -16,6 +16,7 @@ from tokamac.app.backend.wire import (
     Cancel,
     Done,
     Failed,
+    LeftOut,
     Load,
     Loaded,
     Loading,
@@ -87,6 +88,7 @@ class Session:
         self._growing = Growing()
         self.phase_since = self._clock()
         self.prefill = self.live = self.metrics = None
+        self.left_out = 0
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self.phase:
@@ -186,13 +188,16 @@ class Session:
                 return self._loaded(event)
             case Failed(None, error, hint):
                 return self._load_failed(" ".join(f"{error}. {hint}".split()))
-            case Prefill() | Text() | Stats() | Done() | Failed():
+            case LeftOut() | Prefill() | Text() | Stats() | Done() | Failed():
                 return self._of_reply(event) if event.id == self._id and self.replying else []
             case _:
                 return []
 
-    def _of_reply(self, event: Prefill | Text | Stats | Done | Failed) -> list[Step]:
+    def _of_reply(self, event: LeftOut | Prefill | Text | Stats | Done | Failed) -> list[Step]:
         match event:
+            case LeftOut():
+                self.left_out = event.tokens
+                return []
             case Prefill():
                 self.prefill = event
                 return []

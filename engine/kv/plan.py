@@ -21,6 +21,7 @@ from tokamac.engine.kv.layout import Growing, Ring
 from tokamac.engine.kv.probe import Seen, map_leaves
 from tokamac.engine.kv.size import group_for
 from tokamac.engine.kv.survey import Kind, Leaf, look
+from tokamac.engine.kv.windows import unbounded
 from tokamac.engine.options import KVSpec
 
 Keep = int | Literal["system"]
@@ -158,7 +159,7 @@ def plan_caches(
     Installs the seam, and runs the model's forward pass once, lazily. Raises OptionError for what can't be honoured.
     """
     leaves, notes = look(model, config)
-    _refuse(leaves, spec)
+    _refuse(leaves, spec, unbounded(config))
     rotate = (spec.key_bits <= ROTATED_KEY_BITS if rotate_keys is None else rotate_keys, rotate_values)
     windows = {_window(leaf, spec)[0] for leaf in leaves if leaf.ours and not leaf.slides}
     layers = tuple(_layer(leaf, spec, rotate, own_mask=len(windows) > 1 and not leaf.slides) for leaf in leaves)
@@ -174,15 +175,16 @@ def spare_slots(window: int) -> int:
     return max(64, min(256, window // 8))
 
 
-def _refuse(leaves: list[Leaf], spec: KVSpec) -> None:
-    """Raise where a flag can be honoured for no layer, or a window not for all that grow."""
+def _refuse(leaves: list[Leaf], spec: KVSpec, unbounded: str) -> None:
+    """Raise where a flag can be honoured for no layer, or a window not for all that grow. unbounded: why no window can be."""
     ours = [leaf for leaf in leaves if leaf.ours]
     reasons = "; ".join(sorted({leaf.note for leaf in leaves if not leaf.ours}))
     if spec.quantized and not ours:
         raise OptionError(f"this model's cache can't be quantized: {reasons}", "Leave out --kv-bits.")
     growing = [leaf for leaf in leaves if leaf.grows and not leaf.ours]
-    if spec.window is not None and (growing or not ours):
-        raise OptionError(f"this model's cache can't be bounded by a window: {reasons}", "Leave out --kv-window.")
+    if spec.window is not None and (unbounded or growing or not ours):
+        why = unbounded or reasons
+        raise OptionError(f"this model's cache can't be bounded by a window: {why}", "Leave out --kv-window.")
 
 
 def _window(leaf: Leaf, spec: KVSpec) -> tuple[int | None, Keep | None]:

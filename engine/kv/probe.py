@@ -25,7 +25,8 @@ class Seen:
 
     heads, key_dim, value_dim: key-value heads and the dimensions of a head. scale_bytes: bytes of a number in the model's own
     type. through: every attention over its keys went through the seam with this cache, and took them as they were handed out.
-    direct: so did those of other layers. shared: the keys and values were asked for again by ``keys_and_values``.
+    direct: so did those of other layers. shared: the keys and values were asked for again by ``keys_and_values``. reach: the
+    window that the model asked its mask for, if it asked this cache and named one.
     """
 
     heads: int
@@ -35,6 +36,7 @@ class Seen:
     through: bool
     direct: bool
     shared: bool
+    reach: int | None
 
 
 class Watching(Attending):
@@ -44,6 +46,7 @@ class Watching(Attending):
         self._own = own
         self._handed: list[tuple[mx.array, mx.array]] = []
         self._calls = {"mine": 0, "altered": 0, "foreign": 0, "again": 0}
+        self._reach: int | None = None
 
     @property
     def offset(self) -> int:
@@ -52,6 +55,7 @@ class Watching(Attending):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803
         """Return what the cache stood for returns."""
+        self._reach = window_size
         mask: Mask = self._own.make_mask(N, return_array=return_array, window_size=window_size)
         return mask
 
@@ -125,6 +129,7 @@ class Watching(Attending):
             self._calls["mine"] > 0 and not self._calls["altered"],
             not self._calls["foreign"],
             self._calls["again"] > 0,
+            self._reach,
         )
 
 

@@ -52,8 +52,10 @@ def look(model: Any, config: Mapping[str, Any]) -> tuple[list[Leaf], tuple[str, 
     except Exception as error:  # any model's own code may run here; its caches then stay, and the plan says so
         trouble = f"a first pass over the model failed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
         seen = {}
+    reaches = _reaches(caches, seen)
     found = [
-        _leaf(path, cache, seen.get(path), windows[path[0]], trouble, latent=latent) for path, cache in leaves(caches)
+        _leaf(path, cache, seen.get(path), windows[path[0]], reaches, trouble, latent=latent)
+        for path, cache in leaves(caches)
     ]
     named = sorted({leaf.window for leaf in found if leaf.ours and not leaf.slides and leaf.window is not None})
     notes = tuple(
@@ -64,8 +66,31 @@ def look(model: Any, config: Mapping[str, Any]) -> tuple[list[Leaf], tuple[str, 
     return found, notes
 
 
-def _leaf(
-    path: tuple[int, ...], cache: Any, seen: Seen | None, ignored: int | None, trouble: str, *, latent: bool
+def _reaches(caches: list[Any], seen: Mapping[tuple[int, ...], Seen | None]) -> dict[int, int]:
+    """Return for the size of a sliding cache how far the model's mask lets a token see: plamo3's sees one token more.
+
+    One mask serves all layers that slide alike, so one cache of a size answers for all. mlx-lm's cache then forgets that token in
+    decoding; ours keeps it.
+    """
+    from mlx_lm.models.cache import RotatingKVCache
+
+    asked: dict[int, int] = {}
+    for path, cache in leaves(caches):
+        each = seen.get(path)
+        if each is not None and each.reach is not None and isinstance(cache, RotatingKVCache):
+            asked[cache.max_size] = max(each.reach, cache.max_size)
+    return asked
+
+
+def _leaf(  # noqa: PLR0917
+    path: tuple[int, ...],
+    cache: Any,
+    seen: Seen | None,
+    ignored: int | None,
+    reaches: Mapping[int, int],
+    trouble: str,
+    *,
+    latent: bool,
 ) -> Leaf:
     from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
@@ -82,7 +107,7 @@ def _leaf(
         note = f"its {type(cache).__name__} stays as the model made it"
         return Leaf(path, "own", False, False, None, 0, int(cache.nbytes), note, None)
     slides = isinstance(cache, RotatingKVCache)
-    window = cache.max_size if slides else ignored
+    window = reaches.get(cache.max_size, cache.max_size) if slides else ignored
     if seen is not None and seen.through:
         kind: Kind = "full" if window is None else "window"
         return Leaf(path, kind, True, slides, window, per_token, 0, "", seen)

@@ -33,6 +33,11 @@ def ignored_windows(config: Config, layers: int) -> tuple[int | None, ...]:
     return tuple(window if slides(text, index) else None for index in range(layers))
 
 
+def unbounded(config: Config) -> str:
+    """Return why no window can be laid over this model's growing caches, or "" where one can."""
+    return _UNBOUNDED.get(str(config.get("model_type")), "")
+
+
 def _all_layers(config: Config, index: int) -> bool:  # noqa: ARG001
     return True
 
@@ -61,6 +66,7 @@ def _layers_without_rope(config: Config, index: int) -> bool:
 _SLIDES: dict[str, tuple[Callable[[Config, int], bool], int | None]] = {
     # family: (which layers slide, the window that transformers assumes where the config has no such key)
     "mistral": (_all_layers, 4096),
+    "ministral3": (_all_layers, None),  # mlx-lm's class slides where layer_types say so; transformers writes none
     "mixtral": (_all_layers, None),
     "phi3": (_all_layers, None),
     "phimoe": (_all_layers, None),
@@ -71,4 +77,8 @@ _SLIDES: dict[str, tuple[Callable[[Config, int], bool], int | None]] = {
     "qwen2_moe": (_every_second_lower_layer, 4096),
     "qwen3_moe": (_all_layers, 4096),
     "smollm3": (_layers_without_rope, None),
+}
+_UNBOUNDED = {
+    # Its queries would be rotated as if nothing had ever left the window.
+    "afm7": "its upper layers tell their position by how many keys they are given",
 }

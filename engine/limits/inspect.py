@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.config import read_config
-from tokamac.engine.errors import ModelNotFoundError
+from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.limits import kv_cost, memory
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
 from tokamac.engine.limits.hardware import Chip, detect
+from tokamac.engine.limits.kv_table import KVTable, kv_table
 from tokamac.engine.limits.limits import limits_for
 from tokamac.engine.limits.memory import Fit
 from tokamac.engine.options import KVSpec
@@ -35,7 +36,8 @@ class Inspection:
 
     weight_bytes, bits_per_weight and parts are of the files; ``form`` says how the engine holds the weights here, and
     bytes_per_step, ceiling_tps and memory are of that form: a plain CPU unpacks small models to float32.
-    kv_bytes_per_token: while no window is full. expected_tps, prefill_tps and ttft_s are not predicted yet.
+    kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and kv_reason why not; KV bytes are then counted
+    from the config alone. expected_tps, prefill_tps and ttft_s are not predicted yet.
     """
 
     model: str
@@ -55,6 +57,8 @@ class Inspection:
     prefill_tps: float | None
     ttft_s: float | None
     memory: Fit
+    kv_table: KVTable | None = None
+    kv_reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values under the names of the public contract."""
@@ -67,7 +71,7 @@ def inspect_model(
     """Return what the model in ``folder`` costs at a context of so many tokens.
 
     chip: None takes this machine's, measuring its bandwidth where no table knows it. form: None takes the engine's choice here.
-    Raises ModelError for a folder that is not there, or not whole.
+    Raises ModelError for a folder that is not there, or not whole, and OptionError for a KV flag that can't be honoured.
     """
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder} is not a folder", "Name a model folder, a Hugging Face id, or `guide`.")
@@ -77,7 +81,8 @@ def inspect_model(
     held = cost_of_folder(folder, config, form=form)
     chip = with_bandwidth(detect(), held.weight_bytes_per_token or held.weight_bytes) if chip is None else chip
     value_bytes = kv_cost.value_bytes_of(config) if form == "stored" else 4
-    per_token, kept = _kv(config, kv or KVSpec(), context, value_bytes)
+    planned = kv_table(config, kv or KVSpec(), context, value_bytes=value_bytes)
+    per_token, kept = _kv(planned, config, kv or KVSpec(), context, value_bytes)
     limits = limits_for(context, weight_bytes_per_token=held.weight_bytes_per_token, kv_bytes_per_step=kept, chip=chip)
     working = working_bytes(config, value_bytes=value_bytes)
     # An unknown KV size counts as nothing here: that it is unknown shows in kv_bytes_per_token.
@@ -100,6 +105,8 @@ def inspect_model(
         prefill_tps=None,
         ttft_s=None,
         memory=fit,
+        kv_table=planned if isinstance(planned, KVTable) else None,
+        kv_reason=planned if isinstance(planned, str) else None,
     )
 
 
@@ -146,12 +153,23 @@ def _parts(cost: Cost) -> tuple[PartCost, ...]:
     return tuple(PartCost(name, part.parameters, part.nbytes, part.bits_per_weight) for name, part in found)
 
 
-def _kv(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int) -> tuple[int | None, int | None]:
-    """Return (bytes a token, bytes at this context); None where the kind of model is not covered."""
+def _kv(
+    planned: KVTable | str, config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int
+) -> tuple[int | None, int | None]:
+    """Return (bytes a token, bytes at this context): as planned, else from the config; None where that does not say either.
+
+    Raises OptionError for flags that the model's caches can't take.
+    """
+    if isinstance(planned, KVTable) and planned.bytes_at_context is not None:
+        return planned.bytes_per_token, planned.bytes_at_context
     layers = kv_cost.kv_layers(config)
     if layers is None:
         return None, None
+    if (spec.quantized or spec.window is not None) and not all(layer.free for layer in layers):
+        raise OptionError("this model's caches can be neither packed nor bounded", "Leave out the KV flags.")
+    from tokamac.engine.kv.plan import spare_slots
+
     return (
         kv_cost.kv_bytes_per_token(layers, spec, value_bytes=value_bytes),
-        kv_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes),
+        kv_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots),
     )

@@ -3,13 +3,18 @@
     KV bytes per token = Σ over layers that keep KV of kv_heads × (key_dim × bytes per key + value_dim × bytes per value)
     bytes per value    = the model's type, or packed: bits/8 + 2 × scale_bytes ÷ group_size
 
-A layer with a window of its own stops growing at it; a linear-attention or state-space layer does not grow at all.
+A layer with a window of its own stops growing at it, or at the user's where that is smaller; a linear-attention or state-space
+layer does not grow at all. What a loaded model's plan (engine/kv/plan.py) says of the same layers is the same, by test; this covers
+models that mlx-lm has no class for, and those whose class can't be made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokamac.engine.errors import OptionError
+from tokamac.engine.kv.size import group_for
+from tokamac.engine.kv.windows import ignored_windows
 from tokamac.engine.limits.cost import first_of, text_config
 from tokamac.engine.options import KVSpec
 
@@ -26,6 +31,9 @@ STATELESS_KV = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv7"})
 ONE_TO_ONE = frozenset({"gpt2", "gptj", "gpt_neox"})
 """Every head has keys of its own, whatever the config says."""
 
+UNPACKED = LATENT | frozenset({"stablelm"})
+"""Families whose attention does not take keys and values as a cache hands them out, so no flag applies to their caches."""
+
 EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 """Multi-head latent attention whose cache holds every head's keys and values, unfolded (mlx-lm 0.32)."""
 
@@ -39,12 +47,16 @@ UNKNOWN = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """A layer that keeps keys and values: (heads, dims of a key, dims of a value); ``window`` tokens at most, None for all."""
+    """A layer that keeps keys and values: (heads, dims of a key, dims of a value); ``window`` tokens at most, None for all.
+
+    free: the user's flags apply to it.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    free: bool = True
 
 
 def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
@@ -61,8 +73,23 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
     window = first_of(text, "sliding_window", "attention_chunk_size")
     if any(name in SLIDING for name in names) and not isinstance(window, int):
         return None
-    kept = [name for name in names if name not in STATE]
-    return tuple(KVLayer(*shape, window if name in SLIDING else None) for name in kept)
+    missed = ignored_windows(config, len(names))  # by mlx-lm's classes, not by our caches
+    return tuple(
+        KVLayer(*shape, window if name in SLIDING else own, kind not in UNPACKED)
+        for name, own in zip(names, missed, strict=True)
+        if name not in STATE
+    )
+
+
+def names_unknown_layers(config: Mapping[str, Any]) -> bool:
+    """Whether the config lists a kind of layer that nothing here knows: then what a class makes of it is not to be trusted."""
+    listed = first_of(text_config(config), "layer_types", "layers_block_type")
+    return isinstance(listed, list) and any(name not in FULL | SLIDING | STATE for name in listed)
+
+
+def no_spare(window: int) -> int:  # noqa: ARG001
+    """No slots beside those of the window."""
+    return 0
 
 
 def kv_bytes_per_token(layers: Sequence[KVLayer], spec: KVSpec, *, value_bytes: int = 2) -> int:
@@ -70,12 +97,20 @@ def kv_bytes_per_token(layers: Sequence[KVLayer], spec: KVSpec, *, value_bytes: 
     return sum(_layer_bytes(layer, spec, value_bytes) for layer in layers)
 
 
-def kv_bytes(layers: Sequence[KVLayer], spec: KVSpec, context: int, *, value_bytes: int = 2) -> int:
+def kv_bytes(
+    layers: Sequence[KVLayer],
+    spec: KVSpec,
+    context: int,
+    *,
+    value_bytes: int = 2,
+    spare: Callable[[int], int] = no_spare,
+) -> int:
     """Return the bytes kept, and read by every step, at a context of so many tokens.
 
-    The user's window bounds the layers that have none of their own; those keep theirs.
+    The user's window bounds the layers that have no smaller one of their own. spare: the slots that a window of so many tokens has
+    beside it to rewind into (``kv.plan.spare_slots``).
     """
-    return sum(_kept(layer, spec, context) * _layer_bytes(layer, spec, value_bytes) for layer in layers)
+    return sum(_kept(layer, spec, context, spare) * _layer_bytes(layer, spec, value_bytes) for layer in layers)
 
 
 def value_bytes_of(config: Mapping[str, Any]) -> int:
@@ -89,15 +124,30 @@ def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
     return value_bytes if bits == 16 else bits / 8 + 2 * value_bytes / group_size
 
 
-def _kept(layer: KVLayer, spec: KVSpec, context: int) -> int:
-    window = layer.window if layer.window is not None else spec.window
-    return context if window is None else min(context, window)
+def _kept(layer: KVLayer, spec: KVSpec, context: int, spare: Callable[[int], int]) -> int:
+    windows = (layer.window, spec.window if layer.free else None)
+    window = min((each for each in windows if each is not None), default=None)
+    if window is None:
+        return context
+    return min(context, window + spare(window) if layer.free else window)
 
 
 def _layer_bytes(layer: KVLayer, spec: KVSpec, value_bytes: int) -> int:
-    key = bytes_per_value(spec.key_bits, spec.group_size, value_bytes)
-    value = bytes_per_value(spec.value_bits, spec.group_size, value_bytes)
-    return round(layer.heads * (layer.key_dim * key + layer.value_dim * value))
+    parts = ((layer.key_dim, spec.key_bits), (layer.value_dim, spec.value_bits))
+    return round(layer.heads * sum(dim * _value(bits, dim, layer, spec, value_bytes) for dim, bits in parts))
+
+
+def _value(bits: int, dim: int, layer: KVLayer, spec: KVSpec, value_bytes: int) -> float:
+    """Return the bytes of a number, in groups that divide the head dimension. Raises OptionError where none does."""
+    if bits == 16 or not layer.free:
+        return bytes_per_value(16, spec.group_size, value_bytes)
+    group = group_for(dim, spec.group_size)
+    if group is None:
+        raise OptionError(
+            f"{dim} numbers per head can't be packed: no group size up to {spec.group_size} divides them",
+            "Use 16 bits for keys and values of this model.",
+        )
+    return bytes_per_value(bits, group, value_bytes)
 
 
 def _shape(text: Mapping[str, Any], kind: str) -> tuple[int, int, int] | None:

@@ -356,6 +356,15 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
             await c.until(lambda: c.app.screen is c.app.chat, "the chat")
 
 
+async def test_a_rolling_context_shows_what_rolled_out(chat: Start) -> None:
+    async with chat("rolling", size=(120, 40)) as c:
+        await c.ask("hi")
+        gone = c.session.metrics.prompt_tokens + c.session.metrics.generated_tokens - 64
+        await c.until(lambda: f"{gone} tokens" in c.screen_text(), "the gauge")
+        assert "out of sight" in c.screen_text()
+        assert "64 / 64" in c.screen_text() or "64 of 64" in c.screen_text()
+
+
 async def test_resizing_while_a_reply_streams(chat: Start) -> None:
     async with chat("steady", size=(120, 40)) as c:
         await c.send("hi")

@@ -1,11 +1,25 @@
 """The state machine alone: what it asks for and tells, for every way a chat can go."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from tokamac.app.backend.client import Died, Garbled
-from tokamac.app.backend.wire import Cancel, Done, Failed, Load, Loaded, Loading, ModelInfo, Prefill, Send, Text
+from tokamac.app.backend.wire import (
+    Cancel,
+    Done,
+    Failed,
+    LeftOut,
+    Load,
+    Loaded,
+    Loading,
+    ModelInfo,
+    Prefill,
+    Send,
+    Text,
+)
+from tokamac.app.tui import measures
 from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.app.tui.session import DEAF_S, IMPATIENT_S, Phase, Session
 from tokamac.app.tui.steps import (
@@ -269,3 +283,19 @@ def test_what_the_caches_could_not_honour_is_told_to_who_asked(ready: Session) -
     assert Notice("groups of 32, not 64") in ready.on_event(remarked)
     ready.choose(Load("guide"))
     assert kinds(ready.on_event(remarked)) == []
+
+
+def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", context_length=100, capacity=40, rolls=True)))
+    session.submit("hi")
+    assert (measures.context_held(session), measures.out_of_sight(session)) == (None, 0)
+    session.on_event(LeftOut(1, 7))
+    session.on_event(Prefill(1, 30, 30, 0))
+    assert (measures.context_held(session), measures.out_of_sight(session)) == (30, 7)
+    session.on_event(done(1))
+    session.metrics = replace(METRICS, prompt_tokens=50, generated_tokens=9)
+    assert (measures.context_held(session), measures.out_of_sight(session)) == (40, 19 + 7)
+    session.submit("more")
+    assert measures.out_of_sight(session) == 0

@@ -80,6 +80,25 @@ def test_a_prompt_longer_than_the_context_says_by_how_much(tokamac: Run, tiny: P
     assert error["event"] == "error"
 
 
+def test_a_prompt_that_does_not_fit_may_lose_its_middle(tokamac: Run, tiny: Path) -> None:
+    flags = ("-m", tiny, "--max-tokens", "8", "--on-full", "truncate-middle")
+    done = tokamac("ask", "x" * 2000, *flags)
+    assert done.status == 0
+    assert "of its middle were left out" in done.err
+    first, *_, last = lines(tokamac("ask", "x" * 2000, *flags, "--json").out)
+    assert first["event"] == "truncated"
+    assert first["tokens"] > 1400
+    assert last["event"] == "finished"
+
+
+def test_a_reply_that_the_context_cuts_off_may_be_an_error(tokamac: Run, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "short", context=64)
+    done = tokamac("ask", "Hello", "-m", model, "--on-full", "error", "--json", "--temp", "0")
+    *_, before, last = lines(done.out)
+    assert (done.status, before["event"], last["event"]) == (1, "finished", "error")
+    assert "--on-full" in last["hint"]
+
+
 def broken(tiny: Path, folder: Path) -> Path:
     return Path(shutil.copytree(tiny, folder))
 

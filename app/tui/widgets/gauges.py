@@ -24,9 +24,10 @@ class Gauges(Static):
         """Show where ``session`` is."""
         groups = [_model(session), _first_token(session), _decode(session), _ceiling(session), _memory(session)]
         content = Content("\n\n").join(Content("\n").join(lines) for lines in groups)
-        if self._shown is None or not content.is_same(self._shown):
-            self._shown = content
-            self.update(content)
+        shown, self._shown = self._shown, content
+        if shown is None or not content.is_same(shown):
+            # A layout of the whole screen, five times a second, would take the model's time.
+            self.update(content, layout=shown is None or content.plain.count("\n") != shown.plain.count("\n"))
 
 
 def _title(text: str) -> Content:
@@ -101,13 +102,14 @@ def _ceiling(session: Session) -> list[Content]:
 
 
 def _memory(session: Session) -> list[Content]:
-    used, memory = measures.context_used(session), session.memory
+    held, memory = measures.context_held(session), session.memory
     peak = (session.metrics.peak_memory_bytes if session.metrics else None) or memory.peak_bytes or memory.active_bytes
-    limit = session.info.context_length if session.info is not None else None
+    limit, gone = measures.capacity_of(session), measures.out_of_sight(session)
     return [
         _title("MEMORY"),
-        _row("context", NONE_YET if used is None else _of(used, limit)),
-        bar(measures.share(used, limit), WIDTH),
+        _row("context", NONE_YET if held is None else _of(held, limit)),
+        bar(measures.share(held, limit), WIDTH),
+        *([_row("out of sight", f"{units.count(gone)} tokens")] if gone else []),
         _row("KV cache", units.size(session.metrics.kv_bytes) if session.metrics else NONE_YET),
         _row("peak memory", NONE_YET if peak is None else units.size(peak)),
         _row("budget", NONE_YET if session.info is None else units.size(memory.budget_bytes)),

@@ -31,7 +31,7 @@ class Activity(Static):
         content = Content.styled(" · ", "$foreground 40%").join(part for part in parts if part.plain)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
-            self.update(content)
+            self.update(content, layout=False)  # it is one line high
 
 
 def _doing(session: Session, now: float, width: int) -> Content:
@@ -96,7 +96,7 @@ class StatusLine(Static):
         content = _beside(left, self.content_size.width)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
-            self.update(content)
+            self.update(content, layout=False)  # it is one line high
 
 
 def _lamp(session: Session) -> str:
@@ -111,14 +111,16 @@ def _name(session: Session) -> str:
 
 
 def _essentials(session: Session) -> str:
-    m, used = session.metrics, measures.context_used(session)
+    m, held = session.metrics, measures.context_held(session)
     parts = []
     if (rate := measures.decode_now(session) or (m.decode_tps if m else None)) is not None:
         parts.append(units.rate(rate))
     if m is not None and m.ttft_s is not None:
         parts.append(f"TTFT {units.seconds(m.ttft_s)}")
-    if used is not None and session.info is not None:
-        parts.append(f"{units.short(used)}/{units.short(session.info.context_length)}")
+    if held is not None and session.info is not None:
+        parts.append(f"{units.short(held)}/{units.short(session.info.capacity)}")
+    if gone := measures.out_of_sight(session):
+        parts.append(f"{units.short(gone)} out of sight")
     return "".join(f" · {part}" for part in parts)
 
 
