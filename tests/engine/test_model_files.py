@@ -58,7 +58,8 @@ def test_a_file_nested_too_deeply_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("[" * 100_000)
     error = refusal(folder)
     assert isinstance(error, ModelDamagedError)
-    assert name in error.message or "recursion" in error.message  # mlx-lm reads one of them itself, and names the folder
+    # mlx-lm reads one of them itself, and names the folder
+    assert name in error.message or "recursion" in error.message
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1, -1000])
