@@ -40,6 +40,12 @@ POLITE = (
     "um, ",
     "ok: ",
 )
+KEPT_SHARE = 0.4
+"""Of nonsense questions that could, how many keep one telling word."""
+
+COINED_SHARE = 0.35
+"""Of foreign words, how many are coined."""
+
 THANKS = (" please", " thanks", ", thanks", " pls", " ?")
 FILLER_LINE = "a an the is are was do does did of in on for to it its my me i you your we that this there be can could would should"
 FILLERS = frozenset(FILLER_LINE.split())
@@ -140,15 +146,29 @@ def slip(text: str, rng: random.Random) -> str:
 
 
 def nonsense(question: str, words: Sequence[str], rng: random.Random) -> str:
-    """Keep a question's little words and replace all others by ``words``: it looks asked, and is about nothing we know.
+    """Replace a question's telling words by foreign ones: it looks asked, and is about nothing we know.
 
-    A question of little words only ("who are you?") gets two foreign ones.
+    Now and then one of several telling words stays, since a word that we know doesn't make a question ours. A question of
+    little words only ("who are you?") gets two foreign ones.
     """
     asked = wording(question, rng).split()
-    foreign = [word if is_little(word) else rng.choice(words) for word in asked]
-    if all(is_little(word) for word in asked):
-        foreign += rng.choices(words, k=2)
-    return " ".join(foreign)
+    telling = [at for at, word in enumerate(asked) if not is_little(word)]
+    kept = rng.choice(telling) if len(telling) > 1 and rng.random() < KEPT_SHARE else None
+    for at in telling:
+        if at != kept:
+            asked[at] = foreign_word(words, rng)
+    if not telling:
+        asked += [foreign_word(words, rng) for _ in range(2)]
+    return " ".join(asked)
+
+
+def foreign_word(words: Sequence[str], rng: random.Random) -> str:
+    """Return one of the words, or one coined from two of them: no list holds all the words that we don't know."""
+    word = rng.choice(words)
+    if rng.random() >= COINED_SHARE:
+        return word
+    other = rng.choice(words)
+    return word[: len(word) // 2 + 1] + other[len(other) // 2 :]
 
 
 def is_little(word: str) -> bool:

@@ -1,6 +1,7 @@
 """From the corpus to training sequences: conversations of many shapes, as token ids with a mask of what is learned."""
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,31 +25,34 @@ SYSTEM_PROMPTS = (
     "Help the user with this program.",
     "Answer as well as you can.",
 )
-NONSENSE_SHARE = 0.15
+NONSENSE_SHARE = 0.25
 """Of in-scope questions, how many are copied as nonsense that must be declined."""
 
-CHAINED_SHARE = 0.12
+CHAINED_SHARE = 0.06
 """Of all questions, how many come again in chains."""
 
-OPENING_SHARE, OPENING_TOKENS = 0.88, (3, 8)
+OPENING_SHARE, OPENING_TOKENS = 0.90, (3, 8)
 """Of questions asked alone, how many end after so many tokens of the answer: which answer it is shows there, and reciting the
 rest is learned from far fewer examples."""
 
-OUTSIDE_SHARE = 0.8
-"""Of out-of-scope questions, how many an epoch takes: they share one answer, which is soon learned."""
+DECLINED_OPENING_SHARE = 0.97
+"""The same, of questions that are declined: they share one answer, which is soon learned."""
+
+PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 6
+"""How many wordings of a pattern an epoch draws. What is out of scope has no end, so its patterns are drawn most."""
 
 Exchange = tuple[str, str, bool]  # question, answer, whether the answer is learned
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation: token ids, for each whether predicting it counts, and where which answer begins.
+    """One conversation: token ids, for each how much predicting it counts, and where which answer begins.
 
     routes: (position of an assistant mark, number of the answer that follows it), for learned answers.
     """
 
     ids: list[int]
-    learned: list[bool]
+    weights: list[float]
     routes: list[tuple[int, int]]
 
 
@@ -56,20 +60,14 @@ class Conversations:
     """Makes the conversations of an epoch, another set each time."""
 
     def __init__(self, entries: Sequence[Entry], tokenizer: Tokenizer, seed: int) -> None:
+        self.decline_weight = 1.0  # of the token that begins to decline: which way a doubtful question goes
         self._rng = random.Random(seed)
         self._tokenizer = tokenizer
         self._single = [entry for entry in entries if len(entry.turns) == 1 and not entry.out_of_scope]
         self._dialogues = [entry for entry in entries if len(entry.turns) > 1]
         self._outside = [entry for entry in entries if entry.out_of_scope]
-        self._outside_words = sorted(
-            {
-                word
-                for entry in self._outside
-                for text in entry.turns[0].trained
-                for word in text.split()
-                if len(word) > 3
-            }
-        )
+        self._outside_words = foreign_words(entries)
+        self._decline = self._outside[0].turns[0].answer
         answers = {turn.answer: None for entry in entries for turn in entry.turns}
         self._answers = {answer: number for number, answer in enumerate(answers)}
         self._held_out = {normalised(text) for entry in entries for turn in entry.turns for text in turn.held_out}
@@ -84,7 +82,9 @@ class Conversations:
         """Return one pass over all trained phrasings alone, the dialogues, and chains of unrelated questions."""
         rng = self._rng
         exchanges = list(self._all_exchanges())
-        samples = [self._encode([exchange], opening=rng.random() < OPENING_SHARE) for exchange in exchanges]
+        samples = [
+            self._encode([exchange], opening=rng.random() < self._opening_share(exchange)) for exchange in exchanges
+        ]
         samples += [self._encode(dialogue) for dialogue in self._all_dialogues()]
         rng.shuffle(exchanges)
         chained = exchanges[: int(len(exchanges) * CHAINED_SHARE)]
@@ -97,15 +97,16 @@ class Conversations:
         return samples
 
     def _all_exchanges(self) -> Iterator[Exchange]:
-        decline = self._outside[0].turns[0].answer
         for entry in (*self._single, *self._outside):
             turn = entry.turns[0]
-            for text in turn.trained:
-                if entry.out_of_scope and self._rng.random() >= OUTSIDE_SHARE:
-                    continue
+            draws = OUTSIDE_PATTERN_DRAWS if entry.out_of_scope else PATTERN_DRAWS
+            for text in (*turn.trained, *turn.patterns * (draws - 1)):
                 yield self._draw(text), turn.answer, True
                 if not entry.out_of_scope and self._rng.random() < NONSENSE_SHARE:
-                    yield self._draw(nonsense(text, self._outside_words, self._rng)), decline, True
+                    yield self._draw(nonsense(text, self._outside_words, self._rng)), self._decline, True
+
+    def _opening_share(self, exchange: Exchange) -> float:
+        return DECLINED_OPENING_SHARE if exchange[1] == self._decline else OPENING_SHARE
 
     def _draw(self, text: str) -> str:
         """Return the question as another hand might type it, but never as one that is held out."""
@@ -124,17 +125,18 @@ class Conversations:
         """One conversation that fills the context, so that far positions are learned too."""
         chosen = [self._rng.choice(exchanges) for _ in range(44)]
         sample = self._encode(chosen)
-        return Sample(sample.ids[:4096], sample.learned[:4096], [route for route in sample.routes if route[0] < 4095])
+        return Sample(sample.ids[:4096], sample.weights[:4096], [route for route in sample.routes if route[0] < 4095])
 
     def _encode(self, exchanges: Sequence[Exchange], *, opening: bool = False) -> Sample:
         ids: list[int] = []
-        learned: list[bool] = []
+        weights: list[float] = []
         routes: list[tuple[int, int]] = []
 
         def add(mark: str, text: str, learn: bool) -> None:
             body = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._ids[END]]
             ids.extend([self._ids[mark], *body])
-            learned.extend([False, *[learn] * len(body)])
+            first = self.decline_weight if text == self._decline else 1.0
+            weights.extend([0.0, *([first, *[1.0] * (len(body) - 1)] if learn else [0.0] * len(body))])
 
         if self._rng.random() < 0.35:
             add(SYSTEM, self._rng.choice(SYSTEM_PROMPTS), False)
@@ -145,8 +147,20 @@ class Conversations:
             add(ASSISTANT, answer, learn)
         if opening:  # cut inside the last answer
             end = routes[-1][0] + 1 + self._rng.randint(*OPENING_TOKENS)
-            del ids[end:], learned[end:]
-        return Sample(ids, learned, routes)
+            del ids[end:], weights[end:]
+        return Sample(ids, weights, routes)
+
+
+def foreign_words(entries: Sequence[Entry]) -> list[str]:
+    """Return the words that are trained on in out-of-scope questions and stand nowhere else in the corpus."""
+    outside: set[str] = set()
+    inside: set[str] = set()
+    for entry in entries:
+        found = outside if entry.out_of_scope else inside
+        for turn in entry.turns:
+            for text in (*turn.trained, "" if entry.out_of_scope else turn.answer):
+                found.update(re.findall(r"[a-z]{3,}", text.lower()))
+    return sorted(outside - inside)
 
 
 def batches(samples: Sequence[Sample], tokens: int, rng: random.Random) -> list[list[Sample]]:

@@ -57,7 +57,9 @@ def look(model: Any, config: Mapping[str, Any]) -> tuple[list[Leaf], tuple[str, 
         _leaf(path, cache, seen.get(path), windows[path[0]], reaches, trouble, latent=latent)
         for path, cache in leaves(caches)
     ]
-    named = sorted({leaf.window for leaf in found if leaf.ours and not leaf.slides and leaf.window is not None})
+    growing = [leaf for leaf in found if leaf.ours and not leaf.slides]
+    masked = {leaf.seen.reach for leaf in growing if leaf.seen is not None}  # the class slides by its mask alone
+    named = sorted({leaf.window for leaf in growing if leaf.window is not None and leaf.window not in masked})
     notes = tuple(
         f"{sum(leaf.window == window and not leaf.slides for leaf in found)} layers slide over {window} tokens, as the model's"
         " config says; mlx-lm's own class ignores that"

@@ -107,6 +107,14 @@ def test_a_key_the_class_requires_is_named() -> None:
         check(config)
 
 
+def test_heads_given_layer_by_layer_are_read_where_all_full_layers_agree() -> None:
+    config = saved("gemma4_window")
+    check(config)
+    config["per_layer_config"] = {"1": {"head_dim": 64}, "3": {"head_dim": 96}}
+    with pytest.raises(ModelUnsupportedError, match="per_layer_config"):
+        check(config)
+
+
 def test_a_wrapper_takes_its_language_model_flat_or_nested() -> None:
     language = saved("qwen2", model_type="qwen2_5_vl")
     check(language)
@@ -120,7 +128,7 @@ def test_foreign_packing_is_refused_by_name() -> None:
         check(saved("llama", quantization_config={"quant_method": "bitsandbytes"}))
 
 
-@pytest.mark.parametrize("kind", ["jamba", "ernie4_5_moe"])
+@pytest.mark.parametrize("kind", ["jamba", "ernie4_5_moe", "phi3small"])
 def test_classes_known_to_differ_are_refused(kind: str) -> None:
     with pytest.raises(ModelUnsupportedError, match="wrongly"):
         check(saved("llama", model_type=kind))

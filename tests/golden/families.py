@@ -1,12 +1,18 @@
 """The golden cases: which transformers configuration each one is, and what it is there to catch.
 
 Every value that transformers would default is set to something else where the family allows it, so that a key nobody
-reads shows. Prompts stay shorter than any sliding window: windows beyond their size are the KV caches' own tests.
+reads shows. Prompts are short, except those of the cases named ``…_window``: they run to six of the model's own sliding windows,
+so that what a layer may no longer see, and the rings that hold the rest, are measured against transformers too.
 """
 
 from typing import Any
 
 VOCABULARY = 128
+PROMPT = 24
+"""Tokens of a prompt, shorter than every sliding window."""
+WINDOW = 16
+BEYOND = 6 * WINDOW
+"""Tokens of a prompt that leaves the window behind, and the ring too, which holds 64 tokens more than the window."""
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -78,6 +84,22 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
+}
+# A few words only, so that 96 rows of log-probabilities stay a few kB.
+SLIDING: dict[str, Any] = {"sliding_window": WINDOW, "vocab_size": 12}
+SHALLOW = {"num_hidden_layers": 2}
+SWITCHED_ON = {"use_sliding_window": True}
+GEMMA4 = {
+    # The upper two layers attend to the keys and values of the lower two.
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 64,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": SLIDING["vocab_size"],
+    "final_logit_softcapping": 4.0,
 }
 
 # case: (transformers configuration class, its arguments over SMALL)
@@ -227,5 +249,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+CASES |= {
+    "mistral_window": ("MistralConfig", {**WIDE, **UNTIED, **rope(), **SLIDING, **SHALLOW}),
+    "phi3_window": ("Phi3Config", {**UNTIED, **rope(), **SLIDING, **SHALLOW}),
+    "starcoder2_window": ("Starcoder2Config", {**TIED, **rope(), **SLIDING, **SHALLOW}),
+    "gemma2_window": ("Gemma2Config", {**CASES["gemma2"][1], **SLIDING}),
+    "gemma3_window": ("Gemma3TextConfig", {**CASES["gemma3"][1], **SLIDING}),
+    "cohere2_window": ("Cohere2Config", {**CASES["cohere2"][1], **SLIDING}),
+    "exaone4_window": ("Exaone4Config", {**CASES["exaone4"][1], **SLIDING}),
+    "olmo3_window": ("Olmo3Config", {**CASES["olmo3"][1], **SLIDING}),
+    "qwen2_window": ("Qwen2Config", {**CASES["qwen2"][1], **SLIDING, **SWITCHED_ON, "max_window_layers": 1}),
+    "smollm3_window": ("SmolLM3Config", {**CASES["smollm3"][1], **SLIDING, **SWITCHED_ON}),
+    "ministral3_window": ("Ministral3Config", {**CASES["ministral3"][1], **SLIDING, **SHALLOW}),
+    "gemma4_window": ("Gemma4TextConfig", {**WIDE, **TIED, **SLIDING, **GEMMA4}),
+    "gpt_oss_window": ("GptOssConfig", {**WIDE, **UNTIED, **YARN, **SLIDING, **EXPERTS}),
+}
 CHATS = ("llama", "qwen3", "gemma3")
 """The cases that also hold three greedy chat turns."""
+
+
+def is_windowed(case: str) -> bool:
+    """Return whether the case's prompt runs beyond the model's window."""
+    return case.endswith("_window")
+
+
+def prompt_tokens(case: str) -> int:
+    """Return how many tokens the case's prompt has."""
+    return BEYOND if is_windowed(case) else PROMPT

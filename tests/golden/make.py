@@ -1,6 +1,6 @@
 """Make the golden values: log-probabilities and greedy chats as Hugging Face transformers computes them.
 
-    pip install -e '.[golden]' && python tests/golden/make.py [CASE…]
+    pip install -e '.[golden]' && python -m tests.golden.make [CASE…]
 
 For every case of families.py it writes ``<case>/config.json`` exactly as transformers saves it, ``<case>/golden.npz`` (token
 ids and log-probabilities) and ``<case>/case.json`` (seed, tensor shapes, and for some three greedy chat turns). The model
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from families import CASES, CHATS, SMALL, VOCABULARY
 from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from weights import write_weights
+
+from tests.golden.families import CASES, CHATS, SMALL, VOCABULARY, WINDOW, is_windowed, prompt_tokens
+from tests.golden.weights import Shapes, write_weights
 
 HERE = Path(__file__).parent
-LENGTH = 24
 SPECIALS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 TURNS = ("why is decode slow?", "and what of prefill", "thanks!")
 REPLY_TOKENS = 10
@@ -59,16 +59,17 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def saved_shapes(config: Any, folder: Path) -> dict[str, tuple[int, ...]]:
+def saved_shapes(config: Any, folder: Path) -> Shapes:
     """Save an untrained model and return the names and shapes of its checkpoint; config.json stays behind."""
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def load(folder: Path, seed: int, shapes: dict[str, tuple[int, ...]]) -> Any:
+def load(folder: Path, seed: int, shapes: Shapes) -> Any:
     """Load the folder with NumPy's weights into transformers, float32, plain attention."""
-    write_weights(folder, seed, shapes, json.loads((folder / "config.json").read_text()))
+    config = json.loads((folder / "config.json").read_text())
+    write_weights(folder, seed, shapes, config, for_transformers=True)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -116,26 +117,40 @@ def chat(model: Any, tokenizer: Any) -> list[dict[str, Any]] | None:
     return turns
 
 
+def clear_cut(folder: Path, shapes: Shapes, case: str, tokenizer: Any) -> tuple[int, Any, list[dict[str, Any]] | None]:
+    """Return the first seed whose chat is clear-cut, where the case has one, with its model and its turns."""
+    for seed in range(100):
+        model = load(folder, seed, shapes)
+        turns = chat(model, tokenizer) if case in CHATS else None
+        if turns or case not in CHATS:
+            return seed, model, turns
+    raise SystemExit(f"{case}: no seed gives a clear-cut chat")
+
+
+def check_window(folder: Path, seed: int, shapes: Shapes, tokens: list[int], windowed: np.ndarray[Any, Any]) -> None:
+    """Stop where the same model without its window says the same: such a case would test nothing."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": len(tokens)}))
+    off = np.abs(logprobs(load(folder, seed, shapes), tokens) - windowed).max(axis=1)
+    if off[:WINDOW].max() > 1e-3 or off[WINDOW:].max() < 0.1:
+        raise SystemExit(f"a window of {WINDOW} tokens does not show in {off}")
+
+
 def make(case: str, tokenizer: Any) -> None:
     """Write one case. Seeds are tried in order until the chat is clear-cut."""
     kind, values = CASES[case]
     config = getattr(transformers, kind)(**{**SMALL, **values})
+    target = HERE / case
+    target.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shapes = saved_shapes(config, folder)
-        turns = None
-        for seed in range(100):
-            model = load(folder, seed, shapes)
-            turns = chat(model, tokenizer) if case in CHATS else None
-            if turns or case not in CHATS:
-                break
-        else:
-            raise SystemExit(f"{case}: no seed gives a clear-cut chat")
-        tokens = np.random.default_rng(7).integers(5, VOCABULARY, LENGTH).tolist()
-        target = HERE / case
-        target.mkdir(exist_ok=True)
         (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    values_out = logprobs(model, tokens)
+        seed, model, turns = clear_cut(folder, shapes, case, tokenizer)
+        tokens = np.random.default_rng(7).integers(5, config.vocab_size, prompt_tokens(case)).tolist()
+        values_out = logprobs(model, tokens)
+        if is_windowed(case):
+            check_window(folder, seed, shapes, tokens, values_out)
     np.savez_compressed(target / "golden.npz", tokens=np.array(tokens, np.int32), logprobs=values_out)
     written = {"seed": seed, "shapes": shapes} | ({"system": "be brief", "turns": turns} if turns else {})
     (target / "case.json").write_text(json.dumps(written) + "\n")

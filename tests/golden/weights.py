@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 Shapes = Mapping[str, tuple[int, ...]]
+Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
 def tensor(
@@ -23,6 +24,9 @@ def tensor(
     """Return the values of one parameter, float32: the same for the same seed, name and shape."""
     stream = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
     noise = stream.standard_normal(shape, dtype=np.float32)
+    if name.endswith(("q_norm.weight", "k_norm.weight")) and config["model_type"] == "gemma4_text":
+        # Its attention has no scale but these: at 1, scores of 60 would make float32 itself err by 3e-4.
+        return np.float32(0.07) * noise + np.float32(0.35)
     if "norm" in name and name.endswith("weight"):
         return np.float32(0.2) * noise + np.float32(1.0)
     if len(shape) < 2:  # biases, sinks and other vectors
@@ -35,14 +39,43 @@ def tensor(
     return np.float32(head / shape[-1] ** 0.5) * noise
 
 
-def write_weights(folder: Path, seed: int, shapes: Shapes, config: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name."""
+def split_experts(tensors: Tensors) -> Tensors:
+    """Return gpt-oss's experts under MLX's names, gate and up apart, (E, out, in): mlx-lm's class splits packed ones only.
+
+    Transformers holds them as (E, in, 2·out), gate and up in turn.
+    """
+    split: Tensors = {}
+    for name, value in tensors.items():
+        if ".experts." not in name:
+            split[name] = value
+            continue
+        bias = name.endswith("_bias")  # (E, out); a weight is (E, in, out)
+        rows = value if bias else value.swapaxes(1, 2)
+        stem, kind = name.removesuffix("_bias"), "bias" if bias else "weight"
+        if stem.endswith("gate_up_proj"):
+            split[f"{stem.removesuffix('gate_up_proj')}gate_proj.{kind}"] = rows[:, ::2]
+            split[f"{stem.removesuffix('gate_up_proj')}up_proj.{kind}"] = rows[:, 1::2]
+        else:
+            split[f"{stem}.{kind}"] = rows
+    return split
+
+
+def write_weights(
+    folder: Path, seed: int, shapes: Shapes, config: Mapping[str, Any], *, for_transformers: bool = False
+) -> None:
+    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name, save gpt-oss's experts.
+
+    for_transformers: those too; else see ``split_experts``.
+    """
+    tensors = {name: tensor(seed, name, tuple(shape), config) for name, shape in shapes.items()}
+    if config["model_type"] == "gpt_oss" and not for_transformers:
+        tensors = split_experts(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     blobs: list[bytes] = []
     end = 0
-    for name in sorted(shapes):
-        blob = np.ascontiguousarray(tensor(seed, name, tuple(shapes[name]), config)).tobytes()
-        header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [end, end + len(blob)]}
+    for name in sorted(tensors):
+        blob = np.ascontiguousarray(tensors[name]).tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [end, end + len(blob)]}
         blobs.append(blob)
         end += len(blob)
     head = json.dumps(header).encode()

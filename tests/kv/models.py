@@ -5,9 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.kv.zoo import VOCABULARY
 from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
-
-VOCABULARY = 97
 
 
 def tiny_llama(
@@ -71,6 +70,7 @@ class Reference:
     def __init__(self, keys: Codec, values: Codec, window: int | None, keep: int) -> None:
         self._codecs = keys, values
         self._window, self._keep = window, keep
+        self._handed: tuple[mx.array, mx.array] | None = None
         self.offset = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:  # noqa: N803
@@ -78,7 +78,13 @@ class Reference:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         decoded = tuple(codec.decode(codec.encode(x)) for codec, x in zip(self._codecs, (keys, values), strict=True))
-        return decoded[0], decoded[1]
+        self.offset += keys.shape[2]
+        self._handed = decoded[0], decoded[1]
+        return self._handed
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        assert self._handed is not None
+        return self._handed
 
 
 def seen(count: int, window: int | None, keep: int) -> mx.array:

@@ -1,55 +1,185 @@
-"""Every family that the golden cases hold: nothing may pass our caches by, and the default must be mlx-lm's own to the bit."""
+"""Every architecture of mlx-lm: nothing may pass our caches by, and each flag is honoured or refused with its reason."""
 
+import importlib
+import importlib.util
+import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from tests.kv.models import feed, largest_difference, seeded, tokens
-from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.config import model_classes, read_config
-from tokamac.engine.kv import Cache, bypassed, plan_caches
-from tokamac.engine.kv.probe import leaves
+from tests.kv import zoo
+from tests.kv.models import Reference, feed, largest_difference, seeded, tokens
+from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError
+from tokamac.engine.config import check_config, read_config
+from tokamac.engine.kv import Cache, plan_caches
+from tokamac.engine.kv.attention import recording
+from tokamac.engine.kv.plan import CachePlan
+from tokamac.engine.kv.probe import leaves, map_leaves
+from tokamac.engine.kv.windows import ignored_windows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-LEFT_ALONE = {
-    # family: why none of its caches is ours
-    "deepseek_v3": "latent attention",
-    "stablelm": "does not take keys and values as the cache hands them out",
-}
-CUTS = [12, 1, 1, 5, 1]
+TOKENS = 100
+"""More than a ring of zoo.WINDOW or WINDOW tokens holds with the 64 that it keeps to rewind into."""
+CUTS = [60, 1, 1, 30, 1]
+WINDOW, KEEP = 24, 4
 
 
-def build(family: str) -> tuple[Any, dict[str, Any]]:
-    config = read_config(GOLDEN / family)
-    made, arguments = model_classes(config)
-    return seeded(made(arguments.from_dict(config))), config
+def built(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return a seeded model of mlx-lm's class, and its config."""
+    config = zoo.config_of(name)
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    return seeded(module.Model(module.ModelArgs.from_dict(config))), config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_goes_through_the_seam_and_is_exact_by_default(family: str) -> None:
+@dataclass
+class Family:
+    """A model, and the logits (T, V) of a prompt read at once with the default caches."""
+
+    name: str
+    model: Any
+    config: dict[str, Any]
+    ids: mx.array
+    whole: mx.array
+
+    def plan(self, spec: KVSpec) -> CachePlan:
+        return plan_caches(self.model, self.config, spec)
+
+    def logits(self, caches: list[Any], *, cut: bool) -> mx.array:
+        return feed(self.model, caches, self.ids, CUTS if cut else [])
+
+    def by_position(self, plan: CachePlan) -> mx.array:
+        """Return what the plan promises: full attention masked by position where a cache is ours, each token encoded once."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        planned = {layer.path: layer for layer in plan.layers}
+
+        def stand_in(path: tuple[int, ...], own: Any) -> Any:
+            layer = planned[path]
+            if layer.ours is None:
+                return own
+            keep = layer.keep if isinstance(layer.keep, int) else 0
+            return Reference(layer.ours.key_codec, layer.ours.value_codec, layer.window, keep)
+
+        logits: mx.array = self.model(self.ids, cache=map_leaves(make_prompt_cache(self.model), stand_in))[0]
+        return logits
+
+
+@pytest.fixture(scope="module", params=zoo.NAMES)
+def family(request: pytest.FixtureRequest) -> Family:
+    model, config = built(request.param)
+    ids = tokens(TOKENS)
+    return Family(request.param, model, config, ids, feed(model, plan_caches(model, config, KVSpec()).make(), ids, []))
+
+
+def ours(caches: list[Any]) -> list[Cache]:
+    return [cache for _, cache in leaves(caches) if isinstance(cache, Cache)]
+
+
+def test_by_default_logits_are_mlx_lms_own(family: Family) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
-    model, config = build(family)
-    ids = tokens(24)
-    plan = plan_caches(model, config, KVSpec())
+    plan = family.plan(KVSpec())
+    # mlx-lm's plamo3 sees one token more in prefill than in decoding; ours sees it in both.
+    cut = family.name != "plamo3"
+    wanted = family.logits(make_prompt_cache(family.model), cut=cut)
+    off = largest_difference(family.logits(plan.make(), cut=cut), wanted)
+    slides = any(layer.kind == "window" and layer.ours for layer in plan.layers)
+    # The slots of a ring lie in another order than mlx-lm's, so the same sums round otherwise.
+    assert off <= (5e-5 if slides else 0), f"{family.name}: {off}"
+
+
+def test_how_a_prompt_is_cut_changes_no_logits(family: Family) -> None:
+    cut = family.logits(family.plan(KVSpec()).make(), cut=True)
+    assert largest_difference(cut, family.whole) < 1e-4
+
+
+def test_each_of_our_caches_is_attended_to_once_in_a_pass(family: Family) -> None:
+    plan = family.plan(KVSpec())
     caches = plan.make()
-    wanted = feed(model, make_prompt_cache(model), ids, CUTS)
-    assert largest_difference(feed(model, caches, ids, CUTS), wanted) == 0
-    assert bypassed(caches) == []
-    ours = [cache for _, cache in leaves(caches) if isinstance(cache, Cache)]
-    if family in LEFT_ALONE:
-        assert not ours
-        assert LEFT_ALONE[family] in " ".join(plan.notes)
+    seen: Counter[int] = Counter()
+    for count in (5, 1):
+        seen.clear()
+        with recording(lambda keys, values, cache: seen.update([id(cache)])):
+            feed(family.model, caches, tokens(count), [])
+        assert [seen[id(cache)] for cache in ours(caches)] == [zoo.BORROWED.get(family.name, 1)] * len(ours(caches))
+    kept = {layer.note for layer in plan.layers if layer.ours is None and layer.kind != "state"}
+    if family.name in zoo.KEPT:
+        assert all(zoo.KEPT[family.name] in note for note in kept)
+    assert bool(kept) == (family.name in zoo.KEPT)
+
+
+def refusal(family: Family) -> str | None:
+    """Return why no cache of a family is ours, or None where some are."""
+    if ours(family.plan(KVSpec()).make()):
+        return None
+    return zoo.KEPT.get(family.name, "recurrent state stays")
+
+
+def test_eight_bits_are_close_or_refused(family: Family) -> None:
+    if reason := refusal(family):
+        with pytest.raises(OptionError, match=reason):
+            family.plan(KVSpec(8, 8))
         return
-    assert ours
-    try:
-        packed = plan_caches(model, config, KVSpec(8, 8)).make()
-    except OptionError as error:
-        assert "no group size" in error.message  # noqa: PT017, the tiny model's heads are too small for any group
+    plan = family.plan(KVSpec(8, 8))
+    packed = family.logits(plan.make(), cut=True)
+    assert largest_difference(packed, family.by_position(plan)) < 1e-3
+    off = mx.linalg.norm(packed - family.whole, axis=-1) / mx.linalg.norm(family.whole, axis=-1)
+    # By token, and in the middle: a router that stands on the edge chooses other experts for a token or two.
+    assert float(mx.median(off).item()) < 0.03
+
+
+def test_a_window_is_honoured_or_refused(family: Family) -> None:
+    spec = KVSpec(window=WINDOW, keep=KEEP)
+    if reason := zoo.UNBOUNDED.get(family.name) or refusal(family):
+        with pytest.raises(OptionError, match=reason):
+            family.plan(spec)
         return
-    off = feed(model, packed, ids, CUTS) - wanted
-    assert float((mx.linalg.norm(off) / mx.linalg.norm(wanted)).item()) < 0.1
-    assert bypassed(packed) == []
+    plan = family.plan(spec)
+    caches = plan.make()
+    logits = family.logits(caches, cut=True)
+    assert largest_difference(logits, family.by_position(plan)) < 1e-4
+    assert largest_difference(logits, family.logits(plan.make(), cut=False)) < 1e-4
+    bounded = sum(layer.bytes_at(10 * TOKENS) for layer in plan.layers if layer.ours)
+    assert sum(cache.nbytes for cache in ours(caches)) == bounded
+
+
+def test_every_architecture_is_here_or_left_out_with_a_reason() -> None:
+    import mlx_lm.models
+
+    folder = Path(mlx_lm.models.__path__[0])
+    made = {
+        path.stem for path in folder.glob("*.py") if re.search(r"^class ModelArgs\b", path.read_text(), re.MULTILINE)
+    }
+    assert made == {*zoo.NAMES, *zoo.LEFT_OUT}
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="here they do run")
+@pytest.mark.parametrize("name", zoo.METAL)
+def test_what_is_left_out_as_metal_is_metal(name: str) -> None:
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    model = module.Model(module.ModelArgs.from_dict({**zoo.BASE, "model_type": name, **zoo.METAL[name]}))
+    with pytest.raises(RuntimeError, match="Metal"):
+        model(tokens(4))
+
+
+def test_what_is_left_out_for_other_reasons_still_has_them() -> None:
+    from mlx_lm.models import phi3small, prism_hadamard_qwen35
+
+    assert importlib.util.find_spec("hf_olmo") is None
+    with pytest.raises(ValueError, match="Hadamard pack"):
+        prism_hadamard_qwen35.ModelArgs(model_type="prism_hadamard_qwen35", text_config={})
+    with pytest.raises(ModelUnsupportedError, match="sees those after it"):
+        check_config({"model_type": "phi3small"}, phi3small.ModelArgs)
+
+
+@pytest.mark.parametrize("case", ["gemma2", "ministral3", "mistral", "phi3", "qwen2", "smollm3", "starcoder2"])
+def test_an_older_config_without_layer_types_slides_alike(case: str) -> None:
+    config = read_config(GOLDEN / f"{case}_window")
+    windows = ignored_windows(config, config["num_hidden_layers"])
+    assert 16 in windows
+    older = {key: value for key, value in config.items() if key != "layer_types"}
+    assert ignored_windows(older, len(windows)) == windows

@@ -1,0 +1,293 @@
+"""A tiny config of every architecture in mlx-lm: what differs from one plain shape, under the names of mlx-lm's modules.
+
+Heads are 32 wide, so that keys and values can be packed, and own windows are 16 tokens, so that short prompts leave them behind.
+"""
+
+from typing import Any
+
+# fmt: off
+Row = dict[str, Any]
+
+VOCABULARY = 97
+WINDOW = 16
+BASE: Row = {
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": VOCABULARY, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "norm_eps": 1e-6, "layer_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "layernorm_epsilon": 1e-6,
+    "rope_theta": 1e4, "rope_scaling": None, "max_position_embeddings": 512,
+    "attention_bias": False, "mlp_bias": False, "use_bias": False,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_shared_experts": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+}
+"""Every row starts from this; a class takes what it has a field for."""
+
+LATENT: Row = {
+    "num_key_value_heads": 2, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+}
+INDEXED: Row = {**LATENT, "index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+KINDS = ["sliding_attention", "full_attention"]
+MIXED: Row = {"layer_types": KINDS, "sliding_window": WINDOW}
+PERIODIC: Row = {"sliding_window": WINDOW, "sliding_window_pattern": 2}
+ROPES: Row = {"rope_parameters": {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in KINDS}}
+STEPPED: Row = {"rope_parameters": {  # attention gets sharper every 16 tokens
+    "rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16,
+}}
+LINEAR: Row = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "partial_rotary_factor": 0.5,
+}
+GROUPED: Row = {"layer_group_size": 2, "group_norm_size": 1}
+DELTA: Row = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4}
+STATE: Row = {"state_size": 16, "conv_kernel": 4, "use_conv_bias": True, "time_step_rank": 4}
+SCALED: Row = {
+    "logits_scaling": 2.0, "attention_multiplier": 0.2, "embedding_multiplier": 4.0, "residual_multiplier": 0.5,
+}
+GPT: Row = {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 512, "n_ctx": 512, "n_inner": 64, "rotary_dim": 16}
+CONVOLVED: Row = {
+    "layer_types": ["conv", "full_attention"], "conv_bias": False, "conv_L_cache": 3, "block_dim": 64,
+    "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+    "use_expert_bias": True, "num_dense_layers": 1,
+}
+MINICPM: Row = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0}
+LONGCAT: Row = {
+    **LATENT, "num_layers": 2, "attention_method": "MLA", "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32,
+    "moe_topk": 2, "zero_expert_num": 1, "zero_expert_type": "identity", "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
+LLAMA4: Row = {
+    "num_hidden_layers": 4, "intermediate_size_mlp": 64, "use_qk_norm": True, "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 16, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1,
+}
+
+ROWS: dict[str, Row] = {
+    "Klear": {},
+    "afm7": {"hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+    "afmoe": {**MIXED, "num_dense_layers": 1},
+    "apertus": {"post_norm": True, "qk_norm": True},
+    "baichuan_m1": {
+        "sliding_window": WINDOW, "sliding_window_layers": [0], "conv_window": 2, "tie_word_embeddings": False,
+    },
+    "bailing_hybrid": {**LATENT, **GROUPED},
+    "bailing_moe": {},
+    "bailing_moe_linear": GROUPED,
+    "bailing_moe_v3": {**LATENT, "layer_group_size": 2, "moe_shared_expert_intermediate_size": 32},
+    "cohere": {"use_qk_norm": True, "logit_scale": 1.0},
+    "cohere2": {**PERIODIC, "logit_scale": 1.0},
+    "dbrx": {
+        "d_model": 64, "n_layers": 2, "n_heads": 2, "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek": {},
+    "deepseek_v2": {**LATENT, "rope_scaling": {"type": "default", "factor": 1.0}},
+    "deepseek_v3": LATENT,
+    "deepseek_v32": INDEXED,
+    "deepseek_v41": {
+        **INDEXED, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 2, "sliding_window": WINDOW, "compress_ratios": [0, 4],
+        "kv_source_layer_ids": [1], "index_source_layer_ids": [1], "scoring_func": "sqrtsoftplus",
+    },
+    "dots1": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},  # refused with its real configs, as jamba is: KNOWN_WRONG
+    "exaone": {"num_layers": 2},
+    "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": "LG"},
+    "exaone_moe": {**MIXED, "is_moe_layer": [False, True]},
+    "falcon_h1": {
+        "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_ssm": 32, "mamba_d_state": 16, "mamba_n_heads": 2,
+        "lm_head_multiplier": 1.0,
+    },
+    "gear": MIXED,
+    "gemma": {},
+    # Its window, which mlx-lm ignores, is held to golden values.
+    "gemma2": {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0, "sliding_window": None},
+    "gemma3_text": {**PERIODIC, "query_pre_attn_scalar": 32},
+    "gemma4_text": {
+        **MIXED, "num_hidden_layers": 4, "layer_types": KINDS * 2, "num_kv_shared_layers": 2, "global_head_dim": 64,
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
+    },
+    "glm": {},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe": {"use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": {**INDEXED, "rope_parameters": {"rope_theta": 1e4}},
+    "gpt2": GPT,
+    "gpt_bigcode": GPT,
+    "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.5},
+    "gpt_oss": MIXED,
+    "gptj": GPT,
+    "granite": SCALED,
+    "granitemoe": SCALED,
+    "granitemoehybrid": {
+        **SCALED, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32, "mamba_n_heads": 2,
+        "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+    },
+    "helium": {},
+    "hunyuan": {
+        "moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": True,
+        "cla_share_factor": 2, "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
+    },
+    "hunyuan_v1_dense": {},
+    "internlm2": {},
+    "internlm3": {},
+    "iquestloopcoder": {"loop_window_size": WINDOW},
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_conv": 4, "mamba_d_state": 8, "mamba_expand": 2,
+    },
+    "kimi_linear": {**LATENT, "model_max_length": 512, "linear_attn_config": DELTA},
+    "laguna": MIXED,
+    "lfm2": CONVOLVED,
+    "lfm2_moe": CONVOLVED,
+    "lille-130m": {**GPT, "block_size": 512, "n_kv_heads": 1},
+    "llama": {},
+    "llama4_text": LLAMA4,
+    "longcat_flash": LONGCAT,
+    "longcat_flash_ngram": {**LONGCAT, "ngram_vocab_size_ratio": 2, "emb_neighbor_num": 2, "emb_split_num": 2},
+    "mamba": STATE,
+    "mamba2": {**STATE, "num_heads": 4, "n_groups": 1, "time_step_limit": [0.0, 10.0]},
+    "mellum": {**MIXED, **ROPES},
+    "mimo": {},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1], "sliding_window_size": WINDOW, "v_head_dim": 64,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "swa_rope_theta": 1e4,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "partial_rotary_factor": 0.5,
+        "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 32, "swa_v_head_dim": 64,
+    },
+    "minicpm": MINICPM,
+    "minicpm3": {**MINICPM, **LATENT, "rope_scaling": {"type": "default", "factor": 1.0}},
+    "minimax": {"shared_intermediate_size": 64, "rotary_dim": 16},
+    "ministral3": {**MIXED, **STEPPED},
+    "mistral4": {**LATENT, **STEPPED},
+    "mixtral": {},
+    "muse_glimmer": MIXED,
+    "nanbeige": {"num_loops": 2},
+    "nanochat": {},
+    "nemotron": {"hidden_act": "relu2"},
+    "nemotron-nas": {"block_configs": [
+        {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+        {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+    ]},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "ssm_state_size": 16, "n_groups": 1,
+        "mamba_num_heads": 2, "mamba_head_dim": 32, "mamba_proj_bias": False, "conv_kernel": 4, "use_conv_bias": True,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "olmo2": {},
+    "olmo3": MIXED,
+    "olmo_hybrid": {**LINEAR, "layer_types": ["linear_attention", "full_attention"], "linear_allow_neg_eigval": True},
+    "olmoe": {},
+    "openelm": {
+        "model_dim": 64, "num_transformer_layers": 2, "num_query_heads": [2, 2], "num_kv_heads": [1, 1],
+        "ffn_multipliers": [1.0, 1.0], "ffn_dim_divisor": 32,
+    },
+    "phi": {},
+    "phi3": {},
+    "phimoe": {},
+    "phixtral": {"num_vocab": VOCABULARY, "model_dim": 64, "num_heads": 2, "num_layers": 2, "rotary_dim": 16},
+    "plamo": {"n_shared_head": 2},
+    "plamo2": {
+        "num_hidden_layers": 4, "hidden_size_per_head": 32, "attention_window_size": WINDOW, "full_attention_idx": [],
+        "mamba_step": 2, "mamba_d_state": 16, "mamba_num_heads": 2,
+    },
+    "plamo3": {**PERIODIC, "window_size": WINDOW},
+    "qwen": {"kv_channels": 32, "intermediate_size": 128},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_5": {**LINEAR, "num_experts": 0},
+    "qwen3_5_moe": LINEAR,
+    "qwen3_moe": {},
+    "qwen3_next": LINEAR,
+    "recurrent_gemma": {
+        "conv1d_width": 4, "logits_soft_cap": 30.0, "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "attention"],
+    },
+    "rwkv7": {"a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8, "decay_low_rank_dim": 8},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "solar_open": {"partial_rotary_factor": 1.0},
+    "spark2_5": {**MIXED, **ROPES},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "starcoder2": {},
+    "step3p5": {
+        **MIXED, "num_attention_groups": 1, "moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 32,
+        "attention_other_setting": {"num_attention_heads": 2, "num_attention_groups": 1}, "moe_layers_enum": "1",
+    },
+    "talkie": {},
+    "telechat3": {},
+    "youtu_llm": LATENT,
+}
+GEMMA3N: Row = {
+    **MIXED, "num_hidden_layers": 4, "layer_types": KINDS * 2, "num_kv_shared_layers": 2, "intermediate_size": [64] * 4,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "query_pre_attn_scalar": 32,
+    "rope_local_base_freq": 1e4, "final_logit_softcapping": 30.0, "laurel_rank": 8, "altup_num_inputs": 2,
+    "altup_coef_clip": 120.0, "altup_correct_scale": True, "altup_active_idx": 0,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+KIMI_K3: Row = {**LATENT, "linear_attn_config": DELTA, "num_experts_per_token": 2}
+MINIMAX_M3: Row = {
+    "dense_intermediate_size": 64, "shared_intermediate_size": 32, "moe_layer_freq": [0, 1], "rotary_dim": 16,
+    "sparse_attention_freq": [0, 1], "index_n_heads": 1, "index_head_dim": 32, "index_block_size": 8,
+    "index_topk_blocks": 2,
+}
+TEXTS: dict[str, tuple[str, Row]] = {
+    # A class that takes a text_config: the model type and the row of that.
+    "gemma3": ("gemma3_text", ROWS["gemma3_text"]),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma4": ("gemma4_text", ROWS["gemma4_text"]),
+    "kimi_k25": ("kimi_k2", ROWS["deepseek_v3"]),
+    "kimi_k3": ("kimi_linear", KIMI_K3),
+    "kimi_vl": ("deepseek_v3", ROWS["deepseek_v3"]),
+    "lfm2-vl": ("lfm2", ROWS["lfm2"]),
+    "llama4": ("llama4_text", ROWS["llama4_text"]),
+    "minimax_m3_vl": ("minimax_m3", MINIMAX_M3),
+    "mistral3": ("ministral3", ROWS["ministral3"]),
+    "pixtral": ("mistral", ROWS["llama"]),
+    "qwen2_vl": ("qwen2_vl_text", ROWS["qwen2"]),
+    "qwen3_vl": ("qwen3_vl_text", ROWS["qwen3"]),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", ROWS["qwen3_moe"]),
+}
+NAMES = sorted({*ROWS, *TEXTS})
+
+LEFT_OUT = {
+    # Architectures of mlx-lm that can't be built tiny on a plain CPU, and why; test_families.py holds each to its reason.
+    "bitnet": "its layers are Metal kernels",
+    "muse_spark": "its norms are Metal kernels, and Apple's GPU was not at hand",
+    "olmo": "it needs the package hf_olmo, and ends the process where that is missing",
+    "phi3small": "it writes to token ids from 100,256 on; Tokamac refuses it, since mlx-lm's class lets tokens see what follows",
+    "prism_hadamard_qwen35": "its weights exist only as 2-bit packs, 128 wide and more, that a manifest names one by one",
+}
+
+METAL: dict[str, Row] = {
+    "bitnet": {},
+    "muse_spark": {"text_config": {
+        **BASE, **MIXED, "post_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0],
+        "final_logit_softcapping": 20.0, "output_multiplier": 1.0, "moe_hidden_size": 64, "num_shared_experts": 0,
+    }},
+}
+
+MLA, HAND = "latent attention", "does not take keys and values as the cache hands them out"
+KEPT: dict[str, str] = {
+    # Caches that stay as the model made them, recurrent state aside: why.
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MLA),
+    **dict.fromkeys(("glm_moe_dsa", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash"), MLA),
+    **dict.fromkeys(("longcat_flash_ngram", "mistral4"), MLA),
+    **dict.fromkeys(("iquestloopcoder", "minimax_m3_vl", "plamo", "plamo2", "stablelm"), HAND),
+    "deepseek_v41": "its LayerCache stays",
+    "llama4": "it attends in chunks of 16 tokens",
+}
+UNBOUNDED = {"afm7": "by how many keys they are given", "minimax_m3_vl": HAND}
+"""Families whose caches can be packed but not bounded: why."""
+BORROWED = {"gemma3n": 2}
+"""How often each of our caches is attended to in one pass, where other layers ask it for the same keys and values again."""
+
+
+def config_of(name: str) -> Row:
+    """Return the whole config of an architecture, as its config.json would say it."""
+    if name in TEXTS:
+        kind, row = TEXTS[name]
+        return {**BASE, "model_type": name, "text_config": {**BASE, "model_type": kind, **row}}
+    return {**BASE, "model_type": name, **ROWS[name]}
