@@ -2,8 +2,8 @@
 
 Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetensors, tokenizer); ``make guide`` then converts it to
 the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded; a run bounded by --steps repeats exactly on
-the same machine, one bounded by --minutes repeats up to the number of steps. The last third trains as if weights were packed; at the end, to decline weighs more.
---resume is for a corpus that grew a little: it goes on in that last manner.
+the same machine, one bounded by --minutes repeats up to the number of steps. The last third trains as if weights were packed, and in
+the last fifth declining weighs more. --resume is for a corpus that grew a little: it goes on in that last manner.
 """
 
 import argparse
@@ -140,9 +140,7 @@ def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     save_tokenizer(tokenizer, folder)
 
 
-def _step(
-    models: tuple[Llama, Router], batch: list[Sample], pad: int, route_weight: float
-) -> tuple[float, float]:
+def _step(models: tuple[Llama, Router], batch: list[Sample], pad: int, route_weight: float) -> tuple[float, float]:
     """Set the gradients of a batch; return its losses, per token of the answers and per answer chosen (nats)."""
     model, router = models
     ids, weights = _padded(batch, pad)
@@ -190,7 +188,9 @@ def _optimizers(model: Llama, router: Router, plan: Plan) -> list[tuple[torch.op
         {"params": [p for p in rest if p.ndim > 1], "weight_decay": plan.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    muon = torch.optim.Muon(matrices, lr=MATRIX_RATE * plan.learning_rate, weight_decay=plan.weight_decay, momentum=0.95)
+    muon = torch.optim.Muon(
+        matrices, lr=MATRIX_RATE * plan.learning_rate, weight_decay=plan.weight_decay, momentum=0.95
+    )
     adam = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
     return [(muon, MATRIX_RATE * plan.learning_rate), (adam, plan.learning_rate)]
 

@@ -15,7 +15,9 @@ from tokamac.app.tui.verdict import verdict
 from tokamac.app.tui.widgets.prose import Prose
 from tokamac.engine.events import TextKind
 
-SLOWEST_SHARE = 0.05  # drawing may take this share of a core, whatever the text costs to draw: the model may need the rest
+SLOWEST_SHARE = (
+    0.05  # drawing may take this share of a core, whatever the text costs to draw: the model may need the rest
+)
 LOOK_S = 1 / 15
 ENDINGS: dict[Ending, str] = {
     "stop": "",
