@@ -2,8 +2,8 @@
 
 Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetensors, tokenizer); ``make guide`` then converts it to
 the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded; a run bounded by --steps repeats exactly on
-the same machine, one bounded by --minutes repeats up to the number of steps. The last third trains as if weights were packed, and in
-the last fifth declining weighs more. --resume is for a corpus that grew a little: it goes on in that last manner.
+the same machine, one bounded by --minutes repeats up to the number of steps. The last third trains as if weights were packed;
+in the last fifth declining weighs more. --resume is for a corpus that grew a little: it goes on in that last manner.
 """
 
 import argparse
