@@ -18,7 +18,9 @@ def measure(plan: Plan) -> Section:
         ids = server.call("prompt", PROMPT, 0)
         server.call("reply", ids, 16)
         server.call("bare", ids, 16)
-        through, bare = alternate(plan.rounds, *(partial(_run, server, side, ids, new) for side in ("reply", "bare")))
+        through, bare = alternate(
+            plan.many_rounds, *(partial(_run, server, side, ids, new) for side in ("reply", "bare"))
+        )
     engine_tps, bare_tps = series(through), series(bare)
     rows = [
         plain("engine", engine_tps, "tok/s"),

@@ -30,6 +30,11 @@ class Plan:
         """Runs that a median is taken of."""
         return 2 if self.quick else 5
 
+    @property
+    def many_rounds(self) -> int:
+        """Runs where a run is short, so that other work on the machine weighs much in it."""
+        return 3 * self.rounds
+
     def count(self, full: int, quick: int) -> int:
         """Return how many of something."""
         return quick if self.quick else full

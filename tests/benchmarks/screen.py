@@ -29,7 +29,9 @@ T = TypeVar("T", Loaded, Done)
 def measure(plan: Plan) -> Section:
     """Decode a reply with the chat's screen on and without one, in turn."""
     new = plan.count(480, 48)
-    on, off = alternate(plan.rounds, lambda _: with_screen(plan.model, new), lambda _: without_screen(plan.model, new))
+    on, off = alternate(
+        plan.many_rounds, lambda _: with_screen(plan.model, new), lambda _: without_screen(plan.model, new)
+    )
     if any(metrics.generated_tokens != new for metrics in on + off):
         raise BenchError(f"not every reply has {new} tokens")
     tps_on, tps_off = (series([metrics.decode_tps for metrics in side]) for side in (on, off))
