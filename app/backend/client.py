@@ -119,13 +119,13 @@ class EngineProcess:
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        with self._process.stdin as stdin:
-            try:
+        try:
+            with self._process.stdin as stdin:  # closing it writes what is left, and fails as well
                 while (request := self._outgoing.get()) is not None:
                     stdin.write(encode(request))
                     stdin.flush()
-            except BrokenPipeError:
-                return  # the reader's thread reports the death
+        except BrokenPipeError:
+            return  # the reader's thread reports the death
 
     def _read(self) -> None:
         stdout = self._process.stdout

@@ -4,6 +4,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,3 +209,16 @@ def test_close_reaps(tmp_path: Path) -> None:
     child.process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child.process.pid, 0)
+
+
+def test_a_process_that_does_not_read_any_more_is_only_dead(tmp_path: Path) -> None:
+    events: queue.Queue[BackendEvent] = queue.Queue()
+    deaf = "import os, time; os.close(0); os.write(2, b'deaf'); time.sleep(2)"
+    process = EngineProcess([sys.executable, "-c", deaf], tmp_path / "log", events.put)
+    while (tmp_path / "log").read_bytes() != b"deaf":
+        time.sleep(0.01)
+    process.send(Cancel(1))
+    assert isinstance(events.get(timeout=PATIENCE_S), Died)
+    for thread in threading.enumerate():
+        if thread.name == "engine-_write":
+            thread.join(PATIENCE_S)  # what it raises is an error of this test
