@@ -84,7 +84,7 @@ def test_training_never_draws_a_held_out_phrasing(entries: list[Entry]) -> None:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     conversations = Conversations(entries, tokenizer, seed=1)
     held_out = {normalised(text) for entry in entries for turn in entry.turns for text in turn.held_out}
-    drawn = {normalised(question) for question, _, _ in conversations._all_exchanges()}
+    drawn = {normalised(question) for question, _ in conversations._all_exchanges()}
     drawn |= {normalised(turn[0]) for dialogue in conversations._all_dialogues() for turn in dialogue}
     assert len(drawn) > 5000
     assert not drawn & held_out

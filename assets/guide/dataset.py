@@ -41,7 +41,7 @@ DECLINED_OPENING_SHARE = 0.97
 PATTERN_DRAWS, OUTSIDE_PATTERN_DRAWS = 2, 6
 """How many wordings of a pattern an epoch draws. What is out of scope has no end, so its patterns are drawn most."""
 
-Exchange = tuple[str, str, bool]  # question, answer, whether the answer is learned
+Exchange = tuple[str, str]  # question, answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Conversations:
             turn = entry.turns[0]
             draws = OUTSIDE_PATTERN_DRAWS if entry.out_of_scope else PATTERN_DRAWS
             for text in (*turn.trained, *turn.patterns * (draws - 1)):
-                yield self._draw(text), turn.answer, True
+                yield self._draw(text), turn.answer
                 if not entry.out_of_scope and self._rng.random() < NONSENSE_SHARE:
-                    yield self._draw(nonsense(text, self._outside_words, self._rng)), self._decline, True
+                    yield self._draw(nonsense(text, self._outside_words, self._rng)), self._decline
 
     def _opening_share(self, exchange: Exchange) -> float:
         return DECLINED_OPENING_SHARE if exchange[1] == self._decline else OPENING_SHARE
@@ -119,7 +119,7 @@ class Conversations:
     def _all_dialogues(self) -> Iterator[list[Exchange]]:
         for entry in self._dialogues:
             for _ in range(max(len(turn.trained) for turn in entry.turns)):
-                yield [(self._draw(self._rng.choice(turn.trained)), turn.answer, True) for turn in entry.turns]
+                yield [(self._draw(self._rng.choice(turn.trained)), turn.answer) for turn in entry.turns]
 
     def _long(self, exchanges: Sequence[Exchange]) -> Sample:
         """One conversation that fills the context, so that far positions are learned too."""
@@ -140,11 +140,10 @@ class Conversations:
 
         if self._rng.random() < 0.35:
             add(SYSTEM, self._rng.choice(SYSTEM_PROMPTS), False)
-        for question, answer, learn in exchanges:
+        for question, answer in exchanges:
             add(USER, question, False)
-            if learn:
-                routes.append((len(ids), self._answers[answer]))
-            add(ASSISTANT, answer, learn)
+            routes.append((len(ids), self._answers[answer]))
+            add(ASSISTANT, answer, True)
         if opening:  # cut inside the last answer
             end = routes[-1][0] + 1 + self._rng.randint(*OPENING_TOKENS)
             del ids[end:], weights[end:]

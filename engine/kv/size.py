@@ -7,11 +7,11 @@ values of one head of one token share a scale and a bias of ``scale_bytes`` each
 from tokamac.engine.options import GROUP_SIZES
 
 
-def bytes_per_value(bits: int, group_size: int, scale_bytes: int) -> float:
-    """Bytes that one key or value number takes: 16 bits means the model's own type, of ``scale_bytes`` each."""
+def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
+    """Bytes that one key or value number takes. value_bytes: of the model's own type, which 16 bits mean, and of scale and bias."""
     if bits == 16:
-        return float(scale_bytes)
-    return bits / 8 + 2 * scale_bytes / group_size
+        return float(value_bytes)
+    return bits / 8 + 2 * value_bytes / group_size
 
 
 def token_bytes(heads: int, dim: int, bits: int, group_size: int, scale_bytes: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.kv.size import group_for
+from tokamac.engine.kv.size import bytes_per_value, group_for
 from tokamac.engine.kv.windows import ignored_windows
 from tokamac.engine.limits.cost import first_of, text_config
 from tokamac.engine.options import KVSpec
@@ -117,11 +117,6 @@ def value_bytes_of(config: Mapping[str, Any]) -> int:
     """Return the bytes of the checkpoint's own floating type: 4 for float32, else 2."""
     text = text_config(config)
     return 4 if str(first_of(text, "dtype", "torch_dtype")).endswith("float32") else 2
-
-
-def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
-    """Return the bytes of one key or value element; scales and biases are of the model's own type."""
-    return value_bytes if bits == 16 else bits / 8 + 2 * value_bytes / group_size
 
 
 def _kept(layer: KVLayer, spec: KVSpec, context: int, spare: Callable[[int], int]) -> int:
