@@ -28,17 +28,21 @@ from tokamac.engine.errors import (
 from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.price import Action, Branch, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
     from tokamac.engine.chat import Chat
     from tokamac.engine.session import Engine
 
 __all__ = [
+    "Action",
+    "Branch",
     "Chat",
     "ContextError",
     "ConversionError",
     "DeviceError",
     "DownloadError",
+    "Edit",
     "Engine",
     "EngineClosedError",
     "Event",
@@ -55,8 +59,11 @@ __all__ = [
     "ModelUnsupportedError",
     "OptionError",
     "PrefillProgress",
+    "Price",
     "PromptCacheSpec",
+    "Regenerate",
     "Sampling",
+    "Send",
     "TemplateError",
     "TextChunk",
     "TokamacError",

@@ -1,11 +1,13 @@
 """A conversation: its messages, and what may be done with them. The engine finds what of it is computed already."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Finished, Message, TextChunk
 from tokamac.engine.options import Sampling
+from tokamac.engine.price import Action, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
     from tokamac.engine.session import Engine
@@ -64,14 +66,48 @@ class Chat:
         self._check(index)
         return Chat(self._engine, self.system, self._messages[: index + 1])
 
+    def price(self, action: Action) -> Price:
+        """Return what an action would take until the reply's first token, before it is taken: ``Send``, ``Regenerate``, ``Edit``,
+        ``Branch``. Waits for a reply in progress. Raises OptionError for a message that is not there.
+        """  # fmt: skip
+        return self._engine.price(self._prompt(self._after(action)))
+
+    def warm(self, text: str = "") -> None:
+        """Compute ahead what is certain of the conversation, and of a message that begins with ``text``. Returns at once.
+
+        Any request ends it; what was computed is found by the next.
+        """
+        messages = self._messages[:-1] if self._messages and self._messages[-1].role == "user" else self._messages
+        self._engine.warm_ahead(self._prompt([*messages, Message("user", text)]))
+
+    def _reread(self) -> None:
+        """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
+        with contextlib.suppress(EngineClosedError):
+            self.warm()
+
+    def _after(self, action: Action) -> list[Message]:
+        """Return the messages that an action would have answered."""
+        messages = self._messages
+        if isinstance(action, Send):
+            answered = messages[:-1] if messages and messages[-1].role == "user" else messages
+            return [*answered, Message("user", action.text)]
+        if isinstance(action, Regenerate):
+            return messages[:-1] if messages and messages[-1].role == "assistant" else messages
+        self._check(action.index)
+        if isinstance(action, Edit):
+            return [*messages[: action.index], Message(messages[action.index].role, action.text)]
+        kept = messages[: action.index + 1]
+        return kept if kept[-1].role == "user" else [*kept, Message("user", "")]
+
+    def _prompt(self, messages: Sequence[Message]) -> list[Message]:
+        return [*([Message("system", self.system)] if self.system else []), *messages]
+
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self._messages):
             raise OptionError(f"there is no message {index}", f"The chat has {len(self._messages)}, counted from 0.")
 
     def _reply(self, sampling: Sampling | None) -> Iterator[Event]:
-        system = [Message("system", self.system)] if self.system else []
-        events = self._engine.generate([*system, *self._messages], sampling or Sampling())
-        return self._record(events)
+        return self._record(self._engine.generate(self._prompt(self._messages), sampling or Sampling()))
 
     def _record(self, events: Iterator[Event]) -> Iterator[Event]:
         said = {"answer": "", "thinking": ""}
@@ -88,3 +124,5 @@ class Chat:
             unchanged = len(self._messages) == position and self._messages[-1] is asked
             if any(said.values()) and unchanged:
                 self._messages.append(Message("assistant", said["answer"], said["thinking"]))
+                if said["thinking"]:
+                    self._reread()

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tokamac.engine.config import read_config
-from tokamac.engine.errors import EngineClosedError, OptionError, TemplateError
+from tokamac.engine.errors import ContextError, EngineClosedError, OptionError, TemplateError
 from tokamac.engine.events import Event, Message, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
@@ -17,7 +17,10 @@ from tokamac.engine.kv_trial import compare, log_probabilities
 from tokamac.engine.limits.limits import Limits, limits_for
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.options import KVSpec, Sampling
-from tokamac.engine.prefix import PrefixStore, Slot
+from tokamac.engine.price import Price
+from tokamac.engine.prompt_cache.cache import NoCache, Store
+from tokamac.engine.prompt_cache.check import Check, check
+from tokamac.engine.prompt_cache.tree import common_prefix
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Reply, Request, check_room
 from tokamac.engine.runtime import Runtime
@@ -25,6 +28,11 @@ from tokamac.engine.truncate import Words, fit_ids, fit_messages, room_for_promp
 
 Prompt = Sequence[int] | Sequence[Message]
 LOGPROBS_CHUNK = 2048
+IDLE_CHUNK_S = 0.1
+"""What is computed in idle time can be interrupted so often."""
+LEAST_CHUNK = 16
+FLUSH_S = 3.0
+"""How long closing may take to finish writing the prompt cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +62,10 @@ class ModelSpec:
 class Core:
     """A loaded model and what may be done with it. One thread only."""
 
-    def __init__(self, runtime: Runtime, spec: ModelSpec, store: PrefixStore | None, on_close: ExitStack) -> None:
+    def __init__(self, runtime: Runtime, spec: ModelSpec, store: Store, on_close: ExitStack) -> None:
         self.spec = spec
         self._runtime: Runtime | None = runtime
-        self._store = store
+        self._store: Store = store
         self._on_close = on_close
 
     @property
@@ -73,23 +81,71 @@ class Core:
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
-    def warm(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Iterator[Event]:
-        """Compute a prompt into the prefix store, all but its last token."""
-        if self._store is None:
+    def warm(self, prompt: Prompt, cancelled: Callable[[], bool], *, chunk_s: float | None = None) -> Iterator[Event]:
+        """Compute a prompt into the prompt cache, all but its last token, in chunks of about ``chunk_s`` seconds."""
+        if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         request = self._request(prompt, Sampling(), Recorder(), reply=False)
         check_room(self.runtime, len(request.ids))
-        slot = self._store.take(request.ids, request.keep) or Slot(
-            [], self.runtime.new_caches(request.keep), request.keep
-        )
+        slot = self._store.take(request.ids, request.keep)
         run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
         cached, total = len(slot.ids), len(request.ids)
         with self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
-            for done in run.prefill(request.ids[cached:-1], self.runtime.prefill_chunk):
+            for done in run.prefill(request.ids[cached:-1], self._chunk(chunk_s)):
                 yield PrefillProgress(cached + done, total, cached)
                 if cancelled():
                     return
+            self._store.mark(slot)
+
+    def warm_stable(self, messages: Sequence[Message], cancelled: Callable[[], bool]) -> None:
+        """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
+
+        For idle time: in short chunks. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
+        """
+        try:
+            ids = self._stable(messages) if self._store.keeps else []
+            if len(ids) > 1 and self._store.known(ids, self._pinned(messages)).tokens < len(ids) - 1:
+                for _ in self.warm(ids, cancelled, chunk_s=IDLE_CHUNK_S):
+                    if cancelled():
+                        return
+        except (OptionError, TemplateError, ContextError):
+            return  # it is said when the user sends it
+
+    def price(self, prompt: Prompt) -> Price:
+        """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
+        request = self._request(prompt, Sampling(), Recorder())
+        check_room(self.runtime, len(request.ids))
+        known, rates = self._store.known(request.ids, request.keep), self._store.rates
+        tokens = len(request.ids) - known.tokens
+        parts = [rates.prefill_s(tokens), rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
+        seconds = None if None in parts else sum(part for part in parts if part is not None)
+        return Price(len(request.ids), tokens, known.disk_bytes, seconds)
+
+    def cache_trouble(self) -> str | None:
+        """Return what the user should know of the prompt cache on disk; None while all is well."""
+        return self._store.trouble
+
+    def check_cache(self, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
+        """Compute what is stored on disk for this model again, and compare."""
+        yield from check(self.runtime, self._store, cancelled)
+
+    def _chunk(self, seconds: float | None) -> int:
+        """Return how many prompt tokens are computed at once: as many as take ``seconds``, as far as that is known."""
+        rate, most = self._store.rates.prefill_tps, self.runtime.prefill_chunk
+        if seconds is None:
+            return most
+        return LEAST_CHUNK if rate is None else max(LEAST_CHUNK, min(most, round(rate * seconds)))
+
+    def _stable(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids that a conversation begins with, however its last message, the user's, goes on."""
+        tokenizer = self.runtime.tokenizer
+        *before, last = messages
+        a, b = (
+            tokenizer.encode(tokenizer.render([*before, replace(last, content=last.content + more)]))
+            for more in ("a", " b")
+        )
+        return a[: common_prefix(a, b)]
 
     def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
         """ids (n,) → (n, V) float32 log-probabilities of what follows each. Raises OptionError for ids that are none."""
@@ -128,14 +184,19 @@ class Core:
             chip=self.runtime.machine.chip,
         )
 
+    def idle(self) -> float | None:
+        """Do a little of what can wait; return after how many seconds there may be more, or None."""
+        return None if self._runtime is None else self._store.idle()
+
     def memory(self) -> Memory:
         """Return what is used and what there is."""
         return snapshot()
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""
-        if self._store is not None:
-            self._store.clear()
+        self._store.flush(FLUSH_S)
+        self._store.clear()
+        self._store = NoCache(lambda _: [])  # the other knows the model
         self._runtime = None  # a closed engine may be kept, its weights may not
         self._on_close.close()
         mx.clear_cache()
@@ -187,7 +248,7 @@ class Core:
         tokenizer = self.runtime.tokenizer
         # Where the same system prompt meets two different questions, the renderings part: that is its end.
         a, b = (tokenizer.encode(tokenizer.render([messages[0], Message("user", text)])) for text in ("a", "b"))
-        pinned = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        pinned = common_prefix(a, b)
         if pinned >= kv.window:
             raise OptionError(
                 f"the system prompt has {pinned:,} tokens, which fills a KV window of {kv.window:,}",

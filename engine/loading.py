@@ -19,7 +19,7 @@ from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.model import LoadedModel, load_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec
-from tokamac.engine.prefix import PrefixStore
+from tokamac.engine.prompt_cache.opening import open_cache
 from tokamac.engine.runtime import Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
 
@@ -60,7 +60,7 @@ def load(
     on_close = ExitStack()
     planned = spec.weight_bytes + plan.bytes_at(kv.window or spec.context_length or 0)
     on_close.enter_context(wired(planned))
-    store = PrefixStore(prompt_cache.conversations) if prompt_cache else None
+    store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
     return Core(runtime, spec, store, on_close)
 
 

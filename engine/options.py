@@ -1,6 +1,7 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from tokamac.engine.errors import OptionError
@@ -152,11 +153,20 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptCacheSpec:
-    """Reuse of computed prefixes. ``conversations``: how many different ones stay in memory, least recently used out first."""
+    """Reuse of computed prefixes. Sizes in bytes; None takes a default.
 
-    conversations: int = 1
+    memory_bytes: the live conversation and all others that are kept; a tenth of the memory budget.
+    disk: whether prefixes of 256 tokens and more are kept on disk, for the next start. folder: where; the user's cache folder.
+    disk_bytes, daily_write_bytes: all of them at most, for all models, and what may be written in a day.
+    """
+
+    memory_bytes: int | None = None
+    disk: bool = True
+    folder: Path | None = None
+    disk_bytes: int | None = None
+    daily_write_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            self.conversations >= 1, "the prompt cache must hold at least one conversation", "Use None to turn it off."
-        )
+        for name in ("memory_bytes", "disk_bytes", "daily_write_bytes"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"{name} {value} is negative", "Use 0 or more.")

@@ -1,7 +1,6 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -12,7 +11,8 @@ from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillPr
 from tokamac.engine.generation import Run
 from tokamac.engine.limits.metrics import Metrics, gaps_ms
 from tokamac.engine.options import Sampling
-from tokamac.engine.prefix import PrefixStore, Slot
+from tokamac.engine.prompt_cache.cache import Store
+from tokamac.engine.prompt_cache.store import Slot
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler
@@ -36,9 +36,7 @@ class Request:
 class Reply:
     """A request being answered."""
 
-    def __init__(
-        self, runtime: Runtime, store: PrefixStore | None, request: Request, cancelled: Callable[[], bool]
-    ) -> None:
+    def __init__(self, runtime: Runtime, store: Store, request: Request, cancelled: Callable[[], bool]) -> None:
         self._runtime = runtime
         self._store = store
         self._request = request
@@ -47,17 +45,20 @@ class Reply:
         self._cut_off = False
 
     def events(self) -> Iterator[Event]:
-        """Prefill, decode and finish. What was computed goes back to the prefix store, however this ends.
+        """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
 
         Raises ContextError after the end, where the context cut the reply off and that is to be an error.
         """
         if self._request.left_out is not None:
             yield self._request.left_out
         mx.reset_peak_memory()
-        slot = self._slot = self._take()
+        slot = self._slot = self._store.take(self._request.ids, self._request.keep)
+        self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
         run = Run(self._runtime.model, slot.caches, slot.ids, ahead=self._runtime.ahead)
-        with self._store.lending(slot) if self._store else nullcontext():
+        with self._store.lending(slot):
             yield from self._prefill(run)
+            if not self._cancelled():
+                self._store.mark(slot)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
             raise ContextError(
@@ -84,13 +85,6 @@ class Reply:
             kv_bytes=kv.nbytes(self._slot.caches) if self._slot else None,
             peak_memory_bytes=mx.get_peak_memory() or None,
         )
-
-    def _take(self) -> Slot:
-        request = self._request
-        slot = self._store.take(request.ids, request.keep) if self._store else None
-        slot = slot or Slot([], self._runtime.new_caches(request.keep), request.keep)
-        request.recorder.begin_prefill(len(request.ids), len(slot.ids))
-        return slot
 
     def _prefill(self, run: Run) -> Iterator[Event]:
         ids, cached = self._request.ids, len(run.held)
@@ -123,7 +117,9 @@ class Reply:
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from text.finish()
         request.recorder.end()
-        yield Finished(reason, text.answer, self.metrics(), text.thinking)
+        metrics = self.metrics()
+        self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
+        yield Finished(reason, text.answer, metrics, text.thinking)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""

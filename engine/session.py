@@ -3,16 +3,17 @@
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tokamac.engine.chat import Chat
 from tokamac.engine.device import leave_thread
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.worker import Stream, Worker
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
     from tokamac.engine.kv.quality import Trial, TrialProgress
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory
+    from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.tokens import Tokenizer
 
+T = TypeVar("T")
 Prompt = Sequence[int] | Sequence[Message]
 
 
@@ -37,9 +40,11 @@ class Engine:
     def __init__(self, worker: Worker, core: "Core") -> None:
         self._worker = worker
         self._core = core
+        worker.when_idle = core.idle
         self._streams: list[Stream] = []  # open ones: the running reply's first, then those that wait
         self._lock = threading.Lock()
         self._live: Callable[[], Live] | None = None
+        self._ahead = threading.Event()  # ends what is being warmed ahead
         atexit.register(self.close)
 
     @classmethod
@@ -148,17 +153,42 @@ class Engine:
         steps = self._worker.call(
             lambda: self._core.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
         )
-        try:
-            while (step := self._worker.call(lambda: next(steps, None))) is not None:
-                yield step
-        finally:
-            stopped.set()
-            with contextlib.suppress(EngineClosedError):
-                self._worker.submit(steps.close)  # on the thread that runs it
+        yield from self._steps(steps, stopped)
 
     def warm(self, prompt: Prompt) -> Iterator[Event]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         yield from self._stream_from(lambda stream: self._core.warm(prompt, stream.is_cancelled))
+
+    def warm_ahead(self, messages: Sequence[Message]) -> None:
+        """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
+
+        Any request ends it, and so does another call; what was computed stays in the prompt cache.
+        """
+        given = list(messages)
+        if not given or given[-1].role != "user":
+            raise OptionError("only a conversation that ends with the user's message can be warmed ahead", "Add one.")
+        with self._lock:
+            self._ahead.set()
+            cancelled = self._ahead = threading.Event()
+        self._worker.submit(lambda: self._core.warm_stable(given, cancelled.is_set))
+
+    def price(self, prompt: Prompt) -> Price:
+        """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.
+
+        Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
+        """
+        given: Any = list(prompt)
+        return self._worker.call(lambda: self._core.price(given))
+
+    def cache_trouble(self) -> str | None:
+        """Return what the user should know of the prompt cache on disk, once something went wrong there. Callable at any time."""
+        return self._core.cache_trouble()
+
+    def check_cache(self) -> Iterator["Check"]:
+        """Compute what is stored on disk for this model again, and yield how far its logits are from the stored ones'."""
+        stopped = threading.Event()
+        steps = self._worker.call(lambda: self._core.check_cache(stopped.is_set))
+        yield from self._steps(steps, stopped)
 
     def limits(self, context: int) -> "Limits":
         """Return what this machine allows for decoding at a context of so many tokens."""
@@ -171,6 +201,8 @@ class Engine:
     def close(self) -> None:
         """End all replies (their readers get EngineClosedError), free the model and stop the thread. Safe to call again."""
         atexit.unregister(self.close)
+        with self._lock:
+            self._ahead.set()
         with contextlib.suppress(EngineClosedError):  # by an earlier call
             self._worker.submit(self._core.close)
         self._worker.leave()
@@ -187,10 +219,21 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _steps(self, steps: Generator[T, None, None], stopped: threading.Event) -> Iterator[T]:
+        """Run a generator on the engine's thread, a step at a time, and yield its values on this one."""
+        try:
+            while (step := self._worker.call(lambda: next(steps, None))) is not None:
+                yield step
+        finally:
+            stopped.set()
+            with contextlib.suppress(EngineClosedError):
+                self._worker.submit(steps.close)  # on the thread that runs it
+
     def _stream_from(self, source: Callable[[Stream], Iterator[Event]]) -> Iterator[Event]:
         """Run ``source`` on the engine's thread and yield its events on this one."""
         stream = Stream()
         with self._lock:
+            self._ahead.set()
             self._streams.append(stream)
         try:
             job = self._worker.submit(lambda: self._pump(source, stream))

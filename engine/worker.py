@@ -83,9 +83,14 @@ class Stream:
 
 
 class Worker:
-    """A daemon thread that runs callables one after another, and ``at_end`` after the last of them."""
+    """A daemon thread that runs callables one after another, and ``at_end`` after the last of them.
+
+    ``when_idle`` is called after them, while none waits: it does a little work and returns after how many seconds to call it again,
+    or None. It must not raise.
+    """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
+        self.when_idle: Callable[[], float | None] = lambda: None
         self._at_end = at_end
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
@@ -129,7 +134,16 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        pause: float | None = None
+        while True:
+            try:
+                job = self._jobs.get(timeout=pause)
+            except queue.Empty:
+                pause = self.when_idle()
+                continue
+            if job is None:
+                break
             job()
             del job  # its result may be large, and the wait long
+            pause = 0.0
         self._at_end()

@@ -165,6 +165,29 @@ class Cache(Attending):
     def state(self, state: tuple[Encoded, Encoded, int, int]) -> None:
         keys, values, self._offset, self._high = state
         self._keys.arrays, self._values.arrays = tuple(keys), tuple(values)
+        self._handed = None
+
+    @property
+    def arrays(self) -> Encoded:
+        """All arrays held, keys first: (B, H, slots, …) each; () while empty."""
+        return (*self._keys.arrays, *self._values.arrays)
+
+    def append(self, arrays: Encoded) -> None:
+        """Take in tokens that were encoded before, as ``arrays`` gave them out. For layouts that grow."""
+        if not arrays:
+            return
+        width = self.key_codec.width
+        start, count = self.offset, arrays[0].shape[2]
+        spans, used = self.layout.spans(start, count), self.layout.used(start + count)
+        self._keys.write(arrays[:width], spans, used)
+        self._values.write(arrays[width:], spans, used)
+        self._offset = start + count
+        self._high = max(self._high, self._offset)
+
+    def shrink(self) -> None:
+        """Return the memory of slots beyond the tokens held, where most are unused. For layouts that grow."""
+        for slots in (self._keys, self._values):
+            slots.shrink(self.offset)
 
     @property
     def nbytes(self) -> int:

@@ -42,6 +42,10 @@ class Codec(Protocol):
         """Channels that are rotated together, or None."""
 
     @property
+    def width(self) -> int:
+        """Arrays that it writes a token to."""
+
+    @property
     def packed(self) -> bool:
         """Whether what is kept must be decoded before the fused attention kernel can read it."""
 
@@ -79,6 +83,11 @@ class Plain:
     def block(self) -> int | None:
         """None: not rotated."""
         return None
+
+    @property
+    def width(self) -> int:
+        """One."""
+        return 1
 
     @property
     def packed(self) -> bool:
@@ -124,6 +133,11 @@ class Affine:
             raise OptionError(f"a KV group size of {self.group_size} is not supported", "Use 32, 64 or 128.")
         if self.block is not None and (self.block < LEAST_BLOCK or self.block & (self.block - 1)):
             raise OptionError(f"{self.block} channels can't be rotated", f"Use a power of two from {LEAST_BLOCK}.")
+
+    @property
+    def width(self) -> int:
+        """Three: words, scales, biases."""
+        return 3
 
     @property
     def packed(self) -> bool:

@@ -228,6 +228,12 @@ class Slots:
         other.arrays = tuple(mx.array(array) for array in self.arrays)
         return other
 
+    def shrink(self, used: int) -> None:
+        """Keep the first ``used`` slots alone, where at least half are unused; evaluates."""
+        if self.arrays and used <= self.capacity // 2:
+            self.arrays = tuple(mx.contiguous(array[..., :used, :]) for array in self.arrays) if used else ()
+            mx.eval(self.arrays)
+
     def _grow(self, like: Encoded, stop: int) -> None:
         wanted = max(stop, self.capacity + self.capacity // GROWTH)
         capacity = -(-wanted // STEP) * STEP

@@ -14,47 +14,52 @@ from pathlib import Path
 from tests.benchmarks.report import Section
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("decode", "peer", "screen", "start", "turns", "kv")
+SECTIONS = ("decode", "peer", "screen", "start", "turns", "kv", "flat")
 
 
 def main() -> int:
     """Run the sections that are asked for; return the exit status."""
     options = _options()
-    # Neither half-measured sections nor small counts may replace what a whole run wrote, unless that is said.
-    target = options.output or (None if options.only or options.quick else ROOT / "BENCHMARKS.md")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     from tests.benchmarks import machine
     from tests.benchmarks.plan import make_plan
-    from tests.benchmarks.report import markdown
 
-    facts, began = machine.facts(), time.monotonic()
     try:
         plan = make_plan(options.model, quick=options.quick, patient=options.patient)
-        sections = [_measured(name, lambda measure: measure(plan)) for name in options.only or SECTIONS]
+        facts = [*machine.facts(), ("model", plan.described), ("MLX computes on", plan.device)]
+        blocks = [_measured(name, lambda measure: measure(plan), quick=plan.quick) for name in options.only or SECTIONS]
+        _write(options, blocks, facts)
     except Exception as error:
         if options.debug:
             raise
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         print(f"benchmarks: {reason[0]} (--debug shows where)", file=sys.stderr)
         return 1
-    facts += [("model", plan.described), ("MLX computes on", plan.device)]
-    note = ", with small counts: noise" if plan.quick else ""
-    facts.append(("the run took", f"{(time.monotonic() - began) / 60:.1f} minutes{note}"))
-    page = markdown(sections, facts)
-    if target is None:
-        print(page)
-    else:
-        target.write_text(page, encoding="utf-8")
-        print(f"benchmarks: wrote {target}", file=sys.stderr)
     return 0
+
+
+def _write(options: argparse.Namespace, blocks: list[str], facts: list[tuple[str, str]]) -> None:
+    """Print the page, or write it. Small counts never replace what a whole run wrote, unless that is said."""
+    from tests.benchmarks.report import merged, page
+
+    target = options.output or (None if options.quick else ROOT / "BENCHMARKS.md")
+    if target is None:
+        print(page(blocks, facts))
+        return
+    old = target.read_text(encoding="utf-8") if options.only and target.exists() else ""
+    target.write_text(merged(old, blocks, facts), encoding="utf-8")
+    print(f"benchmarks: wrote {target}", file=sys.stderr)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure, and write BENCHMARKS.md.")
     parser.add_argument("--model", default=os.environ.get("TOKAMAC_BENCH_MODEL", "guide"), help="folder, id, or guide")
     parser.add_argument(
-        "--only", action="append", choices=SECTIONS, help="this section alone (may be repeated); printed"
+        "--only",
+        action="append",
+        choices=SECTIONS,
+        help="measure this section again (may be repeated), and leave the others",
     )
     parser.add_argument("--quick", action="store_true", help="small counts, to try the script; printed, not written")
     parser.add_argument(
@@ -65,14 +70,19 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(name: str, run: Callable[[Callable[..., Section]], Section]) -> Section:
-    began = time.monotonic()
+def _measured(name: str, run: Callable[[Callable[..., Section]], Section], *, quick: bool) -> str:
+    from tests.benchmarks.machine import moment
+    from tests.benchmarks.report import block
+
+    began, when = time.monotonic(), moment()
     print(f"benchmarks: {name} …", file=sys.stderr, flush=True)
     section = run(import_module(f"tests.benchmarks.{name}").measure)
     for row in section.rows:
         print(f"  {row.what}: {row.value} {row.target} {row.verdict}".rstrip(), file=sys.stderr, flush=True)
-    print(f"  {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return section
+    took = time.monotonic() - began
+    print(f"  {took:.0f} s", file=sys.stderr, flush=True)
+    note = ", with small counts: noise" if quick else ""
+    return block(section, f"*Measured {when}; it took {took / 60:.1f} minutes{note}.*")
 
 
 if __name__ == "__main__":

@@ -3,35 +3,29 @@
 from functools import partial
 
 from tests.benchmarks.kv_lab import GROUP, PEER_CHUNK, PLAIN, Bits, KVLab
-from tests.benchmarks.plan import BenchError, Plan
+from tests.benchmarks.plan import Plan
 from tests.benchmarks.remote import Remote
 from tests.benchmarks.report import Row, Section, at_least, at_most, holds, plain
-from tests.benchmarks.servers import EngineServer, Held
-from tests.benchmarks.stats import Series, alternate, number, ratios, series
-from tokamac.engine.options import KVSpec
+from tests.benchmarks.stats import Series, alternate, ratios, series
 
 SHARES: tuple[tuple[str, Bits, float], ...] = (("8-bit", (8, 8), 0.54), ("8,4", (8, 4), 0.41), ("4-bit", (4, 4), 0.29))
 PACKED: tuple[tuple[str, Bits], ...] = (("8-bit", (8, 8)), ("4-bit", (4, 4)))
 SHALLOW, DEEP = 100, 30_000
 SAME = 1.25
 """A copy of the whole cache at every append would cost a hundred times more at the greater depth, not a quarter."""
-FLAT_S = 180.0
-FLAT_MB = 1.0
 
 
 def measure(plan: Plan) -> Section:
-    """Measure bytes, appends, decode at depth, the peak of prefill, and memory over a long reply."""
+    """Measure bytes, appends, decode at depth, and the peak of prefill."""
     with Remote(KVLab, plan.model) as lab:
         rows = [*_bytes(plan, lab), *_appends(plan, lab), *_decode(plan, lab), *_peaks(plan, lab)]
-    rows += _flat(plan)
     how = (
         f"Groups of {GROUP}. Bytes per token: of the arrays that hold 256 tokens in a model whose own type has 16 bits. Appends: "
         "one layer's cache, each append evaluated before the next, with the growth that falls into the run. Decode at depth: "
         "the same loaded model and the same loop for both sides, caches filled with random numbers, mlx-lm's "
         "`QuantizedKVCache` beside ours. Peak of prefill: MLX's peak while a prompt goes into an empty cache as the engine does "
         f"it; for mlx-lm that of `generate_step` on its last chunk, of {PEER_CHUNK:,} tokens, the earlier ones being random. It "
-        "is a count of bytes, so one run; ratios leave the weights out. Flat memory: MLX's active memory, four times a second, "
-        "over one reply that begins with its window full."
+        "is a count of bytes, so one run; ratios leave the weights out."
     )
     return Section("Keys and values", rows, how)
 
@@ -104,30 +98,3 @@ def _peaks(plan: Plan, lab: Remote) -> list[Row]:
 
 def _peak(whole: int, without: int) -> str:
     return f"{whole / 1e6:.1f} MB, without the weights {without / 1e6:.1f} MB"
-
-
-def _flat(plan: Plan) -> list[Row]:
-    window, most, seconds = plan.count(4096, 256), 100_000, 15.0 if plan.quick else FLAT_S
-    with Remote(EngineServer, plan.model, KVSpec(4, 4, window=window)) as server:
-        ids = server.call("prompt", window + window // 4, 1)  # more than the window and its spare slots
-        held: list[Held] = server.call("long", ids, most, seconds)
-    if len(held) < 4:
-        raise BenchError("the long reply was too short to see anything")
-    part = max(1, len(held) // 10)
-    first, last = (sorted(now.active for now in some)[part // 2] for some in (held[:part], held[-part:]))
-    growth = (last - first) / 1e6
-    spread = (max(now.active for now in held) - min(now.active for now in held)) / 1e6
-    return [
-        Row(
-            f"long reply, 4-bit, window {window:,}",
-            f"{held[-1].tokens:,} tokens of {most:,} in {seconds:g} s, prefill included",
-        ),
-        Row("keys and values, first and last", f"{held[0].kv / 1e6:.3f} MB, {held[-1].kv / 1e6:.3f} MB"),
-        holds(
-            "growth of active memory, last tenth over first",
-            f"{number(growth)} MB",
-            f"≤ {FLAT_MB:g} MB",
-            met=growth <= FLAT_MB,
-        ),
-        Row("range of active memory, steps in progress included", f"{number(spread)} MB"),
-    ]

@@ -14,9 +14,7 @@ PACKAGES = ("tokamac", "mlx", "mlx-lm", "numpy", "textual")
 
 def facts() -> list[tuple[str, str]]:
     """Return name and value, for the head of the page."""
-    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     return [
-        ("date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("processor", f"{cpu_name()}, {cores()} cores"),
         ("memory", memory()),
         ("system", platform.platform(terse=True)),
@@ -24,8 +22,13 @@ def facts() -> list[tuple[str, str]]:
             "versions",
             ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)]),
         ),
-        ("load average before", f"{load} (1, 5, 15 minutes)"),
     ]
+
+
+def moment() -> str:
+    """Return the time, and how busy the machine has been."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{now}, load average before {', '.join(f'{value:.2f}' for value in os.getloadavg())} (1, 5, 15 minutes)"
 
 
 def cpu_name() -> str:

@@ -58,23 +58,42 @@ def holds(what: str, value: str, target: str, *, met: bool) -> Row:
     return Row(what, value, target, met)
 
 
-def markdown(sections: Sequence[Section], facts: Sequence[tuple[str, str]]) -> str:
-    """Return the whole page."""
-    judged = [row.met for section in sections for row in section.rows if row.met is not None]
-    lines = [
+def block(section: Section, measured: str) -> str:
+    """Return a section's Markdown. measured: when, and how long it took."""
+    rows = [(row.what, row.value, row.target, row.verdict) for row in section.rows]
+    lines = [f"## {section.title}", "", *_table(("", "measured", "target", ""), rows), "", section.how, "", measured]
+    return "\n".join(lines)
+
+
+def page(blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
+    """Return the whole page: the head, which names the machine, and the sections."""
+    cells = [cell.strip() for block in blocks for line in block.splitlines() for cell in line.split("|")[4:5]]
+    met, missed = cells.count("met"), cells.count("**missed**")
+    head = [
         "# Benchmarks",
         "",
         "Written by `make bench` (`tests/benchmarks`); do not edit by hand. A figure is a median (smallest–largest) of n",
         "runs. Ratios are taken in pairs: both sides run in turn, A B A B …, in one session, and the median is that of the",
         "pairs' ratios.",
-        f"Targets met: {sum(judged)} of {len(judged)}.",
+        f"Targets met: {met} of {met + missed}.",
         "",
         *_table(("measured on", ""), facts),
     ]
-    for section in sections:
-        rows = [(row.what, row.value, row.target, row.verdict) for row in section.rows]
-        lines += ["", f"## {section.title}", "", *_table(("", "measured", "target", ""), rows), "", section.how]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(["\n".join(head), *blocks]) + "\n"
+
+
+def merged(old: str, blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
+    """Return the page ``old`` with these sections in place of those of the same titles, or after them.
+
+    Raises ValueError where the old ones were measured on another machine or with other versions.
+    """
+    parts = old.rstrip("\n").split("\n\n## ")
+    kept = {part.splitlines()[0]: f"## {part}" for part in parts[1:]}
+    same = "\n".join(_table(("measured on", ""), facts)) in parts[0]
+    if kept and not same:
+        raise ValueError("the page was measured on another machine, or with other versions: run all sections")
+    kept |= {block.splitlines()[0].removeprefix("## "): block for block in blocks}
+    return page(list(kept.values()), facts)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -89,19 +89,21 @@ class EngineServer:
             held.append(Held(self.engine.memory().active, last.metrics.kv_bytes or 0, context))
         return held
 
-    def long(self, ids: list[int], most: int, seconds: float) -> list[Held]:
-        """Generate up to ``most`` tokens for so many seconds at most; return what is held, four times a second."""
+    def long(self, ids: list[int], most: int, seconds: float) -> tuple[list[Held], int]:
+        """Generate up to ``most`` tokens, for so many seconds at most; return what is held (four a second) and how many came."""
         import mlx.core as mx
 
-        began, due, held = time.monotonic(), 0.0, []
-        for _ in self.engine.generate(ids, Sampling(temperature=0, max_tokens=most)):
+        began, due, held, generated = time.monotonic(), 0.0, [], 0
+        for event in self.engine.generate(ids, Sampling(temperature=0, max_tokens=most)):
             spent = time.monotonic() - began
             if spent > due and (live := self.engine.live()) is not None and live.metrics.generated_tokens > 1:
                 due = spent + 0.25
                 held.append(Held(mx.get_active_memory(), live.metrics.kv_bytes or 0, live.metrics.generated_tokens))
             if spent > seconds:
                 self.engine.cancel()
-        return held
+            if isinstance(event, Finished):
+                generated = event.metrics.generated_tokens
+        return held, generated
 
     def resident_peak(self) -> int:
         """Return the most memory this process ever had, loading included."""

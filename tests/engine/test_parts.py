@@ -1,72 +1,17 @@
-"""The engine's small parts alone: prefix store, worker, stream, recorder, dense layers."""
+"""The engine's small parts alone: worker, stream, recorder, dense layers."""
 
 import threading
 import time
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx import nn
 
 from tokamac.engine import EngineClosedError, PrefillProgress, TextChunk
 from tokamac.engine.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
-from tokamac.engine.prefix import PrefixStore, Slot, common_prefix
 from tokamac.engine.recorder import Recorder, StepCost
 from tokamac.engine.worker import HAND_OVER_S, LOOK_AHEAD, Stream, Worker
-
-
-@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
-def test_common_prefix(a: list[int], b: list[int]) -> None:
-    expected = 0
-    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
-        expected += 1
-    assert common_prefix(a, b) == expected
-
-
-def caches(held: int) -> list[Any]:
-    from mlx_lm.models.cache import KVCache
-
-    cache = KVCache()
-    cache.update_and_fetch(mx.zeros((1, 1, held, 8)), mx.zeros((1, 1, held, 8)))
-    return [cache]
-
-
-def test_a_slot_is_cut_back_to_what_is_shared_and_leaves_one_token_to_compute() -> None:
-    store = PrefixStore(1)
-    store.put(Slot([1, 2, 3, 4], caches(4), None))
-    slot = store.take([1, 2, 9], None)
-    assert slot is not None
-    assert slot.ids == [1, 2]
-    assert slot.caches[0].offset == 2
-    store.put(slot)
-    again = store.take([1, 2], None)
-    assert again is not None
-    assert again.ids == [1]
-
-
-def test_no_shared_prefix_makes_room_at_once() -> None:
-    store = PrefixStore(1)
-    store.put(Slot([1, 2], caches(2), None))
-    assert store.nbytes > 0
-    assert store.take([5, 6], None) is None
-    assert store.nbytes == 0
-
-
-def test_slots_with_other_pinned_tokens_are_not_reused() -> None:
-    store = PrefixStore(2)
-    store.put(Slot([1, 2, 3], caches(3), 4))
-    assert store.take([1, 2, 3, 4], 8) is None
-
-
-def test_the_least_recently_used_conversation_goes_first() -> None:
-    store = PrefixStore(2)
-    for first in (1, 2, 3):
-        store.put(Slot([first, 9], caches(2), None))
-    assert store.take([2, 9, 9], None) is not None
-    assert store.take([1, 9, 9], None) is None
 
 
 def test_a_worker_runs_in_order_passes_errors_and_closes_once() -> None:

@@ -114,9 +114,9 @@ def test_kv_specs_out_of_range_are_refused(change: dict[str, object]) -> None:
         KVSpec(**change)  # type: ignore[arg-type]
 
 
-def test_a_prompt_cache_holds_at_least_one_conversation() -> None:
+def test_a_prompt_cache_has_no_negative_size() -> None:
     with pytest.raises(OptionError):
-        PromptCacheSpec(conversations=0)
+        PromptCacheSpec(memory_bytes=-1)
 
 
 def test_what_is_not_asked_for_comes_from_the_model_then_from_the_defaults() -> None:

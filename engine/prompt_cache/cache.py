@@ -1,0 +1,295 @@
+"""The prompt cache as requests see it: memory first, then the disk; and the idle work that fills the disk.
+
+What is stored are runs of the live caches. Caches that grow go in blocks of 256 tokens, so that conversations that begin alike
+share files, and a shorter last one, which the next turn replaces. Where some state can't be cut, a segment reaches from one place
+where it was frozen, the end of a prompt or of a reply, to the next, and holds the state there.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokamac.engine.kv import segments
+from tokamac.engine.prompt_cache.disk import Disk, Link, Rates
+from tokamac.engine.prompt_cache.segment_file import Segment, to_host
+from tokamac.engine.prompt_cache.store import Kept, MemoryStore, Slot
+from tokamac.engine.prompt_cache.tree import Node
+
+BLOCK = 256
+LEAST_TOKENS = 256
+"""A prefix of fewer is computed in a moment."""
+LEAST_TAIL = 32
+"""Tokens beyond the last whole block that are worth a file of their own."""
+PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a prompt. tokens: computed already, in memory or on disk; disk_bytes: of them to be read, in bytes."""
+
+    tokens: int
+    disk_bytes: int
+
+
+class Store(Protocol):
+    """Where requests get their caches from, and where these go afterwards."""
+
+    @property
+    def rates(self) -> Rates:
+        """What was measured of computing and of the disk."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is ever reused."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory, those of the caches that are lent included."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What the user should know of the disk; None while all is well."""
+
+    def take(self, ids: list[int], keep: int | None) -> Slot:
+        """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is."""
+
+    def lending(self, slot: Slot) -> AbstractContextManager[Slot]:
+        """Return a context: ``slot`` goes back to the store at its end, and is dropped after a failure."""
+
+    def mark(self, slot: Slot) -> None:
+        """Say that this is a place to come back to."""
+
+    def known(self, ids: list[int], keep: int | None) -> Known:
+        """Return what ``take`` would find."""
+
+    def idle(self) -> float | None:
+        """Do a little of what can wait; return after how many seconds to be called again, or None."""
+
+    def flush(self, seconds: float) -> None:
+        """Do all that can wait, in so many seconds at most."""
+
+    def clear(self) -> None:
+        """Forget everything in memory."""
+
+    def stored(self) -> list[tuple[list[int], int | None]]:
+        """Return the prefixes on disk that no other continues, each with the tokens that its caches pin."""
+
+    def anew(self) -> "Store":
+        """Return a store with the same disk and nothing in memory."""
+
+
+class NoCache:
+    """Nothing is ever reused."""
+
+    def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
+        self.rates = Rates()
+        self.keeps = False
+        self.nbytes = 0
+        self.trouble: str | None = None
+        self._make = make
+
+    def take(self, ids: list[int], keep: int | None) -> Slot:  # noqa: ARG002
+        """Return empty caches."""
+        return Slot([], self._make(keep), keep)
+
+    @contextmanager
+    def lending(self, slot: Slot) -> Iterator[Slot]:
+        """Lend, and drop."""
+        yield slot
+
+    def mark(self, slot: Slot) -> None:
+        """Nothing to do."""
+
+    def known(self, ids: list[int], keep: int | None) -> Known:  # noqa: ARG002
+        """Nothing is known."""
+        return Known(0, 0)
+
+    def idle(self) -> float | None:
+        """Nothing to do."""
+        return None
+
+    def flush(self, seconds: float) -> None:
+        """Nothing to do."""
+
+    def clear(self) -> None:
+        """Nothing to do."""
+
+    def stored(self) -> list[tuple[list[int], int | None]]:
+        """Nothing is."""
+        return []
+
+    def anew(self) -> Store:
+        """Return itself: it holds nothing."""
+        return self
+
+
+class PromptCache:
+    """Computed prefixes in memory, and on disk where ``disk`` is given."""
+
+    def __init__(self, memory: MemoryStore, disk: Disk | None, rates: Rates) -> None:
+        self.rates = rates
+        self.keeps = True
+        self._memory = memory
+        self._disk = disk
+        self._lent = False
+        self._replaced: tuple[str, list[int]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self._memory.nbytes
+
+    @property
+    def trouble(self) -> str | None:
+        """What went wrong with the disk, once something did."""
+        return self._disk.trouble if self._disk else None
+
+    def take(self, ids: list[int], keep: int | None) -> Slot:
+        """Return the live caches, filled from memory and then from the disk as far as both know ``ids``."""
+        slot = self._memory.take(ids, keep)
+        links = self._worth(ids, keep, len(slot.ids))
+        return self._restored(slot, links, ids) if links else slot
+
+    @contextmanager
+    def lending(self, slot: Slot) -> Iterator[Slot]:
+        """Lend the live caches."""
+        self._lent = True
+        try:
+            with self._memory.lending(slot):
+                yield slot
+        finally:
+            self._lent = False
+
+    def mark(self, slot: Slot) -> None:
+        """Freeze what can't be cut."""
+        self._memory.mark(slot)
+
+    def known(self, ids: list[int], keep: int | None) -> Known:
+        """Return what is in memory, and what on disk beyond it is worth reading."""
+        held = self._memory.reachable(ids, keep)
+        links = self._worth(ids, keep, held)
+        if not links:
+            return Known(held, 0)
+        return Known(links[-1].stop, sum(link.entry.size for link in links))
+
+    def clear(self) -> None:
+        """Forget what is in memory."""
+        self._memory.clear()
+
+    def stored(self) -> list[tuple[list[int], int | None]]:
+        """Return the prefixes on disk that no other continues."""
+        return self._disk.ends() if self._disk else []
+
+    def anew(self) -> Store:
+        """Return a store with the same disk and nothing in memory."""
+        return PromptCache(self._memory.anew(), self._disk, Rates())
+
+    def flush(self, seconds: float) -> None:
+        """Store what is to be stored, in so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while (pause := self.idle()) is not None and time.monotonic() < deadline:
+            time.sleep(pause)
+        if self._disk is not None:
+            self._disk.wait(max(0.0, deadline - time.monotonic()))
+
+    def idle(self) -> float | None:
+        """Begin to write the next segment of the live caches, if the last is written."""
+        disk, slot = self._disk, self._memory.live
+        if disk is None or slot is None or self._lent or disk.trouble is not None:
+            return None
+        if disk.is_writing:
+            return PAUSE_S
+        if self._replaced is not None:
+            disk.remove_shorter(*self._replaced)
+            self._replaced = None
+        try:
+            return PAUSE_S if self._write_next(disk, slot) else None
+        except (RuntimeError, ValueError) as error:  # MLX has no memory for the copy, say
+            disk.trouble = f"the prompt cache can't be written ({error}): it stays in memory"
+            return None
+
+    def _write_next(self, disk: Disk, slot: Slot) -> bool:
+        places = self._places(slot)
+        bounds = list(places)
+        names = disk.names(slot.ids, bounds, slot.keep)
+        for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
+            if disk.has(name):
+                continue
+            node, tokens = places[stop], slot.ids[start:stop]
+            states = node.kept.states if node else None
+            segment = to_host(start, tokens, segments.cut(slot.caches, start, stop), states)
+            if not self.rates.is_worth(segment.nbytes, len(tokens) if node is None else stop):
+                return False
+            disk.write(segment, parent, name)
+            if node is None:
+                self._replaced = parent, tokens
+            else:
+                node.kept.stored = True
+            return True
+        return False
+
+    def _places(self, slot: Slot) -> dict[int, Node[Kept] | None]:
+        """Return where the segments of the live caches end, with the nodes of which states are stored, if some can't be cut."""
+        end = len(slot.ids)
+        if end < LEAST_TOKENS:
+            return {}
+        if self._memory.all_grow:
+            whole = list(range(BLOCK, end + 1, BLOCK))
+            return dict.fromkeys([*whole, end] if end - whole[-1] >= LEAST_TAIL else whole)
+        self._memory.freeze()
+        places: dict[int, Node[Kept] | None] = {}
+        last = LEAST_TOKENS - LEAST_TAIL
+        for node in self._memory.end.path():
+            if node.kept.stored or (node.kept.states is not None and node.stop - last >= LEAST_TAIL):
+                places[node.stop] = node
+                last = node.stop
+        return places
+
+    def _worth(self, ids: list[int], keep: int | None, held: int) -> list[Link]:
+        """Return the stored segments that continue the ``held`` first ids, if to read them is worth it."""
+        if self._disk is None or len(ids) - 1 - held < LEAST_TAIL:
+            return []
+        links = self._disk.chain(ids[:-1], keep)
+        if links and not links[-1].whole and not self._memory.all_grow:
+            links.pop()
+        links = [link for link in links if link.stop > held]
+        if not links or not self.rates.is_worth(sum(link.entry.size for link in links), links[-1].stop - held):
+            return []
+        return links
+
+    def _restored(self, slot: Slot, links: list[Link], ids: list[int]) -> Slot:
+        """Append stored segments to the live caches. What turns out damaged or foreign is a miss."""
+        assert self._disk is not None
+        states_wanted = not self._memory.all_grow
+        loaded = self._load(links, ids)
+        if states_wanted:
+            loaded = iter(list(loaded))  # all, or there is no state to stand on
+        taken = 0
+        for link, segment in loaded:
+            last = link is links[-1]
+            taken += 1
+            try:
+                segments.extend(slot.caches, segment.piece, len(slot.ids) - link.start, link.tokens)
+                if states_wanted and last:
+                    segments.thaw(slot.caches, segment.states or ())
+            except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
+                self._disk.discard(link.entry)
+                return self._memory.restart(slot.keep)
+            slot.ids.extend(segment.tokens[len(slot.ids) - link.start : link.tokens])
+            node = self._memory.follow(list(slot.ids), segment.states if states_wanted else None)
+            node.kept.stored = states_wanted
+        if states_wanted and taken < len(links):
+            return self._memory.restart(slot.keep)
+        return slot
+
+    def _load(self, links: list[Link], ids: list[int]) -> Iterator[tuple[Link, Segment]]:
+        """Yield what is stored of the links until one of them is a miss."""
+        assert self._disk is not None
+        disk = self._disk
+        for link in links:
+            segment = disk.load(link, ids)
+            if segment is None:
+                return
+            yield link, segment

@@ -1,0 +1,270 @@
+"""The prompt cache on disk, for one model: which stored segments continue a prompt, reading them, and writing new ones."""
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+
+from tokamac.engine.prompt_cache.folder import Entry, Folder, FullError
+from tokamac.engine.prompt_cache.names import child_name, root_name
+from tokamac.engine.prompt_cache.segment_file import DamagedError, HostSegment, Segment, from_bytes, to_bytes, tokens_of
+from tokamac.engine.prompt_cache.tree import common_prefix
+
+HEAD_BYTES = 1 << 16
+"""Read of a file to know its tokens: they come first, after a header of some kilobytes."""
+
+SURE_BYTES = 1 << 18
+"""From so many bytes on, a read or a write says something of the disk's speed."""
+
+
+MOST_PINNED = 1 << 14
+"""Pinned tokens, up to which a stored prefix is recognised without knowing their number."""
+
+
+@dataclass(slots=True)
+class Rates:
+    """What was measured so far; None until then. prefill_tps: prompt tokens per second. read_bps, write_bps: bytes per second."""
+
+    prefill_tps: float | None = None
+    read_bps: float | None = None
+    write_bps: float | None = None
+
+    def saw_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn from a prefill of a good many tokens."""
+        if tokens >= 64 and seconds > 0:
+            self.prefill_tps = _towards(self.prefill_tps, tokens / seconds)
+
+    def saw_read(self, count: int, seconds: float) -> None:
+        """Learn from reading a file, checksum and hand-over to the device included."""
+        if count >= SURE_BYTES and seconds > 0:
+            self.read_bps = _towards(self.read_bps, count / seconds)
+
+    def saw_write(self, count: int, seconds: float) -> None:
+        """Learn from writing a file."""
+        if count >= SURE_BYTES and seconds > 0:
+            self.write_bps = _towards(self.write_bps, count / seconds)
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Return the seconds that computing so many tokens takes; None is unknown."""
+        return None if self.prefill_tps is None else tokens / self.prefill_tps
+
+    def read_s(self, count: int) -> float | None:
+        """Return the seconds that reading so many bytes takes; writing is slower, so it bounds what was never measured."""
+        rate = self.read_bps or self.write_bps
+        return None if rate is None else count / rate
+
+    def is_worth(self, count: int, tokens: int) -> bool:
+        """Whether to read so many bytes takes less time than to compute so many tokens; yes, while nothing is known."""
+        read, prefill = self.read_s(count), self.prefill_s(tokens)
+        return read is None or prefill is None or read < prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A stored segment that continues a prefix: its first ``tokens`` tokens are wanted, from the position ``start`` on."""
+
+    entry: Entry
+    start: int
+    tokens: int
+    whole: bool
+
+    @property
+    def stop(self) -> int:
+        """Position after the last wanted token."""
+        return self.start + self.tokens
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of the model's folder: the segments that continue each name, and when the folder last changed."""
+
+    changed: int = -1
+    children: dict[str, list[Entry]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+
+class Disk:
+    """Stored segments of one model. ``trouble`` says, once something went wrong, what: from then on nothing is written."""
+
+    def __init__(self, folder: Folder, model: str, label: str, rates: Rates) -> None:
+        self.rates = rates
+        self.folder = folder
+        self.trouble: str | None = None
+        self._model, self._label = model, label
+        self._known = _Known()
+        self._tokens: dict[str, list[int]] = {}  # by name
+        self._writer: threading.Thread | None = None
+        with contextlib.suppress(OSError):
+            folder.tidy()
+
+    def chain(self, ids: list[int], keep: int | None) -> list[Link]:
+        """Return the stored segments that hold the longest prefix of ``ids``, in order; the last may be wanted in part."""
+        self._look()
+        links: list[Link] = []
+        parent, at = root_name(self._model, keep), 0
+        while at < len(ids):
+            entry, shared = self._best(parent, ids[at:])
+            if entry is None:
+                break
+            whole = shared == len(self._tokens[entry.name])
+            links.append(Link(entry, at, shared, whole))
+            at, parent = at + shared, entry.name
+            if not whole:
+                break
+        return links
+
+    def load(self, link: Link, ids: list[int]) -> Segment | None:
+        """Return a stored segment of the prompt ``ids``; None where it is damaged, foreign or gone, and then it is removed."""
+        began = time.perf_counter()
+        data = self.folder.read(link.entry)
+        if data is None:
+            self._forget(link.entry)
+            return None
+        try:
+            segment = from_bytes(data)
+        except DamagedError:
+            segment = None
+        if (
+            segment is None
+            or segment.start != link.start
+            or child_name(link.entry.parent, segment.tokens) != link.entry.name
+            or segment.tokens[: link.tokens] != ids[link.start : link.stop]
+        ):
+            self.discard(link.entry)
+            return None
+        self.rates.saw_read(len(data), time.perf_counter() - began)
+        return segment
+
+    def discard(self, entry: Entry) -> None:
+        """Remove a segment that is not what it should be."""
+        self.folder.remove(entry)
+        self._forget(entry)
+
+    def ends(self) -> list[tuple[list[int], int | None]]:
+        """Return the prefixes whose segments are all there and that none continues, each with the tokens pinned in its caches."""
+        self._look()
+        entries = {entry.name: entry for several in self._known.children.values() for entry in several}
+        roots: dict[str, int | None] = {root_name(self._model, keep): keep for keep in (None, *range(MOST_PINNED))}
+        found = []
+        for entry in entries.values():
+            if not self._known.children.get(entry.name) and (path := _path(entry, entries)) and path[0].parent in roots:
+                parts = [self._tokens_of(each) for each in path]
+                if None not in parts:
+                    found.append(([token for part in parts for token in part or ()], roots[path[0].parent]))
+        return found
+
+    def names(self, ids: list[int], bounds: list[int], keep: int | None) -> list[str]:
+        """Return the names of the prefix's parts between the bounds, the empty prefix's first."""
+        names = [root_name(self._model, keep)]
+        for start, stop in zip([0, *bounds], bounds, strict=False):
+            names.append(child_name(names[-1], ids[start:stop]))
+        return names
+
+    def has(self, name: str) -> bool:
+        """Whether a segment of that name is stored."""
+        self._look()
+        return name in self._known.names
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a segment is being written."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def write(self, segment: HostSegment, parent: str, name: str) -> None:
+        """Write a segment on a thread of its own. A failure is noted in ``trouble``."""
+        self._writer = threading.Thread(
+            target=self._write, args=(segment, parent, name), name="tokamac-prompt-cache", daemon=True
+        )
+        self._writer.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a write in progress, so long at most."""
+        if self._writer is not None:
+            self._writer.join(seconds)
+
+    def _write(self, segment: HostSegment, parent: str, name: str) -> None:
+        began = time.perf_counter()
+        try:
+            data = to_bytes(segment)
+            self.folder.write(self._model, self._label, parent, name, data)
+            self.rates.saw_write(len(data), time.perf_counter() - began)
+        except FullError as error:
+            self.trouble = f"{error}: nothing more is stored"
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            self.trouble = f"the prompt cache can't be written ({reason}, {self.folder.root}): it stays in memory"
+
+    def remove_shorter(self, parent: str, tokens: list[int]) -> None:
+        """Remove what is stored after ``parent`` and holds no more than a beginning of ``tokens``."""
+        self._look()
+        for entry in list(self._known.children.get(parent, [])):
+            held = self._tokens_of(entry)
+            if (
+                held is not None
+                and len(held) < len(tokens)
+                and held == tokens[: len(held)]
+                and not self._continued(entry)
+            ):
+                self.discard(entry)
+
+    def _continued(self, entry: Entry) -> bool:
+        return bool(self._known.children.get(entry.name))
+
+    def _look(self) -> None:
+        """Learn what is in the folder, if it has changed."""
+        try:
+            changed = (self.folder.root / self._model).stat().st_mtime_ns
+        except OSError:
+            self._known = _Known()
+            return
+        if changed == self._known.changed:
+            return
+        known = _Known(changed)
+        for entry in self.folder.entries(self._model):
+            known.children.setdefault(entry.parent, []).append(entry)
+            known.names.add(entry.name)
+        self._known = known
+        self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in known.names}
+
+    def _best(self, parent: str, ids: list[int]) -> tuple[Entry | None, int]:
+        best, most = None, 0
+        for entry in self._known.children.get(parent, []):
+            tokens = self._tokens_of(entry)
+            shared = 0 if tokens is None else common_prefix(tokens, ids)
+            # Of two that share as much, one that is wanted whole can be gone on from.
+            if shared > most or (shared == most > 0 and tokens is not None and len(tokens) == shared):
+                best, most = entry, shared
+        return best, most
+
+    def _tokens_of(self, entry: Entry) -> list[int] | None:
+        if entry.name not in self._tokens:
+            try:
+                with entry.path.open("rb") as file:
+                    tokens = tokens_of(file.read(HEAD_BYTES))
+                    if tokens is None:  # a long header
+                        file.seek(0)
+                        tokens = tokens_of(file.read())
+            except OSError:
+                return None
+            if tokens is None:
+                self.discard(entry)
+                return None
+            self._tokens[entry.name] = tokens
+        return self._tokens[entry.name]
+
+    def _forget(self, entry: Entry) -> None:
+        self._known.changed = -1
+        self._tokens.pop(entry.name, None)
+
+
+def _path(entry: Entry, entries: dict[str, Entry]) -> list[Entry]:
+    """Return the segments from the first down to this one; the first one's parent is not among them."""
+    path = [entry]
+    while (above := entries.get(path[-1].parent)) is not None and len(path) <= len(entries):
+        path.append(above)
+    return path[::-1]
+
+
+def _towards(known: float | None, seen: float) -> float:
+    """Return a mean that follows what is seen: half of it is the last."""
+    return seen if known is None else (known + seen) / 2

@@ -1,0 +1,38 @@
+"""Make the prompt cache of a loaded model from what the caller asked for."""
+
+from pathlib import Path
+
+from tokamac.engine.kv import segments
+from tokamac.engine.limits import memory
+from tokamac.engine.options import PromptCacheSpec
+from tokamac.engine.prompt_cache.cache import NoCache, PromptCache, Store
+from tokamac.engine.prompt_cache.disk import Disk, Rates
+from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root
+from tokamac.engine.prompt_cache.names import fingerprint
+from tokamac.engine.prompt_cache.store import MemoryStore
+from tokamac.engine.runtime import Runtime
+
+MEMORY_SHARE = 10
+"""One part in so many of the memory budget is for the prompt cache, and"""
+LEAST_MEMORY = 64 << 20
+"""never fewer bytes than these."""
+
+
+def open_cache(spec: PromptCacheSpec | None, runtime: Runtime, *, folder: Path, name: str, **more: object) -> Store:
+    """Return the prompt cache of the model in ``folder``, called ``name``; one that keeps nothing where ``spec`` is None.
+
+    more: whatever beside files and KV settings decides what its keys and values look like.
+    """
+    if spec is None:
+        return NoCache(runtime.new_caches)
+    rates = Rates()
+    budget = spec.memory_bytes
+    if budget is None:
+        budget = max(LEAST_MEMORY, (memory.budget() or 0) // MEMORY_SHARE)
+    grow = segments.all_grow(runtime.new_caches(0))
+    disk = None
+    if spec.disk:
+        stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
+        known_as = fingerprint(folder, runtime.kv, device=runtime.device, **more)
+        disk = Disk(stored, known_as, name, rates)
+    return PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow), disk, rates)

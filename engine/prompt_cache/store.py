@@ -1,0 +1,310 @@
+"""What is computed already, in memory: one set of live caches, and a tree of everything else that was computed before.
+
+The live caches hold the path that was used last, whole and in place, as attention wants it. When another path is wanted, they
+are cut back to where the two part: what lies beyond is set aside as pieces of its own in the tree, and the pieces of the other path
+are appended. So what two paths share is held once and never copied; switching costs a copy of what differs, at memory speed.
+
+    root ── system prompt ── question ── answer ── question ── answer        live: no pieces, they lie in the live caches
+                                    └─── another answer                      set aside: a piece for every cache that grows
+
+State that can't be cut (rings that wrapped, recurrent layers) is frozen as a whole at turn boundaries. A model that has any can
+be continued only from there, or as far back as its caches rewind by themselves.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tokamac.engine import kv
+from tokamac.engine.kv import segments
+from tokamac.engine.kv.segments import Piece, States
+from tokamac.engine.prompt_cache.tree import Node, add, common_prefix, divide, find, remove
+
+
+@dataclass(slots=True)
+class Slot:
+    """Caches and the token ids they hold; ``keep`` is the number of pinned tokens they were made with."""
+
+    ids: list[int]
+    caches: list[Any]
+    keep: int | None
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is kept of a run of tokens. piece: None while it lies in the live caches. states: of what can't be cut, at its end.
+
+    stored: whether a segment on disk ends here.
+    """
+
+    piece: Piece | None = None
+    states: States | None = None
+    stored: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        piece = 0 if self.piece is None else segments.piece_bytes(self.piece)
+        return piece + (0 if self.states is None else segments.states_bytes(self.states))
+
+
+class MemoryStore:
+    """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all.
+
+    make: empty caches for a number of pinned tokens. all_grow: whether every one of them can be cut.
+    """
+
+    def __init__(self, make: Callable[[int | None], list[Any]], budget: int, *, all_grow: bool) -> None:
+        self.all_grow = all_grow
+        self._make = make
+        self._budget = budget
+        self._roots: dict[int | None, Node[Kept]] = {}  # by pinned tokens: caches of another number are other caches
+        self._live: Slot | None = None
+        self._end: Node[Kept] | None = None  # where the live caches' path ends, as far as the tree knows it
+        self._uses = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the live caches, and all that is set aside."""
+        live = kv.nbytes(self._live.caches) if self._live else 0
+        return live + sum(node.kept.nbytes for node in self._nodes())
+
+    def take(self, ids: list[int], keep: int | None) -> Slot:
+        """Return the live caches, holding the longest known prefix of ``ids`` that can be gone back to."""
+        wanted, root = ids[:-1], self._root(keep)
+        if self._live is not None and self._live.keep != keep:
+            self._put_away()
+        position = self._reachable(root, wanted)
+        if self._live is None:
+            self._live, self._end = Slot([], self._make(keep), keep), root
+        self._go_to(root, wanted[:position])
+        assert self._end is not None
+        self._touch(self._end)
+        self._evict()
+        return self._live
+
+    @contextmanager
+    def lending(self, slot: Slot) -> Iterator[Slot]:
+        """Take ``slot`` back when the block ends, or is left early; after a failure nobody knows what its caches hold: drop it."""
+        try:
+            yield slot
+        except GeneratorExit:
+            self._put(slot)
+            raise
+        except BaseException:
+            self._forget_live()
+            raise
+        self._put(slot)
+
+    def mark(self, slot: Slot) -> None:
+        """Freeze here what can't be cut, so that a request that begins the same need not begin before this."""
+        if not self.all_grow:
+            self._follow(slot.ids)
+            self._freeze_end()
+
+    def reachable(self, ids: list[int], keep: int | None) -> int:
+        """Return how many of the ids are computed and can be gone back to, if all but the last may be."""
+        return self._reachable(self._root(keep), ids[:-1])
+
+    @property
+    def live(self) -> Slot | None:
+        """The live caches."""
+        return self._live
+
+    @property
+    def end(self) -> Node[Kept]:
+        """The node where their path ends. Raises RuntimeError where there are none."""
+        if self._end is None:
+            raise RuntimeError("there are no live caches")
+        return self._end
+
+    def follow(self, ids: list[int], states: States | None = None) -> Node[Kept]:
+        """Be told that the live caches hold ``ids`` now, and what can't be cut of them; return the node at the end."""
+        self._follow(ids)
+        if states is not None:
+            self.end.kept.states = states
+        return self.end
+
+    def freeze(self) -> States | None:
+        """Return what can't be cut of the live caches, as it is at their end; None where all can."""
+        self._freeze_end()
+        return self.end.kept.states
+
+    def anew(self) -> "MemoryStore":
+        """Return an empty store of the same kind."""
+        return MemoryStore(self._make, self._budget, all_grow=self.all_grow)
+
+    def restart(self, keep: int | None) -> Slot:
+        """Drop the live caches, whose content nobody knows, and return empty ones."""
+        self._forget_live()
+        self._live, self._end = Slot([], self._make(keep), keep), self._root(keep)
+        return self._live
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._roots.clear()
+        self._live = self._end = None
+
+    def _root(self, keep: int | None) -> Node[Kept]:
+        return self._roots.setdefault(keep, Node([], None, 0, Kept()))
+
+    def _nodes(self) -> Iterator[Node[Kept]]:
+        return (node for root in self._roots.values() for node in root.subtree() if node is not root)
+
+    def _put(self, slot: Slot) -> None:
+        self._follow(slot.ids)
+        assert self._end is not None
+        self._touch(self._end)
+        self._evict()
+
+    def _reachable(self, root: Node[Kept], ids: list[int]) -> int:
+        """Return the longest known prefix of ``ids`` that can be gone back to."""
+        node, matched = find(root, ids)
+        live = self._live
+        if self.all_grow:
+            return matched
+        frozen = [each.stop for each in node.path() if each.stop <= matched and each.kept.states is not None]
+        best = max(frozen, default=0)
+        if live is not None and self._roots.get(live.keep) is root:
+            shared = common_prefix(live.ids, ids)
+            if shared > best and len(live.ids) - shared <= kv.rewindable(live.caches):
+                return shared
+        return best
+
+    def _go_to(self, root: Node[Kept], ids: list[int]) -> None:
+        """Make the live caches hold ``ids``, all of which the tree knows."""
+        live = self._live
+        assert live is not None
+        if len(live.ids) != len(ids) and live.ids:
+            self._freeze_end()
+        node = self._boundary(root, ids)
+        parted = common_prefix(live.ids, ids)
+        surplus = len(live.ids) - parted
+        if node.kept.states is None and 0 < surplus <= kv.rewindable(live.caches) and parted == len(ids):
+            segments.rewind(live.caches, surplus)
+            rewound = True
+        else:
+            rewound = surplus == 0 and parted == len(ids)
+        self._set_aside(self._boundary(root, ids[:parted]))
+        for each in node.path():
+            if each.start >= parted:
+                assert each.kept.piece is not None
+                segments.extend(live.caches, each.kept.piece)
+                each.kept.piece = None
+        if not rewound:
+            self._thaw(node)
+        live.ids[:] = ids
+        self._end = node
+
+    def _thaw(self, node: Node[Kept]) -> None:
+        """Put back what can't be cut, as it was at the node's end; at the root, as it was when nothing was held."""
+        live = self._live
+        assert live is not None
+        if self.all_grow:
+            return
+        if node.parent is None:
+            live.caches[:] = self._make(live.keep)
+        else:
+            assert node.kept.states is not None
+            segments.thaw(live.caches, node.kept.states)
+
+    def _boundary(self, root: Node[Kept], ids: list[int]) -> Node[Kept]:
+        """Return the node that ends where ``ids`` end, dividing one if it must be; all of them are in the tree."""
+        node, position = find(root, ids)
+        assert position == len(ids)
+        return node if node.stop == position else self._divide(node, position)
+
+    def _divide(self, node: Node[Kept], at: int) -> Node[Kept]:
+        piece, states, stored = node.kept.piece, node.kept.states, node.kept.stored
+        if piece is None:
+            return divide(node, at, Kept(), Kept(None, states, stored))
+        upper, lower = segments.split(piece, at - node.start)
+        return divide(node, at, Kept(upper), Kept(lower, states, stored))
+
+    def _follow(self, ids: list[int]) -> None:
+        """Let the tree know the whole path that the live caches hold; what it had set aside of that is held twice no more."""
+        node = self._end
+        assert node is not None
+        while node.stop < len(ids):
+            rest = ids[node.stop :]
+            child = node.children.get(rest[0])
+            if child is None:
+                child = add(node, rest, Kept())
+            elif (shared := common_prefix(child.tokens, rest)) < len(child.tokens):
+                child = self._divide(child, child.start + shared)
+            child.kept.piece = None
+            node = child
+        self._end = node
+
+    def _freeze_end(self) -> None:
+        live, end = self._live, self._end
+        assert live is not None
+        assert end is not None
+        if end.parent is not None and end.kept.states is None and not self.all_grow:
+            end.kept.states = segments.freeze(live.caches)
+
+    def _set_aside(self, start: Node[Kept]) -> None:
+        """Cut the live caches back to the end of ``start``; the tree keeps what they held beyond it."""
+        live, end = self._live, self._end
+        assert live is not None
+        assert end is not None
+        beyond = [node for node in end.path() if node.start >= start.stop]
+        pieces = segments.cut_off(live.caches, [start.stop, *(node.stop for node in beyond)])
+        for node, piece in zip(beyond, pieces, strict=True):
+            node.kept.piece = piece
+        self._end = start
+        if not self.all_grow:
+            self._prune(end, start)
+
+    def _prune(self, leaf: Node[Kept], until: Node[Kept]) -> None:
+        """Drop runs at the end of a path from which nothing can be continued."""
+        while leaf is not until and not leaf.children and leaf.kept.states is None and leaf.parent is not None:
+            parent = leaf.parent
+            remove(leaf)
+            leaf = parent
+
+    def _put_away(self) -> None:
+        """Set all of the live caches aside."""
+        live = self._live
+        assert live is not None
+        self._freeze_end()
+        self._set_aside(self._root(live.keep))
+        self._live = self._end = None
+
+    def _forget_live(self) -> None:
+        """Drop the live caches, and all in the tree that begins with what they alone held."""
+        if self._end is not None and (path := self._end.path()):
+            remove(path[0])
+        self._live = self._end = None
+
+    def _touch(self, node: Node[Kept]) -> None:
+        self._uses += 1
+        for each in node.path():
+            each.used = self._uses
+
+    def _evict(self) -> None:
+        """Drop what was not used for longest until all fits the budget; the live caches always stay."""
+        surplus = self.nbytes - self._budget
+        while surplus > 0:
+            on_path = set(map(id, self._end.path())) if self._end else set()
+            nodes = sorted(self._nodes(), key=lambda node: (node.used, -node.start))
+            freed = 0
+            for node in nodes:
+                if surplus - freed <= 0:
+                    break
+                freed += self._drop(node, live=id(node) in on_path)
+            if not freed:
+                return
+            surplus -= freed
+
+    def _drop(self, node: Node[Kept], *, live: bool) -> int:
+        """Drop a leaf, or the frozen states of any other node; return the bytes."""
+        kept = node.kept
+        if not live and not node.children and node.parent is not None:
+            freed = kept.nbytes
+            remove(node)
+            return freed
+        freed = 0 if kept.states is None else segments.states_bytes(kept.states)
+        kept.states = None
+        return freed

@@ -1,0 +1,180 @@
+"""The folder of stored segments: whole or not there, within its budgets, whatever happens to it. Without MLX."""
+
+import contextlib
+import datetime
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny
+from tokamac.engine import KVSpec
+from tokamac.engine.prompt_cache.folder import Budgets, Entry, Folder, FullError, least_used_first
+from tokamac.engine.prompt_cache.names import child_name, fingerprint, root_name
+
+MODEL = "ab" * 16
+ROOT = root_name(MODEL, None)
+
+
+def store(folder: Folder, number: int, size: int = 1000, parent: str = ROOT) -> Entry:
+    return folder.write(MODEL, "a model", parent, child_name(parent, [number]), bytes([number % 256]) * size)
+
+
+def test_what_was_written_is_read_and_only_the_user_may(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cache")
+    entry = store(folder, 7)
+    assert folder.read(entry) == b"\7" * 1000
+    assert [each.path for each in folder.entries(MODEL)] == [entry.path]
+    assert stat.S_IMODE(entry.path.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder.root, entry.path.parent)} == {0o700}
+    (usage,) = folder.models()
+    assert (usage.label, usage.files, usage.bytes) == ("a model", 1, 1000)
+
+
+def test_any_flipped_byte_and_any_missing_one_is_a_miss_and_the_file_goes(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for at in range(300):
+        entry = store(folder, at % 7, 300)
+        data = bytearray(entry.path.read_bytes())
+        data[at] ^= 1 << at % 8
+        entry.path.write_bytes(data)
+        assert folder.read(entry) is None
+        assert not entry.path.exists()
+    entry = store(folder, 1)
+    entry.path.write_bytes(entry.path.read_bytes()[:-1])
+    assert folder.read(entry) is None
+
+
+def test_a_removed_file_is_a_miss(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    entry = store(folder, 1)
+    entry.path.unlink()
+    assert folder.read(entry) is None
+
+
+def test_the_total_is_kept_by_dropping_what_was_not_used_for_longest(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Budgets(total=3500))
+    entries = [store(folder, number) for number in range(3)]
+    for age, entry in enumerate(entries):
+        os.utime(entry.path, (1000 + age, 1000 + age))
+    assert folder.read(entries[0]) is not None  # which makes it the last used
+    store(folder, 9)
+    assert {entry.name for entry in folder.entries(MODEL)} == {child_name(ROOT, [number]) for number in (0, 2, 9)}
+    with pytest.raises(FullError):
+        store(folder, 3, 4000)
+
+
+def test_what_others_continue_is_dropped_after_them() -> None:
+    def entry(name: str, parent: str, used: float) -> Entry:
+        return Entry(parent, name, Path(name), 1, used)
+
+    entries = [entry("a", "", 1), entry("b", "a", 2), entry("c", "b", 9), entry("d", "", 5)]
+    assert [each.name for each in least_used_first(entries)] == ["d", "c", "b", "a"]
+
+
+def test_the_daily_budget_counts_all_processes_and_begins_anew(tmp_path: Path) -> None:
+    day = datetime.date(2026, 3, 1)
+    folders = [Folder(tmp_path, Budgets(daily=2500), today=lambda: day) for _ in range(2)]
+    for number, folder in enumerate(folders):
+        store(folder, number)
+    with pytest.raises(FullError, match="daily"):
+        store(folders[0], 5)
+    assert folders[1].written_today() == 2000
+    day = datetime.date(2026, 3, 2)
+    store(folders[0], 5)
+    folders[0].tidy()
+    assert [path.name for path in tmp_path.glob("written-*")] == ["written-2026-03-02"]
+
+
+def test_clearing_removes_all_models(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    store(folder, 1)
+    folder.write("cd" * 16, "another", ROOT, child_name(ROOT, [1]), b"x" * 50)
+    (tmp_path / "not ours").mkdir()
+    assert folder.clear() == 1050
+    assert folder.models() == []
+    assert (tmp_path / "not ours").is_dir()
+    assert Folder(tmp_path / "nowhere").clear() == 0
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tokamac.engine.prompt_cache.folder import Folder
+from tokamac.engine.prompt_cache.names import child_name, root_name
+model = "ab" * 16
+folder, parent = Folder(Path(sys.argv[1])), root_name(model, None)
+folder.tidy()
+print("ready", flush=True)
+for number in range(10**6):
+    folder.write(model, "m", parent, child_name(parent, [number]), bytes([number % 256]) * (20000 + number % 977))
+"""
+
+
+def test_killed_at_any_moment_nothing_half_done_counts_as_whole(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    folder = Folder(tmp_path / "cache")
+    seen = 0
+    for _ in range(200):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder.root)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(chance.random() * 0.02)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        for entry in folder.entries(MODEL):
+            data = folder.read(entry)
+            assert data is not None
+            assert data == data[:1] * len(data)
+            assert len(data) >= 20000
+            seen += 1
+        folder.tidy()
+        assert not list((folder.root / MODEL).glob(".new-*"))
+        with contextlib.suppress(FileNotFoundError):
+            folder.clear()
+    assert seen > 100
+
+
+def test_two_processes_share_the_folder(tmp_path: Path) -> None:
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    folder, deadline = Folder(tmp_path), time.monotonic() + 20
+    while sum(1 for _ in folder.entries(MODEL)) < 50 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        folder.tidy()
+    for writer in writers:
+        assert writer.poll() is None  # neither failed
+        writer.kill()
+        writer.wait()
+        assert writer.stdout is not None
+        writer.stdout.close()
+    entries = list(folder.entries(MODEL))
+    assert len(entries) >= 50
+    assert all(folder.read(entry) is not None for entry in entries)
+
+
+def test_names_tell_apart_what_differs(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model")
+    base = fingerprint(model, KVSpec())
+    assert base == fingerprint(model, KVSpec(on_full="error"))  # which changes no key and no value
+    others = {
+        fingerprint(model, KVSpec(8, 8)),
+        fingerprint(model, KVSpec(window=64)),
+        fingerprint(model, KVSpec(), dtype="float16"),
+        fingerprint(make_tiny(tmp_path / "other weights", seed=1), KVSpec()),
+        fingerprint(make_tiny(tmp_path / "other context", context=256), KVSpec()),
+    }
+    settings = model / "tokenizer_config.json"
+    settings.write_text(settings.read_text(encoding="utf-8").replace("assistant", "helper"), encoding="utf-8")
+    others.add(fingerprint(model, KVSpec()))
+    assert len(others | {base}) == 7
+    assert len({root_name(base, keep) for keep in (None, 0, 4)}) == 3
+    assert child_name(child_name(ROOT, [1]), [2]) != child_name(ROOT, [1, 2])

@@ -1,0 +1,285 @@
+"""The prompt cache over real caches: what is taken equals what a cold run computes, for every kind of cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.kv.models import seeded, tiny_llama
+from tests.kv.zoo import VOCABULARY
+from tokamac.engine import kv
+from tokamac.engine.kv import segments
+from tokamac.engine.kv.plan import CachePlan, plan_caches
+from tokamac.engine.options import KVSpec
+from tokamac.engine.prompt_cache.store import MemoryStore, Slot
+
+LARGE = 1 << 40
+
+
+def llama() -> tuple[Any, dict[str, Any]]:
+    return tiny_llama(), {"model_type": "llama"}
+
+
+def hybrid() -> tuple[Any, dict[str, Any]]:
+    """Two recurrent layers and two of attention."""
+    from mlx_lm.models import lfm2
+
+    config = {
+        "model_type": "lfm2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3],
+        "rope_theta": 10000.0,
+    }
+    return seeded(lfm2.Model(lfm2.ModelArgs.from_dict(config))), config
+
+
+KINDS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], KVSpec, float]] = {
+    "full": (llama, KVSpec(), 1e-4),
+    "packed": (llama, KVSpec(8, 4, group_size=32), 1e-3),
+    "window": (llama, KVSpec(window=24, keep=2), 1e-4),
+    "packed window": (llama, KVSpec(4, 4, group_size=32, window=24, keep=2), 1e-3),
+    "hybrid": (hybrid, KVSpec(), 1e-4),
+}
+
+
+def compute(model: Any, slot: Slot, ids: list[int]) -> np.ndarray:
+    """Compute what is missing of ``ids`` and return the logits of the last."""
+    new = ids[len(slot.ids) :]
+    logits = model(mx.array([new]), cache=slot.caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in slot.caches])
+    slot.ids.extend(new)
+    return np.array(logits.astype(mx.float32))  # a copy: a view would hold all of the logits
+
+
+class Bench:
+    """A model, its plan, and what a cold run computes."""
+
+    def __init__(self, kind: str) -> None:
+        make, self.spec, self.tolerance = KINDS[kind]
+        self.model, config = make()
+        self.plan: CachePlan = plan_caches(self.model, config, self.spec)
+        self._cold: dict[tuple[int, ...], np.ndarray] = {}
+
+    def store(self, budget: int = LARGE) -> MemoryStore:
+        return MemoryStore(self.plan.make, budget, all_grow=segments.all_grow(self.plan.make(None)))
+
+    def cold(self, ids: list[int]) -> np.ndarray:
+        if tuple(ids) not in self._cold:
+            self._cold[tuple(ids)] = compute(self.model, Slot([], self.plan.make(None), None), ids)
+        return self._cold[tuple(ids)]
+
+
+BENCHES = {kind: Bench(kind) for kind in KINDS}
+
+
+def ask(bench: Bench, store: MemoryStore, prompt: list[int], reply: list[int]) -> int:
+    """Do as a request does: take, prefill, mark, decode; check the logits; return how many tokens were found computed."""
+    slot = store.take(prompt, None)
+    cached = len(slot.ids)
+    assert slot.ids == prompt[:cached]
+    assert cached < len(prompt)
+    with store.lending(slot):
+        if len(slot.ids) < len(prompt) - 1:
+            compute(bench.model, slot, prompt[:-1])
+        store.mark(slot)
+        found = compute(bench.model, slot, prompt)
+        assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
+        if reply:
+            compute(bench.model, slot, prompt + reply)
+    return cached
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_switch_to_another_branch_and_back_computes_one_token(kind: str) -> None:
+    bench, store = BENCHES[kind], BENCHES[kind].store()
+    trunk = [number % VOCABULARY for number in range(7, 47)]
+    one, two = [*trunk, 1, 2, 3], [*trunk, 9, 8]
+    assert ask(bench, store, trunk, []) == 0
+    costs = [len(prompt) - ask(bench, store, prompt, [4, 4]) for prompt in (one, two, one, two)]
+    assert costs[2:] == [1, 1]
+    if kind in ("full", "packed"):
+        assert costs[:2] == [3, 2]
+
+
+def test_branches_hold_their_prefix_once() -> None:
+    bench = BENCHES["full"]
+    store = bench.store()
+    trunk = [number % VOCABULARY for number in range(512)]
+    ask(bench, store, trunk, [])
+    for branch in range(8):
+        ask(bench, store, [*trunk, *([branch] * 16)], [])
+    tokens = sum(len(node.tokens) for node in store._nodes())
+    assert tokens == len(trunk) + 8 * 16
+    grown = segments_of(store)
+    assert grown == tokens * bench.plan.bytes_per_token
+
+
+def segments_of(store: MemoryStore) -> int:
+    """Bytes of all tokens held: pieces, and what is used of the live caches."""
+    assert store._live is not None
+    return sum(node.kept.nbytes for node in store._nodes()) + sum(
+        array[..., : cache.offset, :].nbytes for cache in store._live.caches for array in cache.arrays
+    )
+
+
+POOL_SLACK = 2 * 4096
+"""MLX may put an array into a pooled buffer that is larger by up to two pages."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_counted_and_returned(kind: str) -> None:
+    bench = BENCHES[kind]
+    trunk = [number % VOCABULARY for number in range(3, 403)]
+    for last in (1, 2):
+        bench.cold([*trunk, last])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    store = bench.store()
+    for last in (1, 2):
+        ask(bench, store, [*trunk, last], [5] * 300)
+    held, counted = mx.get_active_memory(), store.nbytes
+    if kind != "hybrid":  # whose own state is a view of a larger array
+        assert held - before == pytest.approx(counted, abs=12 * POOL_SLACK)
+    store._budget = 0
+    store._evict()
+    assert store._live is not None
+    assert store.nbytes == kv.nbytes(store._live.caches)
+    assert held - mx.get_active_memory() == pytest.approx(counted - store.nbytes, abs=12 * POOL_SLACK)
+    assert counted > store.nbytes
+    store.clear()
+    assert mx.get_active_memory() - before < POOL_SLACK
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    bench = BENCHES["full"]
+    per_token = bench.plan.bytes_per_token
+    store = bench.store(kv.nbytes(filled(bench, 100)) + 250 * per_token)
+    prompts = [[first, *range(100)] for first in (1, 2, 3, 4)]
+    for prompt in prompts:
+        ask(bench, store, prompt, [])
+    assert [store.reachable(prompt, None) for prompt in prompts] == [0, 100, 100, 100]
+
+
+def filled(bench: Bench, tokens: int) -> list[Any]:
+    slot = Slot([], bench.plan.make(None), None)
+    compute(bench.model, slot, list(range(tokens)))
+    return slot.caches
+
+
+def test_after_a_failure_nothing_of_it_is_used() -> None:
+    bench = BENCHES["full"]
+    store = bench.store()
+    ask(bench, store, [1, 2, 3, 4], [])
+    slot = store.take([1, 2, 3, 9], None)
+    with pytest.raises(RuntimeError, match="halfway"), store.lending(slot):
+        raise RuntimeError("halfway")
+    assert store.nbytes == 0
+    assert ask(bench, store, [1, 2, 3, 4], []) == 0
+
+
+def test_caches_with_other_pinned_tokens_are_other_caches() -> None:
+    bench = BENCHES["window"]
+    store = bench.store()
+    slot = store.take([1, 2, 3, 4], 2)
+    with store.lending(slot):
+        compute(bench.model, slot, [1, 2, 3, 4])
+    assert store.take([1, 2, 3, 4, 5], 3).ids == []
+    assert store.take([1, 2, 3, 4, 5], 2).ids == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_put_back_is_the_state_it_was(kind: str) -> None:
+    bench = BENCHES[kind]
+    ids = [number % VOCABULARY for number in range(60)]
+    slot = Slot([], bench.plan.make(None), None)
+    compute(bench.model, slot, ids)
+    whole, states = segments.cut(slot.caches, 0, 60), segments.freeze(slot.caches)
+    compute(bench.model, slot, [*ids, 1, 2, 3])  # writes over what was frozen, were it not a copy
+    fresh = Slot(list(ids), bench.plan.make(None), None)
+    segments.extend(fresh.caches, whole)
+    segments.thaw(fresh.caches, states)
+    found = compute(bench.model, fresh, [*ids, 9])
+    assert np.abs(found - bench.cold([*ids, 9])).max() < bench.tolerance
+
+
+class Conversations(RuleBasedStateMachine):
+    """Random trees of conversations: go on, say something else, go back, switch, forget."""
+
+    kind: str
+
+    @initialize(budget=st.sampled_from([LARGE, 200_000, 60_000, 0]))
+    def begin(self, budget: int) -> None:
+        self.bench = BENCHES[self.kind]
+        self.store = self.bench.store(budget)
+        self.said: list[list[int]] = [[1, 2, 3]]
+
+    @rule(
+        which=st.integers(0, 40),
+        cut=st.integers(0, 70),
+        new=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+        reply=st.lists(st.integers(0, 3), max_size=6),
+    )
+    def send(self, which: int, cut: int, new: list[int], reply: list[int]) -> None:
+        """Continue some conversation, from its end or from anywhere before."""
+        base = self.said[which % len(self.said)]
+        prompt = [*base[: max(1, len(base) - cut)], *new]
+        ask(self.bench, self.store, prompt, reply)
+        self.said.append([*prompt, *reply])
+
+    @rule(which=st.integers(0, 40))
+    def again(self, which: int) -> None:
+        """Ask for what was said as it was."""
+        ask(self.bench, self.store, self.said[which % len(self.said)], [])
+
+    @rule(which=st.integers(0, 40), pieces=st.integers(1, 3))
+    def cancel(self, which: int, pieces: int) -> None:
+        """Stop in the middle of a prefill."""
+        prompt = [*self.said[which % len(self.said)], 3, 2, 1, 0, 3, 2, 1]
+        slot = self.store.take(prompt, None)
+        with self.store.lending(slot):
+            compute(self.bench.model, slot, prompt[: len(slot.ids) + pieces])
+        self.said.append(prompt)
+
+    @rule()
+    def restart(self) -> None:
+        self.store.clear()
+
+    @invariant()
+    def is_sound(self) -> None:
+        if not hasattr(self, "store") or self.store._end is None:
+            return
+        live, end = self.store._live, self.store._end
+        assert live is not None
+        assert live.ids == end.ids()
+        on_path = set(map(id, end.path()))
+        growing = any(segments.grows(cache) for cache in live.caches)
+        for node in self.store._nodes():
+            assert (node.kept.piece is None) == (id(node) in on_path) or not growing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_equals_cold_for_random_trees_of_conversations(kind: str) -> None:
+    machine = type("Machine", (Conversations,), {"kind": kind})
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=12, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    case().runTest()
