@@ -1,6 +1,5 @@
 """All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits."""
 
-import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ import mlx.core as mx
 
 from tokamac.engine.config import read_config
 from tokamac.engine.errors import ContextError, EngineClosedError, OptionError, TemplateError
-from tokamac.engine.events import Event, Message, PrefillProgress, Truncated
+from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
 from tokamac.engine.kv_trial import compare, log_probabilities
@@ -20,13 +19,11 @@ from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.cache import NoCache, Store
 from tokamac.engine.prompt_cache.check import Check, check
-from tokamac.engine.prompt_cache.tree import common_prefix
+from tokamac.engine.prompting import Prompt, Prompting
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.request import Reply, Request, check_room
+from tokamac.engine.request import Reply, check_room
 from tokamac.engine.runtime import Runtime
-from tokamac.engine.truncate import Words, fit_ids, fit_messages, room_for_prompt
 
-Prompt = Sequence[int] | Sequence[Message]
 LOGPROBS_CHUNK = 2048
 IDLE_CHUNK_S = 0.1
 """What is computed in idle time can be interrupted so often."""
@@ -75,9 +72,13 @@ class Core:
             raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
         return self._runtime
 
+    @property
+    def _prompting(self) -> Prompting:
+        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks)
+
     def reply(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, cancelled: Callable[[], bool]) -> Reply:
         """Return the reply to a prompt, ready to run. Raises OptionError, ContextError or TemplateError."""
-        request = self._request(prompt, sampling.resolved(self.spec.recommended), recorder)
+        request = self._prompting.request(prompt, sampling.resolved(self.spec.recommended), recorder)
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
@@ -85,7 +86,7 @@ class Core:
         """Compute a prompt into the prompt cache, all but its last token, in chunks of about ``chunk_s`` seconds."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
-        request = self._request(prompt, Sampling(), Recorder(), reply=False)
+        request = self._prompting.request(prompt, Sampling(), Recorder(), reply=False)
         check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep)
         run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
@@ -104,8 +105,8 @@ class Core:
         For idle time: in short chunks. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
         """
         try:
-            ids = self._stable(messages) if self._store.keeps else []
-            if len(ids) > 1 and self._store.known(ids, self._pinned(messages)).tokens < len(ids) - 1:
+            ids = self._prompting.stable(messages) if self._store.keeps else []
+            if len(ids) > 1 and self._store.known(ids, self._prompting.pinned(messages)).tokens < len(ids) - 1:
                 for _ in self.warm(ids, cancelled, chunk_s=IDLE_CHUNK_S):
                     if cancelled():
                         return
@@ -114,7 +115,7 @@ class Core:
 
     def price(self, prompt: Prompt) -> Price:
         """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
-        request = self._request(prompt, Sampling(), Recorder())
+        request = self._prompting.request(prompt, Sampling(), Recorder())
         check_room(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
@@ -137,20 +138,10 @@ class Core:
             return most
         return LEAST_CHUNK if rate is None else max(LEAST_CHUNK, min(most, round(rate * seconds)))
 
-    def _stable(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids that a conversation begins with, however its last message, the user's, goes on."""
-        tokenizer = self.runtime.tokenizer
-        *before, last = messages
-        a, b = (
-            tokenizer.encode(tokenizer.render([*before, replace(last, content=last.content + more)]))
-            for more in ("a", " b")
-        )
-        return a[: common_prefix(a, b)]
-
     def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
         """ids (n,) → (n, V) float32 log-probabilities of what follows each. Raises OptionError for ids that are none."""
-        self._check_ids(ids)
-        caches = self.runtime.new_caches(self._pinned([]))
+        self._prompting.check_ids(ids)
+        caches = self.runtime.new_caches(self._prompting.pinned([]))
         size = chunk or LOGPROBS_CHUNK
         rows = [
             log_probabilities(self.runtime.model, caches, ids[begin : begin + size])
@@ -170,7 +161,7 @@ class Core:
         cancelled: Callable[[], bool],
     ) -> Generator[TrialProgress | Trial, None, None]:
         """Try other KV settings on the loaded weights; see ``kv_trial.compare``."""
-        self._check_ids(ids)
+        self._prompting.check_ids(ids)
         config = read_config(self.spec.path)
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
 
@@ -200,74 +191,6 @@ class Core:
         self._runtime = None  # a closed engine may be kept, its weights may not
         self._on_close.close()
         mx.clear_cache()
-
-    def _request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, reply: bool = True) -> Request:
-        messages, ids = sort_prompt(prompt)
-        tokenizer, opens_thinking = self.runtime.tokenizer, False
-        if messages:
-            text = tokenizer.render(messages, reply=reply)
-            opens_thinking = tokenizer.opens_thinking(text)  # at its end, which stays whatever is left out
-            ids = tokenizer.encode(text)
-            if not ids:
-                raise TemplateError("the model's chat template renders nothing", "Use another model.")
-        self._check_ids(ids)
-        ids, left_out = self._fitted(messages, ids, sampling.max_tokens, reply=reply)
-        return Request(ids, sampling, self._pinned(messages), opens_thinking, left_out, recorder)
-
-    def _fitted(
-        self, messages: Sequence[Message], ids: list[int], max_tokens: int | None, *, reply: bool
-    ) -> tuple[list[int], Truncated | None]:
-        """Leave out the middle of a prompt that does not fit, where the user wants that."""
-        capacity, tokenizer = self.runtime.capacity, self.runtime.tokenizer
-        if capacity is None or self.runtime.kv.when_full != "truncate-middle":
-            return ids, None
-        room = room_for_prompt(capacity, max_tokens)
-        if not messages:
-            return fit_ids(ids, room)
-        words = Words(
-            lambda some: tokenizer.encode(tokenizer.render(some, reply=reply)), tokenizer.encode, tokenizer.decode
-        )
-        return fit_messages(messages, words, capacity, room)
-
-    def _check_ids(self, ids: list[int]) -> None:
-        bound = self.spec.vocabulary_size
-        if bad := [token for token in ids if not 0 <= token < bound]:
-            raise OptionError(
-                f"token id {bad[0]} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer."
-            )
-
-    def _pinned(self, messages: Sequence[Message]) -> int | None:
-        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt."""
-        kv = self.runtime.kv
-        if kv.window is None:
-            return None
-        if kv.keep != "system":
-            return kv.keep
-        if not messages or messages[0].role != "system":
-            return 0
-        tokenizer = self.runtime.tokenizer
-        # Where the same system prompt meets two different questions, the renderings part: that is its end.
-        a, b = (tokenizer.encode(tokenizer.render([messages[0], Message("user", text)])) for text in ("a", "b"))
-        pinned = common_prefix(a, b)
-        if pinned >= kv.window:
-            raise OptionError(
-                f"the system prompt has {pinned:,} tokens, which fills a KV window of {kv.window:,}",
-                "Use a larger --kv-window or a number for --kv-keep.",
-            )
-        return pinned
-
-
-def sort_prompt(prompt: Sequence[object]) -> tuple[list[Message], list[int]]:
-    """Return the prompt as messages or as token ids; the other list is empty. Raises OptionError for anything else."""
-    if isinstance(prompt, str) or not len(prompt):
-        raise OptionError("the prompt holds no token and no message", "Give token ids, or Messages.")
-    messages = [item for item in prompt if isinstance(item, Message)]
-    if len(messages) == len(prompt):
-        return messages, []
-    try:
-        return [], [operator.index(item) for item in prompt]  # type: ignore[arg-type]  # NumPy's integers, too
-    except TypeError:
-        raise OptionError("a prompt is token ids alone, or Messages alone", "Give one kind.") from None
 
 
 def recommended_sampling(generation_config: dict[str, object]) -> Sampling:

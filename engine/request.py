@@ -23,13 +23,17 @@ LIVE_GAPS = 64
 
 @dataclass(slots=True)
 class Request:
-    """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache."""
+    """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache.
+
+    marks: positions in ``ids`` to which later requests may want to go back, ascending.
+    """
 
     ids: list[int]
     sampling: Sampling
     keep: int | None
     in_thinking: bool = False
     left_out: Truncated | None = None
+    marks: tuple[int, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
 
 
@@ -56,9 +60,7 @@ class Reply:
         self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
         run = Run(self._runtime.model, slot.caches, slot.ids, ahead=self._runtime.ahead)
         with self._store.lending(slot):
-            yield from self._prefill(run)
-            if not self._cancelled():
-                self._store.mark(slot)
+            yield from self._prefill(run, slot)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
             raise ContextError(
@@ -86,15 +88,17 @@ class Reply:
             peak_memory_bytes=mx.get_peak_memory() or None,
         )
 
-    def _prefill(self, run: Run) -> Iterator[Event]:
+    def _prefill(self, run: Run, slot: Slot) -> Iterator[Event]:
         ids, cached = self._request.ids, len(run.held)
         yield PrefillProgress(cached, len(ids), cached)
-        todo = ids[cached:-1]  # the last token is the first decode step's
-        for done in run.prefill(todo, self._runtime.prefill_chunk):
-            self._request.recorder.prefilled = done
-            if self._cancelled():
-                return
-            yield PrefillProgress(cached + done, len(ids), cached)
+        last = len(ids) - 1  # the last token is the first decode step's
+        for stop in (*(mark for mark in self._request.marks if cached < mark < last), last):
+            for _ in run.prefill(ids[len(run.held) : stop], self._runtime.prefill_chunk):
+                self._request.recorder.prefilled = len(run.held) - cached
+                if self._cancelled():
+                    return
+                yield PrefillProgress(len(run.held), len(ids), cached)
+            self._store.mark(slot)
 
     def _decode(self, run: Run) -> Iterator[Event]:
         request = self._request

@@ -27,3 +27,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.engine.seeded import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def own_prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test stored must not be found by the next."""
+    monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "prompt cache"))

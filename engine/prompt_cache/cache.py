@@ -45,6 +45,10 @@ class Store(Protocol):
         """Whether anything is ever reused."""
 
     @property
+    def needs_marks(self) -> bool:
+        """Whether a prefix can be gone back to only where it was marked."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes held in memory, those of the caches that are lent included."""
 
@@ -85,7 +89,7 @@ class NoCache:
 
     def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
         self.rates = Rates()
-        self.keeps = False
+        self.keeps = self.needs_marks = False
         self.nbytes = 0
         self.trouble: str | None = None
         self._make = make
@@ -131,6 +135,7 @@ class PromptCache:
     def __init__(self, memory: MemoryStore, disk: Disk | None, rates: Rates) -> None:
         self.rates = rates
         self.keeps = True
+        self.needs_marks = not memory.all_grow
         self._memory = memory
         self._disk = disk
         self._lent = False

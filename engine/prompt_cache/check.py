@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A stored prefix of ``tokens`` tokens: the largest difference of the logits after it, warm against cold; whether the top is one."""
+    """A stored prefix: its tokens, the largest difference of the logits after it (warm, cold), and whether their top is one."""
 
     tokens: int
     difference: float

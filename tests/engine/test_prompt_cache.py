@@ -14,6 +14,7 @@ from tokamac.engine import (
     Edit,
     Engine,
     Finished,
+    KVSpec,
     Message,
     OptionError,
     PromptCacheSpec,
@@ -191,3 +192,16 @@ def test_a_cache_that_is_off_has_nothing_to_check(tiny: Path) -> None:
         assert list(engine.check_cache()) == []
         engine.warm_ahead([Message("user", "x")])
         assert engine.price([1, 2, 3]).tokens == 3
+
+
+def test_where_nothing_can_be_cut_chats_still_share_their_system_prompt(tiny: Path) -> None:
+    """With a window every cache is a ring: what can be gone back to is what was marked."""
+    system = "You are a helpful assistant who answers in one short sentence. " * 2
+    with Engine.load(tiny, kv=KVSpec(window=64), prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        first = engine.chat(system)
+        list(first.send("one", SHORT))
+        list(first.send("two", SHORT))
+        second = finish(engine.chat(system).send("else", SHORT)).metrics
+        edit = first.price(Edit(2, "another"))
+    assert second.cached_tokens > len(system)
+    assert edit.tokens < 20

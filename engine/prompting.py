@@ -1,0 +1,115 @@
+"""From what a caller gives, messages or token ids, to a request: rendered, checked, cut where it must be, its places marked."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tokamac.engine.errors import OptionError, TemplateError
+from tokamac.engine.events import Message, Truncated
+from tokamac.engine.options import Sampling
+from tokamac.engine.prompt_cache.tree import common_prefix
+from tokamac.engine.recorder import Recorder
+from tokamac.engine.request import Request
+from tokamac.engine.runtime import Runtime
+from tokamac.engine.truncate import Words, fit_ids, fit_messages, room_for_prompt
+
+Prompt = Sequence[int] | Sequence[Message]
+
+
+class Prompting:
+    """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before."""
+
+    def __init__(self, runtime: Runtime, vocabulary_size: int, *, marks: bool) -> None:
+        self._runtime = runtime
+        self._vocabulary_size = vocabulary_size
+        self._needs_marks = marks
+
+    def request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, reply: bool = True) -> Request:
+        """Return the request for a prompt. ``reply``: whether the assistant's turn is opened at its end.
+
+        Raises OptionError, ContextError or TemplateError for a prompt that can't be.
+        """
+        messages, ids = sort_prompt(prompt)
+        tokenizer, opens_thinking = self._runtime.tokenizer, False
+        if messages:
+            text = tokenizer.render(messages, reply=reply)
+            opens_thinking = tokenizer.opens_thinking(text)  # at its end, which stays whatever is left out
+            ids = tokenizer.encode(text)
+            if not ids:
+                raise TemplateError("the model's chat template renders nothing", "Use another model.")
+        self.check_ids(ids)
+        ids, left_out = self._fitted(messages, ids, sampling.max_tokens, reply=reply)
+        marks = self._marks(messages, ids) if self._needs_marks else ()
+        return Request(ids, sampling, self.pinned(messages), opens_thinking, left_out, marks, recorder)
+
+    def _marks(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
+        """Return where the system prompt ends, and where the newest message begins: other chats and edits part from there."""
+        begins = [messages[:1]] if messages and messages[0].role == "system" else []
+        begins += [messages[:-1]] if len(messages) > 2 else []
+        try:
+            return tuple(sorted({common_prefix(ids, self.stable([*begin, Message("user", "")])) for begin in begins}))
+        except TemplateError:  # it refuses a conversation of that shape
+            return ()
+
+    def _fitted(
+        self, messages: Sequence[Message], ids: list[int], max_tokens: int | None, *, reply: bool
+    ) -> tuple[list[int], Truncated | None]:
+        """Leave out the middle of a prompt that does not fit, where the user wants that."""
+        capacity, tokenizer = self._runtime.capacity, self._runtime.tokenizer
+        if capacity is None or self._runtime.kv.when_full != "truncate-middle":
+            return ids, None
+        room = room_for_prompt(capacity, max_tokens)
+        if not messages:
+            return fit_ids(ids, room)
+        words = Words(
+            lambda some: tokenizer.encode(tokenizer.render(some, reply=reply)), tokenizer.encode, tokenizer.decode
+        )
+        return fit_messages(messages, words, capacity, room)
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raise OptionError for ids that are none."""
+        bound = self._vocabulary_size
+        if bad := [token for token in ids if not 0 <= token < bound]:
+            raise OptionError(
+                f"token id {bad[0]} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer."
+            )
+
+    def pinned(self, messages: Sequence[Message]) -> int | None:
+        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt."""
+        kv = self._runtime.kv
+        if kv.window is None:
+            return None
+        if kv.keep != "system":
+            return kv.keep
+        if not messages or messages[0].role != "system":
+            return 0
+        pinned = len(self.stable([messages[0], Message("user", "")]))
+        if pinned >= kv.window:
+            raise OptionError(
+                f"the system prompt has {pinned:,} tokens, which fills a KV window of {kv.window:,}",
+                "Use a larger --kv-window or a number for --kv-keep.",
+            )
+        return pinned
+
+    def stable(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids that a conversation begins with, however its last message, the user's, goes on."""
+        tokenizer = self._runtime.tokenizer
+        *before, last = messages
+        a, b = (
+            tokenizer.encode(tokenizer.render([*before, replace(last, content=last.content + more)]))
+            for more in ("a", " b")
+        )
+        return a[: common_prefix(a, b)]
+
+
+def sort_prompt(prompt: Sequence[object]) -> tuple[list[Message], list[int]]:
+    """Return the prompt as messages or as token ids; the other list is empty. Raises OptionError for anything else."""
+    if isinstance(prompt, str) or not len(prompt):
+        raise OptionError("the prompt holds no token and no message", "Give token ids, or Messages.")
+    messages = [item for item in prompt if isinstance(item, Message)]
+    if len(messages) == len(prompt):
+        return messages, []
+    try:
+        return [], [operator.index(item) for item in prompt]  # type: ignore[arg-type]  # NumPy's integers, too
+    except TypeError:
+        raise OptionError("a prompt is token ids alone, or Messages alone", "Give one kind.") from None
