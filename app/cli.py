@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": "sizes, bits per weight, KV bytes per token, the ceiling here",
     "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
     "models": "what is on disk; download, remove",
+    "cache": "the prompt cache on disk: show, clear, check",
 }
 
 INTERRUPTED = 130

@@ -1,5 +1,6 @@
 """All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits."""
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ from tokamac.engine.runtime import Runtime
 LOGPROBS_CHUNK = 2048
 IDLE_CHUNK_S = 0.1
 """What is computed in idle time can be interrupted so often."""
-LEAST_CHUNK = 16
+LEAST_CHUNK, FIRST_CHUNK = 16, 64
+"""Tokens; the first chunk tells how long one takes."""
 FLUSH_S = 3.0
 """How long closing may take to finish writing the prompt cache."""
 
@@ -93,10 +95,14 @@ class Core:
         cached, total = len(slot.ids), len(request.ids)
         with self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
-            for done in run.prefill(request.ids[cached:-1], self._chunk(chunk_s)):
-                yield PrefillProgress(cached + done, total, cached)
+            began = time.perf_counter()
+            for _ in self._paced(run, request.ids[cached:-1], chunk_s):
+                yield PrefillProgress(len(run.held), total, cached)
                 if cancelled():
-                    return
+                    break
+            self._store.rates.saw_prefill(len(run.held) - cached, time.perf_counter() - began)
+            if cancelled():
+                return
             self._store.mark(slot)
 
     def warm_stable(self, messages: Sequence[Message], cancelled: Callable[[], bool]) -> None:
@@ -106,7 +112,8 @@ class Core:
         """
         try:
             ids = self._prompting.stable(messages) if self._store.keeps else []
-            if len(ids) > 1 and self._store.known(ids, self._prompting.pinned(messages)).tokens < len(ids) - 1:
+            known = self._store.known(ids, self._prompting.pinned(messages))
+            if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
                 for _ in self.warm(ids, cancelled, chunk_s=IDLE_CHUNK_S):
                     if cancelled():
                         return
@@ -131,12 +138,17 @@ class Core:
         """Compute what is stored on disk for this model again, and compare."""
         yield from check(self.runtime, self._store, cancelled)
 
-    def _chunk(self, seconds: float | None) -> int:
-        """Return how many prompt tokens are computed at once: as many as take ``seconds``, as far as that is known."""
-        rate, most = self._store.rates.prefill_tps, self.runtime.prefill_chunk
-        if seconds is None:
-            return most
-        return LEAST_CHUNK if rate is None else max(LEAST_CHUNK, min(most, round(rate * seconds)))
+    def _paced(self, run: Run, ids: list[int], chunk_s: float | None) -> Iterator[None]:
+        """Compute ``ids`` in chunks; where ``chunk_s`` is given, in as many tokens as take that long, as the last chunk tells."""
+        most, at = self.runtime.prefill_chunk, 0
+        size = most if chunk_s is None else min(most, FIRST_CHUNK)
+        while at < len(ids):
+            began = time.perf_counter()
+            for _ in run.prefill(ids[at : at + size], size):
+                yield
+            at += size
+            if chunk_s is not None:
+                size = max(LEAST_CHUNK, min(most, round(size * chunk_s / (time.perf_counter() - began))))
 
     def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
         """ids (n,) → (n, V) float32 log-probabilities of what follows each. Raises OptionError for ids that are none."""

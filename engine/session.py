@@ -162,7 +162,7 @@ class Engine:
     def warm_ahead(self, messages: Sequence[Message]) -> None:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
 
-        Any request ends it, and so does another call; what was computed stays in the prompt cache.
+        Any request for tokens ends it, and so does another call; a price waits for it. What was computed stays in the prompt cache.
         """
         given = list(messages)
         if not given or given[-1].role != "user":

@@ -3,9 +3,9 @@
     stdin ─ reader thread ─▶ queue ─ main thread ─▶ engine ─▶ events ─ outbox ─▶ stdout
                 └── Cancel: straight to the engine         pulse ─▶ text batches, measurements, heartbeat
 
-The main thread alone asks the engine for replies. The file descriptor of stdout is taken away at the start, so that a stray
-print of any library lands in the log and can't break the protocol. When stdin closes (the screen is gone, however it went)
-the process ends.
+The main thread alone asks the engine for replies; prices are asked on a thread of their own (``pricer``). The file
+descriptor of stdout is taken away at the start, so that a stray print of any library lands in the log and can't break the
+protocol. When stdin closes (the screen is gone, however it went) the process ends.
 """
 
 import argparse
@@ -15,34 +15,40 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 from tokamac.app.backend.outbox import Outbox, Pulse
 from tokamac.app.backend.port import EnginePort
+from tokamac.app.backend.pricer import Pricer
 from tokamac.app.backend.wire import (
     LONGEST_LINE,
+    AskPrice,
     Cancel,
     Done,
     Failed,
     LeftOut,
     Load,
     Loading,
+    Notice,
     Prefill,
+    Priced,
     Quit,
     Request,
     Send,
     Stats,
     Unload,
     Unloaded,
+    Warm,
     WireError,
     decode_request,
 )
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Event, Finished, LoadProgress, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import Event, Finished, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
 
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
 CLOSE_S = 2.0  # how long a vanished screen's engine gets to close
+TROUBLE_S = 2.0  # the prompt cache is written in idle time: how often an idle child asks whether that went well
 
 
 class Child:
@@ -55,12 +61,14 @@ class Child:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._running: int | None = None
+        self._told_trouble = False
+        self._pricer = Pricer(outbox)
         self._pulse = Pulse(outbox, self._stats)
 
     def run(self, stdin: BinaryIO) -> None:
         """Answer requests until told to quit."""
         threading.Thread(target=self._read, args=(stdin,), name="reader", daemon=True).start()
-        while not isinstance(request := self._requests.get(), Quit):
+        while not isinstance(request := self._next(), Quit):
             self._pulse.start()
             try:
                 self._answer(request)
@@ -68,15 +76,29 @@ class Child:
                 self._pulse.stop()
         self._close()
 
+    def _next(self) -> Request:
+        """Wait for a request, and see meanwhile whether the prompt cache is well."""
+        while True:
+            watched = self._engine is not None and not self._told_trouble
+            try:
+                return self._requests.get(timeout=TROUBLE_S if watched else None)
+            except queue.Empty:
+                self._tell_trouble()
+
     def _answer(self, request: Request) -> None:
         try:
             match request:
                 case Load():
                     self._close()
                     self._engine = self._load(request, self._progress)
+                    self._told_trouble = False
                     self._outbox.put(self._engine.loaded())
                 case Send():
                     self._reply(request)
+                case Warm(messages):
+                    self._warm(messages)
+                case AskPrice():
+                    self._price(request)
                 case Unload():
                     self._close()
                     self._outbox.put(Unloaded())
@@ -103,6 +125,8 @@ class Child:
         if finished is not None:
             end, memory = finished, self._engine.memory_use()
             self._outbox.put(Done(request.id, end.reason, end.text, end.thinking, end.metrics, memory))
+            self._reread(request, end)
+            self._tell_trouble()
 
     def _pass_on(self, request: int, events: Iterator[Event]) -> Finished | None:
         """Send the events of a reply on; return the last, which waits until the engine is free to tell its memory."""
@@ -121,6 +145,34 @@ class Child:
             if request in self._cancelled and self._engine is not None:
                 self._engine.cancel()
         return finished
+
+    def _warm(self, messages: Sequence[Message]) -> None:
+        """Have what is certain of a conversation computed; what fails here fails again, and is told, when the prompt is sent."""
+        if self._engine is None:
+            return
+        try:
+            self._engine.warm(messages)
+        except TokamacError:
+            pass
+        except Exception:
+            traceback.print_exc()
+
+    def _price(self, request: AskPrice) -> None:
+        if self._engine is None:
+            self._outbox.put(Priced(request.id, None))
+        else:
+            self._pricer.ask(self._engine, request)
+
+    def _reread(self, request: Send, end: Finished) -> None:
+        """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
+        if end.thinking and end.text:
+            self._warm([*request.messages, Message("assistant", end.text, end.thinking), Message("user", "")])
+
+    def _tell_trouble(self) -> None:
+        if self._engine is None or self._told_trouble or (trouble := self._engine.cache_trouble()) is None:
+            return
+        self._told_trouble = True
+        self._outbox.put(Notice(trouble))
 
     def _progress(self, progress: LoadProgress) -> None:
         self._outbox.put(Loading(progress.stage, progress.done, progress.total))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.events import Event, Live, LoadProgress, Message
 from tokamac.engine.options import PromptCacheSpec, Sampling
+from tokamac.engine.price import Price
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -25,6 +26,15 @@ class EnginePort(Protocol):
 
     def live(self) -> Live | None:
         """Measure the running reply; None when there is none."""
+
+    def warm(self, messages: Sequence[Message]) -> None:
+        """Compute in idle time what is certain of a conversation whose last message is still being written. Returns at once."""
+
+    def price(self, messages: Sequence[Message]) -> Price:
+        """Tell what a reply would take until its first token. May be called from any thread; waits until the engine is free."""
+
+    def cache_trouble(self) -> str | None:
+        """Tell what went wrong with the prompt cache on disk, once something did. Returns at once."""
 
     def memory_use(self) -> MemoryUse:
         """Tell what memory is in use. To be called between replies: the engine's thread answers."""
@@ -65,6 +75,15 @@ class _RealEngine:
 
     def live(self) -> Live | None:
         return self._engine.live()
+
+    def warm(self, messages: Sequence[Message]) -> None:
+        self._engine.warm_ahead(messages)
+
+    def price(self, messages: Sequence[Message]) -> Price:
+        return self._engine.price(messages)
+
+    def cache_trouble(self) -> str | None:
+        return self._engine.cache_trouble()
 
     def memory_use(self) -> MemoryUse:
         memory = self._engine.memory()

@@ -2,6 +2,7 @@
 
 The model's name picks the scenario; ``SCENARIOS`` lists them. It keeps the real engine's promises (order of events, cancelling
 within a token, metrics from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so.
+What is read ahead it notes on stderr, the log, where a test can see it.
 """
 
 import os
@@ -18,6 +19,7 @@ from tokamac.engine.errors import ContextError, ModelNotFoundError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgress, Message, PrefillProgress, TextChunk
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.options import Sampling
+from tokamac.engine.price import Price
 
 ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
 
@@ -41,6 +43,7 @@ THOUGHT = (
 WEIGHT_BYTES = 2_263_000_000
 KV_BYTES_PER_TOKEN = 147_456
 BANDWIDTH_GBS = 800.0
+PREFILL_TPS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Scenario:
     deaf: bool = False  # does not hear cancel
     context: int = 32_768
     rolls: bool = False
+    trouble: str = ""  # with the prompt cache, after the first reply or what was read ahead
 
 
 SCENARIOS = {
@@ -84,6 +88,9 @@ SCENARIOS = {
     "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
     "tiny-context": Scenario(context=8),
     "rolling": Scenario(context=64, rolls=True),
+    "full-disk": Scenario(
+        gap_s=0.0, prefill_step_s=0.0, trouble="the prompt cache can't be written \x1b[2J(disk full)"
+    ),
 }
 
 
@@ -100,9 +107,10 @@ def _die(reason: str) -> None:
 class ScriptedEngine:
     """An EnginePort that plays ``scenario``."""
 
-    def __init__(self, name: str, scenario: Scenario) -> None:
+    def __init__(self, name: str, scenario: Scenario, *, keeps: bool = True) -> None:
         self._name = name
         self._scenario = scenario
+        self._keeps = keeps
         self._cancelled = threading.Event()
         self._known = 0
         self._clock: _Stamps | None = None
@@ -131,18 +139,41 @@ class ScriptedEngine:
         """Yield the reply's events."""
         self._cancelled.clear()
         self._fault("send")
-        prompt = sum(len(_pieces(m.content)) + 4 for m in messages) + self._scenario.prompt_tokens
+        prompt = self._tokens(messages)
         if prompt > self._scenario.context and not self._scenario.rolls:
             raise ContextError(
                 f"the prompt has {prompt} tokens; the context holds {self._scenario.context}", "Shorten it."
             )
-        cached = min(self._known, prompt - 1)
+        cached = self._cached(prompt)
         self._clock = stamps = _Stamps(prompt, cached)
         try:
             yield from self._play(stamps, sampling)
         finally:
             self._known = prompt + len(stamps.tokens)
             self._clock = None
+
+    def _tokens(self, messages: Sequence[Message]) -> int:
+        return sum(len(_pieces(m.content)) + 4 for m in messages) + self._scenario.prompt_tokens
+
+    def _cached(self, prompt: int) -> int:
+        return min(self._known, prompt - 1) if self._keeps else 0
+
+    def warm(self, messages: Sequence[Message]) -> None:
+        """Know the conversation but for its last words, and note what it was."""
+        if not self._keeps:
+            return
+        self._known = max(self._known, self._tokens(messages) - 8)
+        print(f"scripted: warm {[(m.role, len(m.content)) for m in messages]}", file=sys.stderr, flush=True)
+
+    def price(self, messages: Sequence[Message]) -> Price:
+        """Tell what a reply would take."""
+        prompt = self._tokens(messages)
+        tokens = prompt - self._cached(prompt)
+        return Price(prompt, tokens, 0, tokens / PREFILL_TPS)
+
+    def cache_trouble(self) -> str | None:
+        """Tell the scenario's trouble once something is known."""
+        return self._scenario.trouble if self._known and self._scenario.trouble else None
 
     def _play(self, stamps: "_Stamps", sampling: Sampling) -> Iterator[Event]:
         yield from self._prefill(stamps)
@@ -251,4 +282,4 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> En
         _die("load")
     if scenario.load_error:
         raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with Ctrl+O.")
-    return ScriptedEngine(request.model, scenario)
+    return ScriptedEngine(request.model, scenario, keeps=request.prompt_cache)

@@ -7,13 +7,14 @@ wrong type is a ``WireError``, never a traceback further in. No line ever holds 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from tokamac.app.backend.shapes import ShapeError, build
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import FinishReason, Live, Message, TextKind
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.price import Price
 
 LONGEST_LINE = 64 * 2**20  # a conversation that fills a context of a million tokens is about 5 MB
 
@@ -51,6 +52,27 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Warm:
+    """Compute in idle time what is certain of a conversation whose last message is still being written. Nothing is replied.
+
+    Any request ends it, and so does another ``Warm``. Where the prompt cache is off nothing is done.
+    """
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrice:
+    """Tell what a reply to a conversation would take until its first token: ``Priced`` comes when the engine is free.
+
+    A later question replaces one that still waits.
+    """
+
+    id: int
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unload:
     """Give the model's memory back."""
 
@@ -60,7 +82,7 @@ class Quit:
     """End the process."""
 
 
-Request = Load | Send | Cancel | Unload | Quit
+Request = Load | Send | Cancel | Warm | AskPrice | Unload | Quit
 
 
 # Replies: engine → screen -------------------------------------------------------------------------------------------------
@@ -169,6 +191,21 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Priced:
+    """The answer to ``AskPrice`` of the same id; None where no price can be told: too long a conversation, say."""
+
+    id: int
+    price: Price | None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something went wrong that the user should know of and that ends nothing; once for each loaded model."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The process is alive, and busy."""
 
@@ -182,12 +219,10 @@ class Failed:
     hint: str = ""
 
 
-Reply = Loading | Loaded | Unloaded | LeftOut | Prefill | Text | Stats | Done | Heartbeat | Failed
+Reply = Loading | Loaded | Unloaded | LeftOut | Prefill | Text | Stats | Done | Priced | Notice | Heartbeat | Failed
 
-_REQUESTS = {kind.__name__.lower(): kind for kind in (Load, Send, Cancel, Unload, Quit)}
-_REPLIES = {
-    kind.__name__.lower(): kind for kind in (Loading, Loaded, Unloaded, Prefill, Text, Stats, Done, Heartbeat, Failed)
-}
+_REQUESTS = {kind.__name__.lower(): kind for kind in get_args(Request)}
+_REPLIES = {kind.__name__.lower(): kind for kind in get_args(Reply)}
 
 
 def encode(message: Request | Reply) -> bytes:

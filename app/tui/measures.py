@@ -1,6 +1,7 @@
 """What the gauges read off a session: figures the engine measured, picked and named. Rates come from limits.metrics alone."""
 
-from tokamac.app.tui.session import Phase, Session
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.session import Session
 from tokamac.engine.limits import metrics as rates
 
 RECENT_GAPS = 16  # "now" is the last quarter of a second at 60 tok/s: steady to the eye, quick to follow

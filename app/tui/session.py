@@ -9,25 +9,13 @@ Every event of a reply carries its id; events of a reply that is over are late, 
 
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum, auto
 
+from tokamac.app.backend import wire
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
-from tokamac.app.backend.wire import (
-    Cancel,
-    Done,
-    Failed,
-    LeftOut,
-    Load,
-    Loaded,
-    Loading,
-    MemoryUse,
-    ModelInfo,
-    Prefill,
-    Send,
-    Stats,
-    Text,
-)
+from tokamac.app.backend.wire import Cancel, Load, MemoryUse, ModelInfo, Send
+from tokamac.app.tui.ahead import Ahead
 from tokamac.app.tui.conversation import Ending, Growing, Turn, messages
+from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.steps import (
     Ask,
     Cleared,
@@ -47,16 +35,7 @@ from tokamac.engine.options import KVSpec, Sampling
 IMPATIENT_S = 1.0
 DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is ended
 
-
-class Phase(Enum):
-    """Where the session is."""
-
-    LOADING = auto()
-    IDLE = auto()
-    PREFILL = auto()
-    DECODING = auto()
-    STOPPING = auto()
-    FAILED = auto()
+_OfReply = wire.LeftOut | wire.Prefill | wire.Text | wire.Stats | wire.Done | wire.Failed
 
 
 class Session:
@@ -71,12 +50,14 @@ class Session:
         self.queued: str | None = None
         self.problem = ""
         self.info: ModelInfo | None = None
-        self.loading: Loading | None = None
-        self.prefill: Prefill | None = None
+        self.loading: wire.Loading | None = None
+        self.prefill: wire.Prefill | None = None
         self.live: Live | None = None
         self.metrics: Metrics | None = None
         self.memory = MemoryUse()
         self.ceiling_tps: float | None = None
+        self.ahead = Ahead()
+        self._notices: set[str] = set()
         self._clock = clock
         self._alive = False
         self._deaths = 0
@@ -115,6 +96,7 @@ class Session:
         self._alive = True
         self.loading = self.info = None
         self.problem = ""
+        self.ahead.forget()
         self._enter(Phase.LOADING)
         return [*steps, Ask(self.load)]
 
@@ -128,6 +110,11 @@ class Session:
         if self.phase is Phase.FAILED:
             return self.start()
         return []
+
+    def pause(self, draft: str) -> list[Step]:
+        """Have ``draft``, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do."""
+        free, text = self.phase is Phase.IDLE and self.load.prompt_cache, draft.strip()
+        return self.ahead.pause(text, messages(self.system, [*self.turns, Turn(text)])) if free else []
 
     def regenerate(self) -> list[Step]:
         """Make the last reply anew."""
@@ -162,6 +149,7 @@ class Session:
         """Forget the conversation; the model, its settings and the system prompt stay."""
         steps = self._abandon()
         self.turns.clear()
+        self.ahead.forget()
         self._begin_reply()
         return [*steps, Cleared()]
 
@@ -181,36 +169,40 @@ class Session:
                 return self._died(event)
             case Garbled(error):
                 return [Notice(f"The engine sent a line that is no message; it was left out: {error}", "warning")]
-            case Loading():
+            case wire.Loading():
                 self.loading = event
                 return []
-            case Loaded():
+            case wire.Loaded():
                 return self._loaded(event)
-            case Failed(None, error, hint):
+            case wire.Failed(None, error, hint):
                 return self._load_failed(" ".join(f"{error}. {hint}".split()))
-            case LeftOut() | Prefill() | Text() | Stats() | Done() | Failed():
+            case wire.Priced():
+                return self.ahead.priced(event)
+            case wire.Notice(text):
+                return self._told(text)
+            case wire.LeftOut() | wire.Prefill() | wire.Text() | wire.Stats() | wire.Done() | wire.Failed():
                 return self._of_reply(event) if event.id == self._id and self.replying else []
             case _:
                 return []
 
-    def _of_reply(self, event: LeftOut | Prefill | Text | Stats | Done | Failed) -> list[Step]:
+    def _of_reply(self, event: _OfReply) -> list[Step]:
         match event:
-            case LeftOut():
+            case wire.LeftOut():
                 self.left_out = event.tokens
                 return []
-            case Prefill():
+            case wire.Prefill():
                 self.prefill = event
                 return []
-            case Text(_, text, kind):
+            case wire.Text(_, text, kind):
                 return self._grew(ReplyGrew(text, kind))
-            case Stats(_, live):
+            case wire.Stats(_, live):
                 self.live, self.metrics = live, live.metrics
                 return []
-            case Done():
+            case wire.Done():
                 self._deaths = 0
                 self.metrics, self.memory = event.metrics, event.memory
                 return self._end(event.reason, event)
-            case Failed(_, error, hint):
+            case wire.Failed(_, error, hint):
                 return [*self._end("failed"), Notice(" ".join(f"{error}. {hint}".split()), "error")]
 
     def _grew(self, step: ReplyGrew) -> list[Step]:
@@ -219,7 +211,7 @@ class Session:
         self._growing.add(step.text, step.kind, self._clock())
         return [step]
 
-    def _loaded(self, event: Loaded) -> list[Step]:
+    def _loaded(self, event: wire.Loaded) -> list[Step]:
         if self.phase is not Phase.LOADING:
             return []
         self.info, self.memory, self.ceiling_tps = event.info, event.memory, event.ceiling_tps
@@ -227,7 +219,8 @@ class Session:
         self.loading = None
         self._enter(Phase.IDLE)
         remarks = event.info.notes if self.load.kv != KVSpec() else ()
-        return [*(Notice(remark) for remark in remarks), *self._send_queued()]
+        ahead = self.ahead.begin(messages(self.system, [*self.turns, Turn("")])) if self.load.prompt_cache else []
+        return [*(Notice(remark) for remark in remarks), *(self._send_queued() or ahead)]
 
     def _load_failed(self, why: str) -> list[Step]:
         if self.phase is not Phase.LOADING:
@@ -254,10 +247,17 @@ class Session:
     def _send(self, turn: Turn, *, again: bool = False) -> list[Step]:
         self._id += 1
         self.turns.append(turn)
+        self.ahead.forget()
         self._begin_reply()
         self._enter(Phase.PREFILL)
         request = Send(self._id, messages(self.system, self.turns), self.sampling)
         return [TurnBegun(turn.prompt, again), Ask(request)]
+
+    def _told(self, text: str) -> list[Step]:
+        """Say what the engine has to say: once, however many models and processes say the same."""
+        new = text not in self._notices
+        self._notices.add(text)
+        return [Notice(text, "warning")] if new else []
 
     def _send_queued(self) -> list[Step]:
         text, self.queued = self.queued, None
@@ -267,7 +267,7 @@ class Session:
         text, self.queued = self.queued, None
         return [] if text is None else [DraftReturned(text)]
 
-    def _end(self, ending: Ending, done: Done | None = None) -> list[Step]:
+    def _end(self, ending: Ending, done: wire.Done | None = None) -> list[Step]:
         """Close the running reply with what was said so far, or what ``done`` says was said."""
         reply = self._growing.end(ending, self._clock())
         if done is not None:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from tokamac.engine.kv import segments
 from tokamac.engine.prompt_cache.disk import Disk, Link, Rates
+from tokamac.engine.prompt_cache.kept import Kept, Slot
 from tokamac.engine.prompt_cache.segment_file import Segment, to_host
-from tokamac.engine.prompt_cache.store import Kept, MemoryStore, Slot
+from tokamac.engine.prompt_cache.store import MemoryStore
 from tokamac.engine.prompt_cache.tree import Node
 
 BLOCK = 256
@@ -140,6 +141,9 @@ class PromptCache:
         self._disk = disk
         self._lent = False
         self._replaced: tuple[str, list[int]] | None = None
+        self._written: set[str] = (
+            set()
+        )  # since the last request: what a small budget drops again is not written in circles
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +157,7 @@ class PromptCache:
 
     def take(self, ids: list[int], keep: int | None) -> Slot:
         """Return the live caches, filled from memory and then from the disk as far as both know ``ids``."""
+        self._written.clear()
         slot = self._memory.take(ids, keep)
         links = self._worth(ids, keep, len(slot.ids))
         return self._restored(slot, links, ids) if links else slot
@@ -220,8 +225,9 @@ class PromptCache:
         bounds = list(places)
         names = disk.names(slot.ids, bounds, slot.keep)
         for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
-            if disk.has(name):
+            if disk.has(name) or name in self._written:
                 continue
+            self._written.add(name)
             node, tokens = places[stop], slot.ids[start:stop]
             states = node.kept.states if node else None
             segment = to_host(start, tokens, segments.cut(slot.caches, start, stop), states)

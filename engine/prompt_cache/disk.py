@@ -16,6 +16,9 @@ HEAD_BYTES = 1 << 16
 SURE_BYTES = 1 << 18
 """From so many bytes on, a read or a write says something of the disk's speed."""
 
+SURE_TOKENS = 64
+"""From so many tokens on, a prefill says something of the device's speed."""
+
 
 MOST_PINNED = 1 << 14
 """Pinned tokens, up to which a stored prefix is recognised without knowing their number."""
@@ -31,7 +34,7 @@ class Rates:
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of a good many tokens."""
-        if tokens >= 64 and seconds > 0:
+        if tokens >= SURE_TOKENS and seconds > 0:
             self.prefill_tps = _towards(self.prefill_tps, tokens / seconds)
 
     def saw_read(self, count: int, seconds: float) -> None:

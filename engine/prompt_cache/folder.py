@@ -183,8 +183,11 @@ class Folder:
         freed = 0
         for folder in self._model_folders():
             freed += sum(entry.size for entry in self.entries(folder.name))
-            shutil.rmtree(folder)
-        return freed
+            shutil.rmtree(folder, ignore_errors=True)  # another process may write, or clear, at the same time
+        left = sum(entry.size for folder in self._model_folders() for entry in self.entries(folder.name))
+        if left and freed and left >= freed:
+            raise OSError(f"nothing of {self.root} could be removed")
+        return freed - left
 
     def _model_folders(self) -> list[Path]:
         try:

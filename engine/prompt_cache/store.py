@@ -13,40 +13,13 @@ be continued only from there, or as far back as its caches rewind by themselves.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tokamac.engine import kv
 from tokamac.engine.kv import segments
-from tokamac.engine.kv.segments import Piece, States
+from tokamac.engine.kv.segments import States
+from tokamac.engine.prompt_cache.kept import Kept, Slot
 from tokamac.engine.prompt_cache.tree import Node, add, common_prefix, divide, find, remove
-
-
-@dataclass(slots=True)
-class Slot:
-    """Caches and the token ids they hold; ``keep`` is the number of pinned tokens they were made with."""
-
-    ids: list[int]
-    caches: list[Any]
-    keep: int | None
-
-
-@dataclass(slots=True)
-class Kept:
-    """What is kept of a run of tokens. piece: None while it lies in the live caches. states: of what can't be cut, at its end.
-
-    stored: whether a segment on disk ends here.
-    """
-
-    piece: Piece | None = None
-    states: States | None = None
-    stored: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        piece = 0 if self.piece is None else segments.piece_bytes(self.piece)
-        return piece + (0 if self.states is None else segments.states_bytes(self.states))
 
 
 class MemoryStore:
@@ -218,9 +191,9 @@ class MemoryStore:
     def _divide(self, node: Node[Kept], at: int) -> Node[Kept]:
         piece, states, stored = node.kept.piece, node.kept.states, node.kept.stored
         if piece is None:
-            return divide(node, at, Kept(), Kept(None, states, stored))
+            return divide(node, at, Kept(), Kept(None, states, stored=stored))
         upper, lower = segments.split(piece, at - node.start)
-        return divide(node, at, Kept(upper), Kept(lower, states, stored))
+        return divide(node, at, Kept(upper), Kept(lower, states, stored=stored))
 
     def _follow(self, ids: list[int]) -> None:
         """Let the tree know the whole path that the live caches hold; what it had set aside of that is held twice no more."""
@@ -305,6 +278,6 @@ class MemoryStore:
             freed = kept.nbytes
             remove(node)
             return freed
-        freed = 0 if kept.states is None else segments.states_bytes(kept.states)
+        before = kept.nbytes
         kept.states = None
-        return freed
+        return before - kept.nbytes

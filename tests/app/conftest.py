@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.events import Paste
 from textual.pilot import Pilot
 from textual.widgets import Static
 
 from tokamac.app.tui.app import TokamacApp
+from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.run import ChatOptions, build
-from tokamac.app.tui.session import Phase, Session
+from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.message import ReplyMessage
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.prose import BlockView
 from tokamac.app.tui.widgets.transcript import Transcript
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0  # a machine that is busy with other work takes its time
 
 
 class Chat:
@@ -45,8 +47,8 @@ class Chat:
     def replies(self) -> list[ReplyMessage]:
         return list(self.app.chat.query(ReplyMessage))
 
-    async def until(self, condition: Callable[[], object], what: str = "") -> None:
-        deadline = time.monotonic() + PATIENCE_S
+    async def until(self, condition: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + patience_s
         while not condition():
             assert time.monotonic() < deadline, (
                 f"never: {what or condition}; {self.session.phase} {self.session.problem}"
@@ -60,6 +62,10 @@ class Chat:
     async def type(self, text: str) -> None:
         self.prompt.insert(text)
         await self.pilot.pause()
+
+    async def paste(self, text: str) -> None:
+        self.app.post_message(Paste(text))  # as a terminal's driver does
+        await self.until(lambda: text in self.prompt.text, "the pasted text")
 
     async def send(self, text: str) -> None:
         # Not by the pilot's keys: it waits for an idle screen, which a running reply may keep from it.

@@ -13,6 +13,7 @@ import pytest
 
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess, Garbled, child_command
 from tokamac.app.backend.wire import (
+    AskPrice,
     Cancel,
     Done,
     Failed,
@@ -20,12 +21,15 @@ from tokamac.app.backend.wire import (
     Load,
     Loaded,
     Loading,
+    Notice,
     Prefill,
+    Priced,
     Send,
     Stats,
     Text,
     Unload,
     Unloaded,
+    Warm,
     encode,
 )
 from tokamac.engine.events import Message
@@ -39,6 +43,7 @@ class Talk:
 
     def __init__(self, log: Path, command: list[str], silence_s: float = 10.0) -> None:
         self.events: queue.Queue[BackendEvent] = queue.Queue()
+        self.log = log
         self.process = EngineProcess(command, log, self.events.put, silence_s=silence_s)
 
     def until(self, kind: type, *also: type) -> list[BackendEvent]:
@@ -48,9 +53,16 @@ class Talk:
             seen.append(self.events.get(timeout=max(0.01, deadline - time.monotonic())))
         return seen
 
-    def load(self, model: str) -> list[BackendEvent]:
-        self.process.send(Load(model))
+    def load(self, model: str, *, prompt_cache: bool = True) -> list[BackendEvent]:
+        self.process.send(Load(model, prompt_cache=prompt_cache))
         return self.until(Loaded, Failed, Died)
+
+    def price(self, text: str, request: int) -> Priced:
+        self.process.send(AskPrice(request, (Message("user", text),)))
+        priced = self.until(Priced)[-1]
+        assert isinstance(priced, Priced)
+        assert priced.id == request
+        return priced
 
     def say(self, text: str = "hello", request: int = 1, **options: object) -> None:
         self.process.send(Send(request, (Message("user", text),), Sampling(**options)))  # type: ignore[arg-type]
@@ -140,6 +152,70 @@ def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) 
     assert "context" in failed.error
     child.process.send(Unload())
     assert child.until(Unloaded)
+
+
+LONG = "a question with many words " * 40
+
+
+def test_what_is_read_ahead_is_not_computed_again(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    assert child.price(LONG, 1) == Priced(1, None)  # there is no model
+    child.load("fast")
+    before = child.price(LONG, 2).price
+    child.process.send(Warm((Message("user", LONG),)))
+    after = child.price(LONG, 3).price
+    assert before is not None
+    assert after is not None
+    assert before.tokens == before.prompt_tokens == after.prompt_tokens > 10 * after.tokens
+    child.say(LONG)
+    done = child.until(Done)[-1]
+    assert isinstance(done, Done)
+    assert done.metrics.cached_tokens == after.prompt_tokens - after.tokens
+
+
+def test_the_answer_is_read_again_after_thinking(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    for model, read in (("fast", 0), ("thinking", 1)):
+        child.load(model)
+        child.say("hello")
+        done = child.until(Done)[-1]
+        assert isinstance(done, Done)
+        assert child.price("hello", 1).price  # asked after the reading
+        said = f"warm [('user', 5), ('assistant', {len(done.text)}), ('user', 0)]"
+        assert child.log.read_text().count(said) == read
+
+
+def test_without_a_prompt_cache_nothing_is_read_ahead(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("thinking", prompt_cache=False)
+    child.process.send(Warm((Message("user", LONG),)))
+    child.say()
+    child.until(Done)
+    priced = child.price(LONG, 1).price
+    assert priced is not None
+    assert priced.tokens == priced.prompt_tokens
+    assert "warm" not in child.log.read_text()
+
+
+def test_trouble_with_the_prompt_cache_is_told_once_after_a_reply(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("full-disk")
+    child.say()
+    child.until(Done)
+    notice = child.until(Notice)[-1]
+    assert isinstance(notice, Notice)
+    assert "disk full" in notice.text
+    child.say(request=2)
+    child.until(Done)
+    child.process.send(Unload())
+    assert not any(isinstance(event, Notice) for event in child.until(Unloaded))
+
+
+def test_trouble_with_the_prompt_cache_is_told_while_idle(talk: Callable[..., Talk]) -> None:
+    child = talk()
+    child.load("full-disk")
+    child.process.send(Warm((Message("user", LONG),)))
+    assert child.until(Notice)
 
 
 @pytest.mark.parametrize("scenario", ["dies-loading", "dies-idle", "dies-sending", "dies-decoding"])

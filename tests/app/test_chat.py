@@ -13,10 +13,10 @@ from textual.widgets import Input, OptionList, Static, TextArea
 from tests.tiny import make_tiny
 from tokamac.app.tui import clipboard
 from tokamac.app.tui.keys import teach_alt_enter
+from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.help import HelpScreen
 from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
-from tokamac.app.tui.session import Phase
 from tokamac.app.tui.widgets.message import Thinking, UserMessage
 from tokamac.app.tui.widgets.prose import BlockView
 from tokamac.app.tui.widgets.transcript import Welcome

@@ -21,7 +21,8 @@ from tokamac.app.backend.wire import (
 )
 from tokamac.app.tui import measures
 from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.session import DEAF_S, IMPATIENT_S, Phase, Session
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.session import DEAF_S, IMPATIENT_S, Session
 from tokamac.app.tui.steps import (
     Ask,
     Cleared,

@@ -6,13 +6,14 @@ import typing
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from tokamac.app.backend import wire
 from tokamac.engine.events import Live, Message
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.price import Price
 
 NUMBERS = st.integers(0, 2**60)
 FLOATS = st.floats(0, 1e12, allow_nan=False)
@@ -47,16 +48,22 @@ REQUESTS = st.one_of(
     st.builds(wire.Load, TEXT, KV, st.booleans()),
     st.builds(wire.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
     st.builds(wire.Cancel, NUMBERS),
+    st.builds(wire.Warm, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(wire.AskPrice, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.just(wire.Unload()),
     st.just(wire.Quit()),
 )
 REPLIES = st.one_of(
     st.builds(wire.Loading, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
     st.builds(wire.Loaded, st.builds(wire.ModelInfo, TEXT), st.none() | FLOATS),
+    st.just(wire.Unloaded()),
+    st.builds(wire.LeftOut, NUMBERS, NUMBERS),
     st.builds(wire.Prefill, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(wire.Text, NUMBERS, TEXT, st.sampled_from(["answer", "thinking"])),
     st.builds(wire.Stats, NUMBERS, LIVE),
     st.builds(wire.Done, NUMBERS, st.sampled_from(["stop", "length", "cancelled"]), TEXT, TEXT, METRICS),
+    st.builds(wire.Priced, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)),
+    st.builds(wire.Notice, TEXT),
     st.just(wire.Heartbeat()),
     st.builds(wire.Failed, st.none() | NUMBERS, TEXT, TEXT),
 )
@@ -74,6 +81,12 @@ def test_requests_round_trip(request: wire.Request) -> None:
 @given(REPLIES)
 def test_replies_round_trip(reply: wire.Reply) -> None:
     assert wire.decode_reply(wire.encode(reply)) == reply
+
+
+@pytest.mark.parametrize("kind", typing.get_args(wire.Request) + typing.get_args(wire.Reply))
+def test_every_kind_is_among_what_is_tried_above(kind: type) -> None:
+    tried = REQUESTS if kind in typing.get_args(wire.Request) else REPLIES
+    assert isinstance(find(tried, lambda message: isinstance(message, kind)), kind)
 
 
 @settings(max_examples=200, deadline=None)
@@ -97,6 +110,8 @@ def test_garbage_is_a_wire_error(line: bytes) -> None:
         b'{"type":"prefill","id":1.5,"done":1,"total":2,"cached":0}',
         b'{"type":"text","id":1,"text":"a","kind_":"x"}',
         b'{"type":"text","id":1,"text":null}',
+        b'{"type":"priced","id":1,"price":{"prompt_tokens":1,"tokens":1,"disk_bytes":0}}',
+        b'{"type":"notice"}',
         b'{"type":"loading","stage":"else","done":0,"total":1}',
         b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":NaN}',
         b'{"type":"send","id":1,"messages":[]}',

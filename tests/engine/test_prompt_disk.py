@@ -133,7 +133,7 @@ def entries_root() -> str:
 
 
 def filled(bench: Bench) -> list[Any]:
-    from tokamac.engine.prompt_cache.store import Slot
+    from tokamac.engine.prompt_cache.kept import Slot
 
     slot = Slot([], bench.plan.make(None), None)
     compute(bench.model, slot, [9] * 256)

@@ -6,9 +6,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.kv.models import seeded, tiny_llama
 from tests.kv.zoo import VOCABULARY
@@ -16,7 +13,9 @@ from tokamac.engine import kv
 from tokamac.engine.kv import segments
 from tokamac.engine.kv.plan import CachePlan, plan_caches
 from tokamac.engine.options import KVSpec
-from tokamac.engine.prompt_cache.store import MemoryStore, Slot
+from tokamac.engine.prompt_cache.cache import PromptCache
+from tokamac.engine.prompt_cache.kept import Slot
+from tokamac.engine.prompt_cache.store import MemoryStore
 
 LARGE = 1 << 40
 
@@ -90,7 +89,7 @@ class Bench:
 BENCHES = {kind: Bench(kind) for kind in KINDS}
 
 
-def ask(bench: Bench, store: MemoryStore, prompt: list[int], reply: list[int]) -> int:
+def ask(bench: Bench, store: MemoryStore | PromptCache, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does: take, prefill, mark, decode; check the logits; return how many tokens were found computed."""
     slot = store.take(prompt, None)
     cached = len(slot.ids)
@@ -218,68 +217,3 @@ def test_a_state_put_back_is_the_state_it_was(kind: str) -> None:
     segments.thaw(fresh.caches, states)
     found = compute(bench.model, fresh, [*ids, 9])
     assert np.abs(found - bench.cold([*ids, 9])).max() < bench.tolerance
-
-
-class Conversations(RuleBasedStateMachine):
-    """Random trees of conversations: go on, say something else, go back, switch, forget."""
-
-    kind: str
-
-    @initialize(budget=st.sampled_from([LARGE, 200_000, 60_000, 0]))
-    def begin(self, budget: int) -> None:
-        self.bench = BENCHES[self.kind]
-        self.store = self.bench.store(budget)
-        self.said: list[list[int]] = [[1, 2, 3]]
-
-    @rule(
-        which=st.integers(0, 40),
-        cut=st.integers(0, 70),
-        new=st.lists(st.integers(0, 3), min_size=1, max_size=9),
-        reply=st.lists(st.integers(0, 3), max_size=6),
-    )
-    def send(self, which: int, cut: int, new: list[int], reply: list[int]) -> None:
-        """Continue some conversation, from its end or from anywhere before."""
-        base = self.said[which % len(self.said)]
-        prompt = [*base[: max(1, len(base) - cut)], *new]
-        ask(self.bench, self.store, prompt, reply)
-        self.said.append([*prompt, *reply])
-
-    @rule(which=st.integers(0, 40))
-    def again(self, which: int) -> None:
-        """Ask for what was said as it was."""
-        ask(self.bench, self.store, self.said[which % len(self.said)], [])
-
-    @rule(which=st.integers(0, 40), pieces=st.integers(1, 3))
-    def cancel(self, which: int, pieces: int) -> None:
-        """Stop in the middle of a prefill."""
-        prompt = [*self.said[which % len(self.said)], 3, 2, 1, 0, 3, 2, 1]
-        slot = self.store.take(prompt, None)
-        with self.store.lending(slot):
-            compute(self.bench.model, slot, prompt[: len(slot.ids) + pieces])
-        self.said.append(prompt)
-
-    @rule()
-    def restart(self) -> None:
-        self.store.clear()
-
-    @invariant()
-    def is_sound(self) -> None:
-        if not hasattr(self, "store") or self.store._end is None:
-            return
-        live, end = self.store._live, self.store._end
-        assert live is not None
-        assert live.ids == end.ids()
-        on_path = set(map(id, end.path()))
-        growing = any(segments.grows(cache) for cache in live.caches)
-        for node in self.store._nodes():
-            assert (node.kept.piece is None) == (id(node) in on_path) or not growing
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_warm_equals_cold_for_random_trees_of_conversations(kind: str) -> None:
-    machine = type("Machine", (Conversations,), {"kind": kind})
-    case = machine.TestCase
-    case.settings = settings(
-        max_examples=12, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    case().runTest()

@@ -18,7 +18,8 @@ from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.bridge import Bridge, EngineSaid
 from tokamac.app.tui.clipboard import copy_text
 from tokamac.app.tui.memory import Memory
-from tokamac.app.tui.session import Phase, Session
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import (
     Ask,
     Cleared,
@@ -121,9 +122,8 @@ class ChatScreen(Screen[None]):
             case DraftReturned(text):
                 self.query_one(Prompt).give_back(text)
             case Notice(text, severity):
-                self.notify(
-                    sanitise(text), severity=severity, markup=False, timeout=5 if severity == "information" else 12
-                )
+                seconds = 5 if severity == "information" else 12
+                self.notify(sanitise(text), severity=severity, markup=False, timeout=seconds)
 
     def on_engine_said(self, message: EngineSaid) -> None:
         """Pass an event on, unless it comes from a process that is no more."""
@@ -133,13 +133,14 @@ class ChatScreen(Screen[None]):
             if isinstance(message.event, Loaded) and self._picked == self.session.load.model:
                 self._keep(replace(self._memory.settings, model=self._picked))
             steps = self.session.on_event(message.event)
-            if self.session.phase is was and all(isinstance(step, ReplyGrew) for step in steps):
-                for (
-                    step
-                ) in steps:  # text comes 30 times a second: it is drawn by its own timer, the figures by the ticker
+            if self.session.busy and self.session.phase is was and all(isinstance(s, ReplyGrew) for s in steps):
+                # Text comes 30 times a second: it is drawn by its own timer, the figures by the ticker.
+                for step in steps:
                     self._perform(step)
             else:
                 self.perform(steps)
+            if self.session.phase is Phase.IDLE and was is not Phase.IDLE:
+                self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
 
     def _tick(self) -> None:
         if not self.session.busy:
@@ -174,6 +175,11 @@ class ChatScreen(Screen[None]):
             self.notify("Write something first; Enter sends it.", markup=False, timeout=3)
             return
         self.perform(self.session.submit(text))
+
+    @on(Prompt.Paused)
+    def read_ahead(self, message: Prompt.Paused) -> None:
+        """Have what is written read while the user writes on."""
+        self.perform(self.session.pause(message.text))
 
     def action_stop(self) -> None:
         """Stop what runs; else let go of a selection."""
@@ -215,11 +221,8 @@ class ChatScreen(Screen[None]):
         if system is not None:
             self.session.system = system
             self._keep(replace(self._memory.settings, system=system))
-            self.notify(
-                "The system prompt holds from the next message on." if system else "No system prompt.",
-                markup=False,
-                timeout=3,
-            )
+            text = "The system prompt holds from the next message on." if system else "No system prompt."
+            self.notify(text, markup=False, timeout=3)
 
     def action_settings(self) -> None:
         """Edit sampling and KV settings."""

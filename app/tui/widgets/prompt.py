@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 from textual import events
 from textual.message import Message
+from textual.timer import Timer
 from textual.widgets import TextArea
 
 from tokamac.app.sanitise import sanitise
 
 NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
+PAUSE_S = 0.4  # longer than the gaps of a typist within a sentence
+LONG_PASTE = 400  # characters, after which nobody need wait for a pause
 
 
 class Prompt(TextArea):
@@ -17,6 +20,12 @@ class Prompt(TextArea):
     @dataclass
     class Submitted(Message):
         """The user sent ``text``, which the box no longer holds."""
+
+        text: str
+
+    @dataclass
+    class Paused(Message):
+        """The user rests; ``text`` is what they have written so far."""
 
         text: str
 
@@ -29,6 +38,7 @@ class Prompt(TextArea):
             placeholder="Write a message",
             compact=True,
         )
+        self._rest: Timer | None = None
 
     def on_key(self, event: events.Key) -> None:
         """Send, or break the line."""
@@ -55,6 +65,21 @@ class Prompt(TextArea):
     def on_paste(self, event: events.Paste) -> None:
         """Let no control character in: what stands in the box is written to the terminal as it is."""
         event.text = sanitise(event.text)
+        if len(event.text) >= LONG_PASTE:
+            self.call_later(self._pause)  # once the text stands in the box
+
+    def on_text_area_changed(self) -> None:
+        """Begin to wait for a pause."""
+        self.await_pause()
+
+    def await_pause(self) -> None:
+        """Say ``Paused`` when nothing was written for a moment; called again, wait anew."""
+        if self._rest is not None:
+            self._rest.stop()
+        self._rest = self.set_timer(PAUSE_S, self._pause)
+
+    def _pause(self) -> None:
+        self.post_message(self.Paused(self.text))
 
     def give_back(self, text: str) -> None:
         """Put ``text`` before what is written by now."""

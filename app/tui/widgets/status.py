@@ -6,7 +6,9 @@ from textual.widgets import Static
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.actions import ACTIONS
-from tokamac.app.tui.session import Phase, Session
+from tokamac.app.tui.ahead import is_ready
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar
 
 BAR = 20
@@ -14,7 +16,7 @@ ROOMY = 56  # columns for a bar and a whole sentence
 
 
 class Activity(Static):
-    """The line above the prompt: loading, reading, writing, a waiting prompt, or how to follow again."""
+    """The line above the prompt: loading, reading, writing, a waiting prompt, what the draft takes, or how to follow again."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
@@ -52,7 +54,23 @@ def _doing(session: Session, now: float, width: int) -> Content:
         case Phase.FAILED:
             return Content.styled("no model is loaded · Ctrl+O chooses one", "$error")
         case Phase.IDLE:
-            return Content("")
+            return _next(session, width)
+
+
+def _next(session: Session, width: int) -> Content:
+    """Say what the draft would take if it were sent now."""
+    price = session.ahead.price
+    if price is None:
+        return Content("")
+    if is_ready(price):
+        return Content.styled("next: ready", "$foreground 70%")
+    if width < ROOMY:
+        disk, text = "", f"next: {units.short(price.tokens)} tokens"
+    else:
+        disk = f", {units.size(price.disk_bytes)} from disk" if price.disk_bytes else ""
+        text = f"next: {units.count(price.tokens)} tokens to read"
+    seconds = "" if price.seconds is None else f", about {units.seconds(price.seconds)}"
+    return Content.styled(text + disk + seconds, "$foreground 70%")
 
 
 def _loading(session: Session, width: int) -> Content:

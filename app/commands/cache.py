@@ -1,0 +1,203 @@
+"""``tokamac cache``: the prompt cache on disk. What is stored, remove it, compute it again and compare."""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from tokamac.app.commands import loading
+from tokamac.app.options import Parser, add_kv_flags, any_given, default_model, kv_spec
+from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.units import UNKNOWN, count, size
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.options import KVSpec, PromptCacheSpec
+
+if TYPE_CHECKING:
+    from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine.prompt_cache.folder import Folder
+
+_KV_FLAGS = ("kv_bits", "kv_window", "kv_group_size", "kv_keep", "on_full")
+
+
+class _Parser(Parser):
+    """Takes flags between ACTION and MODEL too: argparse of Python 3.11 finds no MODEL after them."""
+
+    def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse, in any order."""
+        return self.parse_intermixed_args(args, namespace)
+
+
+def parser() -> Parser:
+    """Return what the command takes."""
+    made = _Parser(
+        "cache",
+        "The prompt cache on disk: prompts that were computed once and need not be read again, also after a restart. "
+        "show: where it lies and what it takes. clear: remove all of it. check: compute what is stored for MODEL with "
+        "these KV flags again, and compare. TOKAMAC_CACHE_DIR moves it.",
+        "  tokamac cache\n  tokamac cache clear\n  tokamac cache check guide --kv-bits 8,4",
+    )
+    made.add_argument("action", nargs="?", choices=("show", "clear", "check"), default="show", help="(show)")
+    made.add_argument("model", nargs="?", metavar="MODEL", help="of check: a folder, a Hugging Face id, or guide")
+    made.add_argument("--json", action="store_true", help="one JSON object")
+    add_kv_flags(made, cache=False)
+    return made
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Show, clear or check; return the exit status."""
+    if options.action == "check":
+        return _check(options.model, kv_spec(parser, options), json_wanted=options.json)
+    if options.model:
+        parser.error(f"{options.action} takes no MODEL")
+    if any_given(options, _KV_FLAGS):
+        parser.error(f"KV flags have no effect with {options.action}")
+    return _show(json_wanted=options.json) if options.action == "show" else _clear(json_wanted=options.json)
+
+
+def _show(*, json_wanted: bool) -> int:
+    folder = _folder()
+    with _saying(folder, "read"):
+        found = _usage(folder)
+    if json_wanted:
+        json_line(found)
+        return 0
+    rows = [
+        ["folder", sanitise_line(found["folder"])],
+        ["stored", f"{size(found['bytes'])} of {size(found['budget_bytes'])}"],
+        ["written today", f"{size(found['written_today_bytes'])} of {size(found['daily_budget_bytes'])}"],
+    ]
+    print(f"{table(rows)}\n\n{_models(found['models'])}")
+    return 0
+
+
+def _usage(folder: "Folder") -> dict[str, Any]:
+    """Return what is stored, as the JSON has it."""
+    models = [
+        {
+            "model": usage.label or None,
+            "fingerprint": usage.fingerprint,
+            "files": usage.files,
+            "bytes": usage.bytes,
+            "last_used": usage.used,
+        }
+        for usage in folder.models()
+        if usage.files
+    ]
+    return {
+        "folder": str(folder.root),
+        "bytes": sum(model["bytes"] for model in models),
+        "budget_bytes": folder.total_budget,
+        "written_today_bytes": folder.written_today(),
+        "daily_budget_bytes": folder.daily_budget,
+        "models": models,
+    }
+
+
+def _models(models: list[dict[str, Any]]) -> str:
+    """Return a row for each model, and for each KV setting that it was used with."""
+    if not models:
+        return "nothing is stored yet; it fills as you chat and ask"
+    rows = [["model", "files", "size", "last used"]]
+    for model in models:
+        used = time.strftime("%Y-%m-%d", time.localtime(model["last_used"]))
+        rows.append([sanitise_line(model["model"] or "") or UNKNOWN, count(model["files"]), size(model["bytes"]), used])
+    shown = table(rows, right=(1, 2))
+    if len({row[0] for row in rows[1:]}) < len(models):
+        shown += "\n\na model is listed once for each KV setting, and each version of it, that was used"
+    return shown
+
+
+def _clear(*, json_wanted: bool) -> int:
+    folder = _folder()
+    with _saying(folder, "cleared"):
+        freed = folder.clear()
+    if json_wanted:
+        json_line({"freed_bytes": freed})
+    else:
+        print(f"prompt cache cleared: {size(freed)} freed" if freed else "nothing was stored")
+    return 0
+
+
+def _check(model: str | None, kv: KVSpec, *, json_wanted: bool) -> int:
+    _folder()  # one that can't be read is no empty one
+    name = model or default_model()
+    checks = _checks(name, kv, json_wanted=json_wanted)
+    worst = max((_size(check.difference) for check in checks), default=None)
+    if json_wanted:
+        json_line({"checks": [_json(check) for check in checks], "largest_difference": _finite(worst)})
+    elif worst is None:
+        print(f"no whole prefix is stored for {sanitise_line(name)} with these KV settings: nothing to check")
+    else:
+        print(f"largest difference {worst:.2g}")
+    wrong = [check for check in checks if _size(check.difference) > check.bound]
+    if not wrong:
+        return 0
+    note(
+        f"tokamac: {count(len(wrong))} of {count(len(checks))} stored prefixes are off by more than rounding explains. "
+        "Run: tokamac cache clear"
+    )
+    return 1
+
+
+def _checks(name: str, kv: KVSpec, *, json_wanted: bool) -> list["Check"]:
+    """Return a check of each stored prefix; for people, each is a line as it comes."""
+    checks, bar = [], Progress("computing what is stored again", plain=False)
+    with (
+        loading.load(name, kv=kv, prompt_cache=PromptCacheSpec()) as engine,
+        closing(engine.check_cache()) as steps,  # type: ignore[type-var]
+    ):
+        try:
+            bar.update(0, None)
+            for check in steps:
+                checks.append(check)
+                if not json_wanted:
+                    bar.clear()
+                    top = "the same likeliest token" if check.top_same else "another likeliest token"
+                    rounding = f"up to {check.bound:.2g} is rounding"
+                    print(
+                        f"{count(check.tokens)} tokens: difference {check.difference:.2g} ({rounding}), {top}",
+                        flush=True,
+                    )
+                    bar.update(0, None)
+        finally:
+            bar.clear()
+    return checks
+
+
+def _json(check: "Check") -> dict[str, Any]:
+    return {"tokens": check.tokens, "difference": _finite(check.difference), "top_same": check.top_same}
+
+
+def _size(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _folder() -> "Folder":
+    """Return the folder of stored segments. Raises TokamacError if it is there and can't be listed: ``Folder`` finds it empty."""
+    from tokamac.engine.prompt_cache.folder import Folder, default_root
+
+    folder = Folder(default_root())
+    with _saying(folder, "read"), suppress(FileNotFoundError):  # nothing is stored yet
+        next(folder.root.iterdir(), None)
+    return folder
+
+
+@contextmanager
+def _saying(folder: "Folder", done: str) -> Iterator[None]:
+    """Say what could not be done with the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise TokamacError(
+            f"the prompt cache in {folder.root} can't be {done}: {error.strerror or error}",
+            "Check the folder and its permissions, or set TOKAMAC_CACHE_DIR to another.",
+        ) from error
