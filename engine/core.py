@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tokamac.engine.config import read_config
+from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ContextError, EngineClosedError, OptionError, TemplateError
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
@@ -38,12 +39,14 @@ FLUSH_S = 3.0
 class ModelSpec:
     """The shape of a loaded model. Sizes in bytes.
 
-    capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make room then.
+    device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
+    room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     """
 
     name: str
     path: Path
+    device: DeviceKind
     architecture: str
     layers: int
     parameters: int

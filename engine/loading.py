@@ -9,7 +9,7 @@ from typing import Any
 from tokamac.engine import hub
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.corrections import context_limit
-from tokamac.engine.device import check_backends, device_kind, installed_backends
+from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.kv import install_seam, plan_caches
@@ -44,7 +44,7 @@ def load(
     install_seam()
     kv = rolling(kv, _context_length(loaded.config))
     plan = plan_caches(loaded.module, loaded.config, kv)
-    spec = _spec(str(model), loaded, tokenizer, kv, tuple(plan.notes))
+    spec = _spec(str(model), device, loaded, tokenizer, kv, tuple(plan.notes))
     weight_bytes_per_token = cost_of_model(loaded.module, loaded.config).weight_bytes_per_token
     runtime = Runtime(
         model=loaded.module,
@@ -73,11 +73,14 @@ def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:
     return replace(kv, window=context_length)
 
 
-def _spec(name: str, loaded: LoadedModel, tokenizer: Tokenizer, kv: KVSpec, notes: tuple[str, ...]) -> ModelSpec:
+def _spec(  # noqa: PLR0917
+    name: str, device: DeviceKind, loaded: LoadedModel, tokenizer: Tokenizer, kv: KVSpec, notes: tuple[str, ...]
+) -> ModelSpec:
     context_length = _context_length(loaded.config)
     return ModelSpec(
         name=name,
         path=loaded.folder,
+        device=device,
         architecture=str(loaded.config.get("model_type")),
         layers=len(loaded.module.layers),
         parameters=loaded.stored.parameters,

@@ -25,6 +25,9 @@ THINKING_MARKERS = (
 LONGEST_PENDING = 8
 """Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come before."""
 
+LONGEST_CONTEXT = 8
+"""Tokens decoded again with each new one, at most, before the oldest are let go of."""
+
 POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
 """Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
 
@@ -34,6 +37,7 @@ class Detokenizer:
 
     The text of ``ids[:n]`` is a prefix of the text of ``ids[:n+1]`` only up to an unfinished character, and a token's text can
     depend on the one before it (a leading space). So it decodes from a little before what is shown, and shows the difference.
+    That little is a few tokens, not one, so that most tokens are decoded once: it is the dearest of what a token costs the host.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -41,6 +45,7 @@ class Detokenizer:
         self._ids: list[int] = []
         self._context = 0  # ids[context:shown] give the left context; number line: 0 ≤ context ≤ shown ≤ len(ids)
         self._shown = 0
+        self._before = ""  # the text of ids[context:shown]
 
     def add(self, token: int) -> str:
         """Take one token and return the characters that became whole; "" while one is incomplete."""
@@ -52,13 +57,14 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
-        before = self._decode(self._ids[self._context : self._shown])
-        after = self._decode(self._ids[self._context :])
+        before, after = self._before, self._decode(self._ids[self._context :])
         pending = len(self._ids) - self._shown
         unfinished = after.endswith("\ufffd") and pending < LONGEST_PENDING
         if len(after) <= len(before) or (unfinished and not final):
             return ""
-        self._context, self._shown = self._shown, len(self._ids)
+        last, self._shown, self._before = self._shown, len(self._ids), after
+        if self._shown - self._context >= LONGEST_CONTEXT:
+            self._context, self._before = last, self._decode(self._ids[last:])
         return after[len(before) :]
 
 

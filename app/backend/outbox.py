@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tokamac.app.backend.wire import Heartbeat, Reply, Stats, Text, encode
 from tokamac.engine.events import TextKind
 
-FLUSH_S = 1 / 30
+FLUSH_S = 1 / 15
 STATS_S = 1 / 5
 HEARTBEAT_S = 1.0
 

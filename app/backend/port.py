@@ -54,6 +54,7 @@ class _RealEngine:
         info = ModelInfo(
             name=spec.name,
             path=str(spec.path),
+            device=spec.device,
             architecture=spec.architecture,
             parameters=spec.parameters,
             weight_bytes=spec.weight_bytes,

@@ -123,6 +123,7 @@ class ScriptedEngine:
         info = ModelInfo(
             self._name,
             f"/models/{self._name}",
+            "metal",
             "llama",
             4_022_468_096,
             WEIGHT_BYTES,

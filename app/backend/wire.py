@@ -101,12 +101,14 @@ class MemoryUse:
 class ModelInfo:
     """What the screen shows of a loaded model; None is unknown.
 
-    capacity: tokens that the context holds at once; rolls: whether the oldest make room then.
+    device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
+    room then.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
     """
 
     name: str
     path: str = ""
+    device: str = ""
     architecture: str = ""
     parameters: int | None = None
     weight_bytes: int | None = None

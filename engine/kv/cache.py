@@ -172,15 +172,15 @@ class Cache(Attending):
         """All arrays held, keys first: (B, H, slots, …) each; () while empty."""
         return (*self._keys.arrays, *self._values.arrays)
 
-    def append(self, arrays: Encoded) -> None:
-        """Take in tokens that were encoded before, as ``arrays`` gave them out. For layouts that grow."""
+    def append(self, arrays: Encoded, room: int = 0) -> None:
+        """Take in tokens encoded before, as ``arrays`` gave them out; ``room`` is what will be held soon. For layouts that grow."""
         if not arrays:
             return
         width = self.key_codec.width
         start, count = self.offset, arrays[0].shape[2]
         spans, used = self.layout.spans(start, count), self.layout.used(start + count)
-        self._keys.write(arrays[:width], spans, used)
-        self._values.write(arrays[width:], spans, used)
+        self._keys.write(arrays[:width], spans, used, room)
+        self._values.write(arrays[width:], spans, used, room)
         self._offset = start + count
         self._high = max(self._high, self._offset)
 

@@ -204,13 +204,13 @@ class Slots:
         """Slots there are."""
         return self.arrays[0].shape[2] if self.arrays else 0
 
-    def write(self, encoded: Encoded, spans: list[Span], used: int) -> None:
-        """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use.
+    def write(self, encoded: Encoded, spans: list[Span], used: int, room: int = 0) -> None:
+        """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use, and ``room`` soon.
 
         In place where nobody else holds the arrays: nothing else is copied, however much is held.
         """
         if used > self.capacity:
-            self._grow(encoded, used)
+            self._grow(encoded, max(used, room))
         count = encoded[0].shape[2]
         for token, slot, length in spans:
             for array, new in zip(self.arrays, encoded, strict=True):

@@ -93,13 +93,16 @@ def shorten(cache: Any, length: int) -> None:
         mx.eval(cache.keys, cache.values)
 
 
-def extend(caches: list[Any], piece: Piece, start: int = 0, stop: int | None = None) -> None:
-    """Append the tokens start…stop of a piece to all caches that grow. Raises ValueError where it is not theirs."""
+def extend(caches: list[Any], piece: Piece, start: int = 0, stop: int | None = None, *, room: int = 0) -> None:
+    """Append the tokens start…stop of a piece to all caches that grow, which will soon hold ``room`` tokens.
+
+    Raises ValueError where the piece is not theirs.
+    """
     growing = [cache for _, cache in leaves(caches) if grows(cache)]
     for cache, whole in zip(growing, piece, strict=True):
         arrays = whole if (start, stop) == (0, None) else tuple(array[..., start:stop, :] for array in whole)
         if isinstance(cache, Cache):
-            cache.append(arrays)
+            cache.append(arrays, room)
         elif arrays:
             cache.update_and_fetch(*arrays)
         mx.eval(cache.state)  # one cache at a time: the pieces of the others may be let go of

@@ -277,12 +277,14 @@ class PromptCache:
         loaded = self._load(links, ids)
         if states_wanted:
             loaded = iter(list(loaded))  # all, or there is no state to stand on
-        taken = 0
+        taken, began = 0, time.perf_counter()
         for link, segment in loaded:
             last = link is links[-1]
             taken += 1
             try:
-                segments.extend(slot.caches, segment.piece, len(slot.ids) - link.start, link.tokens)
+                segments.extend(
+                    slot.caches, segment.piece, len(slot.ids) - link.start, link.tokens, room=links[-1].stop
+                )
                 if states_wanted and last:
                     segments.thaw(slot.caches, segment.states or ())
             except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
@@ -293,6 +295,7 @@ class PromptCache:
             node.kept.stored = states_wanted
         if states_wanted and taken < len(links):
             return self._memory.restart(slot.keep)
+        self.rates.saw_read(sum(link.entry.size for link in links[:taken]), time.perf_counter() - began)
         return slot
 
     def _load(self, links: list[Link], ids: list[int]) -> Iterator[tuple[Link, Segment]]:

@@ -38,7 +38,7 @@ class Rates:
             self.prefill_tps = _towards(self.prefill_tps, tokens / seconds)
 
     def saw_read(self, count: int, seconds: float) -> None:
-        """Learn from reading a file, checksum and hand-over to the device included."""
+        """Learn from reading files: checksums, and copying what they hold into caches, included."""
         if count >= SURE_BYTES and seconds > 0:
             self.read_bps = _towards(self.read_bps, count / seconds)
 
@@ -118,7 +118,6 @@ class Disk:
 
     def load(self, link: Link, ids: list[int]) -> Segment | None:
         """Return a stored segment of the prompt ``ids``; None where it is damaged, foreign or gone, and then it is removed."""
-        began = time.perf_counter()
         data = self.folder.read(link.entry)
         if data is None:
             self._forget(link.entry)
@@ -135,7 +134,6 @@ class Disk:
         ):
             self.discard(link.entry)
             return None
-        self.rates.saw_read(len(data), time.perf_counter() - began)
         return segment
 
     def discard(self, entry: Entry) -> None:

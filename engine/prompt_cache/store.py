@@ -163,7 +163,7 @@ class MemoryStore:
         for each in node.path():
             if each.start >= parted:
                 assert each.kept.piece is not None
-                segments.extend(live.caches, each.kept.piece)
+                segments.extend(live.caches, each.kept.piece, room=node.stop)
                 each.kept.piece = None
         if not rewound:
             self._thaw(node)

@@ -6,7 +6,9 @@
     report   rows, targets, verdicts, Markdown          machine   what the figures were measured on
     remote   an object in a process of its own          terminal  a program in a pseudo-terminal
     servers  the engine, the bare loop and mlx-lm       kv_lab    caches, measured in the engine's process
-    decode, peer, screen, start, turns, kv              the sections
+    prompt_lab  the prompt cache, measured there; mlx-lm's; a disk that is written
+
+    decode, peer, screen, start, turns, prompt_cache, kv, flat    the sections
 
 Every peer and every engine has a process of its own, and only one of them works at a time.
 """

@@ -186,6 +186,21 @@ def test_a_full_disk_is_said_once_and_the_chat_goes_on(small_disk: Path) -> None
     assert ask(bench, opened(bench, small_disk / "cache", Budgets(total=LARGE)), [1, 2], []) == 0
 
 
+def test_a_read_only_disk_is_read_and_said_once(small_disk: Path) -> None:
+    bench, root = BENCHES["packed"], small_disk / "cache"
+    ask(bench, opened(bench, root, Budgets(total=LARGE)), LONG[:300], [])
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    cache = opened(bench, root, Budgets(total=LARGE))
+    slot = cache.take(LONG, None)
+    with cache.lending(slot):
+        assert len(slot.ids) == 300
+        compute(bench.model, slot, LONG)
+    cache.flush(20)
+    assert cache.trouble is not None
+    assert "Read-only" in cache.trouble
+    assert len(cache.take([*LONG, 1], None).ids) == len(LONG)
+
+
 def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Path) -> None:
     bench = BENCHES["full"]
     (tmp_path / "file").write_text("not a folder")

@@ -18,6 +18,7 @@ from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.bridge import Bridge, EngineSaid
 from tokamac.app.tui.clipboard import copy_text
 from tokamac.app.tui.memory import Memory
+from tokamac.app.tui.pace import share_on
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import (
@@ -112,7 +113,8 @@ class ChatScreen(Screen[None]):
                 self.bridge.ask(request)
             case TurnBegun(prompt, again):
                 info = self.session.info
-                transcript.begin(prompt, sanitise_line(info.name if info else self.session.load.model), again=again)
+                name = sanitise_line(info.name if info else self.session.load.model)
+                transcript.begin(prompt, name, share=share_on(info.device if info else ""), again=again)
             case ReplyGrew(text, kind):
                 transcript.add(text, kind)
             case ReplyEnded(reply):
@@ -134,7 +136,7 @@ class ChatScreen(Screen[None]):
                 self._keep(replace(self._memory.settings, model=self._picked))
             steps = self.session.on_event(message.event)
             if self.session.busy and self.session.phase is was and all(isinstance(s, ReplyGrew) for s in steps):
-                # Text comes 30 times a second: it is drawn by its own timer, the figures by the ticker.
+                # Text comes 15 times a second: it is drawn by its own timer, the figures by the ticker.
                 for step in steps:
                     self._perform(step)
             else:

@@ -10,14 +10,12 @@ from textual.widgets import Static
 
 from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.app.tui.conversation import Ending, Reply
+from tokamac.app.tui.pace import Pace
 from tokamac.app.tui.units import seconds
 from tokamac.app.tui.verdict import verdict
 from tokamac.app.tui.widgets.prose import Prose
 from tokamac.engine.events import TextKind
 
-SLOWEST_SHARE = (
-    0.05  # drawing may take this share of a core, whatever the text costs to draw: the model may need the rest
-)
 LOOK_S = 1 / 15
 ENDINGS: dict[Ending, str] = {
     "stop": "",
@@ -88,10 +86,14 @@ class Thinking(Static):
 
 
 class ReplyMessage(Vertical):
-    """A reply that grows. ``add`` is cheap; drawing happens at most 15 times a second, and more rarely where it is dear."""
+    """A reply that grows. ``add`` is cheap; drawing happens at most 15 times a second, and more rarely where it is dear.
 
-    def __init__(self, model: str) -> None:
+    share: of a core, that drawing may take.
+    """
+
+    def __init__(self, model: str, share: float) -> None:
         super().__init__()
+        self._pace = Pace(share)
         self._model = model
         self._thinking = Thinking()
         self._prose = Prose()
@@ -100,7 +102,6 @@ class ReplyMessage(Vertical):
         self._reply: Reply | None = None
         self._dirty = False
         self._ready = False
-        self._next_look = 0.0
         self._thinking_from: float | None = None
 
     def compose(self) -> ComposeResult:
@@ -152,17 +153,10 @@ class ReplyMessage(Vertical):
         self._footer.display = bool(ending or cost)
 
     def _look(self) -> None:
-        if not self._dirty or time.monotonic() < self._next_look:
-            return
-        self._dirty = False
-        began = time.thread_time()
-        self._thinking.look()
-        self._prose.look()
-        # Most of the cost is layout and painting, which come after this method.
-        self.call_after_refresh(self._looked, began)
-
-    def _looked(self, began: float) -> None:
-        self._next_look = time.monotonic() + (time.thread_time() - began) / SLOWEST_SHARE
+        if self._dirty and self._pace.is_due():
+            self._dirty = False
+            self._thinking.look()
+            self._prose.look()
 
     def _fold_thinking(self) -> None:
         if self._thinking_from is not None and not self._thinking.folded:

@@ -56,16 +56,16 @@ class Transcript(VerticalScroll, can_focus=False):
         if self._anchor_released and min(self.scroll_y, self.scroll_target_y) >= self.max_scroll_y:
             self._anchor_released = False
 
-    def begin(self, prompt: str, model: str, *, again: bool) -> None:
-        """Show ``prompt`` and room for its reply; ``again``: in place of the last reply."""
+    def begin(self, prompt: str, model: str, *, share: float, again: bool) -> None:
+        """Show ``prompt`` and room for its reply, drawn with ``share`` of a core; ``again``: in place of the last reply."""
         self.remove_class("-empty")
         self.query(Welcome).remove()
         replies = self.query(ReplyMessage)
         if again and replies:
             replies.last().remove()
-            self.mount(ReplyMessage(model))
+            self.mount(ReplyMessage(model, share))
         else:
-            self.mount(UserMessage(prompt), ReplyMessage(model))
+            self.mount(UserMessage(prompt), ReplyMessage(model, share))
         self.follow()
 
     def add(self, text: str, kind: TextKind) -> None:
