@@ -3,7 +3,8 @@
 Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetensors, tokenizer); ``make guide`` then converts it to
 the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded; a run bounded by --steps repeats exactly on
 the same machine, one bounded by --minutes repeats up to the number of steps. The last third trains as if weights were packed;
-in the last fifth declining weighs more. --resume is for a corpus that grew a little: it goes on in that last manner.
+in the last fifth declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew;
+--finishing trains in the manner of the last fifth alone.
 """
 
 import argparse
@@ -51,6 +52,7 @@ class Plan:
     learning_rate: float
     warm_up: int = 80
     resume: Path | None = None
+    finishing: bool = False
     dropout: float = 0.05
     weight_decay: float = 0.05
 
@@ -77,10 +79,10 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--resume", type=Path, help="begin with the weights and the vocabulary of this checkpoint")
+    parser.add_argument("--finishing", action="store_true", help="train in the manner of the last fifth from the start")
     args = parser.parse_args()
-    train(
-        Plan(args.out, args.steps, args.minutes, args.seed, args.batch_tokens, args.learning_rate, resume=args.resume)
-    )
+    bounds = args.out, args.steps, args.minutes, args.seed, args.batch_tokens, args.learning_rate
+    train(Plan(*bounds, resume=args.resume, finishing=args.finishing))
 
 
 def train(plan: Plan) -> None:
@@ -96,16 +98,16 @@ def train(plan: Plan) -> None:
     conversations = Conversations(entries, tokenizer, plan.seed)
     router = Router(Shape(), conversations.answers)
     optimizers = _optimizers(model, router, plan)
-    route_weight = ROUTE_WEIGHT if plan.resume is None else 0.0  # a resumed model knows its answers
+    route_weight = 0.0 if plan.finishing else ROUTE_WEIGHT  # the router begins anew, and can't help in a short time
     began, seen, packed, losses = time.monotonic(), 0, False, [0.0, 0.0]
     for step, batch in enumerate(_endless(conversations, plan)):
         progress = plan.progress(step, time.monotonic() - began)
         if progress >= 1:
             break
-        if not packed and (progress >= PACKED_FROM or plan.resume is not None):
+        if not packed and (plan.finishing or progress >= PACKED_FROM):
             train_packed(model)
             packed = True
-        if progress >= DECLINING_FROM or plan.resume is not None:
+        if plan.finishing or progress >= DECLINING_FROM:
             conversations.decline_weight = DECLINE_WEIGHT
         pace = plan.pace(step, progress)
         for optimizer, rate in optimizers:
