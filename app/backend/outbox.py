@@ -13,7 +13,7 @@ from tokamac.app.backend.wire import Heartbeat, Reply, Stats, Text, encode
 from tokamac.engine.events import TextKind
 
 FLUSH_S = 1 / 15
-STATS_S = 1 / 5
+STATS_S = 0.4
 HEARTBEAT_S = 1.0
 
 

@@ -8,7 +8,7 @@ SHARE: dict[str, float] = {"cpu": 0.03}
 SHARE_BESIDE_GPU = 0.3
 """and where it does not."""
 
-SLOWEST_S = 0.5
+SLOWEST_S = 1 / 3
 """However dear drawing is, so often it happens."""
 
 

@@ -146,11 +146,21 @@ class recording:  # noqa: N801
         _recorders.remove(self._recorder)
 
 
-def fused(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Mask, sinks: mx.array | None
+def fused(  # noqa: PLR0917
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    packed: bool = False,
 ) -> mx.array:
-    """Attend by MLX's fused kernel; on a plain CPU by NumPy. queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·)."""
-    if cpu.is_worth(queries, keys):
+    """Attend by MLX's fused kernel; on a plain CPU by NumPy. queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·).
+
+    packed: whether keys or values are decoded from fewer bits.
+    """
+    if cpu.is_worth(queries, keys, packed=packed):
         return cpu.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 

@@ -118,7 +118,8 @@ class Cache(Attending):
         if self._own_mask or (self.layout.window is not None and not isinstance(mask, mx.array)):
             mask = self.layout.mask(self.offset - self._last, self._last)
         if not self._in_slots and softcap is None:
-            return fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            packed = self.key_codec.packed or self.value_codec.packed
+            return fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks, packed=packed)
         products = Products(*self._read(), self.key_codec, self.value_codec)
         if not self._in_slots:
             products = Products((keys,), (values,), Plain(), Plain())

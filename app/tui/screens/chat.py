@@ -41,7 +41,7 @@ from tokamac.engine.options import KVSpec, Sampling
 
 NARROW = 90  # below this many columns the gauges would take the room that the text needs
 SMALLEST = (40, 12)
-REFRESH_S = 1 / 5
+REFRESH_S = 0.4
 
 
 class ChatScreen(Screen[None]):
