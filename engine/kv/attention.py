@@ -146,7 +146,7 @@ class recording:  # noqa: N801
         _recorders.remove(self._recorder)
 
 
-def fused(  # noqa: PLR0917
+def fused(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,

@@ -9,14 +9,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 WORTH = 1 << 14
-"""Queries times keys from which NumPy attends, although its arguments must be evaluated first. Measured on two x86 cores with a model
-of 6 layers, 4 heads on 2, D 64: time to the first token of 16 new tokens after 2,000 was 74 ms without NumPy and 27 with it, of 64
-after 2,000 258 and 41, of 256 alone 174 and 60, of 64 alone 28 and 23; of 2 after 2,000 it was the same."""
-
+"""Queries times keys from which NumPy attends, although its arguments must be evaluated first. Measured on two x86 cores with a
+model of 6 layers, 4 heads on 2, D 64: time to the first token of 16 new tokens after 2,000 was 74 ms without NumPy and 27 with it,
+of 64 after 2,000 258 and 41, of 256 alone 174 and 60; of 2 after 2,000 it was the same."""
 
 WORTH_PACKED = 1 << 17
-"""The same where keys or values are packed. Two kernels round differently in the last digit, and that may move a later layer's key to the
-next step of its scale: so how a prompt was cut would show in its logits. Above, there is no choice: MLX takes ten times as long."""
+"""The same where keys or values are packed. Two kernels round differently in the last digit, and that may move a later layer's key
+to the next step of its scale: how a prompt was cut would show in its logits. Above, there is no choice: MLX takes ten times as
+long."""
 
 
 def is_worth(queries: mx.array, keys: mx.array, *, packed: bool = False) -> bool:

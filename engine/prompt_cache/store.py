@@ -21,6 +21,9 @@ from tokamac.engine.kv.segments import States
 from tokamac.engine.prompt_cache.kept import Kept, Slot
 from tokamac.engine.prompt_cache.tree import Node, add, common_prefix, divide, find, remove
 
+LEAST_ASIDE = 8
+"""Tokens: fewer are computed again rather than kept, as those at a reply's end that its text, read again, divides otherwise."""
+
 
 class MemoryStore:
     """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all.
@@ -227,12 +230,14 @@ class MemoryStore:
         for node, piece in zip(beyond, pieces, strict=True):
             node.kept.piece = piece
         self._end = start
-        if not self.all_grow:
-            self._prune(end, start)
+        if not self.all_grow or end.stop - start.stop < LEAST_ASIDE:
+            self._prune(end, start, crumbs=end.stop - start.stop < LEAST_ASIDE)
 
-    def _prune(self, leaf: Node[Kept], until: Node[Kept]) -> None:
-        """Drop runs at the end of a path from which nothing can be continued."""
-        while leaf is not until and not leaf.children and leaf.kept.states is None and leaf.parent is not None:
+    def _prune(self, leaf: Node[Kept], until: Node[Kept], *, crumbs: bool) -> None:
+        """Drop runs at the end of a path from which nothing can be continued, or nothing worth it."""
+        while (
+            leaf is not until and not leaf.children and leaf.parent is not None and (crumbs or leaf.kept.states is None)
+        ):
             parent = leaf.parent
             remove(leaf)
             leaf = parent

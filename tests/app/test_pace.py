@@ -29,7 +29,7 @@ def test_what_costs_little_is_drawn_at_every_tick() -> None:
 
 
 def test_what_costs_too_much_is_drawn_all_the_same() -> None:
-    assert drawn(1.0, 0.03)[0] == pytest.approx(100 / SLOWEST_S, rel=0.1)
+    assert drawn(1.0, 0.03)[0] == pytest.approx(100 / SLOWEST_S, rel=0.15)  # by whole ticks
 
 
 def test_beside_a_gpu_there_is_more_to_spare() -> None:

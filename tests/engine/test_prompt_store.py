@@ -112,7 +112,7 @@ def test_a_switch_to_another_branch_and_back_computes_one_token(kind: str) -> No
     trunk = [number % VOCABULARY for number in range(7, 47)]
     one, two = [*trunk, 1, 2, 3], [*trunk, 9, 8]
     assert ask(bench, store, trunk, []) == 0
-    costs = [len(prompt) - ask(bench, store, prompt, [4, 4]) for prompt in (one, two, one, two)]
+    costs = [len(prompt) - ask(bench, store, prompt, [4] * 9) for prompt in (one, two, one, two)]
     assert costs[2:] == [1, 1]
     if kind in ("full", "packed"):
         assert costs[:2] == [3, 2]
@@ -200,13 +200,22 @@ def test_after_a_failure_nothing_of_it_is_used() -> None:
 
 
 def test_caches_with_other_pinned_tokens_are_other_caches() -> None:
-    bench = BENCHES["window"]
+    bench, ids = BENCHES["window"], list(range(12))
     store = bench.store()
-    slot = store.take([1, 2, 3, 4], 2)
+    slot = store.take(ids, 2)
     with store.lending(slot):
-        compute(bench.model, slot, [1, 2, 3, 4])
-    assert store.take([1, 2, 3, 4, 5], 3).ids == []
-    assert store.take([1, 2, 3, 4, 5], 2).ids == [1, 2, 3, 4]
+        compute(bench.model, slot, ids)
+    assert store.take([*ids, 5], 3).ids == []
+    assert store.take([*ids, 5], 2).ids == ids
+
+
+def test_crumbs_are_not_kept() -> None:
+    bench = BENCHES["full"]
+    store = bench.store()
+    ask(bench, store, list(range(40)), [3, 3, 3])
+    ask(bench, store, [*range(40), 5, 6], [])
+    assert sum(node.kept.nbytes for node in store._nodes()) == 0
+    assert store.reachable([*range(40), 5, 6, 7], None) == 42
 
 
 @pytest.mark.parametrize("kind", KINDS)
