@@ -63,7 +63,8 @@ def _decode(plan: Plan, lab: Remote) -> list[Row]:
     rows = []
     for name, bits in PACKED:
         ours, theirs = alternate(
-            plan.rounds, *(partial(_run, lab, "decode_tps", side, bits, depth, new) for side in ("engine", "mlx-lm"))
+            plan.many_rounds,
+            *(partial(_run, lab, "decode_tps", side, bits, depth, new) for side in ("engine", "mlx-lm")),
         )
         engine, mlx_lm = series(ours), series(theirs)
         rows += [

@@ -15,7 +15,7 @@ from tests.benchmarks.servers import EngineServer
 from tests.benchmarks.texts import PROSE, QUESTIONS
 from tokamac.engine.events import Event, Finished, Message
 from tokamac.engine.options import PromptCacheSpec, Sampling
-from tokamac.engine.prompt_cache.cache import BLOCK
+from tokamac.engine.prompt_cache.cache import BLOCK, PromptCache
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
 from tokamac.engine.prompt_cache.tree import common_prefix
 
@@ -97,6 +97,24 @@ class PromptLab:
         """Have a short prompt answered, for which all else is set aside, and then ask."""
         _asked(self.engine.generate(self._prompts.run(-1, NEW), FIRST))
         return self.ask(number, ending)
+
+    def decode(self, number: int, new: int, writing: bool) -> float | None:
+        """Have a prompt answered with one token, and at once, while that is being stored, with so many: return the decode rate.
+
+        Not ``writing``: the second reply waits until all is stored.
+        """
+        self.ask(number, 0)
+        store = self.engine._core._store
+        if not writing:
+            self.settle()
+        elif isinstance(store, PromptCache) and store._disk is not None:
+            until = time.monotonic() + SETTLE_S
+            while not store._disk.is_writing and time.monotonic() < until:
+                time.sleep(0.0005)
+        self.engine.tokenizer.eos_ids = frozenset()
+        *_, last = self.engine.generate(self._prompts.prompt(number, 1), Sampling(temperature=0, max_tokens=new))
+        assert isinstance(last, Finished)
+        return last.metrics.decode_tps
 
     def branches(self, count: int, tokens: int) -> Stored:
         """Compute so many branches off one prefix, one after another."""

@@ -82,11 +82,14 @@ class EngineServer:
     def chat(self, turns: int, tokens: int) -> list[Held]:
         """Chat, and return what is held after each turn."""
         chat, held = self.engine.chat(), []
+        store = self.engine._core._store
         for question in islice(cycle(QUESTIONS), turns):
             *_, last = chat.send(question, Sampling(temperature=0, max_tokens=tokens))
             assert isinstance(last, Finished)
             context = last.metrics.prompt_tokens + last.metrics.generated_tokens
-            held.append(Held(self.engine.memory().active, last.metrics.kv_bytes or 0, context))
+            self.engine._worker.call(lambda: store.flush(20.0))  # what is on its way to the disk is a copy
+            kept = self.engine._worker.call(lambda: store.nbytes)
+            held.append(Held(self.engine.memory().active, kept, context))
         return held
 
     def long(self, ids: list[int], most: int, seconds: float) -> tuple[list[Held], int]:

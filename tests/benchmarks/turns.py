@@ -31,8 +31,9 @@ def measure(plan: Plan) -> Section:
     ]
     how = (
         f"One chat, questions of the guide's field in turn, replies of at most {TOKENS} tokens at temperature 0, "
-        "earlier turns reused. After each turn: MLX's active memory, and the bytes that the reply's metrics report "
-        "for keys and values (room to grow included). Counts of bytes, so one run."
+        "earlier turns reused. After each turn, once all is stored: "
+        "MLX's active memory, and the bytes of keys and values that the prompt "
+        "cache reports: the conversation's, room to grow included, and what it set aside. Counts of bytes, so one run."
     )
     return Section(f"Memory over {turns} turns of chat", rows, how)
 
