@@ -77,8 +77,7 @@ class Chat:
 
         Any request ends it; what was computed is found by the next.
         """
-        messages = self._messages[:-1] if self._messages and self._messages[-1].role == "user" else self._messages
-        self._engine.warm_ahead(self._prompt([*messages, Message("user", text)]))
+        self._engine.warm_ahead(self._prompt(self._after(Send(text))))
 
     def _reread(self) -> None:
         """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""

@@ -19,8 +19,8 @@ from tokamac.engine.limits.limits import Limits, limits_for
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.price import Price
-from tokamac.engine.prompt_cache.cache import NoCache, Store
 from tokamac.engine.prompt_cache.check import Check, check
+from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompting import Prompt, Prompting
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Reply, check_room

@@ -11,8 +11,8 @@ from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillPr
 from tokamac.engine.generation import Run
 from tokamac.engine.limits.metrics import Metrics, gaps_ms
 from tokamac.engine.options import Sampling
-from tokamac.engine.prompt_cache.cache import Store
 from tokamac.engine.prompt_cache.kept import Slot
+from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler

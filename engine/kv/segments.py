@@ -54,11 +54,7 @@ def all_grow(caches: list[Any]) -> bool:
 
 def cut(caches: list[Any], start: int, stop: int) -> Piece:
     """Return copies of the tokens start…stop of all caches that grow, evaluated."""
-    piece = tuple(
-        tuple(mx.contiguous(array[..., start:stop, :]) for array in _arrays(cache))
-        for _, cache in leaves(caches)
-        if grows(cache)
-    )
+    piece = tuple(_copied(_arrays(cache), start, stop) for _, cache in leaves(caches) if grows(cache))
     mx.eval(piece)
     return piece
 
@@ -73,10 +69,7 @@ def cut_off(caches: list[Any], bounds: Sequence[int]) -> list[Piece]:
     for _, cache in leaves(caches):
         if not grows(cache):
             continue
-        column = [
-            tuple(mx.contiguous(array[..., start:stop, :]) for array in _arrays(cache))
-            for start, stop in pairwise(bounds)
-        ]
+        column = [_copied(_arrays(cache), start, stop) for start, stop in pairwise(bounds)]
         mx.eval(column)
         shorten(cache, bounds[0])
         columns.append(column)
@@ -111,11 +104,11 @@ def extend(caches: list[Any], piece: Piece, start: int = 0, stop: int | None = N
 def split(piece: Piece, at: int) -> tuple[Piece, Piece]:
     """Return the first ``at`` tokens of a piece and the rest, each with memory of its own."""
 
-    def part(stretch: slice) -> Piece:
-        return tuple(tuple(mx.contiguous(array[..., stretch, :]) for array in arrays) for arrays in piece)
-
     mx.clear_cache()  # see cut_off
-    parts = part(slice(None, at)), part(slice(at, None))
+    parts = (
+        tuple(_copied(arrays, None, at) for arrays in piece),
+        tuple(_copied(arrays, at, None) for arrays in piece),
+    )
     mx.eval(parts)
     return parts
 
@@ -148,6 +141,11 @@ def rewind(caches: list[Any], n: int) -> None:
 def states_bytes(states: States) -> int:
     """Return the bytes of states."""
     return sum(state.nbytes for state in states)
+
+
+def _copied(arrays: Arrays, start: int | None, stop: int | None) -> Arrays:
+    """Return the tokens start…stop with memory of their own, not evaluated."""
+    return tuple(mx.contiguous(array[..., start:stop, :]) for array in arrays)
 
 
 def _arrays(cache: Any) -> Arrays:

@@ -6,14 +6,13 @@ where it was frozen, the end of a prompt or of a reply, to the next, and holds t
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tokamac.engine.kv import segments
 from tokamac.engine.prompt_cache.disk import Disk, Link, Rates
 from tokamac.engine.prompt_cache.kept import Kept, Slot
+from tokamac.engine.prompt_cache.seam import Known, Store
 from tokamac.engine.prompt_cache.segment_file import Segment, to_host
 from tokamac.engine.prompt_cache.store import MemoryStore
 from tokamac.engine.prompt_cache.tree import Node
@@ -24,110 +23,6 @@ LEAST_TOKENS = 256
 LEAST_TAIL = 32
 """Tokens beyond the last whole block that are worth a file of their own."""
 PAUSE_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a prompt. tokens: computed already, in memory or on disk; disk_bytes: of them to be read, in bytes."""
-
-    tokens: int
-    disk_bytes: int
-
-
-class Store(Protocol):
-    """Where requests get their caches from, and where these go afterwards."""
-
-    @property
-    def rates(self) -> Rates:
-        """What was measured of computing and of the disk."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is ever reused."""
-
-    @property
-    def needs_marks(self) -> bool:
-        """Whether a prefix can be gone back to only where it was marked."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory, those of the caches that are lent included."""
-
-    @property
-    def trouble(self) -> str | None:
-        """What the user should know of the disk; None while all is well."""
-
-    def take(self, ids: list[int], keep: int | None) -> Slot:
-        """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is."""
-
-    def lending(self, slot: Slot) -> AbstractContextManager[Slot]:
-        """Return a context: ``slot`` goes back to the store at its end, and is dropped after a failure."""
-
-    def mark(self, slot: Slot) -> None:
-        """Say that this is a place to come back to."""
-
-    def known(self, ids: list[int], keep: int | None) -> Known:
-        """Return what ``take`` would find."""
-
-    def idle(self) -> float | None:
-        """Do a little of what can wait; return after how many seconds to be called again, or None."""
-
-    def flush(self, seconds: float) -> None:
-        """Do all that can wait, in so many seconds at most."""
-
-    def clear(self) -> None:
-        """Forget everything in memory."""
-
-    def stored(self) -> list[tuple[list[int], int | None]]:
-        """Return the prefixes on disk that no other continues, each with the tokens that its caches pin."""
-
-    def anew(self) -> "Store":
-        """Return a store with the same disk and nothing in memory."""
-
-
-class NoCache:
-    """Nothing is ever reused."""
-
-    def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
-        self.rates = Rates()
-        self.keeps = self.needs_marks = False
-        self.nbytes = 0
-        self.trouble: str | None = None
-        self._make = make
-
-    def take(self, ids: list[int], keep: int | None) -> Slot:  # noqa: ARG002
-        """Return empty caches."""
-        return Slot([], self._make(keep), keep)
-
-    @contextmanager
-    def lending(self, slot: Slot) -> Iterator[Slot]:
-        """Lend, and drop."""
-        yield slot
-
-    def mark(self, slot: Slot) -> None:
-        """Nothing to do."""
-
-    def known(self, ids: list[int], keep: int | None) -> Known:  # noqa: ARG002
-        """Nothing is known."""
-        return Known(0, 0)
-
-    def idle(self) -> float | None:
-        """Nothing to do."""
-        return None
-
-    def flush(self, seconds: float) -> None:
-        """Nothing to do."""
-
-    def clear(self) -> None:
-        """Nothing to do."""
-
-    def stored(self) -> list[tuple[list[int], int | None]]:
-        """Nothing is."""
-        return []
-
-    def anew(self) -> Store:
-        """Return itself: it holds nothing."""
-        return self
 
 
 class PromptCache:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from tokamac.engine.prompt_cache.cache import Store
+from tokamac.engine.prompt_cache.seam import Store
 
 if TYPE_CHECKING:
     from tokamac.engine.runtime import Runtime

@@ -5,10 +5,11 @@ from pathlib import Path
 from tokamac.engine.kv import segments
 from tokamac.engine.limits import memory
 from tokamac.engine.options import PromptCacheSpec
-from tokamac.engine.prompt_cache.cache import NoCache, PromptCache, Store
+from tokamac.engine.prompt_cache.cache import PromptCache
 from tokamac.engine.prompt_cache.disk import Disk, Rates
 from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root
 from tokamac.engine.prompt_cache.names import fingerprint
+from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompt_cache.store import MemoryStore
 from tokamac.engine.runtime import Runtime
 
