@@ -17,6 +17,7 @@ from tokamac.engine.errors import (
     DeviceError,
     DownloadError,
     EngineClosedError,
+    MemoryLimitError,
     ModelDamagedError,
     ModelError,
     ModelNotFoundError,
@@ -25,7 +26,17 @@ from tokamac.engine.errors import (
     TemplateError,
     TokamacError,
 )
-from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    Live,
+    LoadProgress,
+    Message,
+    PrefillProgress,
+    Squeezed,
+    TextChunk,
+    Truncated,
+)
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Action, Branch, Edit, Price, Regenerate, Send
@@ -51,6 +62,7 @@ __all__ = [
     "KVSpec",
     "Live",
     "LoadProgress",
+    "MemoryLimitError",
     "Message",
     "Metrics",
     "ModelDamagedError",
@@ -64,6 +76,7 @@ __all__ = [
     "Regenerate",
     "Sampling",
     "Send",
+    "Squeezed",
     "TemplateError",
     "TextChunk",
     "TokamacError",

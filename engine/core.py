@@ -10,14 +10,16 @@ import mlx.core as mx
 
 from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import ContextError, EngineClosedError, OptionError, TemplateError
+from tokamac.engine.errors import ContextError, EngineClosedError, MemoryLimitError, OptionError, TemplateError
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
 from tokamac.engine.kv_trial import compare, log_probabilities
-from tokamac.engine.limits.limits import Limits, limits_for
+from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
+from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.pacing import Pacing
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
 from tokamac.engine.prompt_cache.seam import NoCache, Store
@@ -25,6 +27,7 @@ from tokamac.engine.prompting import Prompt, Prompting
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Reply, check_room
 from tokamac.engine.runtime import Runtime
+from tokamac.engine.squeeze import make_room
 
 LOGPROBS_CHUNK = 2048
 IDLE_CHUNK_S = 0.1
@@ -64,11 +67,14 @@ class ModelSpec:
 class Core:
     """A loaded model and what may be done with it. One thread only."""
 
-    def __init__(self, runtime: Runtime, spec: ModelSpec, store: Store, on_close: ExitStack) -> None:
+    def __init__(
+        self, runtime: Runtime, spec: ModelSpec, store: Store, pacing: Pacing, on_close: ExitStack
+    ) -> None:
         self.spec = spec
         self._runtime: Runtime | None = runtime
         self._store: Store = store
         self._on_close = on_close
+        self._pacing = pacing
 
     @property
     def runtime(self) -> Runtime:
@@ -83,6 +89,7 @@ class Core:
 
     def reply(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, cancelled: Callable[[], bool]) -> Reply:
         """Return the reply to a prompt, ready to run. Raises OptionError, ContextError or TemplateError."""
+        self._pacing.later()
         request = self._prompting.request(prompt, sampling.resolved(self.spec.recommended), recorder)
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
@@ -94,12 +101,15 @@ class Core:
         request = self._prompting.request(prompt, Sampling(), Recorder(), reply=False)
         check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep)
+        room = make_room(self.runtime, self._store, slot, len(request.ids))
+        if room.squeezed is not None:
+            yield room.squeezed
         run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
         cached, total = len(slot.ids), len(request.ids)
         with self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            for _ in self._paced(run, request.ids[cached:-1], chunk_s):
+            for _ in self._paced(run, request.ids[cached:-1], chunk_s, room.chunk):
                 yield PrefillProgress(len(run.held), total, cached)
                 if cancelled():
                     break
@@ -120,7 +130,7 @@ class Core:
                 for _ in self.warm(ids, cancelled, chunk_s=IDLE_CHUNK_S):
                     if cancelled():
                         return
-        except (OptionError, TemplateError, ContextError):
+        except (OptionError, TemplateError, ContextError, MemoryLimitError):
             return  # it is said when the user sends it
 
     def price(self, prompt: Prompt) -> Price:
@@ -141,9 +151,9 @@ class Core:
         """Compute what is stored on disk for this model again, and compare."""
         yield from check(self.runtime, self._store, cancelled)
 
-    def _paced(self, run: Run, ids: list[int], chunk_s: float | None) -> Iterator[None]:
-        """Compute ``ids`` in chunks; where ``chunk_s`` is given, in as many tokens as take that long, as the last chunk tells."""
-        most, at = self.runtime.prefill_chunk, 0
+    def _paced(self, run: Run, ids: list[int], chunk_s: float | None, most: int) -> Iterator[None]:
+        """Compute ``ids`` in chunks of ``most``; where ``chunk_s`` is given, of as many as take that long, as the last tells."""
+        at = 0
         size = most if chunk_s is None else min(most, FIRST_CHUNK)
         while at < len(ids):
             began = time.perf_counter()
@@ -182,17 +192,22 @@ class Core:
 
     def limits(self, context: int) -> Limits:
         """Return what the machine allows at a context of so many tokens."""
-        cost = self.runtime.step_cost(context)
-        return limits_for(
-            context,
-            weight_bytes_per_token=cost.weight_bytes,
-            kv_bytes_per_step=cost.kv_bytes,
-            chip=self.runtime.machine.chip,
-        )
+        return limits_of(context, self.runtime.work, self.runtime.machine.chip, self.runtime.machine.pace)
+
+    def predict(self, prompt: int, context: int, cached: int) -> Prediction:
+        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``."""
+        machine, chunk = self.runtime.machine, self.runtime.prefill_chunk
+        return predict(self.runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
+
+    def measure(self) -> None:
+        """Measure the machine's pace with this model now, where nothing published knows it."""
+        self._pacing.finish()
 
     def idle(self) -> float | None:
         """Do a little of what can wait; return after how many seconds there may be more, or None."""
-        return None if self._runtime is None else self._store.idle()
+        if self._runtime is None:
+            return None
+        return min((wait for wait in (self._store.idle(), self._pacing.idle()) if wait is not None), default=None)
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
@@ -202,6 +217,7 @@ class Core:
         """Free what is held and put the device's limits back."""
         self._store.flush(FLUSH_S)
         self._store.clear()
+        self._pacing.end()
         self._store = NoCache(lambda _: [])  # the other knows the model
         self._runtime = None  # a closed engine may be kept, its weights may not
         self._on_close.close()

@@ -97,6 +97,11 @@ def unpack(model: nn.Module) -> bool:
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
 
 
+def is_unpacked(model: nn.Module) -> bool:
+    """Whether ``unpack`` has replaced the model's layers."""
+    return any(isinstance(module, DenseLinear | DenseEmbedding) for module in model.modules())
+
+
 def _replaceable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     leaves = tree_flatten(model.leaf_modules(), is_leaf=lambda value: isinstance(value, nn.Module))
     for path, module in leaves:

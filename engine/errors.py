@@ -9,6 +9,7 @@
     │   └── TemplateError           its chat template fails
     ├── DownloadError        the hub can't be reached, refuses, or the disk is full
     ├── ContextError         the prompt does not fit the context
+    ├── MemoryLimitError     a model or a prompt would need more memory than there is
     ├── DeviceError          MLX has no usable backend here, or not enough memory
     ├── ConversionError      a model can't be converted
     └── EngineClosedError    the engine was closed
@@ -65,6 +66,10 @@ class DownloadError(TokamacError):
 
 class ContextError(TokamacError):
     """The prompt does not fit the context."""
+
+
+class MemoryLimitError(TokamacError):
+    """A model or a prompt would need more memory than this process may use; said before anything is computed."""
 
 
 class DeviceError(TokamacError):

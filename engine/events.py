@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tokamac.engine.limits.diagnosis import Diagnosis
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
 
 Role = Literal["system", "user", "assistant"]
@@ -37,6 +39,21 @@ class Truncated:
 
 
 @dataclass(frozen=True, slots=True)
+class Squeezed:
+    """Memory was short before a prefill, and this was done about it. Bytes; 0 and None where nothing was.
+
+    pool_bytes: given back by MLX's pool. chunk: tokens computed at once from here on. cache_bytes: of other prompts let go of.
+    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used.
+    """
+
+    pool_bytes: int
+    chunk: int | None
+    cache_bytes: int
+    predicted_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TextChunk:
     """Whole characters of the reply, in order; ``kind`` tells the model's thinking from its answer."""
 
@@ -46,24 +63,38 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a reply: why it ended, the whole answer, its thinking, and what was measured."""
+    """The end of a reply: why it ended, the whole answer, its thinking, and what was measured.
+
+    outliers: the gaps between tokens that stand out, longest first. predicted_peak_bytes: what the arithmetic expected of
+    ``metrics.peak_memory_bytes``, for a reply of this length. diagnosis: why it took as long as it did; None where no token came.
+    """
 
     reason: FinishReason
     text: str
     metrics: Metrics
     thinking: str = ""
+    outliers: tuple[Outlier, ...] = ()
+    predicted_peak_bytes: int | None = None
+    diagnosis: Diagnosis | None = None
 
 
-Event = Truncated | PrefillProgress | TextChunk | Finished
+Event = Truncated | Squeezed | PrefillProgress | TextChunk | Finished
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A snapshot of the reply in progress: its metrics so far and its last gaps between tokens (ms, oldest first)."""
+    """A snapshot of the reply in progress: its metrics so far and its last gaps between tokens (ms, oldest first).
+
+    The metrics are of the whole reply; ``bytes_per_step`` and ``achieved_gbs`` are of now: the last step, the last few gaps.
+    outliers: those of the reply so far, longest first.
+    """
 
     metrics: Metrics
     context_tokens: int
     gaps_ms: tuple[float, ...]
+    bytes_per_step: int | None = None
+    achieved_gbs: float | None = None
+    outliers: tuple[Outlier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

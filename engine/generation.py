@@ -1,12 +1,14 @@
 """The two phases on the device: prefill in chunks, decode one step ahead. Knows tokens and caches, nothing of text."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 
 from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.kv.room import Room
+from tokamac.engine.limits.gaps import Cause
 from tokamac.engine.sampling import Sampler
 
 POOL_CLEAR_STEPS = 256
@@ -17,12 +19,22 @@ class Run:
     """One sequence being computed: a model, its caches, and the ids that the caches hold.
 
     Number line: ``held`` are the tokens whose keys and values are in the caches, always, whenever the caller regains control.
+    ``mark`` is told, while decoding, of what may hold the next token up.
     """
 
-    def __init__(self, model: Any, caches: list[Any], held: list[int], *, ahead: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        caches: list[Any],
+        held: list[int],
+        *,
+        ahead: bool,
+        mark: Callable[[Cause], None] = lambda _: None,
+    ) -> None:
         self._model = model
         self._caches = caches
         self._ahead = ahead
+        self._mark = mark
         self._sound = False  # whether logits were seen to be numbers
         self.held = held
 
@@ -48,20 +60,24 @@ class Run:
         """
         pending = self._step(mx.array([last]), sampler)
         self.held.append(last)
+        room = Room(self._caches)
         for count in itertools.count(1):
             following = self._step(pending, sampler) if self._ahead and count != limit else None
+            if room.grew():
+                self._mark("kv growth")
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
             if following is not None:
                 self.held.append(token)
             yield token
             if count == limit:
                 return
+            if count % POOL_CLEAR_STEPS == 0:
+                mx.clear_cache()
+                self._mark("pool cleared")
             if following is None:
                 following = self._step(pending, sampler)
                 self.held.append(token)
             pending = following
-            if count % POOL_CLEAR_STEPS == 0:
-                mx.clear_cache()
 
     def _check(self, logits: mx.array) -> None:
         """Raise ModelDamagedError for logits that are not numbers. The first step alone: it is waited for anyway."""

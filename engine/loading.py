@@ -9,18 +9,26 @@ from typing import Any
 from tokamac.engine import hub
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.corrections import context_limit
+from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
+from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import cost_of_model
+from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import detect
+from tokamac.engine.limits.kept import machine_key
+from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
+from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
+from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import LoadedModel, load_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.pacing import Pacing
 from tokamac.engine.prompt_cache.opening import open_cache
-from tokamac.engine.runtime import Machine, Runtime
+from tokamac.engine.runtime import PREFILL_CHUNK, Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
@@ -39,13 +47,22 @@ def load(
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
+    if dtype is None:  # of another type, weights take other memory than the files say
+        check_fits(folder, kv, device)
     loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
     kv = rolling(kv, _context_length(loaded.config))
     plan = plan_caches(loaded.module, loaded.config, kv)
-    spec = _spec(str(model), device, loaded, tokenizer, kv, tuple(plan.notes))
-    weight_bytes_per_token = cost_of_model(loaded.module, loaded.config).weight_bytes_per_token
+    cost = cost_of_model(loaded.module, loaded.config)
+    order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
+    shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
+    capacity, chunk = kv.capacity(_context_length(loaded.config)), PREFILL_CHUNK[device]
+    notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk))
+    spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
+    work = work_of(loaded.module, loaded.config, cost, plan)
+    machine = Machine(with_bandwidth(detect(), work.weight_bytes() or spec.weight_bytes))
+    machine.pace = fitted(machine.chip)
     runtime = Runtime(
         model=loaded.module,
         tokenizer=tokenizer,
@@ -54,14 +71,24 @@ def load(
         device=device,
         ahead=not loaded.eager,
         context_length=spec.context_length,
-        weight_bytes_per_token=weight_bytes_per_token,
-        machine=Machine(with_bandwidth(detect(), weight_bytes_per_token or spec.weight_bytes)),
+        work=work,
+        machine=machine,
+        shape=shape,
+        packed_kv=packed_layers(plan.layers, kv.group_size),
+        bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
     )
     on_close = ExitStack()
-    planned = spec.weight_bytes + plan.bytes_at(kv.window or spec.context_length or 0)
-    on_close.enter_context(wired(planned))
+    on_close.enter_context(wired(planned_bytes(shape, capacity, chunk=chunk)))
     store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
-    return Core(runtime, spec, store, on_close)
+    return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
+
+
+def _measuring(runtime: Runtime) -> Measuring | None:
+    """Return what measures the machine's pace where nothing published knows it."""
+    if runtime.machine.pace is not None or not can_measure(runtime.plan):
+        return None
+    key = machine_key(runtime.machine.chip, runtime.device)
+    return Measuring(Subject(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
 
 
 def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:

@@ -1,10 +1,12 @@
-"""Takes the time stamps of one reply where they happen; metrics.py turns them into rates."""
+"""Takes the time stamps of one reply where they happen, and what may hold a token up; metrics.py turns them into rates."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokamac.engine.limits import metrics
+from tokamac.engine.limits.gaps import Cause, GapLog, Mark, Outlier, outliers
 from tokamac.engine.limits.metrics import Metrics
 
 Clock = Callable[[], float]
@@ -12,11 +14,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one decoded token reads: bytes of weights and of keys and values, and the bandwidth it is read with (GB/s)."""
+    """What one decoded token reads: bytes of weights and of keys and values, and the bandwidth it is read with (GB/s).
+
+    expected_tps: tokens a second that good kernels reach at this cost.
+    """
 
     weight_bytes: int | None
     kv_bytes: int | None
     bandwidth_gbs: float | None
+    expected_tps: float | None = None
 
     @property
     def bytes_per_step(self) -> int | None:
@@ -28,7 +34,10 @@ class StepCost:
 
 @dataclass(slots=True)
 class Recorder:
-    """The time stamps (seconds, one monotonic clock) and counts of one reply."""
+    """The time stamps (seconds, one monotonic clock) and counts of one reply.
+
+    marks: what happened between its tokens, in order.
+    """
 
     clock: Clock = time.perf_counter
     accepted_s: float = 0.0
@@ -37,7 +46,9 @@ class Recorder:
     cached_tokens: int = 0
     prefilled: int = 0
     token_times: list[float] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     ended_s: float | None = None
+    _gaps: GapLog = field(default_factory=GapLog)
 
     def accept(self) -> None:
         """The request has arrived."""
@@ -52,6 +63,10 @@ class Recorder:
         """A token has reached the host."""
         self.token_times.append(self.clock())
 
+    def mark(self, cause: Cause, most_ms: float = math.inf) -> None:
+        """Something happened since the last token that may hold the next one up, by ``most_ms`` at most."""
+        self.marks.append(Mark(len(self.token_times) + 1, cause, most_ms))
+
     def end(self) -> None:
         """The reply is over."""
         self.ended_s = self.clock()
@@ -60,6 +75,11 @@ class Recorder:
     def context_tokens(self) -> int:
         """Tokens of the prompt and of the reply so far."""
         return self.prompt_tokens + len(self.token_times)
+
+    def outliers(self, *, ahead: bool, throttled: bool) -> tuple[Outlier, ...]:
+        """Return the longest gaps that stand out so far, and what is known of why; see ``gaps.outliers``."""
+        gaps, longest = self._gaps.read(self.token_times)
+        return () if gaps is None else outliers(longest, gaps.p50, self.marks, ahead=ahead, throttled=throttled)
 
     def metrics(self, cost: StepCost, *, kv_bytes: int | None, peak_memory_bytes: int | None) -> Metrics:
         """Return what is known so far."""
@@ -79,12 +99,12 @@ class Recorder:
             total_s=times[-1] - self.accepted_s if times else None,
             prefill_tps=metrics.rate(prefill_tokens, prefill_s),
             decode_tps=decode_tps,
-            itl_ms=metrics.gap_percentiles(metrics.gaps_ms(times)),
+            itl_ms=self._gaps.read(self.token_times)[0],
             kv_bytes=kv_bytes,
             weight_bytes_per_token=cost.weight_bytes,
             kv_bytes_per_step=cost.kv_bytes,
             achieved_gbs=metrics.achieved_gbs(cost.bytes_per_step, decode_tps),
             ceiling_tps=metrics.ceiling_tps(cost.bandwidth_gbs, cost.bytes_per_step),
-            expected_tps=None,
+            expected_tps=cost.expected_tps,
             peak_memory_bytes=peak_memory_bytes,
         )

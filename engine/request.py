@@ -9,13 +9,19 @@ from tokamac.engine import kv
 from tokamac.engine.errors import ContextError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
-from tokamac.engine.limits.metrics import Metrics, gaps_ms
+from tokamac.engine.limits import macos
+from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
+from tokamac.engine.limits.gaps import Outlier
+from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent_rate
+from tokamac.engine.limits.process import ProcessWatch
+from tokamac.engine.limits.thermal import ThermalWatch
 from tokamac.engine.options import Sampling
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler
+from tokamac.engine.squeeze import Room, make_room
 from tokamac.engine.stream import ReplyText
 
 LIVE_GAPS = 64
@@ -46,7 +52,9 @@ class Reply:
         self._request = request
         self._cancelled = cancelled
         self._slot: Slot | None = None
+        self._room: Room | None = None
         self._cut_off = False
+        self._thermal = ThermalWatch(macos.throttled if macos.is_mac() else None)
 
     def events(self) -> Iterator[Event]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
@@ -57,10 +65,14 @@ class Reply:
             yield self._request.left_out
         mx.reset_peak_memory()
         slot = self._slot = self._store.take(self._request.ids, self._request.keep)
+        room = self._room = make_room(self._runtime, self._store, slot, len(self._request.ids))
+        if room.squeezed is not None:
+            yield room.squeezed
         self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
-        run = Run(self._runtime.model, slot.caches, slot.ids, ahead=self._runtime.ahead)
-        with self._store.lending(slot):
-            yield from self._prefill(run, slot)
+        runtime = self._runtime
+        run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
+        with self._store.lending(slot), self._thermal:
+            yield from self._prefill(run, slot, room.chunk)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
             raise ContextError(
@@ -70,8 +82,11 @@ class Reply:
 
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
-        times = self._request.recorder.token_times[-LIVE_GAPS - 1 :]
-        return Live(self.metrics(), self._request.recorder.context_tokens, gaps_ms(times))
+        recorder = self._request.recorder
+        metrics, context = self.metrics(), recorder.context_tokens
+        gaps = gaps_ms(recorder.token_times[-LIVE_GAPS - 1 :])
+        step = self._runtime.step_cost(context).bytes_per_step
+        return Live(metrics, context, gaps, step, achieved_gbs(step, recent_rate(gaps)), self._outliers())
 
     def metrics(self) -> Metrics:
         """Return the reply's metrics so far."""
@@ -88,12 +103,20 @@ class Reply:
             peak_memory_bytes=mx.get_peak_memory() or None,
         )
 
-    def _prefill(self, run: Run, slot: Slot) -> Iterator[Event]:
+    def _outliers(self) -> tuple[Outlier, ...]:
+        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._thermal.throttled)
+
+    def _predicted_peak(self) -> int | None:
+        """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
+        generated = len(self._request.recorder.token_times)
+        return self._room.peak_with(generated).total if self._room is not None and generated else None
+
+    def _prefill(self, run: Run, slot: Slot, chunk: int) -> Iterator[Event]:
         ids, cached = self._request.ids, len(run.held)
         yield PrefillProgress(cached, len(ids), cached)
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(mark for mark in self._request.marks if cached < mark < last), last):
-            for _ in run.prefill(ids[len(run.held) : stop], self._runtime.prefill_chunk):
+            for _ in run.prefill(ids[len(run.held) : stop], chunk):
                 self._request.recorder.prefilled = len(run.held) - cached
                 if self._cancelled():
                     return
@@ -106,12 +129,14 @@ class Reply:
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
             sampler = Sampler(request.sampling, request.ids)
+            watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
+                watch.look()
                 request.recorder.token()
                 if token in self._runtime.tokenizer.eos_ids:
                     reason = "stop"
                     break
-                yield from text.add(token)
+                yield from watch.handed(text.add(token))
                 if text.stopped:
                     reason = "stop"
                     break
@@ -123,7 +148,13 @@ class Reply:
         request.recorder.end()
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
-        yield Finished(reason, text.answer, metrics, text.thinking)
+        measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
+        yield Finished(reason, text.answer, metrics, text.thinking, *measured)
+
+    def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
+        runtime, machine = self._runtime, self._runtime.machine
+        situation = runtime.situation(keeps_prompts=self._store.keeps)
+        return diagnose(metrics, runtime.work, machine.chip, machine.pace, situation)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""

@@ -8,6 +8,10 @@ from tokamac.engine.kv import CachePlan
 from tokamac.engine.limits.bandwidth import believed
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.limits.peak_shape import Shape
+from tokamac.engine.limits.prediction import Pace, decode_phase
+from tokamac.engine.limits.situation import Situation
+from tokamac.engine.limits.work import KVLayer, Work
 from tokamac.engine.options import KVSpec
 from tokamac.engine.recorder import StepCost
 from tokamac.engine.tokens import Tokenizer
@@ -22,9 +26,10 @@ SETTLED_TOKENS = 16
 
 @dataclass(slots=True)
 class Machine:
-    """The chip, as far as it is known. A bandwidth that a reply proves too low is not believed."""
+    """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed."""
 
     chip: Chip
+    pace: Pace | None = None
 
     def observe(self, metrics: Metrics) -> bool:
         """Learn from a reply's metrics; return whether its ceiling must be computed again."""
@@ -36,7 +41,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown."""
+    """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
+
+    packed_kv, bits_per_weight: see limits.situation.
+    """
 
     model: Any
     tokenizer: Tokenizer
@@ -45,8 +53,11 @@ class Runtime:
     device: DeviceKind
     ahead: bool
     context_length: int | None
-    weight_bytes_per_token: int | None
+    work: Work
     machine: Machine
+    shape: Shape
+    packed_kv: tuple[KVLayer, ...] | None = None
+    bits_per_weight: float | None = None
 
     @property
     def prefill_chunk(self) -> int:
@@ -67,6 +78,12 @@ class Runtime:
         capacity = self.capacity
         return None if capacity is None or self.kv.rolls else capacity - prompt_tokens
 
+    def situation(self, *, keeps_prompts: bool) -> Situation:
+        """Return what could be changed about a reply."""
+        return Situation(self.packed_kv, self.bits_per_weight, keeps_prompts, self.prefill_chunk)
+
     def step_cost(self, context: int) -> StepCost:
-        """Return what decoding one token reads at a context of so many tokens."""
-        return StepCost(self.weight_bytes_per_token, self.plan.bytes_at(context), self.machine.chip.bandwidth_gbs)
+        """Return what decoding one token reads at a context of so many tokens, and how fast that should be."""
+        work, machine = self.work, self.machine
+        expected = decode_phase(work, machine.chip, machine.pace, context).expected_tps
+        return StepCost(work.weight_bytes(), work.kv_bytes(context), machine.chip.bandwidth_gbs, expected)

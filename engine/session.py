@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokamac.engine.kv.quality import Trial, TrialProgress
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory
+    from tokamac.engine.limits.prediction import Prediction
     from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.tokens import Tokenizer
 
@@ -193,6 +194,29 @@ class Engine:
     def limits(self, context: int) -> "Limits":
         """Return what this machine allows for decoding at a context of so many tokens."""
         return self._worker.call(lambda: self._core.limits(context))
+
+    def predict(self, prompt: int, context: int | None = None, *, cached: int = 0) -> "Prediction":
+        """Return both phases of a reply: reading ``prompt`` tokens, ``cached`` of them there already, and decoding at ``context``.
+
+        context: tokens in the middle of the reply; None is the prompt's. Ceilings, expected seconds, which side of the ridge.
+        """
+        if prompt < 1 or not 0 <= cached < prompt or (context is not None and context < 1):
+            raise OptionError("a prediction needs a prompt, and part of it left to compute", "Check the arguments.")
+        return self._worker.call(lambda: self._core.predict(prompt, context or prompt, cached))
+
+    def measure(self) -> None:
+        """Measure this machine's pace with the model now (a few seconds, once), where nothing published knows it.
+
+        Idle time does the same by itself. Until then ``expected_tps`` is None.
+        """
+        self._worker.call(self._core.measure)
+
+    def between(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, run on the engine's thread, which alone may touch MLX, between two requests.
+
+        For short work: the next request waits for it.
+        """
+        return self._worker.call(work)
 
     def memory(self) -> "Memory":
         """Return what is used now, and what there is, in bytes."""

@@ -195,6 +195,11 @@ class Cache(Attending):
         """Bytes of the arrays held, spare slots and room to grow included."""
         return self._keys.nbytes + self._values.nbytes
 
+    @property
+    def slots(self) -> int:
+        """Tokens that there is room for: more than before means that the arrays were copied to larger ones."""
+        return self._keys.capacity
+
     def size(self) -> int:
         """Tokens that can still be seen."""
         window = self.layout.window

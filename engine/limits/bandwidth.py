@@ -5,19 +5,15 @@ measurement reads a working set no larger than the model's own weights (rounded 
 does: matrix times vector.
 """
 
-import contextlib
 import dataclasses
 import functools
-import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from tokamac.engine.device import DeviceKind, device_kind
+from tokamac.engine.limits import kept
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import rate
 
@@ -45,13 +41,13 @@ def with_bandwidth(chip: Chip, bytes_read: int) -> Chip:
     if chip.bandwidth_gbs is not None:
         return chip
     device, size = device_kind(), bucket(bytes_read)
-    file, key = store_file(), _key(chip, device, size)
-    gbs = read_kept(file, key)
+    file, key = store_file(), f"{kept.machine_key(chip, device)} | {size} bytes"
+    gbs = kept.read(file, key)
     if gbs is None:
         busy = device == "cpu" and is_busy()
         gbs = measure_bandwidth(bytes_read, device=device)
         if gbs is not None and not busy:
-            keep(file, key, gbs)
+            kept.keep(file, {key: gbs})
     return chip if gbs is None else dataclasses.replace(chip, bandwidth_gbs=gbs, source="measured")
 
 
@@ -96,46 +92,7 @@ def bucket(bytes_read: int) -> int:
 
 def store_file() -> Path:
     """Return the file that measurements are kept in."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("tokamac")) / "bandwidth.json"
-
-
-def read_kept(file: Path, key: str) -> float | None:
-    """Return the kept measurement in GB/s; None where there is none, or the file is damaged."""
-    value = _read_all(file).get(key)
-    return float(value) if isinstance(value, int | float) and 0 < value < 1e6 else None
-
-
-def keep(file: Path, key: str, gbs: float) -> None:
-    """Keep a measurement, mode 0600, whole or not at all. Where the folder can't be written it is not kept: it costs a second."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**_read_all(file), key: gbs}, indent=1)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".bandwidth-")  # mkstemp makes it 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as temporary:
-                temporary.write(text)
-            Path(name).replace(file)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-
-def _read_all(file: Path) -> dict[str, Any]:
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
-
-
-def _key(chip: Chip, device: DeviceKind, size: int) -> str:
-    library = "numpy" if device == "cpu" else "mlx"
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = threads if device == "cpu" else chip.gpu_cores
-    versions = f"mlx {metadata.version('mlx')} {library} {metadata.version(library)}"
-    return f"{chip.name} | {cores} cores | {device} | {versions} | {size} bytes"
+    return kept.store_file("bandwidth.json")
 
 
 def _best(run: Callable[[], object], bytes_moved: int) -> float | None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tokamac.engine.shards import find_shards, read_header
 
@@ -20,8 +20,9 @@ PartName = Literal["embedding", "attention", "mlp", "experts", "head", "norms an
 PARTS: tuple[PartName, ...] = ("embedding", "attention", "mlp", "experts", "head", "norms and other")
 
 Form = Literal["stored", "float32", "unpacked"]
+FORMS: tuple[Form, ...] = get_args(Form)
 """How weights lie in memory: as in the files (GPU); packed ones packed, the rest float32 (a CPU without room); or all of them
-unpacked to float32 for NumPy (engine/cpu.py), except mixtures' expert stacks, which stay packed."""
+unpacked to float32 for NumPy (engine/cpu.py), except stacks of matrices (experts, MLA's heads), which stay packed."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -75,17 +76,29 @@ class Cost:
         return 8 * self.weight_bytes / self.parameters if self.parameters else None
 
 
-def cost_of_model(model: Any, config: Mapping[str, Any]) -> Cost:
-    """Return the cost of a loaded mlx-lm model: its arrays as the engine really reads them."""
+def cost_of_model(model: Any, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
+    """Return the cost of an mlx-lm model: of its arrays as they are, or as another form would hold them.
+
+    Only shapes and types are looked at: arrays that were never computed stay so.
+    """
+    return cost_of_tensors(tensors_of(model), config, groups=groups_of(model), form=form)
+
+
+def tensors_of(model: Any) -> list[Tensor]:
+    """Return the arrays of an mlx-lm model, as safetensors would describe them. Computes none of them."""
     from mlx.utils import tree_flatten
 
-    tensors = [
-        Tensor(name, _DTYPES.get(str(array.dtype), "U8"), tuple(array.shape), int(array.nbytes))
-        for name, array in tree_flatten(model.parameters())
-    ]
-    modules = tree_flatten(model.leaf_modules(), is_leaf=lambda value: hasattr(value, "parameters"))
-    groups = {name: module.group_size for name, module in modules if "scales" in module}
-    return cost_of_tensors(tensors, config, groups=groups)
+    arrays = tree_flatten(model.parameters())
+    return [Tensor(name, _DTYPES.get(str(x.dtype), "U8"), tuple(x.shape), int(x.nbytes)) for name, x in arrays]
+
+
+def groups_of(model: Any) -> dict[str, int]:
+    """Return how many weights share a scale, by the path of every packed module."""
+    from mlx import nn
+    from mlx.utils import tree_flatten
+
+    modules = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return {name: module.group_size for name, module in modules if "scales" in module}
 
 
 def cost_of_folder(folder: Path, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
@@ -131,13 +144,13 @@ def cost_of_tensors(
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     has_head = any(part_of(tensor, config) == "head" for tensor in by_name.values())
-    active = _active_share(config)
+    active = active_share(config)
     counts: dict[PartName, list[int]] = {part: [0, 0, 0] for part in PARTS}
     active_parameters, known = 0, True
     for tensor in by_name.values():
         part = part_of(tensor, config)
         weights = _weights(tensor, by_name, config, groups)
-        nbytes = _nbytes(tensor, weights, part, by_name, form)
+        nbytes = _nbytes(tensor, weights, by_name, form)
         share = (1, 1)
         if part == "embedding" and (has_head or _LOOKED_UP.search(tensor.name)):
             share = (0, 1)
@@ -173,29 +186,44 @@ _DTYPES = {
 }  # fmt: skip
 
 _PATTERNS: dict[PartName, re.Pattern[str]] = {
-    "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.|^(model\.)?output\."),
+    "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)(\.|$)|^(model\.)?output\."),
     "embedding": re.compile(
-        r"(^|\.)(embed_tokens\w*|wte|wpe|tok_embeddings|embed_in|word_embeddings|embeddings?|embed_positions)(\.head)?\.\w+$"
+        r"(^|\.)(embed(_tokens\w*|_in|_positions)?|wte|wpe|(tok|token|word)_embeddings|embeddings?|embedders)(\.head|\.\d+)?\.\w+$"
     ),
     "experts": re.compile(r"\.experts\.|\.switch_\w+\.|\.experts_\w+$"),
-    "attention": re.compile(r"attn|attention|mixer\.|temporal_block|\.conv\."),
-    "mlp": re.compile(r"mlp|feed_forward|ffn|moe|\.(fc1|fc2|w1|w2|w3|up_proj|down_proj|gate_proj)\."),
+    "attention": re.compile(r"attn|attention|mixer\.|mamba\.|temporal_block|\.conv\."),
+    "mlp": re.compile(
+        r"mlp|feed_forward|ffn|moe|\.(fc1|fc2|w1|w2|w3|up_proj|down_proj|gate_proj|altup\w*|laurel|per_layer_\w+)\."
+    ),
 }  # fmt: skip
 
-_LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions")
+_LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")
 """Embeddings that are never the output head, tied or not."""
 
 _NOT_LOADED = re.compile(
-    r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|inv_freq$|^mtp\."
+    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
 )
 """Weights of checkpoints that mlx-lm leaves out of a text model."""
 
 
+_LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+
+HEAD_IF_STORED = frozenset({"gemma3_text", "recurrent_gemma"})
+"""Families whose class in mlx-lm has an output head of its own if the checkpoint stores one, whatever its config says."""
+
+
 def _loaded(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors of a checkpoint that a text model keeps."""
-    tied = bool(text_config(config).get("tie_word_embeddings", False))
-    kept = [tensor for tensor in tensors if not _NOT_LOADED.search(tensor.name)]
+    text = text_config(config)
+    tied = bool(text.get("tie_word_embeddings", False)) and text.get("model_type") not in HEAD_IF_STORED
+    kept = [tensor for tensor in tensors if not (_NOT_LOADED.search(tensor.name) or _predicts_further(tensor, text))]
     return [tensor for tensor in kept if not (tied and part_of(tensor, config) == "head")]
+
+
+def _predicts_further(tensor: Tensor, text: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of a layer beyond the last: DeepSeek and GLM store there what predicts the token after the next."""
+    layers, found = text.get("num_hidden_layers"), _LAYER.search(tensor.name)
+    return isinstance(layers, int) and found is not None and int(found[1]) >= layers
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +248,7 @@ def _experts(config: Mapping[str, Any]) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _active_share(config: Mapping[str, Any]) -> tuple[int, int] | None:
+def active_share(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (experts used by a token, experts); None where the config doesn't say."""
     text, experts = text_config(config), _experts(config)
     used = first_of(
@@ -240,12 +268,13 @@ def _weights(
 ) -> int:
     """Return how many weights a tensor stands for: a scale or a bias of a group stands for none."""
     owner, _, leaf = tensor.name.rpartition(".")
-    if leaf in ("scales", "biases", "global_scale") and f"{owner}.weight" in by_name:
-        return 0
-    if leaf in ("qzeros", "g_idx", "weight_scale_inv"):  # what other packers keep beside a weight
+    grouped = leaf in ("scales", "biases", "global_scale") and f"{owner}.weight" in by_name
+    if grouped or leaf in ("qzeros", "g_idx", "weight_scale", "weight_scale_inv"):  # the last: of other packers
         return 0
     if leaf == "qweight":
         return tensor.size * 32 // int((config.get("quantization_config") or {}).get("bits", 4))
+    if leaf == "weight" and tensor.dtype == "U8" and f"{owner}.weight_scale" in by_name:
+        return 4 * tensor.size  # bitnet: four weights of three values each to a byte
     scales = _packed(tensor, by_name)
     if scales is None:
         return tensor.size
@@ -258,13 +287,14 @@ def _group_size(owner: str, config: Mapping[str, Any]) -> int:
     return int((entry if isinstance(entry, dict) else quantization).get("group_size", 64))
 
 
-def _nbytes(tensor: Tensor, weights: int, part: PartName, by_name: Mapping[str, Tensor], form: Form) -> int:
+def _nbytes(tensor: Tensor, weights: int, by_name: Mapping[str, Tensor], form: Form) -> int:
     """Return the bytes a tensor takes in this form."""
     if form == "stored":
         return tensor.nbytes
     owner, _, leaf = tensor.name.rpartition(".")
     weight = by_name.get(f"{owner}.weight")
-    unpacks = form == "unpacked" and part != "experts" and weight is not None and _packed(weight, by_name) is not None
+    plain = weight is not None and len(weight.shape) == 2 and _packed(weight, by_name) is not None
+    unpacks = form == "unpacked" and plain
     if unpacks and leaf in ("weight", "scales", "biases"):
         return 4 * weights
     return 4 * tensor.size if tensor.dtype in FLOATS else tensor.nbytes

@@ -19,7 +19,8 @@ class Chip:
     """A chip as far as it is known. None is unknown, never guessed.
 
     bandwidth_gbs: memory bandwidth, 10^9 bytes a second; ``source`` says where it comes from, ``citation`` who published it.
-    fp16_tflops: dense half-precision peak, 10^12 operations a second.
+    fp16_tflops: dense half-precision peak, 10^12 operations a second; nax_fp16_tflops with neural accelerators, an estimate.
+    peak_source: where fp16_tflops comes from.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Chip:
     fp16_tflops: float | None
     source: Source
     citation: str = ""
+    nax_fp16_tflops: float | None = None
+    peak_source: Source = "unknown"
 
 
 @functools.cache
@@ -49,13 +52,16 @@ def lookup(name: str, gpu_cores: int | None = None) -> Chip:
     # With one row and no core count (every NVIDIA card), that row it is; cores that no row has tell no bin.
     fitting = exact or rows
     bandwidth = _common(fitting, "bandwidth_gbs")
+    peak = _common(exact or (rows if gpu_cores is None else []), "fp16_tflops")
     return Chip(
         name=plain_name(name),
         gpu_cores=gpu_cores if gpu_cores is not None else _common(rows, "gpu_cores"),
         bandwidth_gbs=bandwidth,
-        fp16_tflops=_common(exact or (rows if gpu_cores is None else []), "fp16_tflops"),
+        fp16_tflops=peak,
         source="unknown" if bandwidth is None else "table",
         citation="" if bandwidth is None else fitting[0]["source"],
+        peak_source="unknown" if peak is None else "table",
+        nax_fp16_tflops=_common(exact or (rows if gpu_cores is None else []), "nax_fp16_tflops_est"),
     )
 
 

@@ -1,23 +1,25 @@
-"""What a model costs and whether it fits here, from config.json and the safetensors headers: no weight is read."""
+"""The answer to "can I run this, and how fast?" for one model in one case: from config and headers, no weight is read."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.config import read_config
-from tokamac.engine.errors import ModelNotFoundError, OptionError
-from tokamac.engine.limits import kv_cost, memory
-from tokamac.engine.limits.bandwidth import with_bandwidth
-from tokamac.engine.limits.cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
+from tokamac.engine.device import device_kind
+from tokamac.engine.errors import ModelUnsupportedError
+from tokamac.engine.limits import memory
+from tokamac.engine.limits.bare_cost import bare_cost
+from tokamac.engine.limits.cost import PARTS, Cost, Form, PartName, cost_of_folder, text_config
+from tokamac.engine.limits.family import Trait, traits_of
 from tokamac.engine.limits.hardware import Chip, detect
-from tokamac.engine.limits.kv_table import KVTable, kv_table
-from tokamac.engine.limits.limits import limits_for
+from tokamac.engine.limits.kv_cost import value_bytes_of
+from tokamac.engine.limits.kv_table import KVTable
 from tokamac.engine.limits.memory import Fit
+from tokamac.engine.limits.outcomes import KV_UNKNOWN, Case, load, outcome_at
+from tokamac.engine.limits.places import Place, here
+from tokamac.engine.limits.prediction import Prediction
+from tokamac.engine.limits.subject import Known, Subject, subject_of_folder
+from tokamac.engine.limits.weighing import context_length, form_on, weigh
 from tokamac.engine.options import KVSpec
-
-CHUNK = 512
-"""Prompt tokens computed at once, for the estimate of temporaries; the engine's own is of this order on every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,144 +34,192 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The answer to "can I run this, and how fast at most?". Bytes, GB/s, tokens a second; None is unknown.
+    """What a model is, and what a place makes of it. Bytes, tokens a second, seconds; None is unknown, and ``reason`` says why.
 
-    weight_bytes, bits_per_weight and parts are of the files; ``form`` says how the engine holds the weights here, and
-    bytes_per_step, ceiling_tps and memory are of that form: a plain CPU unpacks small models to float32.
-    kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and kv_reason why not; KV bytes are then counted
-    from the config alone. expected_tps, prefill_tps and ttft_s are not predicted yet.
+    known: by what the model is known: its files, its config alone, or the catalogue. weight_bytes, bits_per_weight and parts are
+    as stored; ``form`` says how the engine holds the weights there, and bytes_per_step, the speeds and memory are of that form: a
+    plain CPU unpacks small models to float32. kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and
+    kv_reason why not; KV bytes are then counted from the config alone. prediction: both phases on the roofline.
     """
 
     model: str
     architecture: str
+    traits: tuple[Trait, ...]
+    known: Known
     parameters: int
+    active_parameters: int | None
     weight_bytes: int
     bits_per_weight: float | None
     parts: tuple[PartCost, ...]
     form: Form
-    context: int
+    case: Case
+    place: Place
     context_length: int | None
-    kv_bytes_per_token: int | None
-    bytes_per_step: int | None
-    chip: Chip
-    ceiling_tps: float | None
-    expected_tps: float | None
-    prefill_tps: float | None
-    ttft_s: float | None
     memory: Fit
+    kv_bytes_per_token: int | None = None
+    kv_bytes: int | None = None
+    bytes_per_step: int | None = None
+    ceiling_tps: float | None = None
+    expected_tps: float | None = None
+    prefill_tps: float | None = None
+    ttft_s: float | None = None
+    reason: str | None = None
+    prediction: Prediction | None = None
     kv_table: KVTable | None = None
     kv_reason: str | None = None
 
+    @property
+    def chip(self) -> Chip:
+        """The chip of the place."""
+        return self.place.chip
+
+    @property
+    def context(self) -> int:
+        """Tokens held while decoding."""
+        return self.case.context
+
     def to_json(self) -> dict[str, Any]:
-        """Return plain values under the names of the public contract."""
-        return asdict(self)
+        """Return plain values: the names of the public contract first, what else is known after them."""
+        chip = self.chip
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "bytes_per_step": self.bytes_per_step,
+            "chip": {
+                "name": chip.name,
+                "gpu_cores": chip.gpu_cores,
+                "bandwidth_gbs": chip.bandwidth_gbs,
+                "fp16_tflops": chip.fp16_tflops,
+            },
+            "ceiling_tps": self.ceiling_tps,
+            "expected_tps": self.expected_tps,
+            "prefill_tps": self.prefill_tps,
+            "ttft_s": self.ttft_s,
+            "memory": asdict(self.memory),
+            "known_by": self.known,
+            "families": list(self.traits),
+            "active_parameters": self.active_parameters,
+            "parts": [asdict(part) for part in self.parts],
+            "form": self.form,
+            "context": self.case.context,
+            "prompt": self.case.prompt,
+            "context_length": self.context_length,
+            "bandwidth_source": chip.source,
+            "reason": self.reason,
+        }
 
 
 def inspect_model(
-    folder: Path, context: int = 4096, kv: KVSpec | None = None, *, chip: Chip | None = None, form: Form | None = None
+    folder: Path, context: int = 4096, kv: KVSpec | None = None, *, place: Place | None = None
 ) -> Inspection:
-    """Return what the model in ``folder`` costs at a context of so many tokens.
+    """Return what the model in ``folder`` costs with a prompt that fills a context of so many tokens. Raises like ``inspect``."""
+    return inspect(subject_of_folder(folder), Case(kv=kv or KVSpec(), context=context, prompt=context), place)
 
-    chip: None takes this machine's, measuring its bandwidth where no table knows it. form: None takes the engine's choice here.
-    Raises ModelError for a folder that is not there, or not whole, and OptionError for a KV flag that can't be honoured.
+
+def inspect(subject: Subject, case: Case, place: Place | None = None) -> Inspection:
+    """Return what a model costs in a case.
+
+    place: None takes this machine, measuring its bandwidth where no table knows it. Raises ModelError for a model that is damaged
+    or can't be weighed at all, and OptionError for a flag that it can't take.
     """
-    if not folder.is_dir():
-        raise ModelNotFoundError(f"{folder} is not a folder", "Name a model folder, a Hugging Face id, or `guide`.")
-    config = read_config(folder)
-    stored = cost_of_folder(folder, config)
-    form = form or form_here(stored)
-    held = cost_of_folder(folder, config, form=form)
-    chip = with_bandwidth(detect(), held.weight_bytes_per_token or held.weight_bytes) if chip is None else chip
-    value_bytes = kv_cost.value_bytes_of(config) if form == "stored" else 4
-    planned = kv_table(config, kv or KVSpec(), context, value_bytes=value_bytes)
-    per_token, kept = _kv(planned, config, kv or KVSpec(), context, value_bytes)
-    limits = limits_for(context, weight_bytes_per_token=held.weight_bytes_per_token, kv_bytes_per_step=kept, chip=chip)
-    working = working_bytes(config, value_bytes=value_bytes)
-    # An unknown KV size counts as nothing here: that it is unknown shows in kv_bytes_per_token.
-    fit = memory.fit(weights=held.weight_bytes, kv=kept or 0, working=working, budget=memory.budget())
+    packing = case.packing(subject.packing)
+    at = place or _bare()
+    weighed = weigh(subject.config, at.device, at.memory_bytes, packing=packing, folder=subject.folder)
+    if isinstance(weighed, str):
+        return _of_headers(subject, case, place, weighed)
+    loaded = load(weighed, case.kv, place or _here(weighed.held))
+    table = loaded.kv_table(case.context)
+    if table.bytes_at_context is None:
+        return _of_bytes(subject, case, loaded.place, weighed.stored, weighed.held, weighed.form, kv_table=table)
+    found = outcome_at(loaded, case)
+    assert found.memory is not None
+    return replace(
+        _described(subject, case, loaded.place, weighed.stored, weighed.form, found.memory),
+        kv_bytes_per_token=table.bytes_per_token,
+        kv_bytes=found.kv_bytes,
+        bytes_per_step=found.prediction.decode.bytes_read if found.prediction else None,
+        ceiling_tps=found.ceiling_tps,
+        expected_tps=found.expected_tps,
+        prefill_tps=found.prefill_tps,
+        ttft_s=found.ttft_s,
+        reason=found.reason,
+        prediction=found.prediction,
+        kv_table=table,
+    )
+
+
+def _of_headers(subject: Subject, case: Case, place: Place | None, why: str) -> Inspection:
+    """Return what the files alone say of a model that no class here makes."""
+    if subject.folder is None or case.bits is not None:
+        raise ModelUnsupportedError(
+            f"{subject.name} can't be weighed: {why}", "Inspect it with its weights, as they are."
+        )
+    at = place or _bare()
+    stored = cost_of_folder(subject.folder, subject.config)
+    form = form_on(stored, at.device, at.memory_bytes)
+    held = cost_of_folder(subject.folder, subject.config, form=form)
+    return _of_bytes(subject, case, place or _here(held), stored, held, form, kv_reason=why)
+
+
+def _of_bytes(  # noqa: PLR0917
+    subject: Subject,
+    case: Case,
+    place: Place,
+    stored: Cost,
+    held: Cost,
+    form: Form,
+    *,
+    kv_table: KVTable | None = None,
+    kv_reason: str | None = None,
+) -> Inspection:
+    value_bytes = value_bytes_of(subject.config) if form == "stored" else 4
+    bare = bare_cost(subject.config, held, case, place, value_bytes=value_bytes)
+    return replace(
+        _described(subject, case, place, stored, form, bare.memory),
+        kv_bytes_per_token=bare.kv_bytes_per_token,
+        kv_bytes=bare.kv_bytes,
+        bytes_per_step=bare.bytes_per_step,
+        ceiling_tps=bare.ceiling_tps,
+        reason=kv_reason or KV_UNKNOWN,
+        kv_table=kv_table,
+        kv_reason=kv_reason,
+    )
+
+
+def _described(  # noqa: PLR0917
+    subject: Subject, case: Case, place: Place, stored: Cost, form: Form, fit: Fit
+) -> Inspection:
+    """Return an inspection that says what the model is and whether it fits, and nothing yet of its speed."""
+    config = subject.config
+    names = config.get("architectures")
+    named = names[0] if isinstance(names, list) and names else text_config(config).get("model_type", "unknown")
+    parts = ((name, stored.parts[name]) for name in PARTS if stored.parts[name].nbytes)
     return Inspection(
-        model=str(folder),
-        architecture=_architecture(config),
+        model=subject.name,
+        architecture=str(named),
+        traits=traits_of(config),
+        known=subject.known,
         parameters=stored.parameters,
+        active_parameters=stored.active_parameters,
         weight_bytes=stored.weight_bytes,
         bits_per_weight=stored.bits_per_weight,
-        parts=_parts(stored),
+        parts=tuple(PartCost(name, part.parameters, part.nbytes, part.bits_per_weight) for name, part in parts),
         form=form,
-        context=context,
-        context_length=_context_length(config),
-        kv_bytes_per_token=per_token,
-        bytes_per_step=limits.bytes_per_step,
-        chip=chip,
-        ceiling_tps=limits.ceiling_tps,
-        expected_tps=limits.expected_tps,
-        prefill_tps=None,
-        ttft_s=None,
+        case=case,
+        place=place,
+        context_length=context_length(config),
         memory=fit,
-        kv_table=planned if isinstance(planned, KVTable) else None,
-        kv_reason=planned if isinstance(planned, str) else None,
     )
 
 
-def form_here(stored: Cost) -> Form:
-    """Return how the engine would hold these weights on this machine (engine/cpu.py decides the same from the modules)."""
-    from tokamac.engine.device import device_kind
-
-    if device_kind() != "cpu":
-        return "stored"
-    from tokamac.engine.cpu import MEMORY_SHARE
-
-    dense = 4 * sum(
-        part.parameters for name, part in stored.parts.items() if name not in ("experts", "norms and other")
-    )
-    total = memory.machine_total()
-    return "unpacked" if total is not None and dense <= MEMORY_SHARE * total else "float32"
+def _bare() -> Place:
+    """Return as much of this machine as weighing needs: its device and memory, without a bandwidth."""
+    return Place(detect(), memory.device_total(), None, None, device_kind(), local=True)
 
 
-def working_bytes(config: Mapping[str, Any], *, chunk: int = CHUNK, value_bytes: int = 2) -> int:
-    """Return a rough size of the largest temporaries of one layer's prefill chunk, and the logits of one token.
-
-    The widest layer's activations three times over (gate, up and their product), the residual twice, queries, keys and values.
-    """
-    text = text_config(config)
-    hidden = int(first_of(text, "hidden_size", "n_embd") or 0)
-    used = int(first_of(text, "num_experts_per_tok", "num_experts_per_token") or 1)
-    dense = int(first_of(text, "intermediate_size", "n_inner") or 4 * hidden)
-    width = max(dense, used * int(text.get("moe_intermediate_size") or 0))
-    return chunk * value_bytes * (3 * width + 5 * hidden) + 4 * int(text.get("vocab_size") or 0)
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    return str(names[0] if isinstance(names, list) and names else text_config(config).get("model_type", "unknown"))
-
-
-def _context_length(config: Mapping[str, Any]) -> int | None:
-    length = first_of(text_config(config), "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    return length if isinstance(length, int) else None
-
-
-def _parts(cost: Cost) -> tuple[PartCost, ...]:
-    found = [(name, cost.parts[name]) for name in PARTS if cost.parts[name].nbytes]
-    return tuple(PartCost(name, part.parameters, part.nbytes, part.bits_per_weight) for name, part in found)
-
-
-def _kv(
-    planned: KVTable | str, config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int
-) -> tuple[int | None, int | None]:
-    """Return (bytes a token, bytes at this context): as planned, else from the config; None where that does not say either.
-
-    Raises OptionError for flags that the model's caches can't take.
-    """
-    if isinstance(planned, KVTable) and planned.bytes_at_context is not None:
-        return planned.bytes_per_token, planned.bytes_at_context
-    layers = kv_cost.kv_layers(config)
-    if layers is None:
-        return None, None
-    if (spec.quantized or spec.window is not None) and not all(layer.free for layer in layers):
-        raise OptionError("this model's caches can be neither packed nor bounded", "Leave out the KV flags.")
-    from tokamac.engine.kv.plan import spare_slots
-
-    return (
-        kv_cost.kv_bytes_per_token(layers, spec, value_bytes=value_bytes),
-        kv_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots),
-    )
+def _here(held: Cost) -> Place:
+    return here(held.weight_bytes_per_token or held.weight_bytes)

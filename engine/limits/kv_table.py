@@ -1,7 +1,6 @@
 """What each layer of a model will keep, before any weight is read: the engine's own plan, made over a model of zeros.
 
-mlx-lm's class is built from the config alone. Every parameter is one zero, seen as an array of its shape, so nothing is computed
-and no memory is taken, however large the model; the plan is then the one that a loaded model gets.
+The plan made over a model of zeros (hollow.py) is the one that a loaded model gets.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import ModelError
+from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.kv_cost import names_unknown_layers
 from tokamac.engine.options import KVSpec
 
@@ -55,12 +55,12 @@ def kv_table(config: Mapping[str, Any], spec: KVSpec, context: int, *, value_byt
     if names_unknown_layers(config):
         return "its config names kinds of layers that are not known here"
     try:
-        model = _hollow(dict(config), value_bytes)
+        model = hollow_model(config, value_bytes)
     except ModelError as error:
         return error.message
     from tokamac.engine.kv import plan_caches
 
-    return _table(plan_caches(model, config, spec), context)
+    return table_of_plan(plan_caches(model, config, spec), context)
 
 
 def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
@@ -72,35 +72,8 @@ def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _hollow(config: dict[str, Any], value_bytes: int) -> Any:
-    """Return mlx-lm's module for the config, all zeros that take no memory. Raises ModelError."""
-    import mlx.core as mx
-    from mlx.utils import tree_map
-
-    from tokamac.engine.config import check_config, model_classes
-    from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
-    from tokamac.engine.model import BUILD_ERRORS
-
-    make, arguments = model_classes(config)
-    check_config(config, arguments)
-    dtype = mx.float32 if value_bytes == 4 else mx.bfloat16
-
-    def zeros(array: mx.array) -> mx.array:
-        kept = dtype if mx.issubdtype(array.dtype, mx.floating) else array.dtype
-        return mx.broadcast_to(mx.zeros((), kept), array.shape)
-
-    try:
-        model: Any = make(arguments.from_dict(config))
-        model.update(tree_map(zeros, model.parameters()))
-    except ImportError as error:
-        raise ModelUnsupportedError(f"it needs a package that is not installed: {error}", "Install it.") from error
-    except BUILD_ERRORS as error:
-        reason = " ".join(str(error).split())[:240]
-        raise ModelDamagedError(f"its config does not make a model: {reason}", "Download it again.") from error
-    return model
-
-
-def _table(plan: "CachePlan", context: int) -> KVTable:
+def table_of_plan(plan: "CachePlan", context: int) -> KVTable:
+    """Return a plan as a table, at a context of so many tokens."""
     alike: dict[tuple[Any, ...], list[LayerPlan]] = {}
     for layer in plan.layers:
         alike.setdefault(_signature(layer), []).append(layer)

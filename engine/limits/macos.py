@@ -34,6 +34,19 @@ def parse_profiler_cores(text: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
+def parse_throttled(text: str) -> bool | None:
+    """Return from `pmset -g therm` whether the system holds the chip back; None where the text does not say.
+
+    Held back: a limit on speed or scheduling below 100 %, or a warning level above 0. A warning that was never recorded is none.
+    """
+    limits = re.findall(r"^\s*CPU_(?:Speed|Scheduler)_Limit\s*=\s*(\d+)\s*$", text, re.MULTILINE)
+    levels = re.findall(r"(?:thermal|performance) warning level\s*=\s*(\d+)\s*$", text, re.MULTILINE | re.IGNORECASE)
+    if any(int(limit) < 100 for limit in limits) or any(int(level) > 0 for level in levels):
+        return True
+    none_recorded = re.search(r"no thermal warning level has been recorded", text, re.IGNORECASE)
+    return False if limits or levels or none_recorded else None
+
+
 def parse_chip_name(text: str) -> str | None:
     """Return the chip's name from `sysctl -n machdep.cpu.brand_string`."""
     return text.split("(", maxsplit=1)[0].strip() or None
@@ -56,6 +69,12 @@ def gpu_cores() -> int | None:
         return cores
     text = _output("system_profiler", "SPDisplaysDataType")
     return parse_profiler_cores(text) if text else None
+
+
+def throttled() -> bool | None:
+    """Return whether the system holds the chip back because of its heat; None where it does not tell. Takes milliseconds."""
+    text = _output("pmset", "-g", "therm")
+    return parse_throttled(text) if text else None
 
 
 def _output(*command: str) -> str | None:

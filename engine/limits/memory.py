@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokamac.engine.limits import macos_memory
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -12,7 +14,8 @@ class Memory:
     active, peak, pool: MLX's arrays now, at most so far, and freed buffers it keeps for reuse.
     device_total: memory of the device MLX computes on; on Apple silicon and on a plain CPU that is the machine's.
     budget: what this process may use in all: the device's recommended working set where it names one (it moves with the
-    system's settings, so it is read each time), else what the system says is free plus what this process holds.
+    system's settings, so it is read each time), less what other programs have of it where that is known (macOS); else what the
+    system says is free plus what this process holds.
     process_rss: resident memory of this process.
     """
 
@@ -69,13 +72,22 @@ def device_total() -> int | None:
 def budget() -> int | None:
     """Return what this process may use in all."""
     if (size := recommended()) is not None:
-        return size
+        left = macos_memory.available()  # one memory for all programs; a CUDA card's working set is not shared so
+        return size if left is None else min(size, left + _arrays())
     if (total := _device_number("total_memory")) is not None:  # a CUDA card that names no working set
         return total
     available, total = _available(), machine_total()
     if available is None:
         return total
     return available + (process_rss() or 0)
+
+
+def array_budget() -> int | None:
+    """Return what MLX's arrays may take in all: the budget, less what this process holds beside them where that counts."""
+    whole = budget()
+    if whole is None or recommended() is not None or _device_number("total_memory") is not None:
+        return whole  # of a device, whose memory holds nothing but arrays
+    return whole - max(0, (process_rss() or 0) - _arrays())
 
 
 def machine_total() -> int | None:
@@ -103,6 +115,12 @@ def parse_meminfo(text: str) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _arrays() -> int:
+    import mlx.core as mx
+
+    return mx.get_active_memory() + mx.get_cache_memory()
 
 
 def _available() -> int | None:

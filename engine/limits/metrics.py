@@ -16,6 +16,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RECENT_GAPS = 16
+"""Gaps that are "now": the last quarter of a second at 60 tok/s, steady to the eye and quick to follow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
@@ -64,6 +67,12 @@ def decode_rate(token_times: Sequence[float]) -> float | None:
     return rate(len(token_times) - 1, token_times[-1] - token_times[0])
 
 
+def recent_rate(gaps: Sequence[float]) -> float | None:
+    """Return the decode rate of the last few ``gaps`` (ms): what "now" means. None where there is none."""
+    recent = gaps[-RECENT_GAPS:]
+    return rate(len(recent), sum(recent) / 1e3)
+
+
 def gaps_ms(token_times: Sequence[float]) -> tuple[float, ...]:
     """Return the gaps between consecutive token times, in milliseconds."""
     return tuple((b - a) * 1e3 for a, b in itertools.pairwise(token_times))
@@ -79,9 +88,13 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def gap_percentiles(gaps: Sequence[float]) -> Gaps | None:
     """Return p50, p95, p99 and the largest of the gaps; None where there is no gap."""
-    if not gaps:
+    return percentiles(sorted(gaps))
+
+
+def percentiles(ordered: Sequence[float]) -> Gaps | None:
+    """Return those of gaps that are sorted already."""
+    if not ordered:
         return None
-    ordered = sorted(gaps)
     return Gaps(percentile(ordered, 0.50), percentile(ordered, 0.95), percentile(ordered, 0.99), ordered[-1])
 
 

@@ -19,8 +19,9 @@ _before = 0  # the limit that was in force before the first need
 
 @contextmanager
 def wired(needed_bytes: int) -> Iterator[int | None]:
-    """Let ``needed_bytes`` (weights and planned caches) be wired, never more than the device recommends; put the limit back after.
+    """Let ``needed_bytes`` be wired, never more than the device recommends; put the limit back after.
 
+    needed_bytes: the planned peak, with the whole context in use.
     Yields the limit in force, None where the device has none. A limit that is higher already stays.
     """
     most = recommended()

@@ -79,6 +79,15 @@ class PromptCache:
             return Known(held, 0)
         return Known(links[-1].stop, sum(link.entry.size for link in links))
 
+    @property
+    def aside(self) -> int:
+        """Bytes in memory beside the caches that are lent."""
+        return self._memory.aside
+
+    def shrink(self, wanted: int) -> int:
+        """Let go of so many of them; what is on disk stays there."""
+        return self._memory.shrink(wanted)
+
     def clear(self) -> None:
         """Forget what is in memory."""
         self._memory.clear()

@@ -37,6 +37,13 @@ class Store(Protocol):
         """Bytes held in memory, those of the caches that are lent included."""
 
     @property
+    def aside(self) -> int:
+        """Bytes held in memory beside the caches that are lent."""
+
+    def shrink(self, wanted: int) -> int:
+        """Let go of so many bytes of those, for good; return how many went."""
+
+    @property
     def trouble(self) -> str | None:
         """What the user should know of the disk; None while all is well."""
 
@@ -74,7 +81,7 @@ class NoCache:
     def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
         self.rates = Rates()
         self.keeps = self.needs_marks = False
-        self.nbytes = 0
+        self.nbytes = self.aside = 0
         self.trouble: str | None = None
         self._make = make
 
@@ -86,6 +93,10 @@ class NoCache:
     def lending(self, slot: Slot) -> Iterator[Slot]:
         """Lend, and drop."""
         yield slot
+
+    def shrink(self, wanted: int) -> int:  # noqa: ARG002
+        """There is nothing to let go of."""
+        return 0
 
     def mark(self, slot: Slot) -> None:
         """Nothing to do."""

@@ -44,7 +44,18 @@ class MemoryStore:
     def nbytes(self) -> int:
         """Bytes held: the live caches, and all that is set aside."""
         live = kv.nbytes(self._live.caches) if self._live else 0
-        return live + sum(node.kept.nbytes for node in self._nodes())
+        return live + self.aside
+
+    @property
+    def aside(self) -> int:
+        """Bytes held beside the live caches: all that could be let go of."""
+        return sum(node.kept.nbytes for node in self._nodes())
+
+    def shrink(self, wanted: int) -> int:
+        """Let go of ``wanted`` bytes beside the live caches, what was not used for longest first; return the bytes that went."""
+        before = self.nbytes
+        self._evict(before - wanted)
+        return before - self.nbytes
 
     def take(self, ids: list[int], keep: int | None) -> Slot:
         """Return the live caches, holding the longest known prefix of ``ids`` that can be gone back to."""
@@ -261,9 +272,9 @@ class MemoryStore:
         for each in node.path():
             each.used = self._uses
 
-    def _evict(self) -> None:
-        """Drop what was not used for longest until all fits the budget; the live caches always stay."""
-        surplus = self.nbytes - self._budget
+    def _evict(self, budget: int | None = None) -> None:
+        """Drop what was not used for longest until all fits the budget, its own or this; the live caches always stay."""
+        surplus = self.nbytes - (self._budget if budget is None else budget)
         while surplus > 0:
             on_path = set(map(id, self._end.path())) if self._end else set()
             nodes = sorted(self._nodes(), key=lambda node: (node.used, -node.start))

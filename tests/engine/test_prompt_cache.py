@@ -178,7 +178,7 @@ def test_what_is_stored_can_be_checked(tiny: Path, tmp_path: Path) -> None:
         assert list(engine.check_cache()) == []
         for prompt in prompts:
             list(engine.generate(prompt, SHORT))
-            until(lambda: engine._worker.call(engine._core.idle) is None)
+            until(lambda: engine._worker.call(engine._core._store.idle) is None)
         checks = list(engine.check_cache())
         assert engine.cache_trouble() is None
     assert [check.tokens // 50 * 50 for check in checks] == [400, 350, 300]  # and the reply

@@ -17,10 +17,11 @@ from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.inspect import inspect_model
 from tokamac.engine.limits.kv_cost import kv_bytes, kv_bytes_per_token, kv_layers
 from tokamac.engine.limits.kv_table import KVRow, KVTable, kv_table, runs
+from tokamac.engine.limits.places import Place
 from tokamac.engine.options import KVSpec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-CHIP = Chip("Test", 10, 100.0, 4.0, "table", "made up")
+GPU = Place(Chip("Test", 10, 100.0, 4.0, "table", "made up"), None, None, None, "metal")
 SPECS = {
     "plain": KVSpec(),
     "packed": KVSpec(8, 4, 32),
@@ -112,7 +113,7 @@ def test_flags_that_can_not_be_honoured_are_errors_here_too(tmp_path: Path) -> N
 def test_inspect_has_the_table_and_its_sums(tmp_path: Path) -> None:
     model, config = build(CONFIGS["gemma"])
     save(tmp_path, model, {**config, "sliding_window": 48})
-    seen = inspect_model(tmp_path, 1000, KVSpec(8, 8, 32), chip=CHIP, form="stored")
+    seen = inspect_model(tmp_path, 1000, KVSpec(8, 8, 32), place=GPU)
     assert seen.kv_table is not None
     assert seen.kv_reason is None
     assert seen.memory.kv == seen.kv_table.bytes_at_context
@@ -124,7 +125,7 @@ def test_without_a_class_the_config_alone_is_counted_and_that_is_said(tmp_path: 
     model, config = build(CONFIGS["llama"])
     save(tmp_path, model, {**config, "model_type": "unheard_of"})
     spec = KVSpec(8, 8, 32, window=100)
-    seen = inspect_model(tmp_path, 1000, spec, chip=CHIP, form="stored")
+    seen = inspect_model(tmp_path, 1000, spec, place=GPU)
     assert seen.kv_table is None
     assert "unheard_of" in (seen.kv_reason or "")
     assert seen.kv_bytes_per_token == 2 * 2 * 2 * (32 + 2 * 2)
@@ -133,13 +134,13 @@ def test_without_a_class_the_config_alone_is_counted_and_that_is_said(tmp_path: 
 
 
 def test_flags_that_the_config_alone_rules_out_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "kv_table", lambda *_, **__: "no class")
+    monkeypatch.setattr(inspect, "weigh", lambda *_, **__: "no class")
     model, config = build(CONFIGS["llama"])
     latent = {"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 16}
     save(tmp_path, model, {**config, **latent})
-    assert inspect_model(tmp_path, 10, KVSpec(), chip=CHIP, form="stored").memory.kv == 10 * 2 * 32 * 2
+    assert inspect_model(tmp_path, 10, KVSpec(), place=GPU).memory.kv == 10 * 2 * 32 * 2
     with pytest.raises(OptionError, match="neither packed nor bounded"):
-        inspect_model(tmp_path, 10, KVSpec(window=8), chip=CHIP, form="stored")
+        inspect_model(tmp_path, 10, KVSpec(window=8), place=GPU)
 
 
 def test_a_config_of_unknown_layers_is_not_planned() -> None:

@@ -1,22 +1,13 @@
-"""Memory, the wired limit, and `inspect`: what a folder costs here, without reading a weight."""
+"""Memory there is, and the wired limit."""
 
-import json
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
 
-from tests.limits.test_limits_cost import CONFIGS, build, save
-from tokamac.engine.errors import ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
-from tokamac.engine.limits import memory
-from tokamac.engine.limits.cost import cost_of_model
-from tokamac.engine.limits.hardware import Chip
-from tokamac.engine.limits.inspect import inspect_model
+from tokamac.engine.limits import macos_memory, memory
 from tokamac.engine.limits.wired import wired
-from tokamac.engine.options import KVSpec
-
-CHIP = Chip("Test", 10, 100.0, 4.0, "table", "made up")
 
 
 def test_a_snapshot_of_this_machine():
@@ -48,6 +39,55 @@ def test_a_card_without_a_recommended_size_offers_its_memory(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 999})
     assert memory.budget() == memory.device_total() == 999
     assert memory.recommended() is None
+
+
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                6014.
+Pages active:                            361934.
+Pages inactive:                          356812.
+Pages speculative:                         3561.
+Pages throttled:                              0.
+Pages wired down:                        158236.
+Pages purgeable:                          10236.
+"Translation faults":                 912873412.
+File-backed pages:                       221845.
+Anonymous pages:                         500462.
+"""
+
+
+def test_what_other_programs_leave_on_macos():
+    assert macos_memory.parse_vm_stat(VM_STAT) == (6014 + 3561 + 356812) * 16384
+    assert macos_memory.parse_vm_stat(VM_STAT.replace("Pages inactive", "Pages idle")) is None
+    assert macos_memory.parse_vm_stat("") is None
+
+
+@pytest.mark.parametrize(("text", "level"), [("1\n", 1), ("4", 4), ("", None), ("second level name unknown", None)])
+def test_the_pressure_level_of_macos(text, level):
+    assert macos_memory.parse_pressure(text) == level
+
+
+def test_macos_is_asked_only_on_a_mac():
+    assert sys.platform == "darwin" or macos_memory.available() is None
+
+
+@pytest.mark.parametrize(("left", "budget"), [(None, 10**12), (10**12, 10**12), (5 << 20, (5 << 20) + (4 << 20))])
+def test_what_others_have_of_the_working_set_is_left_out_of_the_budget(monkeypatch, left, budget):
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**12})
+    monkeypatch.setattr(macos_memory, "available", lambda: left)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 3 << 20)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 1 << 20)
+    assert memory.budget() == memory.array_budget() == budget
+
+
+def test_arrays_may_not_take_what_the_process_holds_beside_them(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "x86_64"})
+    monkeypatch.setattr(memory, "budget", lambda: 1000)
+    monkeypatch.setattr(memory, "process_rss", lambda: 300)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 90)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 10)
+    assert memory.array_budget() == 1000 - (300 - 100)
+    monkeypatch.setattr(memory, "budget", lambda: None)
+    assert memory.array_budget() is None
 
 
 @pytest.mark.parametrize(("budget", "fits"), [(None, None), (60, True), (59, False)])
@@ -99,72 +139,6 @@ def test_a_device_without_a_recommended_size_is_left_alone(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", lambda _: pytest.fail("must not be called"))
     with wired(50) as limit:
         assert limit is None
-
-
-def test_inspect_agrees_with_the_loaded_model(tmp_path):
-    model, config = build(CONFIGS["tied"], quantized={"group_size": 64, "bits": 4})
-    save(tmp_path, model, config)
-    seen = inspect_model(tmp_path, 100, KVSpec(), chip=CHIP, form="stored")
-    cost = cost_of_model(model, config)
-    kv = 2 * 2 * 2 * 32 * 2  # layers, K and V, heads, dims, bytes
-    assert seen.parameters == cost.parameters
-    assert seen.weight_bytes == cost.weight_bytes == seen.memory.weights
-    assert seen.kv_bytes_per_token == kv
-    assert seen.bytes_per_step == cost.weight_bytes_per_token + 100 * kv
-    assert seen.ceiling_tps == 100e9 / seen.bytes_per_step
-    assert (seen.expected_tps, seen.prefill_tps, seen.ttft_s) == (None, None, None)
-    assert sum(part.bytes for part in seen.parts) == seen.weight_bytes
-    assert seen.memory.total == seen.memory.weights + seen.memory.kv + seen.memory.working
-
-
-def test_inspect_knows_that_a_plain_cpu_unpacks_small_models(tmp_path):
-    model, config = build(CONFIGS["llama"], quantized={"group_size": 64, "bits": 4})
-    save(tmp_path, model, config)
-    seen = inspect_model(tmp_path, 100, KVSpec(), chip=CHIP)
-    assert seen.form == "unpacked"
-    assert seen.memory.weights == 4 * seen.parameters
-    assert seen.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
-
-
-def test_inspect_has_every_field_of_the_contract(tmp_path):
-    model, config = build(CONFIGS["mixtral"])
-    save(tmp_path, model, config)
-    plain = json.loads(json.dumps(inspect_model(tmp_path, chip=CHIP).to_json()))
-    wanted = (
-        "model architecture parameters weight_bytes bits_per_weight kv_bytes_per_token bytes_per_step chip ceiling_tps"
-    )
-    assert set(wanted.split()) | {"expected_tps", "prefill_tps", "ttft_s", "memory"} <= set(plain)
-    assert {"name", "gpu_cores", "bandwidth_gbs", "fp16_tflops"} <= set(plain["chip"])
-    assert set(plain["memory"]) == {"weights", "kv", "working", "total", "budget", "fits"}
-
-
-def test_what_inspect_cannot_know_is_null(tmp_path):
-    model, config = build(CONFIGS["llama"])
-    save(tmp_path, model, {**config, "layer_types": ["something_new"] * 2})
-    seen = inspect_model(tmp_path, chip=Chip("?", None, None, None, "unknown"))
-    assert (seen.kv_bytes_per_token, seen.bytes_per_step, seen.ceiling_tps) == (None, None, None)
-
-
-def test_inspect_of_what_is_no_model(tmp_path):
-    with pytest.raises(ModelNotFoundError):
-        inspect_model(tmp_path / "nowhere", chip=CHIP)
-    with pytest.raises(ModelDamagedError):
-        inspect_model(tmp_path, chip=CHIP)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelDamagedError):
-        inspect_model(tmp_path, chip=CHIP)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ModelUnsupportedError):
-        inspect_model(tmp_path, chip=CHIP)
-
-
-def test_a_truncated_shard_is_named(tmp_path):
-    model, config = build(CONFIGS["llama"])
-    save(tmp_path, model, config)
-    shard = tmp_path / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ModelDamagedError, match=r"model\.safetensors"):
-        inspect_model(tmp_path, chip=CHIP)
 
 
 def test_importing_the_package_touches_no_device():

@@ -1,0 +1,100 @@
+"""What attention computes: which queries see which keys, and how many numbers each pair takes, layer by layer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tokamac.engine.limits.cost import first_of, text_config
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import LayerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's attention.
+
+    width: numbers multiplied for each query and key that see each other: the dims of a key and of a value, over all query heads.
+    window: tokens that a query sees at most; None is all. layer: whose keys and values they are.
+    """
+
+    width: int
+    window: int | None
+    layer: int = 0
+
+    def operations(self, tokens: int, cached: int) -> int:
+        """Operations of ``tokens`` queries after ``cached``: two for each number of each pair that sees each other."""
+        return 2 * self.width * visible_pairs(tokens, cached, self.window)
+
+
+def visible_pairs(tokens: int, cached: int, window: int | None) -> int:
+    """Return how many (query, key) pairs see each other: ``tokens`` queries after ``cached``, each sees itself and what came before
+    it, ``window`` tokens at most."""
+    last = cached + tokens
+    if window is None or last <= window:
+        return _triangle(last) - _triangle(cached)
+    if cached >= window:
+        return tokens * window
+    return _triangle(window) - _triangle(cached) + (last - window) * window
+
+
+def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tuple[Attention, ...] | None:
+    """Return the attention of every layer that has keys, of its own or another's; None where the config does not tell its size.
+
+    Latent attention multiplies with the dims that its config names, unfolded, as prefill does.
+    """
+    own = []
+    for layer in layers:
+        if layer.kind == "state":
+            continue
+        width = _width(config, layer)
+        if width is None:
+            return None
+        own.append(Attention(width, layer.window, layer.index))
+    return (*own, *_reusing(config, own))
+
+
+def query_heads(config: Mapping[str, Any], layer: int = 0) -> int | None:
+    """Return the query heads of a layer; None where the config does not say."""
+    heads = first_of(text_config(config), "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    if isinstance(heads, list):
+        heads = heads[layer]
+    return heads if isinstance(heads, int) else None
+
+
+def reusing_layers(config: Mapping[str, Any]) -> int:
+    """Return how many of the upper layers attend to keys and values of lower ones (gemma3n, gemma4, afm7)."""
+    return int(first_of(text_config(config), "num_kv_shared_layers", "num_kv_reuse_layers") or 0)
+
+
+def _width(config: Mapping[str, Any], layer: "LayerPlan") -> int | None:
+    text, heads = text_config(config), query_heads(config, layer.index)
+    if heads is None:
+        return None
+    if layer.ours is not None:
+        return heads * (layer.ours.seen.key_dim + layer.ours.seen.value_dim)
+    if layer.kind == "latent":
+        index = (text.get("index_n_heads"), text.get("index_head_dim"))
+        if layer.path[1:] == (1,) and isinstance(index[0], int) and isinstance(index[1], int):
+            return index[0] * index[1]  # scores that choose what to attend to (DeepSeek-V3.2)
+        dims = [text.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        return heads * sum(dims) if all(isinstance(dim, int) for dim in dims) else None  # type: ignore[arg-type]
+    dim, hidden = text.get("head_dim"), first_of(text, "hidden_size", "n_embd")
+    known = isinstance(dim, int) or isinstance(hidden, int)
+    return 2 * heads * (dim or hidden // heads) if known else None
+
+
+def _reusing(config: Mapping[str, Any], own: Sequence[Attention]) -> Iterator[Attention]:
+    """Yield the attention of the layers that reuse keys: those of the last layer of their kind that made some."""
+    count, kinds = reusing_layers(config), text_config(config).get("layer_types")
+    made = {attention.layer: attention for attention in own}
+    if not count or not made:
+        return
+    first = max(made) + 1
+    for layer in range(first, first + count):
+        alike = [index for index in made if not isinstance(kinds, list) or kinds[index] == kinds[layer]]
+        yield replace(made[max(alike, default=first - 1)])
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2

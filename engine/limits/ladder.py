@@ -1,0 +1,143 @@
+"""What to do where a prefill would not fit into memory: a ladder, from what costs nothing to refusing.
+
+    1  clear MLX's pool of unused buffers       costs nothing
+    2  smaller chunks                           slower prefill, smaller temporaries
+    3  shrink the prompt cache in memory        other prompts are computed again
+    4  refuse, with numbers, and offer keys and values that would fit
+
+The context that the user set is never changed here. Pure: what is done about it is done in engine/squeeze.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tokamac.engine.errors import MemoryLimitError
+from tokamac.engine.limits.peak import Peak
+from tokamac.engine.limits.peak_shape import Shape
+
+LEAST_CHUNK = 32
+"""Tokens; below, a prefill takes many times as long and hardly less memory."""
+
+OFFERS = ((8, 8), (8, 4), (4, 4))
+"""Bits of keys and values to offer, those that harm least first (BENCHMARKS.md, `tokamac bench --kv-quality`)."""
+
+WINDOW_STEP = 256
+
+RungName = Literal["pool", "chunk", "prompt cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step. amount: bytes given back by the pool or the prompt cache; tokens of a chunk."""
+
+    name: RungName
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """The steps to take, in order, and where they lead. peak: what is predicted then. missing: bytes that are still too many."""
+
+    rungs: tuple[Rung, ...]
+    chunk: int
+    peak: Peak
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Flags under which the same prompt would fit, and the peak then."""
+
+    flags: str
+    total: int
+
+
+def steps(
+    peak_at: Callable[[int], Peak], budget: int | None, *, chunk: int, pool: int = 0, least_chunk: int = LEAST_CHUNK
+) -> Squeeze:
+    """Return what to do so that a prefill fits ``budget`` bytes; nothing where it is unknown, or all fits.
+
+    peak_at: the peak of prefilling in chunks of so many tokens. pool: bytes of unused buffers held for reuse. The prompt cache can
+    give back at most what the peak counts of it.
+    """
+    peak = peak_at(chunk)
+    if budget is None or peak.total + pool <= budget:
+        return Squeeze((), chunk, peak, 0)
+    rungs = [Rung("pool", pool)] if pool else []
+    smaller, peak = _smaller(peak_at, budget, chunk, min(least_chunk, chunk))
+    if smaller != chunk:
+        rungs.append(Rung("chunk", smaller))
+    if 0 < (over := peak.total - budget) <= peak.prompt_cache:
+        rungs.append(Rung("prompt cache", over))
+        peak = replace(peak, prompt_cache=peak.prompt_cache - over)
+    return Squeeze(tuple(rungs), smaller, peak, max(0, peak.total - budget))
+
+
+def _smaller(peak_at: Callable[[int], Peak], budget: int, chunk: int, least: int) -> tuple[int, Peak]:
+    """Return the largest chunk, halved as often as need be, that fits; where none does, that which takes least.
+
+    That need not be the smallest: few enough scores are written down by MLX, for all heads at once.
+    """
+    tried = [(chunk, peak_at(chunk))]
+    while tried[-1][1].total > budget and chunk > least:
+        chunk = max(least, chunk // 2)
+        tried.append((chunk, peak_at(chunk)))
+    if tried[-1][1].total <= budget:
+        return tried[-1]
+    return min(tried, key=lambda each: each[1].total)
+
+
+def offers(
+    shape: Shape,
+    peak_of: Callable[[Shape], Peak],
+    budget: int,
+    *,
+    spare: Callable[[int], int],
+    longest: int,
+) -> Iterator[Offer]:
+    """Yield flags with which the same prompt would fit: the first bits that do, and the largest window that does.
+
+    peak_of: the peak of the same prompt with another shape. spare: the slots beside a window of so many tokens. longest: the
+    window is smaller than this.
+    """
+    for bits in OFFERS:
+        smaller = shape.packed(*bits)
+        fewer = smaller != shape and _held(smaller) < _held(shape)
+        if fewer and (total := peak_of(smaller).total) <= budget:
+            yield Offer(f"--kv-bits {bits[0]},{bits[1]}" if bits[0] != bits[1] else f"--kv-bits {bits[0]}", total)
+            break
+    if not all(layer.ours for layer in shape.layers):
+        return  # no window applies to a cache of the model's own
+    low, high = 0, (longest - 1) // WINDOW_STEP
+    while low < high:  # the peak never falls as the window grows
+        middle = (low + high + 1) // 2
+        window = middle * WINDOW_STEP
+        fits = peak_of(shape.windowed(window, spare(window))).total <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    if low:
+        window = low * WINDOW_STEP
+        yield Offer(f"--kv-window {window}", peak_of(shape.windowed(window, spare(window))).total)
+
+
+def refusal(what: str, peak: Peak, budget: int, found: list[Offer]) -> MemoryLimitError:
+    """Return the error that refuses ``what``, with its numbers, and what would fit."""
+    parts = {
+        "weights": peak.weights,
+        "KV cache": peak.kv,
+        "temporaries": peak.working,
+        "prompt cache": peak.prompt_cache,
+    }
+    listed = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
+    would = " or ".join(f"{offer.flags} ({gb(offer.total)})" for offer in found)
+    hint = f"It would fit with {would}." if would else "Close other programs, shorten it, or take a smaller model."
+    return MemoryLimitError(f"{what} needs {gb(peak.total)} of memory ({listed}), and {gb(budget)} may be used", hint)
+
+
+def gb(size: int) -> str:
+    """Return bytes as text: MB below a tenth of a GB."""
+    return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.1f} MB"
+
+
+def _held(shape: Shape) -> int:
+    return sum(layer.key_bytes + layer.value_token_bytes for layer in shape.layers)

@@ -1,0 +1,64 @@
+"""About how many kernels a decode step launches on a GPU: what it takes beside reading, however few the bytes."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tokamac.engine.limits.attention_work import reusing_layers
+from tokamac.engine.limits.cost import Tensor, part_of
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import CachePlan
+
+PER_LAYER = 8
+"""Kernels of an attention layer beside its modules: two rotations, two cache writes, attention, two residual sums, the gated
+product. A layer with a state instead of keys has about as many."""
+
+PER_REUSING_LAYER = 5
+"""Of a layer that attends to another's keys: one rotation, and no cache writes."""
+
+PER_STACK = 2
+"""Kernels beside each expert stack's product: choosing, sorting and weighing the experts comes to about six for three stacks."""
+
+SCALING_ROTATIONS = frozenset({"SuScaledRoPE", "YarnRoPE"})
+"""Of mlx-lm's rotary modules, those that multiply a slice of their input and write it back (mlx_lm/models/rope_utils.py)."""
+
+FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "c_attn"})
+"""Products that make queries, keys and values at once."""
+
+PER_STEP = 4
+"""Kernels once a step: the embedding's row, the head, sampling, and the copy to the host."""
+
+
+def launches(model: Any, config: Mapping[str, Any], plan: "CachePlan") -> int:
+    """Return about how many kernels a decode step launches: one for each module that holds weights, and what goes with them.
+
+    A norm that a model file defines itself takes two: it adds one to its weight each time (gemma). Rotations for long contexts
+    scale queries and keys first, and write them back: two more each. Queries, keys and values of one product are cut apart:
+    three copies.
+    """
+    from mlx import nn
+    from mlx.utils import tree_flatten
+
+    count = PER_STEP + PER_LAYER * len({layer.index for layer in plan.layers})
+    count += PER_REUSING_LAYER * reusing_layers(config)
+    modules = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return count + sum(_of_module(path.rpartition(".")[2], module) for path, module in modules if not _is_head(path))
+
+
+def _is_head(path: str) -> bool:
+    return part_of(Tensor(f"{path}.weight", "BF16", (), 0), {}) == "head"
+
+
+def _of_module(name: str, module: Any) -> int:
+    """Return the kernels of one module. name: the last of its path."""
+    from mlx.utils import tree_flatten
+
+    kind = type(module)
+    if kind.__name__ in SCALING_ROTATIONS:
+        return 4
+    if "mbedding" in kind.__name__ or not tree_flatten(module.parameters()):
+        return 0  # a row of a table is looked up: one of PER_STEP
+    if "norm" in name and not kind.__module__.startswith("mlx."):
+        return 2
+    stack = PER_STACK if "SwitchLinear" in kind.__name__ else 0
+    return 1 + stack + (len("qkv") if name in FUSED else 0)

@@ -1,0 +1,185 @@
+"""Find out a machine's pace with a model: which parts of a step are not known yet, time them, and put the pace together.
+
+A part has a name that says all it depends on, so models share the parts that they have alike, and what was kept is found again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.limits import kept
+from tokamac.engine.limits.arithmetic import measure_tflops
+from tokamac.engine.limits.bandwidth import bucket, is_busy
+from tokamac.engine.limits.measured import ROWS, Measured, Timed, TimedAttention, depths_up_to
+from tokamac.engine.limits.products import Product
+from tokamac.engine.limits.work import Work
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import CachePlan, LayerPlan
+
+FILE = "parts.json"
+
+RECIPE = 1
+"""Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model as its parts see it. unpacked: weights are dense float32, multiplied by NumPy. machine: kept.machine_key of it."""
+
+    work: Work
+    plan: "CachePlan"
+    unpacked: bool
+    device: DeviceKind
+    machine: str
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes that a step reads, rounded as measurements are: what is read in turn while a product is timed. None is unknown."""
+        read = self.work.weight_bytes()
+        return None if read is None else bucket(read)
+
+
+def kept_tflops(machine: str) -> float | None:
+    """Return what a large matrix product reached on this machine, in 10^12 operations a second; None where it was never timed."""
+    return kept.read(kept.store_file(FILE), _peak_key(machine))
+
+
+def can_measure(plan: "CachePlan") -> bool:
+    """Whether every layer can be timed alone: not those whose caches stay as the model made them."""
+    return bool(plan.layers) and all(layer.ours is not None for layer in plan.layers)
+
+
+class Measuring:
+    """Times what is not known yet, a part at a time, so that it can wait for a request between two."""
+
+    def __init__(self, subject: Subject, file: Path | None = None) -> None:
+        self._subject = subject
+        self._file = file or kept.store_file(FILE)
+        self._known = kept.read_all(self._file)
+        self._parts = dict(_parts(subject)) if can_measure(subject.plan) else {}
+
+    @property
+    def missing(self) -> int:
+        """Parts that were not timed yet."""
+        return sum(key not in self._known for key in self._parts)
+
+    def steps(self) -> Iterator[None]:
+        """Time the missing parts, one a step. What is timed on a busy machine takes too long: it is used, but not kept."""
+        import mlx.core as mx
+
+        for key, time_it in self._parts.items():
+            if key not in self._known:
+                busy = is_busy()
+                self._known[key] = time_it()
+                mx.clear_cache()  # the copies of a matrix take as much memory as the model may
+                if not (busy or is_busy()):
+                    kept.keep(self._file, {key: self._known[key]})
+                yield
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """10^12 operations a second of a large matrix product, once it was timed: prefill's ceiling."""
+        return self._known.get(_peak_key(self._subject.machine))
+
+    def pace(self) -> Measured | None:
+        """Return the pace once every part is known, else None."""
+        if not self._parts or self.missing:
+            return None
+        return _pace(self._subject, self._known)
+
+
+def _parts(subject: Subject) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Yield the machine's peak, and every part of the subject's steps: its name, and how to time it. Nothing where a size is
+    unknown."""
+    from tokamac.engine.limits import parts
+
+    work, unpacked, weight_bytes = subject.work, subject.unpacked, subject.weight_bytes
+    if work.query_heads is None or work.hidden is None or work.vocabulary is None:
+        return
+    if weight_bytes is None or work.prefill_parameters is None:
+        return
+    yield _peak_key(subject.machine), lambda: measure_tflops(subject.device)
+    for product in work.products:
+        for rows in (1,) if product.head else (1, ROWS):
+            timing = parts.Multiplying(product, rows, weight_bytes, unpacked=unpacked)
+            yield _product_key(subject, product, rows), timing.seconds
+    for layers in _alike(subject.plan):
+        for depth in depths_up_to(layers[0].limit):
+            for rows in (1, ROWS):
+                attending = parts.Attending(layers[0], work.query_heads, depth, rows)
+                yield _attention_key(subject, layers[0], depth, rows), attending.seconds
+    for rows in (1, ROWS):
+        yield _key(subject, f"kernel of {work.hidden} x {rows}"), parts.Launching(work.hidden, rows).seconds
+    yield _key(subject, f"sampling of {work.vocabulary}"), parts.Sampling(work.vocabulary).seconds
+
+
+def _pace(subject: Subject, known: Mapping[str, float]) -> Measured:
+    work = subject.work
+
+    def timed(name: Callable[[int], str], *, head: bool = False) -> Timed:
+        row = known[name(1)]
+        return Timed(row, row if head else max(row, known[name(ROWS)]))
+
+    products = tuple(
+        (product, timed(lambda rows, each=product: _product_key(subject, each, rows), head=product.head))  # type: ignore[misc]
+        for product in work.products
+    )
+    attention = tuple(_attention(subject, layers, known) for layers in _alike(subject.plan))
+    covered = sum(product.count for product in work.products) + len(work.attention) + WRITES * len(subject.plan.layers)
+    return Measured(
+        products=products,
+        attention=attention,
+        launch=timed(lambda rows: _key(subject, f"kernel of {work.hidden} x {rows}")),
+        others=max(work.launches - covered, 0),
+        sampling_s=known[_key(subject, f"sampling of {work.vocabulary}")],
+    )
+
+
+WRITES = 2
+"""Of a layer's kernels, those that timing its attention covers beside the attention: keys and values are written to its cache."""
+
+
+def _attention(subject: Subject, layers: "list[LayerPlan]", known: Mapping[str, float]) -> TimedAttention:
+    first, indices = layers[0], {layer.index for layer in layers}
+
+    def points(rows: int) -> tuple[tuple[int, float], ...]:
+        depths = depths_up_to(first.limit)
+        seconds = (known[_attention_key(subject, first, depth, rows)] for depth in depths)
+        return tuple(zip(depths, accumulate(seconds, max), strict=True))  # more to read is never faster: that was noise
+
+    # Layers that reuse another's keys attend to them as well.
+    attending = sum(attention.layer in indices for attention in subject.work.attention)
+    return TimedAttention(attending, first.limit, points(1), points(ROWS))
+
+
+def _alike(plan: "CachePlan") -> "list[list[LayerPlan]]":
+    """Return the layers in groups whose caches are alike."""
+    return [list(group) for _, group in groupby(sorted(plan.layers, key=_shape), key=_shape)]
+
+
+def _shape(layer: "LayerPlan") -> str:
+    """Return what names a layer's attention: heads, dims, bits, and what it holds at most."""
+    assert layer.ours is not None
+    seen = layer.ours.seen
+    bits = f"{layer.key_bits},{layer.value_bits} bits in {layer.group_size}{' rotated' if layer.rotated else ''}"
+    return f"{seen.heads} heads of {seen.key_dim},{seen.value_dim} {bits} window {layer.window} type {seen.scale_bytes}"
+
+
+def _attention_key(subject: Subject, layer: "LayerPlan", depth: int, rows: int) -> str:
+    return _key(subject, f"attention {subject.work.query_heads} on {_shape(layer)} at {depth} x {rows}")
+
+
+def _peak_key(machine: str) -> str:
+    return f"{machine} | large matrix product, 10^12 operations a second"
+
+
+def _product_key(subject: Subject, product: Product, rows: int) -> str:
+    return _key(subject, f"product {product.key} x {rows} of {subject.weight_bytes} bytes")
+
+
+def _key(subject: Subject, part: str) -> str:
+    return f"{subject.machine} | recipe {RECIPE} | {'unpacked' if subject.unpacked else 'as stored'} | {part}"

@@ -1,0 +1,200 @@
+"""Time the parts that a step of a model is made of, on the device it would run on: its own products, its own attention, the rest.
+
+Each part is timed as the engine runs it: the same modules, the same caches, the same types. Weights are constants, but as many
+copies of a matrix are read in turn as the model has bytes, so that a cache holds no more of them than it would in a real step.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from tokamac.engine.cpu import DenseLinear
+from tokamac.engine.limits.products import Product
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import LayerPlan
+
+MOST_COPIES = 256
+
+LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
+"""Repetitions of a part after its warm-up: as many as fit the budget, within bounds."""
+
+KERNELS = 24
+"""Small kernels in a row, to time one: enough that starting the row does not show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplying:
+    """``rows`` rows (1: a decode step) times a matrix of this kind; copies of it come to ``weight_bytes``."""
+
+    product: Product
+    rows: int
+    weight_bytes: int
+    unpacked: bool
+
+    def seconds(self) -> float:
+        """Return the seconds of one product, and of the kernel before it: where a product waits for its input, that is part of
+        it."""
+        copies = 1
+        if self.rows == 1:
+            copies = max(
+                1, min(self.weight_bytes // max(_nbytes(self.product, unpacked=self.unpacked), 1), MOST_COPIES)
+            )
+        multiply = [_multiplier(self.product, unpacked=self.unpacked) for _ in range(copies)]
+        x = mx.ones((1, self.rows, self.product.columns), dtype=_float_type())
+        mx.eval(x)
+        return _usual_s(lambda: mx.eval([each(x * 0.5) for each in multiply])) / copies
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """One layer's cache, of this plan, that holds ``depth`` tokens: ``rows`` queries are appended and attend."""
+
+    layer: "LayerPlan"
+    query_heads: int
+    depth: int
+    rows: int
+
+    def seconds(self) -> float:
+        """Return the seconds of appending and attending."""
+        from mlx_lm.models import base
+
+        assert self.layer.ours is not None
+        seen, cache = self.layer.ours.seen, self.layer.make(self.layer.ours, 0)
+        dtype = _float_type() if seen.scale_bytes == 4 else mx.bfloat16
+        if self.depth:
+            for array in cache.update_and_fetch(*_pair(seen, self.depth, dtype)):
+                mx.eval(array)
+        queries = mx.ones((1, self.query_heads, self.rows, seen.key_dim), dtype=dtype)
+        new = _pair(seen, self.rows, dtype)
+        mx.eval(queries, new)
+
+        def step() -> None:
+            mask = cache.make_mask(self.rows)
+            keys, values = cache.update_and_fetch(*new)
+            mx.eval(base.scaled_dot_product_attention(queries, keys, values, cache=cache, scale=0.1, mask=mask))
+            cache.trim(min(self.rows, cache.rewindable))
+
+        return _usual_s(step)
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """A small kernel over ``rows`` rows of the residual: norms and sums in turn."""
+
+    hidden: int
+    rows: int
+
+    def seconds(self) -> float:
+        """Return the seconds of one, the mean over a row of them."""
+        weight, x = (
+            mx.ones((self.hidden,), dtype=_float_type()),
+            mx.ones((1, self.rows, self.hidden), dtype=_float_type()),
+        )
+        mx.eval(weight, x)
+
+        def chain() -> None:
+            y = x
+            for _ in range(KERNELS // 2):
+                y = y + mx.fast.rms_norm(y, weight, 1e-5)
+            mx.eval(y)
+
+        return _usual_s(chain) / KERNELS
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The likeliest of a vocabulary's logits, brought to the host."""
+
+    vocabulary: int
+
+    def seconds(self) -> float:
+        """Return the seconds of choosing."""
+        logits = mx.zeros((1, self.vocabulary), dtype=_float_type())
+        mx.eval(logits)
+        return _usual_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
+
+
+def _pair(seen: Any, tokens: int, dtype: mx.Dtype) -> list[mx.array]:
+    """Return keys and values (1, H, tokens, D), all a tenth."""
+    pair = [mx.full((1, seen.heads, tokens, dim), 0.1, dtype=dtype) for dim in (seen.key_dim, seen.value_dim)]
+    mx.eval(pair)
+    return pair
+
+
+def _nbytes(product: Product, *, unpacked: bool) -> int:
+    """Return the bytes that a row reads of one matrix, as it lies here."""
+    if unpacked and product.stack == 1:
+        return 4 * product.rows * product.columns
+    return product.nbytes(_float_type().size)
+
+
+def _multiplier(product: Product, *, unpacked: bool) -> Callable[[mx.array], mx.array]:
+    """Return what multiplies rows (1, N, columns) with a matrix of this kind."""
+    if unpacked and product.stack == 1:
+        return DenseLinear(_constant((product.columns, product.rows), mx.float32).T, None).__call__
+    if product.bits is not None:
+        return _packed(product)
+    matrix = _constant((product.stack, product.columns, product.rows), _float_type())
+    if product.stack == 1:
+        return lambda x: x @ matrix[0]
+    return lambda x: mx.gather_mm(_one_row(x), matrix, rhs_indices=_chosen(product, x.shape[1]))
+
+
+def _packed(product: Product) -> Callable[[mx.array], mx.array]:
+    assert product.bits is not None
+    affine = product.mode == "affine"
+    shape = (product.stack, product.rows)
+    weight = _constant((*shape, product.columns * product.bits // 32), mx.uint32)
+    # Microscaled formats keep one byte a group and no bias.
+    scales = _constant((*shape, product.columns // product.group_size), _float_type() if affine else mx.uint8)
+    biases = scales if affine else None
+    kwargs: Any = {"group_size": product.group_size, "bits": product.bits, "mode": product.mode, "transpose": True}
+    if product.stack == 1:
+        bias = None if biases is None else biases[0]
+        return lambda x: mx.quantized_matmul(x, weight[0], scales[0], bias, **kwargs)
+    return lambda x: mx.gather_qmm(
+        _one_row(x), weight, scales, biases, rhs_indices=_chosen(product, x.shape[1]), **kwargs
+    )
+
+
+def _chosen(product: Product, tokens: int) -> mx.array:
+    """Return experts (1, N, active) spread over the stack, as a router would choose."""
+    chosen = mx.arange(tokens * product.active) % product.stack
+    return chosen.astype(mx.uint32).reshape(1, tokens, product.active)
+
+
+def _one_row(x: mx.array) -> mx.array:
+    """x (1, N, C) → (1, N, 1, 1, C), as mlx-lm's switch layers do."""
+    return mx.expand_dims(x, (-2, -3))
+
+
+def _constant(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    value = mx.full(shape, 1, dtype=dtype)
+    mx.eval(value)
+    return value
+
+
+def _float_type() -> mx.Dtype:
+    """Return what the engine computes in: float32 on a CPU, a half on a GPU."""
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
+
+
+def _usual_s(run: Callable[[], Any]) -> float:
+    """Return the lower quartile of a part's times: what others do on the machine only ever adds to them, and the best is luck."""
+    run()
+    times = sorted(_times(run))
+    return times[len(times) // 4]
+
+
+def _times(run: Callable[[], Any]) -> Iterator[float]:
+    end = time.perf_counter() + BUDGET_S
+    for count in range(MOST_TRIALS):
+        began = time.perf_counter()
+        if count >= LEAST_TRIALS and began > end:
+            return
+        run()
+        yield time.perf_counter() - began

@@ -1,0 +1,275 @@
+"""How much memory a prefill will take at its highest: arithmetic from shapes, nothing is computed.
+
+    peak = weights + keys and values + the largest temporaries of any moment + what the prompt cache keeps beside
+
+Counted are MLX's arrays, as ``mx.get_peak_memory`` counts them. NumPy's own arrays on a plain CPU come on top: a product's rows
+before MLX copies them, and one head's scores.
+
+The moments of a layer, N tokens computed at once, T of them held at its end; widths H (hidden), A (queries), K and V (keys and
+values), I (feed-forward), in numbers a token, and D dimensions a head:
+
+    turning    x, its norm, q, k, v; to turn q: four half products and their union                2H + A + K + V + 3A + 1.5D
+    keys       the same, k turned; keys grow into larger arrays beside the old; packed ones are
+               unpacked: the integers, then what they become                                      … + growth + 2TK
+    values     unpacked keys stay; values grow and are unpacked                                   … + TK + growth + 2TV
+    output     q, what was gathered, its copy in order, unpacked keys and values                  2H + 3A + TK + TV, then 3H + 2A
+    feeding    x, attention's output, their sum, its norm; gate and up, whose product takes the
+               place of one; a mixture sorts a copy for each expert used                          4H + 2I
+    windows    where a call overflows its ring: what was held and what is new, side by side; what is new of every layer
+               until all are written; a mask
+    logits     of one token, as computed, as float32, and as log-probabilities                    3 × vocabulary
+
+Where work is launched ahead (see ``Order``), all arrays of a layer are there at once, or of two. That was measured on a plain CPU
+in half precision, where it is 10 to 30 % too much beside the weights; on Metal and CUDA, where attention is fused and turning is
+one kernel, none of this was run. Models with layers of another kind (recurrent, latent) are taken by their widths.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tokamac.engine.limits.peak_shape import LayerCache, Shape
+
+STEP, GROWTH = 256, 16
+"""How caches grow: in multiples of so many slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
+
+LAYERS_AHEAD = 2
+"""Layers whose arrays are there at once where work is launched ahead. Seen in half precision on a plain CPU: 1.5 to 2."""
+
+NUMPY_SCORES, NUMPY_SCORES_PACKED = 1 << 14, 1 << 17
+"""Queries times keys from which NumPy attends (engine/kv/cpu.py); below, MLX writes the scores of all heads down."""
+
+PACKED_TOKENS = 8
+"""New tokens up to which packed data is multiplied as it lies (engine/kv/cache.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at the highest moment.
+
+    kv: of the conversation's caches then, room to grow included. prompt_cache: what is kept beside.
+    """
+
+    weights: int
+    kv: int
+    working: int
+    prompt_cache: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv + self.working + self.prompt_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A call of the model. new: tokens computed; held: tokens in the caches at its end; decodes: logits are asked for."""
+
+    new: int
+    held: int
+    decodes: bool = False
+
+
+def predict_peak(
+    shape: Shape, *, held: int, new: int, chunk: int, slots: int | None = None, reply: int = 0, prompt_cache: int = 0
+) -> Peak:
+    """Return the peak of computing ``new`` tokens after ``held``, ``chunk`` at a time, and of ``reply`` tokens after them.
+
+    slots: room in the caches that grow, now; None is as much as the tokens held would have made. prompt_cache: bytes of other
+    prompts kept beside.
+    """
+    room = rounded(held) if slots is None else slots
+    idle = Peak(shape.weights, sum(_held(layer, _room(layer, room, held)) for layer in shape.layers), 0, prompt_cache)
+    limits = {layer.limit for layer in shape.layers if layer.ours}
+    calls = _high(room, held, new, chunk, reply, limits)
+    moments = (_at(shape, before, moment, prompt_cache) for before, moment in calls)
+    return max(moments, key=lambda peak: peak.total, default=idle)
+
+
+def rounded(slots: int) -> int:
+    """Return the room made for so many tokens at once."""
+    return -(-slots // STEP) * STEP
+
+
+def grown(slots: int, stop: int) -> int:
+    """Return the room of caches that had ``slots``, once ``stop`` tokens are held."""
+    return slots if stop <= slots else rounded(max(stop, slots + slots // GROWTH))
+
+
+def _high(  # noqa: PLR0917
+    slots: int, held: int, new: int, chunk: int, reply: int, limits: set[int | None]
+) -> Iterator[tuple[int, Moment]]:
+    """Yield the room before, and the call, of all that can be the highest: the last of each kind, since more held is never less.
+
+    A call's kind: whether it is a whole chunk, which caches it makes grow (of those ``limits``, in slots), and whether it has few
+    enough scores for MLX to write them down.
+    """
+    prompt = range(held, held + new, chunk)
+    last: dict[tuple[bool, ...], tuple[int, Moment]] = {}
+    for start, stop in pairwise([*prompt, held + new]):
+        count, before, slots = stop - start, slots, grown(slots, stop)
+        few = (count * stop < NUMPY_SCORES, count * stop < NUMPY_SCORES_PACKED)
+        grew = tuple(min(slots, limit or slots) > min(before, limit or before) for limit in limits)
+        last[count == chunk, *grew, *few] = before, Moment(count, stop)
+    yield from last.values()
+    end = held + new
+    while slots < end + reply:  # decoding grows the caches a token at a time
+        before, slots = slots, grown(slots, slots + 1)
+        yield before, Moment(1, before + 1, decodes=True)
+    if reply:
+        yield slots, Moment(1, end + reply, decodes=True)
+
+
+def _at(shape: Shape, slots: int, moment: Moment, prompt_cache: int) -> Peak:
+    """Return the peak of one call whose growing caches had ``slots``.
+
+    The highest moment is in the last layer: all caches but its own have grown by then. Each kind of layer is taken for it.
+    """
+    kv = sum(_held(layer, _room(layer, slots, moment.held)) for layer in shape.layers)
+    working = max((_layer(shape, layer, slots, moment) for layer in set(shape.layers)), default=0)
+    working = max(working, _feeding(shape, moment.new)) + (_logits(shape) if moment.decodes else 0)
+    return Peak(shape.weights, kv, working + _mask(shape, moment) + _pending(shape, moment), prompt_cache)
+
+
+def _room(layer: LayerCache, slots: int, held: int) -> int:
+    """Return the slots that a layer has once so many tokens are held; of the model's own caches, those tokens."""
+    if not layer.ours:
+        return held
+    room = grown(slots, held)
+    return room if layer.limit is None else min(room, layer.limit)
+
+
+def _held(layer: LayerCache, slots: int) -> int:
+    return slots * (layer.key_bytes + layer.value_token_bytes + layer.other_bytes_per_token) + layer.fixed_bytes
+
+
+def _layer(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> int:
+    """Return the temporaries of one layer's attention above the caches as they are after it."""
+    if shape.order == "ahead":
+        return _ahead(shape, layer, slots, moment)
+    highest = max(_attention(shape, layer, slots, moment))
+    return highest if shape.order == "at once" else max(highest, _between(shape, layer, moment.new))
+
+
+def _attention(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> Iterator[int]:
+    """Yield the bytes of each moment of one layer's attention where NumPy attends."""
+    number, n = shape.value_bytes, moment.new
+    entry = n * number * (2 * shape.hidden + shape.queries + layer.key_numbers + layer.value_numbers)
+    turning = 3 * layer.key_dim * n * number // 2  # angles, their sines and cosines, half of D each
+    grow = _Growth.of(layer, slots, moment)
+    keys, values = _unpacked(layer, moment)
+    yield entry + 3 * shape.queries * n * number + turning - grow.both
+    yield entry + 3 * layer.key_numbers * n * number + turning + grow.keys_and_new + 2 * keys - grow.both
+    yield entry + keys + grow.values_and_new + 2 * values - grow.values
+    yield n * number * (2 * shape.hidden + 3 * shape.queries) + keys + values
+    yield n * number * (3 * shape.hidden + 2 * shape.queries)
+    if (scores := _scores(shape, layer, moment)) > 0:
+        beside = _between(shape, layer, n) if shape.order == "by layer" else entry + 3 * shape.queries * n * number
+        yield beside + keys + values + 2 * scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """Caches that grow, in bytes. keys, values: what they grow by; keys_and_new: the larger array beside the old one, and the part
+    that is filled in."""
+
+    keys: int
+    values: int
+    keys_and_new: int
+    values_and_new: int
+
+    @property
+    def both(self) -> int:
+        return self.keys + self.values
+
+    @staticmethod
+    def of(layer: LayerCache, slots: int, moment: Moment) -> "_Growth":
+        after = _room(layer, slots, moment.held)
+        before = min(slots, after)
+        more = after - before if layer.ours else 0
+        written = after + more + (moment.new if layer.key_bits != 16 else 0) if more else 0
+        also = after + more + (moment.new if layer.value_bits != 16 else 0) if more else 0
+        return _Growth(
+            more * layer.key_bytes,
+            more * layer.value_token_bytes,
+            written * layer.key_bytes,
+            also * layer.value_token_bytes,
+        )
+
+
+def _unpacked(layer: LayerCache, moment: Moment) -> tuple[int, int]:
+    """Return the bytes of keys and of values as attention reads them, where that is not how they lie."""
+    if moment.new <= PACKED_TOKENS or not layer.ours:
+        return 0, 0
+    seen, whole = _seen(layer, moment), _overflows(layer, moment)
+    keys = seen * layer.key_numbers * layer.value_bytes if whole or layer.key_bits != 16 else 0
+    values = seen * layer.value_numbers * layer.value_bytes if whole or layer.value_bits != 16 else 0
+    return keys, values
+
+
+def _overflows(layer: LayerCache, moment: Moment) -> bool:
+    """Whether a window is full, and the call too long to be written into its ring before it is read."""
+    return layer.limit is not None and moment.held > layer.limit and moment.new > layer.spare + 1
+
+
+def _seen(layer: LayerCache, moment: Moment) -> int:
+    """Return the tokens that attention reads: where a ring overflows, what it held and the new ones after it."""
+    if layer.limit is None:
+        return moment.held
+    return min(moment.held, layer.limit + (moment.new if _overflows(layer, moment) else 0))
+
+
+def _pending(shape: Shape, moment: Moment) -> int:
+    """Return the new tokens of rings that overflow: all layers write them at the end of the call."""
+    return sum(
+        moment.new * (layer.key_bytes + layer.value_token_bytes) for layer in shape.layers if _overflows(layer, moment)
+    )
+
+
+def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
+    """Return the bytes of all heads' scores, where the device writes them down."""
+    seen = _seen(layer, moment)
+    packed = (layer.key_bits, layer.value_bits) != (16, 16)
+    if shape.fused and not (packed and moment.decodes):
+        return 0
+    worth = NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
+    if shape.order != "ahead" and moment.new > 1 and moment.new * seen >= worth:
+        return 0
+    return shape.heads * moment.new * seen * shape.value_bytes
+
+
+def _feeding(shape: Shape, n: int) -> int:
+    """Return the temporaries of a feed-forward layer, each product at once."""
+    return n * shape.value_bytes * (4 * shape.hidden + _widths(shape))
+
+
+def _widths(shape: Shape) -> int:
+    """Return the widths of gate and up; of a mixture's, with the sorted copies before and after them, and the router's weights."""
+    mixture = shape.experts_used * (2 * shape.hidden + 2 * shape.expert_mlp) + 2 * shape.experts
+    return 2 * shape.mlp + (mixture if shape.experts_used else 0)
+
+
+def _between(shape: Shape, layer: LayerCache, n: int) -> int:
+    """Return all arrays from one attention to the next: gathered, its copy, output, sums, norms, feeding, q, k, v, turned q."""
+    turned = shape.queries if shape.fused else 3 * shape.queries
+    widths = 6 * shape.hidden + _widths(shape) + 3 * shape.queries + turned + layer.key_numbers + layer.value_numbers
+    return n * shape.value_bytes * widths
+
+
+def _ahead(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> int:
+    keys, values = _unpacked(layer, moment)
+    grow = _Growth.of(layer, slots, moment)
+    made = LAYERS_AHEAD * _between(shape, layer, moment.new) + keys + values + _scores(shape, layer, moment)
+    return made + grow.keys_and_new + grow.values_and_new - grow.both
+
+
+def _logits(shape: Shape) -> int:
+    return 3 * 4 * shape.vocabulary
+
+
+def _mask(shape: Shape, moment: Moment) -> int:
+    """Return the bytes of the mask that a window needs once something has left it: three of bool on the way to one."""
+    bounded = [layer for layer in shape.layers if layer.window is not None and layer.window < moment.held]
+    if moment.new == 1 or not bounded:
+        return 0
+    return 3 * moment.new * max(min(moment.held, (layer.limit or 0) + moment.new) for layer in bounded)

@@ -1,0 +1,124 @@
+"""A model on the scales: its arrays, from its config or from its files, as a device would hold them. No weight is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.errors import ModelError
+from tokamac.engine.limits import memory
+from tokamac.engine.limits.config_cost import Packing, cost_of_hollow, pack
+from tokamac.engine.limits.cost import Cost, Form, cost_of_folder, first_of, text_config
+from tokamac.engine.limits.hollow import hollow_model
+from tokamac.engine.limits.kv_cost import names_unknown_layers, value_bytes_of
+from tokamac.engine.options import KVSpec
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import CachePlan
+    from tokamac.engine.limits.peak_shape import Order, Shape
+    from tokamac.engine.limits.work import Work
+
+ORDERS: "Mapping[Form, Order]" = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
+"""In which order arrays are computed (peak_shape.Order), by the form of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A model as one device holds it. stored: in files; held: in memory, in ``form``. module: mlx-lm's, hollow."""
+
+    config: Mapping[str, Any]
+    stored: Cost
+    held: Cost
+    form: Form
+    value_bytes: int
+    module: Any = field(repr=False, compare=False)
+
+    def plan(self, kv: KVSpec) -> "CachePlan":
+        """Return the plan of its caches. Raises OptionError for a flag that they can't take."""
+        from tokamac.engine.kv import plan_caches
+
+        return plan_caches(self.module, self.config, kv)
+
+    def work(self, plan: "CachePlan") -> "Work":
+        """Return what it asks of a machine."""
+        from tokamac.engine.limits.work import work_of
+
+        return work_of(self.module, self.config, self.held, plan)
+
+    def shape(self, plan: "CachePlan", device: DeviceKind) -> "Shape":
+        """Return what its peak of memory depends on."""
+        from tokamac.engine.limits.peak_shape import shape_of
+
+        return shape_of(
+            self.config,
+            plan,
+            weights=self.held.weight_bytes,
+            value_bytes=self.value_bytes,
+            order=ORDERS[self.form],
+            fused=device != "cpu",
+        )
+
+
+def weigh(
+    config: Mapping[str, Any],
+    device: DeviceKind,
+    memory_bytes: int | None,
+    *,
+    packing: Packing | None = None,
+    folder: Path | None = None,
+) -> Weighed | str:
+    """Return the model of a normalised config on a device of so much memory, or the reason why it can't be weighed.
+
+    packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
+    """
+    if names_unknown_layers(config):
+        return "its config names kinds of layers that are not known here"
+    value_bytes = 2 if packing else value_bytes_of(config)
+    try:
+        module = hollow_model(config, value_bytes)
+        pack(module, config, packing)
+        files = folder if packing is None else None
+        stored = _cost(module, config, "stored", files)
+        form = form_on(stored, device, memory_bytes)
+        if form == "stored":
+            return Weighed(config, stored, stored, form, value_bytes, module)
+        held = _cost(module, config, form, files)
+        module = hollow_model(config, 4)
+        if form == "float32":
+            pack(module, config, packing)
+    except ModelError as error:
+        return error.message
+    return Weighed(config, stored, held, form, 4, module)
+
+
+def form_on(stored: Cost, device: DeviceKind, memory_bytes: int | None) -> Form:
+    """Return how the engine would hold these weights (engine/cpu.py decides the same from the modules)."""
+    if device != "cpu":
+        return "stored"
+    from tokamac.engine.cpu import MEMORY_SHARE
+
+    stays = ("experts", "norms and other")
+    dense = 4 * sum(part.parameters for name, part in stored.parts.items() if name not in stays)
+    return "unpacked" if memory_bytes is not None and dense <= MEMORY_SHARE * memory_bytes else "float32"
+
+
+def form_here(stored: Cost) -> Form:
+    """Return how the engine would hold these weights on this machine."""
+    from tokamac.engine.device import device_kind
+
+    return form_on(stored, device_kind(), memory.machine_total())
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens that a model of this normalised config was made for; None where it does not say."""
+    from tokamac.engine.corrections import context_limit
+
+    text = text_config(config)
+    named = first_of(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    known = [length for length in (named, context_limit(text)) if isinstance(length, int)]
+    return min(known, default=None)
+
+
+def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | None) -> Cost:
+    return cost_of_hollow(module, config, form=form) if folder is None else cost_of_folder(folder, config, form=form)

@@ -1,0 +1,82 @@
+"""Make room for a prefill before it begins: predict its peak, take the ladder's steps, or refuse. Runs on the engine's thread."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from tokamac.engine.events import Squeezed
+from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.plan import spare_slots
+from tokamac.engine.kv.probe import leaves
+from tokamac.engine.limits import memory
+from tokamac.engine.limits.ladder import Squeeze, offers, refusal, steps
+from tokamac.engine.limits.peak import Peak, predict_peak
+from tokamac.engine.limits.peak_shape import Shape
+from tokamac.engine.prompt_cache.kept import Slot
+from tokamac.engine.prompt_cache.seam import Store
+from tokamac.engine.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room for a prefill. chunk: tokens to compute at once. squeezed: what was done for it; None where nothing had to be.
+
+    peak_with: the peak that is expected with a reply of so many tokens.
+    """
+
+    chunk: int
+    squeezed: Squeezed | None
+    peak_with: Callable[[int], Peak]
+
+
+def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int) -> Room:
+    """Make room to compute a prompt of so many ``tokens``, of which ``slot`` holds the first, and one token of reply.
+
+    Raises MemoryLimitError where there can be none, with what would fit; nothing was given up for it then.
+    """
+    shape, held, slots, aside = runtime.shape, len(slot.ids), slots_of(slot.caches), store.aside
+
+    def peak(of: Shape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
+        new = max(0, tokens - 1 - held)
+        return predict_peak(of, held=held, new=new, chunk=chunk, slots=slots, reply=reply, prompt_cache=beside)
+
+    def afresh(of: Shape) -> Peak:
+        return predict_peak(of, held=0, new=tokens - 1, chunk=runtime.prefill_chunk, reply=1)
+
+    budget = _budget(shape, store)
+    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=runtime.prefill_chunk, pool=mx.get_cache_memory())
+    if budget is not None and found.missing:
+        offered = list(offers(shape, afresh, budget, spare=spare_slots, longest=tokens))
+        raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered)
+    squeezed = None if budget is None or not found.rungs else _take(found, store, budget)
+    return Room(found.chunk, squeezed, lambda reply: peak(shape, found.chunk, reply, found.peak.prompt_cache))
+
+
+def slots_of(caches: list[Any]) -> int:
+    """Return the most tokens that one of our caches has room for."""
+    return max((cache.slots for _, cache in leaves(caches) if isinstance(cache, Cache)), default=0)
+
+
+def _budget(shape: Shape, store: Store) -> int | None:
+    """Return what this engine may use: other engines of the process have their arrays in the same budget."""
+    whole = memory.array_budget()
+    others = max(0, mx.get_active_memory() - shape.weights - store.nbytes)
+    return None if whole is None else whole - others
+
+
+def _take(found: Squeeze, store: Store, budget: int) -> Squeezed:
+    """Take the steps, in their order."""
+    pool, chunk, freed = 0, None, 0
+    for rung in found.rungs:
+        match rung.name:
+            case "pool":
+                pool = rung.amount
+                mx.clear_cache()
+            case "chunk":
+                chunk = rung.amount
+            case "prompt cache":
+                freed = store.shrink(rung.amount)
+                mx.clear_cache()
+    return Squeezed(pool, chunk, freed, found.peak.total, budget)

@@ -1,0 +1,259 @@
+"""Gaps that stand out, by hand; what may be named as their cause; and who watches the process for it."""
+
+import math
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokamac.engine.limits import metrics
+from tokamac.engine.limits.gaps import MOST, Gap, GapLog, Mark, Outlier, outliers
+from tokamac.engine.limits.macos import parse_throttled
+from tokamac.engine.limits.process import ProcessWatch
+from tokamac.engine.limits.thermal import ThermalWatch
+
+
+def found(gaps_ms, marks=(), *, ahead=False, throttled=False):
+    """Outliers of gaps in ms, the first of which is token 2's, as a reply would tell them."""
+    times = [0.0]
+    for ms in gaps_ms:
+        times.append(times[-1] + ms / 1e3)
+    figures, longest = GapLog().read(times)
+    return outliers(longest, figures.p50, marks, ahead=ahead, throttled=throttled)
+
+
+def test_a_gap_of_more_than_two_medians_stands_out():
+    (only,) = found([10.0, 10.0, 20.5, 10.0, 19.5])
+    assert (only.token, only.gap_ms, only.causes) == (4, pytest.approx(20.5), ())
+
+
+def test_a_small_models_gap_must_also_be_a_millisecond_longer():
+    assert found([0.2, 0.2, 1.1, 0.2]) == ()
+    (only,) = found([0.2, 0.2, 1.3, 0.2])
+    assert only.token == 4
+
+
+def test_even_gaps_and_no_gaps_have_no_outliers():
+    assert found([5.0] * 50) == ()
+    assert GapLog().read([]) == (None, [])
+    assert GapLog().read([1.0]) == (None, [])
+
+
+def test_the_longest_come_first_and_no_more_than_a_few():
+    gaps = [10.0] * 40
+    for place, ms in ((3, 50.0), (7, 90.0), (9, 49.0), (20, 30.0), (21, 31.0), (22, 32.0), (23, 33.0)):
+        gaps[place] = ms
+    told = found(gaps)
+    assert len(told) == MOST
+    assert [outlier.token for outlier in told] == [9, 5, 11, 25, 24]
+
+
+def test_a_cause_is_what_was_marked_in_that_gap_and_nothing_else():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 10.0]
+    assert found(gaps, [Mark(4, "pool cleared")])[0].causes == ("pool cleared",)
+    assert found(gaps, [Mark(3, "pool cleared"), Mark(5, "kv growth")])[0].causes == ()
+    both = [Mark(4, "pool cleared"), Mark(4, "kv growth"), Mark(4, "kv growth")]
+    assert found(gaps, both)[0].causes == ("pool cleared", "kv growth")
+
+
+def test_one_step_ahead_the_device_pays_a_gap_later_but_the_system_never_does():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 10.0]
+    assert found(gaps, [Mark(3, "kv growth")], ahead=True)[0].causes == ("kv growth",)
+    assert found(gaps, [Mark(2, "kv growth")], ahead=True)[0].causes == ()
+    assert found(gaps, [Mark(3, "swap", 100.0)], ahead=True)[0].causes == ()
+
+
+def test_what_took_less_than_half_of_the_excess_is_not_its_cause():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0]  # 30 ms more than the median
+    assert found(gaps, [Mark(4, "swap", 14.0)])[0].causes == ()
+    assert found(gaps, [Mark(4, "swap", 15.0)])[0].causes == ("swap",)
+
+
+def test_heat_is_said_of_every_outlier():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 30.0, 10.0]
+    told = found(gaps, [Mark(4, "pool cleared")], throttled=True)
+    assert [outlier.causes for outlier in told] == [("pool cleared", "thermal"), ("thermal",)]
+
+
+@given(st.lists(st.floats(0.01, 1e3), max_size=60), st.lists(st.integers(0, 60), max_size=6))
+def test_a_log_read_in_parts_says_what_the_whole_series_says(gaps_ms, stops):
+    times = [7.0]
+    for ms in gaps_ms:
+        times.append(times[-1] + ms / 1e3)
+    log, growing = GapLog(), []
+    for stop in [*sorted(stops), len(times)]:
+        growing.extend(times[len(growing) : stop])
+        figures, longest = log.read(growing)
+    whole = metrics.gaps_ms(times)
+    assert figures == metrics.gap_percentiles(whole)
+    ranked = sorted((Gap(ms, token) for token, ms in enumerate(whole, 2)), reverse=True)
+    assert longest == ranked[:MOST]
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=40), st.lists(st.integers(1, 45), max_size=10))
+def test_every_outlier_is_long_and_every_cause_was_marked(gaps_ms, tokens):
+    marks = [Mark(token, "kv growth") for token in sorted(tokens)]
+    times = [0.0]
+    for ms in gaps_ms:
+        times.append(times[-1] + ms / 1e3)
+    median = metrics.gap_percentiles(metrics.gaps_ms(times)).p50
+    for outlier in found(gaps_ms, marks, ahead=True):
+        assert outlier.gap_ms > 2 * median
+        assert outlier.gap_ms > median + 1
+        assert outlier.gap_ms == metrics.gaps_ms(times)[outlier.token - 2]
+        assert bool(outlier.causes) == bool({outlier.token, outlier.token - 1} & set(tokens))
+
+
+def test_two_threads_may_read_one_log():
+    times = [i / 1e3 for i in range(20_000)]
+    growing, log, seen = times[:1], GapLog(), []
+
+    def read():
+        while len(growing) < len(times):
+            seen.append(log.read(growing)[0])
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for at in times[1:]:
+        growing.append(at)
+    for thread in threads:
+        thread.join()
+    assert log.read(growing)[0] == metrics.gap_percentiles(metrics.gaps_ms(times))
+
+
+class Watched:
+    """A ProcessWatch whose clock and counters are set by hand: seconds, faults, seconds computed."""
+
+    def __init__(self, *, computes=True):
+        self.marks = []
+        self.now_s, self.faults, self.computed_s = 0.0, 0, 0.0
+        self.watch = ProcessWatch(
+            lambda cause, most_ms: self.marks.append((cause, pytest.approx(most_ms))),
+            computes=computes,
+            usage=lambda: SimpleNamespace(ru_majflt=self.faults, ru_utime=self.computed_s, ru_stime=0.0),
+            clock=lambda: self.now_s,
+        )
+
+    def token(self, *, after_ms, computed_ms, faults=0):
+        self.now_s += after_ms / 1e3
+        self.computed_s += computed_ms / 1e3
+        self.faults += faults
+        self.watch.look()
+
+
+def test_steps_that_compute_all_the_time_are_not_marked():
+    watched = Watched()
+    for _ in range(3):
+        watched.token(after_ms=20, computed_ms=20)
+        watched.token(after_ms=20, computed_ms=35)  # two threads
+    assert watched.marks == []
+
+
+def test_time_in_which_nothing_was_computed_was_taken():
+    watched = Watched()
+    watched.token(after_ms=30, computed_ms=10)
+    watched.token(after_ms=10, computed_ms=5)  # less than two ticks of the system's clock: not known well enough
+    assert watched.marks == [("processor taken", 20.0)]
+
+
+def test_a_gpu_leaves_the_processor_idle_and_nothing_is_said():
+    watched = Watched(computes=False)
+    watched.token(after_ms=100, computed_ms=1)
+    assert watched.marks == []
+
+
+def test_who_waits_for_a_disk_is_not_said_to_lack_a_processor():
+    watched = Watched()
+    watched.token(after_ms=100, computed_ms=10, faults=60)
+    watched.token(after_ms=10, computed_ms=10)
+    assert watched.marks == [("swap", 60.0)]
+
+
+def test_a_slow_reader_is_marked_with_what_it_took():
+    watched = Watched()
+    for item in watched.watch.handed(iter("ab")):
+        watched.now_s += 0.02
+        assert item in "ab"
+    watched.token(after_ms=10, computed_ms=10)
+    watched.token(after_ms=10, computed_ms=10)
+    assert watched.marks == [("slow reader", 40.0)]
+
+
+def test_the_real_counters_see_a_process_that_stands_still():
+    marks = []
+    watch = ProcessWatch(lambda cause, most_ms: marks.append((cause, most_ms)), computes=True)
+    watch.look()
+    marks.clear()
+    time.sleep(0.1)
+    watch.look()
+    assert marks
+    assert {cause for cause, _ in marks} <= {"processor taken", "swap"}
+    assert all(0 < most_ms < math.inf for _, most_ms in marks)
+
+
+NOTHING_RECORDED = """Note: No thermal warning level has been recorded
+Note: No performance warning level has been recorded
+Note: No CPU power status has been recorded
+"""
+CPU_POWER = """Note: No thermal warning level has been recorded
+Note: No performance warning level has been recorded
+2026-01-10 10:11:12 +0100 CPU Power notify
+	CPU_Scheduler_Limit 	= 100
+	CPU_Available_CPUs 	= 8
+	CPU_Speed_Limit 	= {speed}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (NOTHING_RECORDED, False),
+        (CPU_POWER.format(speed=100), False),
+        (CPU_POWER.format(speed=62), True),
+        ("2026-01-10 10:11:12 +0100 Thermal Warning Level = 5\n", True),
+        ("2026-01-10 10:11:12 +0100 Thermal Warning Level = 0\n", False),
+        ("Note: No thermal warning level has been recorded\nPerformance Warning Level = 1\n", True),
+        ("", None),
+        ("Usage: pmset <options>\n", None),
+        ("CPU_Available_CPUs = 8\n", None),
+    ],
+)
+def test_what_pmset_says_of_heat(text, said):
+    assert parse_throttled(text) is said
+
+
+def test_heat_is_asked_for_beside_the_reply_and_remembered():
+    answers, over = [True, None, False], threading.Event()
+
+    def read():
+        if len(answers) == 1:
+            over.set()
+        return answers.pop()
+
+    with ThermalWatch(read, first_s=0.0, every_s=0.001) as watch:
+        assert over.wait(30)
+        while not watch.throttled:
+            time.sleep(0.001)
+    assert answers == []  # it is not asked again: it would not be unsaid
+
+
+def test_a_short_reply_asks_nobody_and_an_unanswered_question_delays_nothing():
+    release = threading.Event()
+    with ThermalWatch(lambda: pytest.fail("asked"), first_s=60.0) as watch:
+        pass
+    assert not watch.throttled
+    with ThermalWatch(release.wait, first_s=0.0) as watch:
+        pass  # the end does not wait for the answer
+    assert not watch.throttled
+    release.set()
+    with ThermalWatch(None) as watch:
+        pass
+    assert not watch.throttled
+
+
+def test_an_outlier_is_a_plain_value():
+    assert Outlier(2, 3.0) == Outlier(2, 3.0, ())

@@ -1,0 +1,322 @@
+"""Ceilings and expected speeds: the domain's numbers, the formulas worked by hand, and what must hold of any machine and model."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokamac.engine.limits.attention_work import Attention
+from tokamac.engine.limits.catalogue import catalogue, find
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.fitted import (
+    Constants,
+    Fitted,
+    constants_of,
+    fitted,
+    generation_of,
+    kind_of,
+    peak_tflops,
+    size_of,
+    units_of,
+)
+from tokamac.engine.limits.hardware import Chip, lookup, table
+from tokamac.engine.limits.limits import limits_of
+from tokamac.engine.limits.prediction import CHUNK, decode_phase, predict, prefill_phase
+from tokamac.engine.limits.work import KVLayer, Work, work_of_config
+from tokamac.engine.options import KVSpec
+
+H100 = lookup("NVIDIA H100 80GB HBM3")
+CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
+APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]
+NAMES = ["Llama-3.1-8B", "gemma-3-1b", "gemma-4-e2b", "Qwen3-30B-A3B", "Qwen3.5-9B", "gpt-oss-20b", "Qwen3-0.6B"]
+KVS = [KVSpec(), KVSpec(key_bits=8, value_bits=4)]
+
+EIGHT_B = Work(
+    traits=("dense",), layers=32, hidden=4096, launches=500, shared_bytes=16_000_000_000, expert_bytes=0, active=0.0,
+    prefill_parameters=8_000_000_000, head_parameters=0, kv=(), attention=(), products=(), query_heads=32, vocabulary=128256,
+)  # fmt: skip
+CONSTANTS = Constants(
+    shared=0.8, experts=0.5, kv=0.4, launch_s=2e-6, older=1.5, larger=1.25, narrow=100.0, few_rows=10.0,
+    prefill={"shaders": {"dense": 0.5, "mixture": 0.25, "hybrid": 0.4}, "neural": {"dense": 0.3, "mixture": 0.2, "hybrid": 0.1}},
+)  # fmt: skip
+M4 = Chip("Apple M4", 10, bandwidth_gbs=100.0, fp16_tflops=4.0, source="table")
+SMALL = replace(
+    EIGHT_B, hidden=1000, launches=1000, shared_bytes=800_000_000, prefill_parameters=390_000_000, head_parameters=10_000_000,
+    kv=(KVLayer(1000, None, 0),),
+)  # fmt: skip
+MIXED = replace(SMALL, traits=("mixture",), expert_bytes=8_000_000_000, active=1 / 16)
+
+
+@functools.cache
+def work_named(name: str, kv: KVSpec = KVSpec(), bits: int = 4) -> Work:  # noqa: B008
+    entry = find(name)
+    assert entry is not None
+    work = work_of_config(entry.config, packing=Packing(bits), kv=kv)
+    assert isinstance(work, Work), work
+    return work
+
+
+def test_llama_3_8b_in_fp16_on_an_h100():
+    phase = decode_phase(EIGHT_B, H100, None, 0)
+    assert phase.ceiling_tps == pytest.approx(209, abs=0.5)
+    assert phase.bound == "memory"
+    assert phase.intensity == 1.0  # two operations for each weight of two bytes
+    assert phase.expected_tps is None
+
+
+def test_one_pass_of_six_prompt_tokens_on_an_h100():
+    phase = prefill_phase(EIGHT_B, H100, None, 6)
+    assert phase.ceiling_s * 1e3 == pytest.approx(4.78, abs=0.005)
+    assert phase.operations / (989e12) * 1e3 == pytest.approx(0.10, abs=0.005)
+    assert phase.ceiling_tps == pytest.approx(1256, abs=1)
+    assert phase.bound == "memory"
+
+
+def test_each_phase_is_on_its_side_of_the_ridge():
+    found = predict(EIGHT_B, H100, None, 1000, 1000)
+    assert found.ridge == pytest.approx(989e3 / 3350)
+    assert (found.prefill.bound, found.decode.bound) == ("compute", "memory")
+    assert found.decode.intensity < found.ridge < found.prefill.intensity
+    assert found.prefill.ceiling_s == pytest.approx(2 * 8e9 * 1000 / 989e12)
+
+
+@given(st.integers(1, 3000))
+def test_a_phase_is_bound_by_arithmetic_above_the_ridge_and_by_memory_below(tokens):
+    phase = prefill_phase(EIGHT_B, H100, None, tokens)
+    ridge = predict(EIGHT_B, H100, None, 1, 1).ridge
+    assert phase.bound == ("compute" if phase.intensity > ridge else "memory")
+
+
+def test_a_batch_decodes_together():
+    work = replace(EIGHT_B, kv=(KVLayer(100_000, None, 0),))
+    one, four = (decode_phase(work, H100, None, 10_000, batch) for batch in (1, 4))
+    assert one.ceiling_tps == pytest.approx(3350e9 / 17e9)
+    assert four.ceiling_tps == pytest.approx(4 * 3350e9 / 20e9)
+    assert four.operations == 4 * one.operations
+
+
+def test_decoding_attends_to_the_whole_context():
+    work = replace(EIGHT_B, attention=(Attention(8192, None), Attention(8192, 100)))
+    with_attention, without = (decode_phase(each, H100, None, 1000).operations for each in (work, EIGHT_B))
+    assert with_attention - without == 2 * 8192 * (1000 + 100)
+
+
+def test_an_expected_step_worked_by_hand():
+    seconds = Fitted(M4, CONSTANTS).decode_s(SMALL, 4000)
+    assert seconds == pytest.approx((0.8e9 / 0.8 + 4e6 / 0.4) / 100e9 + 1000 * 2e-6)
+
+
+def test_an_expected_step_of_a_mixture_worked_by_hand():
+    seconds = Fitted(M4, CONSTANTS).decode_s(MIXED, 0, 2)
+    experts = 8e9 * (1 - (15 / 16) ** 2)
+    assert seconds == pytest.approx((0.8e9 / 0.8 + experts / 0.5) / 100e9 + 1000 * 2e-6)
+
+
+def test_an_expected_prompt_worked_by_hand():
+    seconds = Fitted(M4, CONSTANTS).prefill_s(SMALL, 5000, 0, 2048)
+    operations = 2 * (390e6 * 5000 + 10e6)
+    assert seconds == pytest.approx(operations * (1 + 100 * (10 / 1000) ** 2) / (0.5 * 4e12) + 3 * 1000 * 2e-6)
+
+
+def test_an_expected_prompt_of_a_mixture_worked_by_hand():
+    seconds = Fitted(M4, CONSTANTS).prefill_s(MIXED, 512, 0, 2048)
+    operations = 2 * (390e6 * 512 + 10e6)
+    idle = 100 * (10 / 1000) ** 2 + 10 / (512 / 16)  # all experts have some of so many rows
+    computing = operations * (1 + idle) / (0.25 * 4e12)
+    assert seconds == pytest.approx(computing + 1000 * 2e-6)
+
+
+def test_one_row_of_a_mixture_waits_for_its_own_experts_alone():
+    seconds = Fitted(M4, CONSTANTS).prefill_s(replace(MIXED, shared_bytes=0), 1, 0, 2048)
+    assert seconds == pytest.approx(2 * 400e6 * (1 + 0.01 + 10) / (0.25 * 4e12) + 1000 * 2e-6)
+
+
+def test_a_short_prompt_is_never_faster_than_one_read_of_the_weights():
+    assert Fitted(M4, CONSTANTS).prefill_s(SMALL, 1, 0, 2048) == pytest.approx(0.8e9 / (0.8 * 100e9) + 1000 * 2e-6)
+
+
+def test_launching_takes_longer_on_older_and_on_larger_chips():
+    nothing = replace(SMALL, shared_bytes=0, kv=())
+
+    def launching(name: str) -> float | None:
+        return Fitted(replace(M4, name=name), CONSTANTS).decode_s(nothing, 100)
+
+    assert launching("Apple M4") == launching("Apple M6") == pytest.approx(2e-3)
+    assert launching("Apple M1 Ultra") == pytest.approx(2e-3 * 1.5**3 * 1.25**3)
+    assert launching("Apple M3 Pro") == pytest.approx(2e-3 * 1.5 * 1.25)
+
+
+def test_neural_accelerators_have_constants_and_a_peak_of_their_own():
+    m5 = lookup("Apple M5", 10)
+    assert (units_of(m5), units_of(M4), units_of(H100)) == ("neural", "shaders", "shaders")
+    assert peak_tflops(m5) == m5.nax_fp16_tflops > m5.fp16_tflops
+    seconds = Fitted(m5, CONSTANTS).prefill_s(SMALL, 2000, 0, 2048)
+    operations = 2 * (390e6 * 2000 + 10e6) * (1 + 100 * (10 / 1000) ** 2)
+    assert seconds == pytest.approx(operations / (0.3 * m5.nax_fp16_tflops * 1e12) + 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "size"),
+    [
+        ("Apple M1", 1, 0), ("Apple M2 Pro", 2, 1), ("Apple M4 Max", 4, 2), ("Apple M3 Ultra", 3, 3), ("Apple M12", 12, 0),
+        ("Apple A18 Pro", None, 0), ("NVIDIA GeForce RTX 4090", None, 0), ("Apple M4 Something", 4, 0),
+    ],
+)  # fmt: skip
+def test_a_chips_name_tells_its_generation_and_size(name, generation, size):
+    assert (generation_of(name), size_of(name)) == (generation, size)
+
+
+@pytest.mark.parametrize(
+    ("traits", "kind"),
+    [
+        (("dense",), "dense"), (("dense", "sliding window"), "dense"), (("mixture", "hybrid"), "mixture"),
+        (("dense", "hybrid"), "hybrid"), (("dense", "state space"), "hybrid"), (("mixture", "latent attention"), "mixture"),
+    ],
+)  # fmt: skip
+def test_constants_go_by_experts_first_then_by_states(traits, kind):
+    assert kind_of(replace(EIGHT_B, traits=traits)) == kind
+
+
+def test_what_no_measurement_was_published_of_has_no_expected_speed():
+    assert fitted(H100) is None
+    assert fitted(Chip("Apple M9", None, 500.0, None, "measured")) is None
+    assert fitted(Chip("unknown chip", None, None, None, "unknown")) is None
+    found = predict(EIGHT_B, H100, fitted(H100), 100, 100)
+    assert found.expected_tps is found.ttft_s is None
+    assert found.ceiling_tps is not None
+
+
+def test_an_unknown_machine_leaves_everything_unknown():
+    found = predict(EIGHT_B, Chip("unknown chip", None, None, None, "unknown"), None, 100, 100)
+    assert found.ridge is found.ceiling_tps is found.expected_tps is found.ttft_s is None
+    assert found.prefill.bound is found.prefill.ceiling_s is found.decode.bound is None
+    assert found.decode.bytes_read == 16_000_000_000
+
+
+def test_an_unknown_peak_leaves_prefill_a_bound_by_memory_and_no_side():
+    found = predict(EIGHT_B, replace(H100, fp16_tflops=None), None, 1000, 1000)
+    assert found.prefill.ceiling_s == pytest.approx(16e9 / 3350e9)
+    assert found.prefill.bound is found.ridge is None
+
+
+@pytest.mark.parametrize(
+    ("chip", "work"),
+    [(replace(M4, fp16_tflops=None), SMALL), (replace(M4, gpu_cores=None), SMALL), (M4, replace(SMALL, hidden=None)),
+     (M4, replace(SMALL, prefill_parameters=None)), (replace(M4, bandwidth_gbs=None), SMALL)],
+)  # fmt: skip
+def test_prefill_is_unknown_where_what_it_depends_on_is(chip, work):
+    assert Fitted(chip, CONSTANTS).prefill_s(work, 100, 0, CHUNK) is None
+
+
+def test_decode_needs_no_peak_and_no_cores():
+    assert Fitted(replace(M4, fp16_tflops=None, gpu_cores=None), CONSTANTS).decode_s(SMALL, 10) is not None
+    assert Fitted(replace(M4, bandwidth_gbs=None), CONSTANTS).decode_s(SMALL, 10) is None
+    assert Fitted(M4, CONSTANTS).decode_s(replace(MIXED, active=None), 10) is None
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    cached = predict(SMALL, M4, Fitted(M4, CONSTANTS), 100, 100, cached=100)
+    assert (cached.prompt, cached.cached, cached.prefill.tokens) == (100, 99, 1)
+    empty = predict(SMALL, M4, Fitted(M4, CONSTANTS), 0, 0)
+    assert (empty.prompt, empty.cached, empty.prefill.tokens) == (1, 0, 1)
+    assert empty.ttft_s > 0
+
+
+def test_limits_are_the_decode_phase():
+    work, chip = work_named("Llama-3.1-8B"), lookup("Apple M4 Max", 40)
+    found, phase = limits_of(4096, work, chip, fitted(chip)), decode_phase(work, chip, fitted(chip), 4096)
+    assert (found.ceiling_tps, found.expected_tps) == (phase.ceiling_tps, phase.expected_tps)
+    assert found.bytes_per_step == found.weight_bytes_per_token + found.kv_bytes_per_step == phase.bytes_read
+    assert found.bandwidth_source == "table"
+
+
+@pytest.mark.parametrize("kv", KVS, ids=("16 bits", "8 and 4 bits"))
+@pytest.mark.parametrize("name", NAMES)
+def test_expected_is_never_above_the_ceiling_on_any_chip(name, kv):
+    work = work_named(name, kv)
+    for chip in CHIPS:
+        pace = fitted(chip)
+        for context in (1, 1024, 131_072):
+            for batch in (1, 16):
+                phase = decode_phase(work, chip, pace, context, batch)
+                assert phase.ceiling_tps is not None
+                if pace is not None:
+                    assert phase.expected_tps <= phase.ceiling_tps
+            prompt = prefill_phase(work, chip, pace, context)
+            if prompt.expected_s is not None:
+                assert prompt.expected_s >= prompt.ceiling_s
+
+
+def test_every_model_of_the_catalogue_has_an_expected_speed():
+    for entry in catalogue():
+        if entry.config is None:
+            continue
+        work = work_named(entry.name)
+        for chip in APPLE[::5]:
+            found = predict(work, chip, fitted(chip), 2048, 4096)
+            assert 0 < found.expected_tps <= found.ceiling_tps
+            assert (found.ttft_s is None) == (peak_tflops(chip) is None)
+
+
+chips = st.sampled_from(APPLE)
+works = st.sampled_from(NAMES)
+
+
+@given(works, chips, st.integers(1, 200_000), st.integers(1, 200_000), st.integers(1, 32))
+def test_more_context_is_never_faster(name, chip, context, more, batch):
+    work, pace = work_named(name), fitted(chip)
+    near, far = (decode_phase(work, chip, pace, depth, batch) for depth in (context, context + more))
+    assert near.ceiling_tps >= far.ceiling_tps
+    assert near.expected_tps >= far.expected_tps
+
+
+@given(works, chips, st.floats(1, 20), st.integers(1, 100_000))
+def test_more_bandwidth_is_never_slower(name, chip, factor, context):
+    work, wide = work_named(name), replace(chip, bandwidth_gbs=chip.bandwidth_gbs * factor)
+    slow, fast = (predict(work, each, fitted(each), context, context) for each in (chip, wide))
+    assert fast.ceiling_tps >= slow.ceiling_tps
+    assert fast.expected_tps >= slow.expected_tps
+    if slow.ttft_s is not None:
+        assert fast.ttft_s <= slow.ttft_s
+
+
+@given(works, chips, st.integers(1, 50_000), st.integers(0, 50_000), st.integers(1, 5000))
+def test_a_longer_prompt_is_never_read_sooner(name, chip, tokens, cached, more):
+    work, pace = work_named(name), fitted(chip)
+    base = prefill_phase(work, chip, pace, tokens, cached)
+    for longer in (
+        prefill_phase(work, chip, pace, tokens + more, cached),
+        prefill_phase(work, chip, pace, tokens, cached + more),
+    ):
+        assert longer.ceiling_s >= base.ceiling_s
+        if base.expected_s is not None:
+            assert longer.expected_s >= base.expected_s
+
+
+@given(works, chips, st.integers(1, 60_000), st.integers(0, 60_000))
+def test_what_is_cached_is_never_read_later(name, chip, prompt, cached):
+    work, pace = work_named(name), fitted(chip)
+    whole, rest = (predict(work, chip, pace, prompt, prompt, cached=part) for part in (0, min(cached, prompt)))
+    if whole.ttft_s is not None:
+        assert rest.ttft_s <= whole.ttft_s
+
+
+def test_fewer_bits_are_faster_and_so_are_packed_keys():
+    chip = lookup("Apple M4 Max", 40)
+    rates = [
+        decode_phase(work_named("Llama-3.1-8B", bits=bits), chip, fitted(chip), 100).expected_tps
+        for bits in (8, 6, 4, 3)
+    ]
+    assert rates == sorted(rates)
+    plain, packed = (
+        decode_phase(work_named("Llama-3.1-8B", kv), chip, fitted(chip), 65_536).expected_tps for kv in KVS
+    )
+    assert packed > plain
+
+
+def test_constants_are_those_of_the_engine_asked_for():
+    assert constants_of() == constants_of("mlx") != constants_of("llama.cpp")
+    with pytest.raises(KeyError):
+        constants_of("nonesuch")

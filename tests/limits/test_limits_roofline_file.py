@@ -1,0 +1,210 @@
+"""The shipped constants: shares of what a chip allows, with the errors they really have, within the targets set for them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokamac.assets.tables import measurements
+from tokamac.assets.tables import prediction_errors as compare
+from tokamac.engine.limits.fitted import Constants, constants_of, published
+
+TABLES = Path(__file__).parents[2] / "assets" / "tables"
+BLANK = {
+    "chip": "Apple M4 Max", "gpu_cores": "40", "model": "Llama-3.1-8B", "weights_bits_desc": "MLX 4-bit", "weight_bytes": "",
+    "context": "p512 g128", "engine": "mlx-lm 0.28", "prefill_tps": "1000", "decode_tps": "100", "source": "",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> Any:
+    """The rows that can be compared, and those that were left out."""
+    return measurements.read()
+
+
+def errors(engine: str, phase: str, how: str = "held out") -> dict[str, Any]:
+    return published()["errors"][engine][phase][how]
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers(each)
+    elif isinstance(value, float):
+        yield value
+
+
+@pytest.mark.parametrize("engine", ["mlx", "llama.cpp", "llama.cpp 2023"])
+def test_constants_are_shares_and_overheads_that_can_be(engine):
+    constants = constants_of(engine)
+    shares = (constants.shared, constants.experts, constants.kv, *numbers(dict(constants.prefill)))
+    assert all(0.05 < share < 1 for share in shares)
+    assert 1e-7 < constants.launch_s < 2e-5
+    assert constants.older >= 1
+    assert constants.larger >= 1
+    assert constants.narrow > 0
+    assert constants.few_rows > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "phase", "most_median", "most_p90", "rows"),
+    [
+        ("mlx", "decode, dense", 0.06, 0.14, 90),
+        ("mlx", "decode, mixture and hybrid", 0.15, 1, 25),
+        ("mlx", "prefill, dense", 0.12, 1, 60),
+        ("mlx", "prefill, all", 0.12, 1, 60),
+        ("llama.cpp", "decode, both builds", 0.08, 1, 60),
+    ],
+)
+def test_chips_that_the_fit_has_not_seen_are_predicted_well_enough(engine, phase, most_median, most_p90, rows):
+    found = errors(engine, phase)
+    assert found["median"] <= most_median
+    assert found["p90"] <= most_p90
+    assert found["rows"] >= rows
+
+
+def test_every_row_that_is_far_off_is_listed_with_a_likely_reason(rows):
+    labels = {row.label for row in rows[0]}
+    for phases in published()["errors"].values():
+        for name, ways in phases.items():
+            for found in ways.values():
+                for label, far in found.get("far", {}).items():
+                    assert label in labels, name
+                    assert abs(far["error"]) > compare.FAR
+                    assert len(far["likely"]) > 20
+
+
+def test_the_errors_in_the_file_are_those_its_constants_have(rows):
+    constants = {engine: Constants(**values) for engine, values in published()["engines"].items()}
+    computed = compare.summaries({"fitted": compare.fitted_errors(rows[0], constants)})
+    for engine, phases in published()["errors"].items():
+        for phase, ways in phases.items():
+            assert computed[engine][phase]["fitted"] == ways["fitted"], (engine, phase)
+
+
+def test_the_file_says_what_was_left_out_and_why(rows):
+    kept, left = rows
+    with (TABLES / "measured.csv").open(encoding="utf-8") as file:
+        assert len(kept) + len(left) == len(file.readlines()) - 1
+    assert sum(published()["left_out"].values()) == len(left)
+    assert {each.reason for each in left} == set(published()["left_out"])
+
+
+def test_the_file_is_as_the_script_writes_it():
+    text = (TABLES.parent / "roofline.json").read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+    assert set(published()) == {"made_by", "from", "date", "engines", "errors", "left_out"}
+
+
+def test_errors_are_summed_up_by_hand_as_by_the_script(rows):
+    made = [compare.Error("decode", row, value) for row, value in zip(rows[0], (0.1, -0.3, 0.2), strict=False)]
+    size = compare._sizes(made)
+    assert (size["rows"], size["median"]) == (3, 0.2)
+    assert size["p90"] == pytest.approx(0.28)
+
+
+def test_a_far_row_that_nobody_looked_at_stops_the_script(rows):
+    row = read_one(chip="Apple M3 Pro", gpu_cores="18", engine="mlx of a new report")
+    with pytest.raises(KeyError, match="find out why"):
+        compare._far([compare.Error("decode", row, 0.5)])
+
+
+def test_a_row_is_told_only_by_other_chips_of_its_engine_and_in_prefill_of_its_kind():
+    base = read_one()
+    other_chip = read_one(chip="Apple M2 Max", gpu_cores="38")
+    neural = read_one(chip="Apple M5", gpu_cores="10")
+    mixture = read_one(chip="Apple M2 Max", gpu_cores="38", model="Qwen3-30B-A3B")
+    llama = read_one(chip="Apple M2 Max", gpu_cores="38", engine="llama.cpp", weights_bits_desc="Q4_0")
+    assert [compare.tells(other, base, "decode") for other in (base, other_chip, neural, mixture, llama)] == [
+        False, True, True, True, False,
+    ]  # fmt: skip
+    assert [compare.tells(other, base, "prefill") for other in (base, other_chip, neural, mixture, llama)] == [
+        False, True, False, False, False,
+    ]  # fmt: skip
+
+
+def read_one(**changes: str) -> Any:
+    return measurements._read_row({**BLANK, **changes})
+
+
+@pytest.mark.parametrize(
+    ("context", "prompt", "cached", "depth"),
+    [
+        ("p512 g128", 512, 0, 512 + 64),
+        ("p2048 (decode at that depth)", 2048, 0, 2048),
+        ("prompt 2048", 2048, 0, 2048 + 64),
+        ("pp512 / tg128 (empty ctx)", 512, 0, 64),
+        ("tg128", None, 0, 64),
+        ("pp2048 depth 8192", 2048, 8192, 8192 + 64),
+        ("14.7K prompt", None, 0, 14_700),
+        ("~512", 512, 0, 512),
+        ("short chat prompt, 256 tok", None, 0, 160),
+        ("short / 8K (324 prefill)", 8192, 0, 160),
+        ("", None, 0, 160),
+    ],
+)
+def test_a_context_in_prose_is_read_as_lengths(context, prompt, cached, depth):
+    found = read_one(context=context)
+    assert (found.prompt, found.cached, found.depth) == (prompt, cached, depth)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": "BaseRT (hand-written Metal engine)"}, "another engine"),
+        ({"context": "short, 71 tok incl. prompt wall time"}, "wall time"),
+        ({"gpu_cores": ""}, "bin"),  # an M4 Max has two bandwidths
+        ({"model": "nonesuch"}, "shape"),
+        ({"weights_bits_desc": "a few bits"}, "bits per weight"),
+        ({"weights_bits_desc": "MLX 4-bit ax 8-bit FFN snapshot"}, "bits per weight"),
+        ({"engine": "llama.cpp", "weights_bits_desc": "IQ3_XS"}, "bits per weight"),
+        ({"weights_bits_desc": "MLX 4-bit (speculative!)", "prefill_tps": ""}, "speculative"),
+        ({"engine": "ax-engine direct", "decode_tps": ""}, "kernels of its own"),
+    ],
+)
+def test_what_can_not_be_compared_is_left_out(changes, reason):
+    found = read_one(**changes)
+    assert isinstance(found, measurements.LeftOut)
+    assert reason in found.reason
+
+
+def test_speculative_decoding_leaves_prefill_and_own_prompt_kernels_leave_decoding():
+    speculative = read_one(weights_bits_desc="MLX 4-bit + MTP (speculative!)")
+    assert (speculative.prefill_tps, speculative.decode_tps) == (1000, None)
+    own = read_one(engine="ax-engine direct (MLX-based)")
+    assert (own.prefill_tps, own.decode_tps) == (None, 100)
+
+
+@pytest.mark.parametrize(
+    ("engine", "group"),
+    [
+        ("mlx-lm 0.28.2", "mlx"), ("LM Studio MLX", "mlx"), ("Rapid-MLX 0.7.26 / mlx 0.31.2", "mlx"),
+        ("llama.cpp Metal 8e672ef", "llama.cpp 2023"), ("llama.cpp build 7948", "llama.cpp"),
+    ],
+)  # fmt: skip
+def test_engines_are_told_apart(engine, group):
+    assert read_one(engine=engine, weights_bits_desc="MLX 4-bit, Q4_0").engine == group
+
+
+@pytest.mark.parametrize(
+    ("bits", "stored"), [("q4 g64", 4.5), ("q5 g32", 6.0), ("MLX Q8 (affine)", 8.5), ("bf16", 16.0)]
+)
+def test_the_bytes_of_a_row_are_those_of_its_packing(bits, stored):
+    sixteen = read_one(weights_bits_desc="bf16").work.shared_bytes
+    assert read_one(weights_bits_desc=bits).work.shared_bytes == pytest.approx(sixteen * stored / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize(("bits", "stored"), [("F16", 16.0), ("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_K_M", 4.85)])
+def test_llama_cpps_formats_are_scaled_from_sixteen_bits(bits, stored):
+    row = {"engine": "llama.cpp build 1", "model": "Qwen3-30B-A3B"}
+    sixteen, packed = (read_one(**row, weights_bits_desc=each).work for each in ("F16", bits))
+    assert packed.shared_bytes == pytest.approx(sixteen.shared_bytes * stored / 16)
+    assert packed.expert_bytes == pytest.approx(sixteen.expert_bytes * stored / 16)
+    assert packed.prefill_parameters == sixteen.prefill_parameters
+
+
+def test_a_chip_of_two_bins_is_told_by_its_cores():
+    wide, narrow = (read_one(gpu_cores=cores).chip.bandwidth_gbs for cores in ("40 (inferred)", "32"))
+    assert (wide, narrow) == (546.0, 410.0)
