@@ -17,9 +17,9 @@ COMMANDS = {
     "chat": "the full-screen chat (what `tokamac` alone opens)",
     "ask": "one answer, streamed to stdout",
     "convert": "make a quantized MLX model folder from a Hugging Face one",
-    "inspect": "sizes, bits per weight, KV bytes per token, the ceiling here",
+    "inspect": "sizes, memory, the ceiling and the expected speed, here or on another machine",
     "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
-    "models": "what is on disk; download, remove",
+    "models": "what is on disk; download, remove, suggest",
     "cache": "the prompt cache on disk: show, clear, check",
 }
 

@@ -6,7 +6,7 @@ only where stderr is a terminal: in a script it would be noise.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -24,7 +24,8 @@ from tokamac.app.options import (
 )
 from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
 from tokamac.app.sanitise import Sanitiser
-from tokamac.engine.events import Event, Finished, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import Event, Finished, Message, PrefillProgress, Squeezed, TextChunk, Truncated
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
 
 
@@ -43,9 +44,15 @@ def parser() -> Parser:
     made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
     made.add_argument("--system", metavar="TEXT", help="the system prompt")
     made.add_argument(
-        "--json", action="store_true", help="events as JSON lines: truncated, prefill, text, finished, error"
+        "--json", action="store_true", help="events as JSON lines: truncated, squeezed, prefill, text, finished, error"
     )
-    made.add_argument("-v", "--verbose", action="store_true", help="metrics and a diagnosis, to stderr")
+    made.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="metrics and a diagnosis, to stderr; -vv: the whole diagnosis, with its formulas and the numbers put in",
+    )
     add_sampling_flags(made)
     add_kv_flags(made)
     return made
@@ -84,6 +91,8 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
             writer.text(event)
         elif isinstance(event, Truncated):
             writer.truncated(event)
+        elif isinstance(event, Squeezed):
+            writer.squeezed(event)
         else:
             writer.finished(event)
             reason = event.reason
@@ -93,7 +102,7 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
 class TextWriter:
     """The answer for a person, or for a pipe."""
 
-    def __init__(self, *, verbose: bool) -> None:
+    def __init__(self, *, verbose: int) -> None:
         self._verbose = verbose
         self._answer = ModelText(sys.stdout)
         self._bar = Progress("reading the prompt", unit="tokens", plain=False)
@@ -107,6 +116,12 @@ class TextWriter:
     def truncated(self, event: Truncated) -> None:
         """Say what of the prompt the model does not see."""
         note(f"note: the prompt does not fit the context; {event.tokens:,} tokens of its middle were left out")
+
+    def squeezed(self, event: Squeezed) -> None:
+        """Say what was done where memory was short."""
+        from tokamac.app.tui.squeezed import sentence
+
+        note(f"note: {sentence(event)}")
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""
@@ -123,7 +138,7 @@ class TextWriter:
         """End the last line; on request say what was measured."""
         self.close()
         if self._verbose:
-            for line in describe(event.metrics):
+            for line in report(event, whole=self._verbose > 1):
                 note(line)
 
     def interrupted(self) -> None:
@@ -158,6 +173,10 @@ class JsonWriter:
         """Write what of the prompt the model does not see."""
         json_line({"event": "truncated", **asdict(event)})
 
+    def squeezed(self, event: Squeezed) -> None:
+        """Write what was done where memory was short."""
+        json_line({"event": "squeezed", **asdict(event)})
+
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""
         if event.kind == "answer":
@@ -168,23 +187,46 @@ class JsonWriter:
         """Write the result."""
         self._done = True
         metrics = asdict(event.metrics)
-        json_line({"event": "finished", "reason": event.reason, "text": event.text, "metrics": metrics})
+        outliers = [asdict(outlier) for outlier in event.outliers]
+        diagnosis = None if event.diagnosis is None else asdict(event.diagnosis)
+        told = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
+        json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:
         """Write a result even though the engine gave none: nothing was measured."""
         if not self._done:
             self._done = True
             unknown: dict[str, Any] = {field.name: None for field in fields(Metrics)}
-            json_line({"event": "finished", "reason": "cancelled", "text": self._text, "metrics": unknown})
+            told: dict[str, Any] = {"metrics": unknown, "outliers": [], "diagnosis": None}
+            json_line({"event": "finished", "reason": "cancelled", "text": self._text, **told})
 
     def close(self) -> None:
         """Nothing is left open."""
 
 
+def report(event: Finished, *, whole: bool) -> Iterator[str]:
+    """Yield what was measured, the gaps that stand out, the diagnosis in one sentence, and where it is wanted the whole of it."""
+    from tokamac.app import verdict, verdict_full
+    from tokamac.app.tui.units import size
+
+    yield from describe(event.metrics)
+    yield f"expected  a peak of {size(event.predicted_peak_bytes)}"
+    yield from describe_gaps(event.outliers)
+    yield verdict.sentence(event.metrics, event.diagnosis)
+    if whole and event.diagnosis is not None:
+        yield from verdict_full.lines(event.diagnosis)
+
+
+def describe_gaps(outliers: Sequence[Outlier]) -> list[str]:
+    """Return the gaps between tokens that stand out, in lines."""
+    from tokamac.app.tui.measures import gap_and_cause
+
+    return [f"slow gap  {gap_and_cause(outlier)}" for outlier in outliers]
+
+
 def describe(metrics: Metrics) -> list[str]:
-    """Return what was measured, in lines, the last one the diagnosis."""
+    """Return what was measured, in lines."""
     from tokamac.app.tui.units import count, milliseconds, rate, seconds, size
-    from tokamac.app.tui.verdict import verdict
 
     gaps = metrics.itl_ms
     p50, p95 = (gaps.p50, gaps.p95) if gaps else (None, None)
@@ -196,5 +238,4 @@ def describe(metrics: Metrics) -> list[str]:
         f"limit     {rate(metrics.ceiling_tps)} at most here; a token reads {size(metrics.weight_bytes_per_token)} of weights "
         f"and {size(metrics.kv_bytes_per_step)} of KV",
         f"memory    KV {size(metrics.kv_bytes)}, peak {size(metrics.peak_memory_bytes)}",
-        verdict(metrics),
     ]

@@ -1,22 +1,32 @@
-"""``tokamac bench``: one warm-up, then runs that are each computed afresh; medians, beside what the machine allows.
+"""``tokamac bench``: one warm-up, then runs that are each computed afresh; medians and spread, beside what the machine allows.
 
-Every run reads a prompt of its own, so nothing is cached, and prefill is measured whole. ``--kv-quality`` compares ways to
-keep keys and values instead (kv_quality.py).
+Every run reads a prompt of its own, so nothing is cached, and prefill is measured whole. Every run makes as many tokens as it is
+asked for: what marks the end of a reply is not obeyed. ``--kv-quality`` compares ways to keep keys and values (kv_quality.py).
+
+    flags (here) → runs (bench_runs.py, peer.py) → medians (bench_stats.py) ┬▶ tables, JSON (bench_report.py)
+                                                                            └▶ picture (bench_plot.py, bench_svg.py)
 """
 
 import argparse
-import statistics
-from dataclasses import asdict, replace
-from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokamac.app.commands import kv_quality, loading
-from tokamac.app.options import Parser, add_kv_flags, add_sampling_flags, default_model, kv_spec, positive, sampling
-from tokamac.app.output import json_line, note, table
-from tokamac.app.tui.units import count, milliseconds, rate, seconds, size
-from tokamac.engine.events import Finished
-from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.app.commands import bench_machine, bench_plot, bench_report, kv_quality, loading, peer
+from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure, points
+from tokamac.app.options import (
+    SAMPLING_FLAGS,
+    Parser,
+    add_kv_flags,
+    add_sampling_flags,
+    default_model,
+    kv_spec,
+    positive,
+    sampling,
+)
+from tokamac.app.output import json_line, note
+from tokamac.engine.options import KVSpec, Sampling
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -25,24 +35,55 @@ PROMPT_TOKENS = 512
 NEW_TOKENS = 128
 RUNS = 5
 
-TEXT = (
-    "The river had risen in the night, and by morning the lower fields were a lake with fences standing in it. Nobody in the "
-    "village was surprised. They moved the sheep to the hill, put the boats where the carts had been, and went on with the day. "
-)
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked for. ``sampling.max_tokens`` is set."""
+
+    model: str
+    points: list[Point]
+    runs: int
+    sampling: Sampling
+    kv: KVSpec
+    compare: bool
 
 
 def parser() -> Parser:
     """Return what the command takes."""
     made = Parser(
         "bench",
-        "Measure TTFT, prefill and decode on this machine: a warm-up, then runs on prompts of their own; medians. "
+        "Measure TTFT, prefill and decode on this machine: a warm-up, then runs on prompts of their own; medians and spread, "
+        "beside the ceiling and the expected rate. Several lengths make a sweep: a table, and with --plot a picture. "
         "With --kv-quality: what each KV setting costs in quality, what it saves, and which to use.",
         "  tokamac bench\n  tokamac bench mlx-community/Qwen3-4B-Instruct-2507-4bit --prompt 2048 --runs 3 --json\n"
+        "  tokamac bench guide --depth 128,1024,4000 --plot decode.svg\n"
+        "  tokamac bench guide --prompt 64,512 --compare mlx-lm\n"
         "  tokamac bench guide --kv-quality --kv-window 2048",
     )
     made.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
-    made.add_argument("--prompt", type=positive, metavar="N", help=f"tokens to read ({PROMPT_TOKENS})")
+    made.add_argument(
+        "--prompt", type=kv_quality.depth_list, metavar="N[,N…]", help=f"tokens to read ({PROMPT_TOKENS})"
+    )
+    made.add_argument(
+        "--depth",
+        type=kv_quality.depth_list,
+        metavar="N[,N…]",
+        help="contexts to time decoding at: each is read, then decoded",
+    )
     made.add_argument("--runs", type=positive, metavar="N", help=f"runs after the warm-up ({RUNS})")
+    made.add_argument(
+        "--compare",
+        choices=(peer.NAME,),
+        help="let mlx-lm answer the same prompts, run by run in turn; both take the likeliest",
+    )
+    made.add_argument(
+        "--plot", type=svg_path, metavar="FILE.svg", help="draw decode rate over context, with the ceiling"
+    )
+    made.add_argument(
+        "--machine",
+        action="store_true",
+        help="measure what this machine can do, beside the chip table, and the model's pace on it",
+    )
     made.add_argument("--json", action="store_true", help="one JSON object")
     kv_quality.add_flags(made)
     add_sampling_flags(made)
@@ -50,83 +91,106 @@ def parser() -> Parser:
     return made
 
 
+def _refuse_beside_machine(parser: Parser, options: argparse.Namespace) -> None:
+    """End with a usage error where a flag would have no effect: no reply is made."""
+    flags = {**{f"--{name}": name for name in ("prompt", "depth", "runs", "compare", "plot")}, **SAMPLING_FLAGS}
+    for flag, name in flags.items():
+        if getattr(options, name) is not None:
+            parser.error(f"{flag} has no effect with --machine")
+
+
+def svg_path(text: str) -> Path:
+    """Return the path of a picture to be written."""
+    path = Path(text).expanduser()
+    if path.suffix.lower() != ".svg":
+        raise argparse.ArgumentTypeError(f"the picture is SVG, so {text!r} must end in .svg")
+    return path
+
+
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
     if options.kv_quality:
+        for name in ("depth", "compare", "plot", "machine"):
+            if getattr(options, name):
+                parser.error(f"--{name} has no effect with --kv-quality")
         return kv_quality.run(parser, options)
     kv_quality.refuse_flags(parser, options)
-    length, times = options.prompt or PROMPT_TOKENS, options.runs or RUNS
-    wanted, kv = sampling(parser, options), kv_spec(parser, options)
-    wanted = replace(wanted, max_tokens=wanted.max_tokens or NEW_TOKENS)
-    model = options.model or default_model()
+    if options.machine:
+        _refuse_beside_machine(parser, options)
+        return bench_machine.run(options.model or default_model(), kv_spec(parser, options), json_wanted=options.json)
+    plan = _plan(parser, options)
+    if options.plot is not None:
+        bench_plot.check_writable(options.plot)  # now, not after minutes of measuring
     # Nothing is ever reused here, with or without --no-prompt-cache.
-    with loading.load(model, kv=kv, prompt_cache=None) as engine:
-        note(f"warming up, then {times} runs of {length:,} prompt tokens and {wanted.max_tokens:,} new ones")
-        _measure(engine, prompt_ids(engine, length, 0), wanted)
-        runs = []
-        for number in range(1, times + 1):
-            runs.append(_measure(engine, prompt_ids(engine, length, number), _seeded(wanted, number)))
-            note(f"run {number}: prefill {rate(runs[-1].prefill_tps)}, decode {rate(runs[-1].decode_tps)}")
-    if any(metrics.generated_tokens < (wanted.max_tokens or 0) for metrics in runs):
-        note("note: the model ended some replies early, so their decode rates come from fewer tokens")
-    report(model, runs, json_wanted=options.json)
+    with loading.load(plan.model, kv=plan.kv, prompt_cache=None) as engine:
+        measured, version = _measured(engine, plan)
+        chart = None if options.plot is None else bench_plot.chart(engine, measured, version)
+    if any(run.generated_tokens < (plan.sampling.max_tokens or 0) for each in measured for run in each.runs):
+        note("note: --stop ended some replies early, so their decode rates come from fewer tokens")
+    if options.json:
+        for warning in bench_report.warnings(measured):
+            note(f"note: {warning}")
+        json_line(bench_report.to_json(measured, version))
+    else:
+        print(bench_report.text(plan.model, measured, version))
+    if chart is not None:  # last: figures are not lost with a picture that can't be written after all
+        bench_plot.write(options.plot, chart)
     return 0
 
 
-def prompt_ids(engine: "Engine", length: int, number: int) -> list[int]:
-    """Return ``length`` token ids of ordinary text; different from the first one on for every ``number``."""
-    ids = engine.tokenizer.encode(TEXT)
-    begin = (7 * number) % len(ids)
-    return list(islice(cycle(ids[begin:] + ids[:begin]), length))
-
-
-def report(model: str, runs: list[Metrics], *, json_wanted: bool) -> None:
-    """Write the result to stdout."""
-    middle = medians([asdict(metrics) for metrics in runs])
-    if json_wanted:
-        ceilings = {name: middle[name] for name in ("ceiling_tps", "expected_tps")}
-        json_line({"runs": [asdict(metrics) for metrics in runs], "median": middle, **ceilings, "peer": None})
-        return
-    decode, ceiling = middle["decode_tps"], middle["ceiling_tps"]
-    share = f"{decode / ceiling:.0%} of it" if decode is not None and ceiling else "unknown share of it"
-    gaps = middle["itl_ms"] or {}
-    rows = [
-        ["TTFT", seconds(middle["ttft_s"])],
-        ["prefill", rate(middle["prefill_tps"])],
-        ["decode", rate(decode)],
-        ["ceiling", f"{rate(ceiling)}; decode reached {share}"],
-        [
-            "gaps",
-            f"p50 {milliseconds(gaps.get('p50'))}, p95 {milliseconds(gaps.get('p95'))}, p99 {milliseconds(gaps.get('p99'))}",
-        ],
-        ["memory", f"KV {size(middle['kv_bytes'])}, peak {size(middle['peak_memory_bytes'])}"],
-    ]
-    print(
-        f"{model}: {count(middle['prompt_tokens'])} prompt tokens, {count(middle['generated_tokens'])} new; medians of {len(runs)}"
+def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
+    """Return what is asked for; end with exit status 2 at a bad flag."""
+    wanted, kv = sampling(parser, options), kv_spec(parser, options)
+    new = wanted.max_tokens or NEW_TOKENS
+    if options.compare is not None:
+        wanted = _greedy(parser, options)
+    depths = options.depth or ()
+    prompts = options.prompt or (() if depths else (PROMPT_TOKENS,))
+    return Plan(
+        model=options.model or default_model(),
+        points=points(prompts, depths),
+        runs=options.runs or RUNS,
+        sampling=replace(wanted, max_tokens=new),
+        kv=kv,
+        compare=options.compare is not None,
     )
-    print(table(rows))
 
 
-def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return field by field the median of what is known; None where no run knows it."""
-    middle: dict[str, Any] = {}
-    for name in runs[0]:
-        known = [run[name] for run in runs if run[name] is not None]
-        if known and isinstance(known[0], dict):
-            middle[name] = medians(known)
-        elif known and all(isinstance(value, int) for value in known):
-            middle[name] = statistics.median_low(known)  # a count stays whole
-        else:
-            middle[name] = statistics.median(known) if known else None
-    return middle
+def _greedy(parser: Parser, options: argparse.Namespace) -> Sampling:
+    """Return how both sides of a comparison choose. Ends with exit status 2 at a flag that would make them differ."""
+    for flag, name in SAMPLING_FLAGS.items():
+        value = getattr(options, name)
+        same = name == "max_tokens" or (name == "temperature" and value == 0)
+        if value is not None and not same:
+            parser.error(
+                f"{flag} has no effect with --compare: both sides take the likeliest token, and none ends a reply"
+            )
+    return Sampling(temperature=0)
 
 
-def _seeded(wanted: Sampling, number: int) -> Sampling:
-    return wanted if wanted.seed is not None else replace(wanted, seed=number)
+def _measured(engine: "Engine", plan: Plan) -> tuple[list[Measured], str | None]:
+    """Return what was measured, and the peer's version where there is one."""
+    new = plan.sampling.max_tokens or 0
+    check_room(engine.spec, plan.points, new)
+    with ExitStack() as stack:
+        beside = stack.enter_context(_start_peer(engine, plan.kv)) if plan.compare else None
+        sizes = " / ".join(f"{point.tokens:,}" for point in plan.points)
+        also = f", in turn with {beside.title}" if beside is not None else ""
+        note(f"warming up, then {plan.runs} runs of {sizes} prompt tokens and {new:,} new ones{also}")
+        measured = measure(engine, plan.points, plan.runs, plan.sampling, beside)
+        return measured, None if beside is None else beside.version
 
 
-def _measure(engine: "Engine", ids: list[int], wanted: Sampling) -> Metrics:
-    for event in engine.generate(ids, wanted):
-        if isinstance(event, Finished):
-            return event.metrics
-    raise AssertionError("a reply ends with Finished")
+def _start_peer(engine: "Engine", kv: KVSpec) -> peer.PeerProcess:
+    """Return mlx-lm with the same folder loaded. Raises PeerError, also where the weights don't fit twice."""
+    from tokamac.engine.shards import find_shards
+
+    memory = engine.memory()
+    # On a plain CPU unpacked weights are NumPy's, so what the process holds is asked for; elsewhere they are the device's.
+    resident = memory.process_rss if engine.spec.device == "cpu" else None
+    stored = sum(shard.stat().st_size for shard in find_shards(engine.spec.path))
+    peer.check_memory(held=resident or memory.active, wanted=stored, budget=memory.budget)
+    if kv != KVSpec():
+        note(f"note: the KV flags are for the engine alone; {peer.NAME} keeps keys and values as it does by itself")
+    note(f"loading the model in {peer.NAME} as well")
+    return peer.PeerProcess(engine.spec.path)

@@ -1,46 +1,60 @@
-"""``tokamac inspect``: what a model weighs, what a token costs, and what this machine makes of it at most."""
+"""``tokamac inspect``: what a model weighs, what a token costs, and what this machine, or another one, makes of it."""
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
+from tokamac.app.commands.place import add_place_flags, place_of
 from tokamac.app.options import Parser, add_kv_flags, kv_spec, positive
-from tokamac.app.output import json_line, note, table
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import UNKNOWN, rate, short, size
-from tokamac.engine.options import KVSpec
+from tokamac.app.output import json_line, note
+from tokamac.engine.options import GROUP_SIZES, KVSpec
 
 if TYPE_CHECKING:
     from tokamac.engine.limits.inspect import Inspection
-    from tokamac.engine.limits.kv_table import KVRow, KVTable
+    from tokamac.engine.limits.outcomes import Case, Outcome
+    from tokamac.engine.limits.subject import Subject
 
 CONTEXT = 4096
 
-# The public contract's names, in its order; what else the inspection knows is for people.
+BITS = (2, 3, 4, 5, 6, 8, 16)
+
+POINTS = 64
+"""Contexts that a curve is drawn through."""
+
+# The public contract's names, in its order; --table adds what else is known.
 _FIELDS = (
     "model", "architecture", "parameters", "weight_bytes", "bits_per_weight", "kv_bytes_per_token", "bytes_per_step", "chip",
     "ceiling_tps", "expected_tps", "prefill_tps", "ttft_s", "memory",
 )  # fmt: skip
-RUNS_SHOWN = 3
-"""Runs of layers named in a row of the table: models that mix kinds of layers have many short ones."""
-
-_CHIP_FIELDS = ("name", "gpu_cores", "bandwidth_gbs", "fp16_tflops")
 
 
 def parser() -> Parser:
     """Return what the command takes."""
     made = Parser(
         "inspect",
-        "Show a model's size, bits per weight, KV bytes per token, bytes read per decoded token, the ceiling here, and "
-        "whether it fits. With KV flags, or where layers differ: what the cache of each layer will be.",
+        "Show a model's size, bits per weight, KV bytes per token, bytes read per decoded token, whether it fits, the ceiling, the "
+        "speed to expect and the wait for the first token: here, or on another machine. A model of the catalogue need not be "
+        "downloaded, and of any other its config.json is enough. With KV flags, or where layers differ: what each layer keeps.",
         "  tokamac inspect guide\n  tokamac inspect guide --kv-bits 8,4 --kv-window 1024\n"
+        '  tokamac inspect Qwen3-8B-4bit --chip "Apple M4 Max" --gpu-cores 40 --memory 64 --table\n'
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
-    made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id that is on disk, or guide")
+    made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
+    made.add_argument("--context", type=positive, metavar="N", help=f"tokens held while decoding ({CONTEXT})")
     made.add_argument(
-        "--context", type=positive, default=CONTEXT, metavar="N", help=f"tokens in the context ({CONTEXT})"
+        "--prompt", type=positive, metavar="N", help="tokens to compute for the first one (the whole context)"
     )
+    group = made.add_argument_group("weights (what is left out is as they are)")
+    group.add_argument("--bits", type=int, choices=BITS, help="as if packed with so many bits; 16 is not packed")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
+    add_place_flags(made)
     add_kv_flags(made, cache=False, full=False)
+    shown = made.add_argument_group("what if")
+    shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
+    shown.add_argument("--chips", action="store_true", help="also on every chip of the table")
+    shown.add_argument(
+        "--plot", action="store_true", help="draw decode over context, and the roofline with both phases"
+    )
     made.add_argument("--json", action="store_true", help="one JSON object")
     return made
 
@@ -48,78 +62,119 @@ def parser() -> Parser:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Inspect, and return the exit status."""
     kv = kv_spec(parser, options)
-    folder = loading.on_disk(options.model)
-    from tokamac.engine.limits.inspect import inspect_model
+    _check(parser, options)
+    place = place_of(parser, options)
+    case = _case(parser, options, kv)
+    from tokamac.engine.limits.inspect import inspect
+    from tokamac.engine.limits.subject import subject_of
 
-    found = inspect_model(folder, options.context, kv)
+    subject = subject_of(options.model)
+    found = inspect(subject, case, place)
     if options.json:
-        json_line(_contract(found, options.model))
+        json_line(_json(options, subject, found))
         return 0
-    _print(found, options.model)
-    if found.kv_table is not None and (kv != KVSpec() or len(found.kv_table.rows) > 1):
-        print(f"\n{_kv_table(found.kv_table, found.context)}")
-    if found.kv_reason is not None:
-        note(f"note: KV bytes are counted from the config alone, since the caches can't be planned: {found.kv_reason}")
-    if found.context_length is not None and options.context > found.context_length:
-        note(f"note: the model was made for {found.context_length:,} tokens of context")
+    _print(options, subject, found)
+    _remarks(found)
     return 0
 
 
-def _contract(found: "Inspection", name: str) -> dict[str, Any]:
-    everything = {**found.to_json(), "model": name}
-    everything["chip"] = {key: everything["chip"][key] for key in _CHIP_FIELDS}
-    return {key: everything[key] for key in _FIELDS}
+def _check(parser: Parser, options: argparse.Namespace) -> None:
+    if options.group_size is not None and options.bits in (None, 16):
+        parser.error("--group-size has no effect without --bits below 16")
+    if options.json and options.plot:
+        parser.error("--plot draws, so it does not go with --json")
 
 
-def _print(found: "Inspection", name: str) -> None:
-    chip, memory = found.chip, found.memory
-    bandwidth = UNKNOWN if chip.bandwidth_gbs is None else f"{chip.bandwidth_gbs:,.3g} GB/s ({chip.source})"
-    print(
-        f"{name}  {sanitise_line(found.architecture)}, {short(found.parameters)} weights, context {short(found.context_length)}"
-    )
-    print()
-    parts = [[part.part, short(part.parameters), size(part.bytes), _bits(part.bits_per_weight)] for part in found.parts]
-    whole = ["all", short(found.parameters), size(found.weight_bytes), _bits(found.bits_per_weight)]
-    print(table([["part", "weights", "bytes", "bits"], *parts, whole], right=(1, 2, 3)))
-    print()
-    held = {"stored": "as stored", "float32": "in float32", "unpacked": "unpacked to float32"}[found.form]
-    verdict = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[memory.fits]
-    rows = [
-        ["KV cache", f"{size(found.kv_bytes_per_token)} a token, {size(memory.kv)} at {found.context:,} tokens"],
-        ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {held})"],
-        ["this machine", f"{chip.name}, {bandwidth}"],
-        ["ceiling", f"{rate(found.ceiling_tps)}: no kernel can be faster"],
-        ["memory", f"{size(memory.total)} of {size(memory.budget)}: {verdict}"],
-    ]
-    print(table(rows))
+def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "Case":
+    from tokamac.engine.errors import OptionError
+    from tokamac.engine.limits.outcomes import Case
+
+    context = options.context or max(CONTEXT, options.prompt or 0)
+    try:
+        return Case(options.bits, options.group_size or 64, kv, context, options.prompt or context)
+    except OptionError as error:
+        parser.error(f"--prompt: {error.one_line().rstrip('.')}")
 
 
-def _kv_table(planned: "KVTable", context: int) -> str:
-    """Return a row for each kind of layer, their sum, and what the plan notes."""
-    head = ["layers", "kind", "keys", "values", "window", "a token", f"at {context:,}"]
-    rows = [_kv_row(row) for row in planned.rows]
-    whole = ["all", "", "", "", "", size(planned.bytes_per_token), size(planned.bytes_at_context)]
-    notes = [sanitise_line(remark) for remark in planned.notes]
-    return "\n".join([table([head, *rows, whole], right=(2, 3, 5, 6)), *notes])
+def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> dict[str, Any]:
+    """Return the contract's object; with --table and --chips what else is known, and their rows."""
+    everything = {**found.to_json(), "model": options.model}
+    if not (options.table or options.chips):
+        return {key: everything[key] for key in _FIELDS}
+    if options.table:
+        everything["table"] = [_row(each) for each in _table(subject, found)]
+    if options.chips:
+        everything["chips"] = [_row(each) for each in _chips(options, subject, found)]
+    return everything
 
 
-def _kv_row(row: "KVRow") -> list[str]:
-    bits = ["-" if value is None else str(value) for value in (row.key_bits, row.value_bits)]
-    window = "-" if row.window is None else f"{row.window:,}"
-    if row.keep:
-        window += f", {row.keep} pinned"
-    return [_layers(row.layers), row.kind, *bits, window, size(row.bytes_per_token), size(row.bytes_at_context)]
+def _row(found: "Outcome") -> dict[str, Any]:
+    case, chip = found.case, found.place.chip
+    return {
+        "bits": case.bits,
+        "key_bits": case.kv.key_bits,
+        "value_bits": case.kv.value_bits,
+        "context": case.context,
+        "prompt": case.prompt,
+        "chip": {"name": chip.name, "gpu_cores": chip.gpu_cores},
+        "weight_bytes": found.weight_bytes,
+        "bits_per_weight": found.bits_per_weight,
+        "kv_bytes": found.kv_bytes,
+        "memory": None if found.memory is None else asdict(found.memory),
+        "ceiling_tps": found.ceiling_tps,
+        "expected_tps": found.expected_tps,
+        "prefill_tps": found.prefill_tps,
+        "ttft_s": found.ttft_s,
+        "reason": found.reason,
+    }
 
 
-def _layers(layers: tuple[int, ...]) -> str:
-    """Return "0-5", or the first few runs of more and how many layers they are in all."""
-    from tokamac.engine.limits.kv_table import runs
+def _print(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> None:
+    from tokamac.app.commands import inspect_report as reports
 
-    found = [f"{first}-{last}" if last > first else str(first) for first, last in runs(layers)]
-    if len(found) <= RUNS_SHOWN:
-        return ", ".join(found)
-    return f"{', '.join(found[:RUNS_SHOWN])} … ({len(layers)})"
+    print(reports.report(found))
+    planned = found.kv_table
+    if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
+        print(f"\n{reports.kv_report(planned, found.context)}")
+    if options.table:
+        print(f"\n{reports.cases_report(_table(subject, found))}")
+    if options.chips:
+        print(f"\n{reports.chips_report(_chips(options, subject, found))}")
+    if options.plot:
+        _plot(subject, found)
 
 
-def _bits(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2f}"
+def _plot(subject: "Subject", found: "Inspection") -> None:
+    from tokamac.app.commands.plots import decode_plot, roofline_plot
+    from tokamac.engine.limits.whatif import UNBOUNDED_CONTEXT, curve
+
+    last = max(found.context_length or UNBOUNDED_CONTEXT, found.context)
+    contexts = sorted({max(1, round(last * step / POINTS)) for step in range(POINTS + 1)})
+    points = curve(subject.config, found.case, found.place, contexts, own=subject.packing)
+    drawn = decode_plot(points, found.model)
+    print(f"\n{drawn}" if drawn else "\ndecode over context: unknown")
+    roof = None if found.prediction is None else roofline_plot(found.prediction, found.chip)
+    print(f"\n{roof}" if roof else "\nroofline: unknown, since the chip's bandwidth or its peak arithmetic is")
+
+
+def _remarks(found: "Inspection") -> None:
+    """Say on stderr what is not as it may seem."""
+    if found.kv_reason is not None:
+        note(f"note: KV bytes are counted from the config alone, since the caches can't be planned: {found.kv_reason}")
+    if found.reason is not None and found.kv_reason is None:
+        measure = "; measure it: tokamac bench --machine" if found.place.local and found.ceiling_tps is not None else ""
+        note(f"note: {found.reason}{measure}")
+    if found.context_length is not None and found.context > found.context_length:
+        note(f"note: the model was made for {found.context_length:,} tokens of context")
+
+
+def _table(subject: "Subject", found: "Inspection") -> "tuple[Outcome, ...]":
+    from tokamac.engine.limits.whatif import table
+
+    return table(subject.config, found.case, found.place, own=subject.packing)
+
+
+def _chips(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> "tuple[Outcome, ...]":
+    from tokamac.engine.limits.whatif import everywhere, on_chips
+
+    return on_chips(subject.config, found.case, everywhere(options.memory), own=subject.packing)

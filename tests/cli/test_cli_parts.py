@@ -1,6 +1,7 @@
-"""The pieces: flags, the prompt, what is written where, medians."""
+"""The pieces: flags, the prompt, what is written where."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 
 from tests.cli.conftest import Run
 from tokamac.app import output
-from tokamac.app.commands import ask, bench
+from tokamac.app.commands import ask
 from tokamac.app.commands.prompt import compose
 from tokamac.app.options import kv_bits, kv_spec, sampling
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -157,21 +159,6 @@ def test_unknown_metrics_are_said_to_be_unknown(capsys: pytest.CaptureFixture[st
     assert "decode unknown" in lines[1]
 
 
-def test_medians_are_field_by_field_of_what_is_known() -> None:
-    runs = [
-        {"ttft_s": 3.0, "decode_tps": None, "itl_ms": {"p50": 1.0}, "kv_bytes": 10, "expected_tps": None},
-        {"ttft_s": 1.0, "decode_tps": 8.0, "itl_ms": None, "kv_bytes": 30, "expected_tps": None},
-        {"ttft_s": 2.0, "decode_tps": 4.0, "itl_ms": {"p50": 3.0}, "kv_bytes": 20, "expected_tps": None},
-    ]
-    assert bench.medians(runs) == {
-        "ttft_s": 2.0,
-        "decode_tps": 6.0,
-        "itl_ms": {"p50": 2.0},
-        "kv_bytes": 20,
-        "expected_tps": None,
-    }
-
-
 def test_verbose_metrics_say_everything(capsys: pytest.CaptureFixture[str]) -> None:
     known = Metrics(10, 4, 6, 5, 0.1, 0.08, 0.5, 75.0, 10.0, Gaps(1, 2, 3, 4), 1000, 2000, 300, 0.1, 20.0, None, 9000)
     text = "\n".join(ask.describe(known))
@@ -184,6 +171,21 @@ def test_verbose_metrics_say_everything(capsys: pytest.CaptureFixture[str]) -> N
         "9.00 kB",
     ):
         assert said in text
+
+
+def test_gaps_that_stand_out_are_told_with_their_causes(capsys: pytest.CaptureFixture[str]) -> None:
+    end = Finished("stop", "", NOTHING, outliers=(Outlier(257, 41.2, ("pool cleared",)), Outlier(9, 20.0)))
+    ask.write(iter([end]), ask.TextWriter(verbose=True))
+    told = capsys.readouterr().err.splitlines()
+    assert told[-3:-1] == [
+        "slow gap  41.2 ms at token 257: pool cleared",
+        "slow gap  20.0 ms at token 9: cause unknown",
+    ]
+    ask.write(iter([end]), ask.JsonWriter())
+    assert json.loads(capsys.readouterr().out)["outliers"] == [
+        {"token": 257, "gap_ms": 41.2, "causes": ["pool cleared"]},
+        {"token": 9, "gap_ms": 20.0, "causes": []},
+    ]
 
 
 def test_models_without_a_cache(tokamac: Run) -> None:

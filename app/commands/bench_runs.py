@@ -1,0 +1,160 @@
+"""The measuring of ``tokamac bench``: what is to be measured, in what order, and the runs themselves.
+
+A round visits every point once, so that a machine that grows warm slows all points alike and not the deepest alone. Beside a peer,
+both sides answer the same prompt one after the other, and who begins changes every round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Protocol
+
+from tokamac.app.commands.peer import PeerRun
+from tokamac.app.output import note
+from tokamac.app.tui.units import rate
+from tokamac.engine.errors import ContextError
+from tokamac.engine.events import Finished
+from tokamac.engine.limits.limits import Limits
+from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.options import Sampling
+
+if TYPE_CHECKING:
+    from tokamac.engine import Engine
+    from tokamac.engine.core import ModelSpec
+
+TEXT = (
+    "The river had risen in the night, and by morning the lower fields were a lake with fences standing in it. Nobody in the "
+    "village was surprised. They moved the sheep to the hill, put the boats where the carts had been, and went on with the day. "
+)
+
+
+class Peer(Protocol):
+    """Another program that answers the same prompts."""
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+
+    def reply(self, ids: Sequence[int], new: int) -> PeerRun:
+        """Generate ``new`` tokens after ``ids``, greedily. Raises PeerError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A prompt of ``tokens`` tokens that is read whole, and the reply after it.
+
+    as_prompt: asked for with --prompt, for how fast it is read. as_depth: with --depth, for how fast tokens come behind it.
+    """
+
+    tokens: int
+    as_prompt: bool
+    as_depth: bool
+
+    @property
+    def label(self) -> str:
+        """What the point is called in a table."""
+        kinds = " and ".join(["prompt"] * self.as_prompt + ["depth"] * self.as_depth)
+        return f"{kinds} {self.tokens:,}"
+
+
+@dataclass(slots=True)
+class Series:
+    """What was measured at a point: our runs and the peer's, round by round."""
+
+    point: Point
+    runs: list[Metrics] = field(default_factory=list)
+    peer_runs: list[PeerRun] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A point's runs, and what the machine allows at the context in the middle of its replies. Without a peer, no peer_runs."""
+
+    point: Point
+    runs: tuple[Metrics, ...]
+    limits: Limits
+    peer_runs: tuple[PeerRun, ...] = ()
+
+
+def points(prompts: Sequence[int], depths: Sequence[int]) -> list[Point]:
+    """Return a point for each size, prompts first, each size once."""
+    return [Point(tokens, tokens in prompts, tokens in depths) for tokens in dict.fromkeys((*prompts, *depths))]
+
+
+def check_room(spec: "ModelSpec", wanted: Sequence[Point], new: int) -> None:
+    """Raise ContextError where the model's context can't hold a point and the ``new`` tokens after it."""
+    deepest = max(wanted, key=lambda point: point.tokens)
+    if spec.capacity is None or spec.rolls or deepest.tokens + new <= spec.capacity:
+        return
+    room = spec.capacity - new
+    less = f"Ask for {room:,} at most, or for fewer new tokens." if room > 0 else "Ask for fewer new tokens."
+    raise ContextError(
+        f"{deepest.label} with {new:,} new tokens needs {deepest.tokens + new:,} tokens of context, and the context of "
+        f"{spec.name} holds {spec.capacity:,}",
+        less,
+    )
+
+
+def measure(
+    engine: "Engine", wanted: Sequence[Point], rounds: int, sampling: Sampling, peer: Peer | None
+) -> list[Measured]:
+    """Return what was measured, point by point. ``sampling.max_tokens`` is set. Progress goes to stderr.
+
+    Raises PeerError.
+    """
+    engine.tokenizer.eos_ids = frozenset()  # every run makes as many tokens as it is asked for
+    made = [Series(point) for point in wanted]
+    for series in made:
+        _round(engine, Series(series.point), 0, sampling, peer)
+    for number in range(1, rounds + 1):
+        for series in made:
+            _round(engine, series, number, sampling, peer)
+            note(_line(series, number, alone=len(made) == 1, peer=peer))
+    return [_finished(engine, series) for series in made]
+
+
+def prompt_ids(engine: "Engine", length: int, number: int) -> list[int]:
+    """Return ``length`` token ids of ordinary text; different from the first one on for every ``number``."""
+    ids = engine.tokenizer.encode(TEXT)
+    begin = (7 * number) % len(ids)
+    return list(islice(cycle(ids[begin:] + ids[:begin]), length))
+
+
+def _round(engine: "Engine", series: Series, number: int, sampling: Sampling, peer: Peer | None) -> None:
+    """Let each side answer once; who begins changes with ``number``."""
+    ids = prompt_ids(engine, series.point.tokens, number)
+    new = sampling.max_tokens or 0
+
+    def ours() -> None:
+        series.runs.append(_reply(engine, ids, _seeded(sampling, number)))
+
+    def theirs() -> None:
+        if peer is not None:
+            series.peer_runs.append(peer.reply(ids, new))
+
+    for turn in (ours, theirs) if number % 2 else (theirs, ours):
+        turn()
+
+
+def _reply(engine: "Engine", ids: list[int], sampling: Sampling) -> Metrics:
+    for event in engine.generate(ids, sampling):
+        if isinstance(event, Finished):
+            return event.metrics
+    raise AssertionError("a reply ends with Finished")
+
+
+def _seeded(wanted: Sampling, number: int) -> Sampling:
+    return wanted if wanted.seed is not None else replace(wanted, seed=number)
+
+
+def _line(series: Series, number: int, *, alone: bool, peer: Peer | None) -> str:
+    run = series.runs[-1]
+    where = f"run {number}" if alone else f"run {number}, {series.point.label}"
+    beside = f"; {peer.title}: decode {rate(series.peer_runs[-1].decode_tps)}" if peer is not None else ""
+    return f"{where}: prefill {rate(run.prefill_tps)}, decode {rate(run.decode_tps)}{beside}"
+
+
+def _finished(engine: "Engine", series: Series) -> Measured:
+    """Ask for the limits only now: a reply may have shown that the bandwidth was measured too low."""
+    middle = series.runs[0].prompt_tokens + series.runs[0].generated_tokens // 2
+    return Measured(series.point, tuple(series.runs), engine.limits(middle), tuple(series.peer_runs))

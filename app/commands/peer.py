@@ -1,0 +1,175 @@
+"""mlx-lm beside the engine: a process of its own (peer_child.py) that answers the same prompts, for ``bench --compare``.
+
+A process of its own, because the engine reaches into mlx-lm's attention function in this one: there it is as its users have it.
+JSON lines over pipes:
+
+    ▶ {"prompt": [ids], "new": 128}      ◀ {"ready": {"version": "0.32.2"}}, once
+                                         ◀ {"began_s": 8.1, "token_times_s": [8.4, …], "peak_memory_bytes": 1234}
+                                         ◀ {"error": "what failed"}, and it ends
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.units import size
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.limits import metrics
+
+NAME = "mlx-lm"
+GRACE_S = 3.0
+WITHOUT = "Run without --compare to measure the engine alone."
+
+
+class PeerError(TokamacError):
+    """The peer can't be started, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """One reply of the peer's, by the product's own rules. Seconds, tokens a second, bytes; None is unknown."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    prefill_tps: float | None
+    decode_tps: float | None
+    peak_memory_bytes: int | None
+
+
+def run_from_times(prompt_tokens: int, began_s: float, token_times_s: Sequence[float], peak: int | None) -> PeerRun:
+    """Return what the peer's own time stamps come to. ``token_times_s`` is not empty."""
+    ttft_s = token_times_s[0] - began_s
+    return PeerRun(
+        prompt_tokens=prompt_tokens,
+        generated_tokens=len(token_times_s),
+        ttft_s=ttft_s,
+        prefill_tps=metrics.rate(prompt_tokens, ttft_s),
+        decode_tps=metrics.decode_rate(token_times_s),
+        peak_memory_bytes=peak,
+    )
+
+
+def check_memory(*, held: int, wanted: int, budget: int | None) -> None:
+    """Raise PeerError unless ``wanted`` bytes of weights fit beside the ``held`` ones. An unknown budget refuses nothing."""
+    if budget is not None and held + wanted > budget:
+        raise PeerError(
+            f"--compare needs the weights twice, and they don't fit together: {size(held)} are held here, {NAME} needs "
+            f"{size(wanted)} more, and the budget is {size(budget)}",
+            "Compare on a smaller model, or close other programs.",
+        )
+
+
+class PeerProcess:
+    """A running mlx-lm with the model in ``folder`` loaded. A context manager: leaving it ends the process.
+
+    The process leads its own session, so that Ctrl-C in the terminal reaches this program alone, which then ends it.
+    ``command`` stands in for the real one in tests. Raises PeerError.
+    """
+
+    def __init__(self, folder: Path, command: Sequence[str] | None = None) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # its warnings; the last line is told if it dies
+        try:
+            self._process = subprocess.Popen(
+                command or [sys.executable, "-m", "tokamac.app.commands.peer_child", str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                start_new_session=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+        except OSError as error:
+            self._log.close()
+            raise PeerError(f"{NAME}'s process can't be started: {error.strerror}", WITHOUT) from error
+        try:
+            self.version = self._started()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+        return f"{NAME} {self.version}"
+
+    def reply(self, ids: Sequence[int], new: int) -> PeerRun:
+        """Generate ``new`` tokens after ``ids``, greedily, whatever marks the end of a reply. Raises PeerError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"prompt": list(ids), "new": new}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._dead() from None
+        answer = self._answer()
+        try:
+            times = [float(time) for time in answer["token_times_s"]]
+            began_s, peak = float(answer["began_s"]), answer["peak_memory_bytes"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerError(f"{NAME}'s process gave an answer without time stamps", WITHOUT) from error
+        if len(times) != new:
+            raise PeerError(f"{NAME} made {len(times):,} of {new:,} tokens", WITHOUT)
+        return run_from_times(len(ids), began_s, times, peak if isinstance(peak, int) else None)
+
+    def close(self) -> None:
+        """End the process: it leaves when its stdin closes, and is ended if it does not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        self._ended()
+        self._process.stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _started(self) -> str:
+        match self._answer():
+            case {"ready": {"version": str(version)}}:
+                return sanitise_line(version)
+        raise PeerError(f"{NAME}'s process did not say which version it is", WITHOUT)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise self._dead()
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise PeerError(f"{NAME}'s process gave an answer that is not JSON", WITHOUT) from error
+        if not isinstance(answer, dict):
+            raise PeerError(f"{NAME}'s process gave an answer that is no object", WITHOUT)
+        if "error" in answer:
+            raise PeerError(f"{NAME} failed: {sanitise_line(str(answer['error']))}", WITHOUT)
+        return answer
+
+    def _ended(self) -> int:
+        """Wait for the process's end, make it end if that takes too long, and return its status."""
+        try:
+            return self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _dead(self) -> PeerError:
+        code = self._ended()
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        last = next((sanitise_line(line) for line in reversed(lines) if line.strip()), "")
+        return PeerError(f"{NAME}'s process {how}{': ' if last else ''}{last}", WITHOUT)

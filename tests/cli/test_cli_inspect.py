@@ -1,0 +1,169 @@
+"""`inspect` of what is not here, on what is not here: places, cases, tables and pictures; and `models suggest`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+
+M4_MAX = ("--chip", "Apple M4 Max", "--gpu-cores", "40", "--memory", "64")
+QWEN = "mlx-community/Qwen3-0.6B-4bit"
+
+
+def found(tokamac: Run, *arguments: str | Path) -> dict[str, Any]:
+    done = tokamac("inspect", *arguments, "--json")
+    assert (done.status, done.err) == (0, "")
+    result: dict[str, Any] = json.loads(done.out)
+    return result
+
+
+def test_elsewhere_every_figure_of_the_contract_is_known(tokamac: Run, tiny: Path) -> None:
+    plain = found(tokamac, tiny, *M4_MAX, "--context", "512", "--prompt", "256")
+    assert plain["chip"] == {"name": "Apple M4 Max", "gpu_cores": 40, "bandwidth_gbs": 546.0, "fp16_tflops": 16.16}
+    assert 0 < plain["expected_tps"] <= plain["ceiling_tps"]
+    assert plain["ttft_s"] == pytest.approx(256 / plain["prefill_tps"])
+    assert plain["memory"]["fits"] is True
+
+
+def test_a_model_that_was_not_downloaded_is_predicted_and_that_is_said(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX)
+    assert plain["model"] == QWEN
+    assert plain["parameters"] == 596_049_920
+    shown = tokamac("inspect", QWEN, *M4_MAX)
+    assert "not downloaded" in shown.out
+    assert "waits for memory" in shown.out
+    assert "waits for arithmetic" in shown.out
+
+
+def test_a_config_alone_is_enough_and_agrees_with_the_files(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    files, alone = found(tokamac, tiny, *M4_MAX), found(tokamac, tmp_path, *M4_MAX)
+    assert {**files, "model": ""} == {**alone, "model": ""}
+    assert "no weights in this folder" in tokamac("inspect", tmp_path, *M4_MAX).out
+
+
+def test_other_bits_change_what_is_read(tokamac: Run, tiny: Path) -> None:
+    whole, packed, coarse = (
+        found(tokamac, tiny, *M4_MAX, *flags) for flags in ((), ("--bits", "4"), ("--bits", "4", "--group-size", "32"))
+    )
+    assert packed["bits_per_weight"] < coarse["bits_per_weight"] < whole["bits_per_weight"]
+    assert packed["ceiling_tps"] > coarse["ceiling_tps"] > whole["ceiling_tps"]
+
+
+def test_without_memory_whether_it_fits_is_unknown(tokamac: Run, tiny: Path) -> None:
+    memory = found(tokamac, tiny, "--chip", "M3", "--gpu-cores", "10")["memory"]
+    assert (memory["budget"], memory["fits"]) == (None, None)
+    assert "unknown whether it fits" in tokamac("inspect", tiny, "--chip", "M3").out
+
+
+def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX, "--prompt", "10000")
+    assert plain["memory"]["kv"] == 10_000 * plain["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--chip", "Apple M4 Max"), "32 or 40"),
+        (("--chip", "M4 Mox"), "M4 Max"),
+        (("--chip", "M4 Max", "--gpu-cores", "20"), "32, 40"),
+        (("--gpu-cores", "40"), "without --chip"),
+        (("--memory", "64"), "without --chip"),
+        (("--memory", "0"), "--memory"),
+        (("--memory", "nan"), "--memory"),
+        (("--group-size", "32"), "without --bits"),
+        (("--bits", "16", "--group-size", "32"), "without --bits"),
+        (("--bits", "7"), "--bits"),
+        (("--context", "100", "--prompt", "101"), "--prompt"),
+        (("--plot", "--json"), "--plot"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
+    done = tokamac("inspect", "guide", *flags)
+    assert done.status == 2
+    assert said in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_the_table_has_a_row_for_each_case(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX, "--table")
+    rows = plain["table"]
+    assert {row["bits"] for row in rows} == {None, 16, 8, 6, 5, 3}  # as it is, it has 4
+    assert {(row["key_bits"], row["value_bits"]) for row in rows} == {(16, 16), (8, 8), (8, 4), (4, 4)}
+    assert rows[0]["expected_tps"] == plain["expected_tps"]
+    assert plain["known_by"] == "catalogue"
+    shown = tokamac("inspect", QWEN, *M4_MAX, "--table").out
+    assert "8,4" in shown
+    assert "16 bits" in shown
+    assert "40,960" in shown
+
+
+def test_every_chip_of_the_table(tokamac: Run) -> None:
+    rows = found(tokamac, QWEN, *M4_MAX, "--chips")["chips"]
+    assert len(rows) > 40
+    by_name = {(row["chip"]["name"], row["chip"]["gpu_cores"]): row for row in rows}
+    assert by_name["Apple M4 Max", 40]["ceiling_tps"] > by_name["Apple M4 Max", 32]["ceiling_tps"]
+    assert by_name["NVIDIA H200", None]["expected_tps"] is None
+    shown = tokamac("inspect", QWEN, "--chips").out
+    assert "Apple M2 Ultra, 76 GPU cores" in shown
+    assert "unknown" in shown
+
+
+def test_the_plots_fit_the_terminal_and_have_no_colours_where_none_are_wanted(
+    tokamac: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = tokamac("inspect", QWEN, *M4_MAX, "--plot").out
+        drawn = shown[shown.index("decode over context") :].splitlines()
+        assert max(map(len, drawn)) <= columns
+        assert "\x1b" not in shown
+        assert "roofline" in shown
+        assert "DD decode, waits for memory" in shown
+        assert "PP prefill, waits for arithmetic" in shown
+
+
+def test_a_roofline_that_is_not_known_is_said_not_drawn(tokamac: Run) -> None:
+    shown = tokamac("inspect", QWEN, "--chip", "NVIDIA GeForce RTX 3090", "--plot")
+    assert shown.status == 0
+    assert "roofline: unknown" in shown.out
+    assert "ceiling, tok/s" in shown.out
+
+
+def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
+    done = tokamac(
+        "models", "suggest", "--chip", "M3", "--gpu-cores", "10", "--memory", "16", "--context", "2048", "--json"
+    )
+    assert (done.status, done.err) == (0, "")
+    answer = json.loads(done.out)
+    best, last = answer["suggestions"][0], answer["suggestions"][-1]
+    assert (answer["context"], best["verdict"], last["verdict"]) == (2048, "runs well", "does not fit")
+    assert best["memory"]["total"] < best["memory"]["budget"]
+    assert best["expected_tps"] >= 10
+
+
+def test_suggestions_for_people(tokamac: Run) -> None:
+    shown = tokamac("models", "suggest", "--chip", "M3", "--memory", "16")
+    assert shown.status == 0
+    assert "runs well" in shown.out
+    assert "does not fit" not in shown.out
+    assert "do not fit" in shown.err
+    assert "two thirds" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("list", "--json"), "list takes no flags"),
+        (("pull", "org/name", "--memory", "8"), "pull takes no flags"),
+        (("suggest", "org/name"), "suggest takes no ID"),
+        (("suggest", "--memory", "8"), "without --chip"),
+        (("suggest", "--chip", "M3 Max"), "30 or 40"),
+    ],
+)
+def test_flags_go_with_suggest_alone(tokamac: Run, arguments: tuple[str, ...], said: str) -> None:
+    done = tokamac("models", *arguments)
+    assert done.status == 2
+    assert said in done.err
