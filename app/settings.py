@@ -3,6 +3,7 @@
     model = "guide"
     theme = "tokamac-dark"
     system = ""
+    unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never
 
     [sampling]          # the fields of tokamac.engine.Sampling
     temperature = 0.7
@@ -27,19 +28,31 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 FILE = "settings.toml"
+PLAIN = ("model", "theme", "system", "panel", "unload_after_min")
+"""Settings that are one value, not a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chose last. ``unknown`` holds what this version does not know, to be written back."""
+    """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
+
+    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. Raises OptionError below 0.
+    """
 
     model: str = "guide"
     theme: str = ""
     system: str = ""
     panel: bool = True
+    unload_after_min: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     kv: KVSpec = field(default_factory=KVSpec)
     unknown: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.unload_after_min < 0:
+            raise OptionError(
+                f"unload_after_min is {self.unload_after_min}, which is no number of minutes.", "Use 0 for never."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,7 @@ def save(path: Path, settings: Settings) -> None:
 def dumps(settings: Settings) -> str:
     """Return the settings as TOML; what is at its default is left out, so that a later default reaches everyone."""
     table: dict[str, Any] = {**settings.unknown}
-    for name in ("model", "theme", "system", "panel"):
+    for name in PLAIN:
         if getattr(settings, name) != getattr(Settings(), name):
             table[name] = getattr(settings, name)
     for name, value, default in (("sampling", settings.sampling, Sampling()), ("kv", settings.kv, KVSpec())):
@@ -123,17 +136,24 @@ def _read(table: dict[str, Any], path: Path) -> Loaded:
                 warnings.extend(
                     f"{path.name}: [{name}] has an unknown key {key!r}; it is kept and not used." for key in rest
                 )
-        elif name in ("model", "theme", "system", "panel"):
-            if type(value) is type(getattr(settings, name)):
-                settings = replace(settings, **{name: value})
-            else:
-                warnings.append(
-                    f"{path.name}: {name} is {value!r}, which is no {type(getattr(settings, name)).__name__}."
-                )
+        elif name in PLAIN:
+            try:
+                settings = _with(settings, name, value)
+            except (ShapeError, OptionError) as error:
+                warnings.append(f"{path.name}: {error}")
         else:
             unknown[name] = value
             warnings.append(f"{path.name}: unknown key {name!r}; it is kept and not used.")
     return Loaded(replace(settings, unknown=unknown), tuple(warnings))
+
+
+def _with(settings: Settings, name: str, value: object) -> Settings:
+    """Return the settings with this value. Raises ShapeError, or OptionError for one that is out of range."""
+    kind = type(getattr(settings, name))
+    if type(value) is not kind:
+        raise ShapeError(f"{name} is {value!r}, which is no {kind.__name__}.")
+    changed: dict[str, Any] = {name: value}
+    return replace(settings, **changed)
 
 
 def _read_options(

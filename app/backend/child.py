@@ -16,14 +16,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
+from dataclasses import replace
+from typing import BinaryIO, TypeVar
 
+from tokamac.app.backend.advisor import Advisor
 from tokamac.app.backend.outbox import Outbox, Pulse
 from tokamac.app.backend.port import EnginePort
 from tokamac.app.backend.pricer import Pricer
 from tokamac.app.backend.wire import (
     LONGEST_LINE,
     AskPrice,
+    AskWhatIf,
     Cancel,
     Done,
     Failed,
@@ -36,6 +39,7 @@ from tokamac.app.backend.wire import (
     Quit,
     Request,
     Send,
+    ShortOfMemory,
     Stats,
     Unload,
     Unloaded,
@@ -44,8 +48,18 @@ from tokamac.app.backend.wire import (
     decode_request,
 )
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Event, Finished, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    LoadProgress,
+    Message,
+    PrefillProgress,
+    Squeezed,
+    TextChunk,
+    Truncated,
+)
 
+T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
 CLOSE_S = 2.0  # how long a vanished screen's engine gets to close
 TROUBLE_S = 2.0  # the prompt cache is written in idle time: how often an idle child asks whether that went well
@@ -63,6 +77,8 @@ class Child:
         self._running: int | None = None
         self._told_trouble = False
         self._pricer = Pricer(outbox)
+        self._advisor = Advisor(outbox)
+        self._unloaded = threading.Lock()
         self._pulse = Pulse(outbox, self._stats)
 
     def run(self, stdin: BinaryIO) -> None:
@@ -90,15 +106,20 @@ class Child:
             match request:
                 case Load():
                     self._close()
-                    self._engine = self._load(request, self._progress)
+                    with self._unloaded:
+                        self._engine = self._load(request, self._progress)
                     self._told_trouble = False
-                    self._outbox.put(self._engine.loaded())
+                    loaded = self._engine.loaded()
+                    self._outbox.suit(loaded.info.device)
+                    self._outbox.put(loaded)
                 case Send():
                     self._reply(request)
                 case Warm(messages):
                     self._warm(messages)
                 case AskPrice():
                     self._price(request)
+                case AskWhatIf():
+                    self._advise(request)
                 case Unload():
                     self._close()
                     self._outbox.put(Unloaded())
@@ -123,8 +144,10 @@ class Child:
             self._running = None
             self._cancelled.discard(request.id)
         if finished is not None:
-            end, memory = finished, self._engine.memory_use()
-            self._outbox.put(Done(request.id, end.reason, end.text, end.thinking, end.metrics, memory))
+            end = finished
+            memory = replace(self._engine.memory_use(), predicted_peak_bytes=end.predicted_peak_bytes)
+            measured = (end.metrics, memory, end.outliers, end.diagnosis)
+            self._outbox.put(Done(request.id, end.reason, end.text, end.thinking, *measured))
             self._reread(request, end)
             self._tell_trouble()
 
@@ -135,6 +158,8 @@ class Child:
             match event:
                 case Truncated(_, tokens):
                     self._outbox.put(LeftOut(request, tokens))
+                case Squeezed():
+                    self._outbox.put(ShortOfMemory(request, event))
                 case PrefillProgress(done, total, cached):
                     self._outbox.put(Prefill(request, done, total, cached))
                 case TextChunk(text, kind):
@@ -162,6 +187,14 @@ class Child:
             self._outbox.put(Priced(request.id, None))
         else:
             self._pricer.ask(self._engine, request)
+
+    def _advise(self, request: AskWhatIf) -> None:
+        self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        """Run what asks of a model's shape alone, while none is loaded; a load waits for it."""
+        with self._unloaded:
+            return work()
 
     def _reread(self, request: Send, end: Finished) -> None:
         """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""

@@ -1,7 +1,7 @@
 """What the child needs of an engine, and the real one in that shape. MLX is imported when a model is loaded, not before."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.events import Event, Live, LoadProgress, Message
@@ -10,6 +10,8 @@ from tokamac.engine.price import Price
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
+
+T = TypeVar("T")
 
 
 class EnginePort(Protocol):
@@ -35,6 +37,9 @@ class EnginePort(Protocol):
 
     def cache_trouble(self) -> str | None:
         """Tell what went wrong with the prompt cache on disk, once something did. Returns at once."""
+
+    def between(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, run where MLX may be touched, once the engine is free. May be called from any thread."""
 
     def memory_use(self) -> MemoryUse:
         """Tell what memory is in use. To be called between replies: the engine's thread answers."""
@@ -85,6 +90,9 @@ class _RealEngine:
 
     def cache_trouble(self) -> str | None:
         return self._engine.cache_trouble()
+
+    def between(self, work: Callable[[], T]) -> T:
+        return self._engine.between(work)
 
     def memory_use(self) -> MemoryUse:
         memory = self._engine.memory()

@@ -11,15 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tokamac.app.backend.port import EnginePort
+from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.errors import ContextError, ModelNotFoundError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgress, Message, PrefillProgress, TextChunk
 from tokamac.engine.limits import metrics as rates
+from tokamac.engine.limits.diagnosis import diagnose
+from tokamac.engine.limits.prediction import decode_phase
 from tokamac.engine.options import Sampling
 from tokamac.engine.price import Price
+
+T = TypeVar("T")
 
 ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
 
@@ -40,9 +46,6 @@ ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step
 THOUGHT = (
     "The user asks about decode. Each step reads all weights, so bandwidth is the limit. Explain with the two phases. "
 )
-WEIGHT_BYTES = 2_263_000_000
-KV_BYTES_PER_TOKEN = 147_456
-BANDWIDTH_GBS = 800.0
 PREFILL_TPS = 600.0
 
 
@@ -114,6 +117,7 @@ class ScriptedEngine:
         self._cancelled = threading.Event()
         self._known = 0
         self._clock: _Stamps | None = None
+        self._no_reply = threading.Lock()
         if scenario.dies_on == "idle":
             threading.Timer(0.3, _die, args=("idle",)).start()
 
@@ -133,8 +137,8 @@ class ScriptedEngine:
             rolls=self._scenario.rolls,
             recommended=Sampling().resolved(Sampling()),
         )
-        ceiling = rates.ceiling_tps(BANDWIDTH_GBS, WEIGHT_BYTES)
-        return Loaded(info, ceiling, BANDWIDTH_GBS, self.memory_use())
+        ceiling = rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
+        return Loaded(info, ceiling, CHIP.bandwidth_gbs, self.memory_use())
 
     def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
         """Yield the reply's events."""
@@ -148,7 +152,8 @@ class ScriptedEngine:
         cached = self._cached(prompt)
         self._clock = stamps = _Stamps(prompt, cached)
         try:
-            yield from self._play(stamps, sampling)
+            with self._no_reply:
+                yield from self._play(stamps, sampling)
         finally:
             self._known = prompt + len(stamps.tokens)
             self._clock = None
@@ -194,7 +199,9 @@ class ScriptedEngine:
             yield chunk
             if len(stamps.tokens) == 20:
                 self._fault("decode")
-        yield Finished(reason, said["answer"], stamps.metrics(), said["thinking"])
+        metrics = stamps.metrics()
+        verdict = diagnose(metrics, WORK, CHIP, PACE, replace(SITUATION, keeps_prompts=self._keeps))
+        yield Finished(reason, said["answer"], metrics, said["thinking"], diagnosis=verdict)
 
     def _prefill(self, stamps: "_Stamps") -> Iterator[Event]:
         new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps
@@ -228,6 +235,11 @@ class ScriptedEngine:
         tokens = tuple(stamps.tokens)
         return Live(stamps.metrics(), stamps.prefilled + len(tokens), rates.gaps_ms(tokens[-64:]))
 
+    def between(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, once no reply runs."""
+        with self._no_reply:
+            return work()
+
     def memory_use(self) -> MemoryUse:
         """Tell what memory is in use."""
         return MemoryUse(WEIGHT_BYTES + self._known * KV_BYTES_PER_TOKEN, None, 12_000_000_000)
@@ -249,6 +261,7 @@ class _Stamps:
         tokens = tuple(self.tokens)
         prefill_s, new = self.prefill_end - self.begun, self.prefilled - self.cached
         kv = (self.prefilled + len(tokens)) * KV_BYTES_PER_TOKEN
+        step = decode_phase(WORK, CHIP, PACE, self.prefilled + len(tokens))
         decode = rates.decode_rate(tokens)
         return rates.Metrics(
             prompt_tokens=self.prompt,
@@ -265,8 +278,8 @@ class _Stamps:
             weight_bytes_per_token=WEIGHT_BYTES,
             kv_bytes_per_step=kv,
             achieved_gbs=rates.achieved_gbs(WEIGHT_BYTES + kv, decode),
-            ceiling_tps=rates.ceiling_tps(BANDWIDTH_GBS, WEIGHT_BYTES + kv),
-            expected_tps=None,
+            ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv),
+            expected_tps=step.expected_tps,
             peak_memory_bytes=WEIGHT_BYTES + kv,
         )
 

@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 from tokamac.app.backend.shapes import ShapeError, build
+from tokamac.app.backend.whatif import Answer, Question
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import FinishReason, Live, Message, TextKind
+from tokamac.engine.events import FinishReason, Live, Message, Squeezed, TextKind
+from tokamac.engine.limits.diagnosis import Diagnosis
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.price import Price
@@ -73,6 +76,17 @@ class AskPrice:
 
 
 @dataclass(frozen=True, slots=True)
+class AskWhatIf:
+    """Tell what a model would do otherwise, or elsewhere: ``WhatIf`` comes when the engine is free.
+
+    A later question of the same kind replaces one that is not answered yet.
+    """
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
 class Unload:
     """Give the model's memory back."""
 
@@ -82,7 +96,7 @@ class Quit:
     """End the process."""
 
 
-Request = Load | Send | Cancel | Warm | AskPrice | Unload | Quit
+Request = Load | Send | Cancel | Warm | AskPrice | AskWhatIf | Unload | Quit
 
 
 # Replies: engine → screen -------------------------------------------------------------------------------------------------
@@ -90,11 +104,15 @@ Request = Load | Send | Cancel | Warm | AskPrice | Unload | Quit
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use by the engine, now and at most, and the bytes it may use; None is unknown."""
+    """Bytes in use by the engine, now and at most, and the bytes it may use; None is unknown.
+
+    predicted_peak_bytes: what the peak of a reply that has ended was expected to be.
+    """
 
     active_bytes: int | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +182,14 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortOfMemory:
+    """Memory was short before reply ``id``, and this was done."""
+
+    id: int
+    done: Squeezed
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """Characters of reply ``id``, batched."""
 
@@ -190,6 +216,8 @@ class Done:
     thinking: str
     metrics: Metrics
     memory: MemoryUse = field(default_factory=MemoryUse)
+    outliers: tuple[Outlier, ...] = ()
+    diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +226,17 @@ class Priced:
 
     id: int
     price: Price | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The answer to ``AskWhatIf`` of the same id. None: ``error`` says why, or only ``done`` of ``total`` models are weighed."""
+
+    id: int
+    answer: Answer | None
+    error: str = ""
+    done: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +260,10 @@ class Failed:
     hint: str = ""
 
 
-Reply = Loading | Loaded | Unloaded | LeftOut | Prefill | Text | Stats | Done | Priced | Notice | Heartbeat | Failed
+Reply = (
+    Loading | Loaded | Unloaded | LeftOut | ShortOfMemory | Prefill | Text | Stats | Done | Priced | WhatIf | Notice
+    | Heartbeat | Failed
+)  # fmt: skip
 
 _REQUESTS = {kind.__name__.lower(): kind for kind in get_args(Request)}
 _REPLIES = {kind.__name__.lower(): kind for kind in get_args(Reply)}

@@ -52,6 +52,14 @@ ACTIONS: tuple[Action, ...] = (
     Action("choose_model", ("ctrl+o",), "Model", "Choose a model: a folder or a Hugging Face id.", footer=True),
     Action("system_prompt", ("ctrl+s",), "System prompt", "Edit the system prompt."),
     Action("settings", ("ctrl+t",), "Settings", "Sampling and KV cache settings."),
+    Action(
+        "explain",
+        ("f2",),
+        "Explain",
+        "Say why the last reply took as long as it did, and what would help.",
+        footer=True,
+    ),
+    Action("what_if", ("f3",), "What if", "Other precisions, KV settings, contexts and chips: memory, fit and speed."),
     Action("toggle_panel", ("ctrl+b",), "Side panel", "Show or hide the gauges."),
     Action(
         "palette",

@@ -19,7 +19,12 @@ class TokamacApp(App[int]):
 
     TITLE = "tokamac"
     COMMAND_PALETTE_BINDING = "ctrl+p"
-    CSS_PATH = ["screens/chat.tcss", "screens/dialog.tcss"]  # noqa: RUF012 (Textual's way)
+    CSS_PATH = [  # noqa: RUF012 (Textual's way)
+        "screens/chat.tcss",
+        "screens/dialog.tcss",
+        "screens/explain.tcss",
+        "screens/whatif.tcss",
+    ]
 
     def __init__(self, session: Session, bridge: Bridge, memory: Memory, warnings: Iterable[str] = ()) -> None:
         super().__init__()

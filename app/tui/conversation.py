@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokamac.engine.events import Message, TextKind
+from tokamac.engine.limits.diagnosis import Diagnosis
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
 
 Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
@@ -19,6 +21,8 @@ class Reply:
     thinking_s: float | None = None
     ending: Ending = "stop"
     metrics: Metrics | None = None
+    outliers: tuple[Outlier, ...] = ()
+    diagnosis: Diagnosis | None = None
 
 
 class Growing:

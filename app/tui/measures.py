@@ -1,18 +1,25 @@
 """What the gauges read off a session: figures the engine measured, picked and named. Rates come from limits.metrics alone."""
 
+from tokamac.app.tui import units
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import Session
 from tokamac.engine.limits import metrics as rates
-
-RECENT_GAPS = 16  # "now" is the last quarter of a second at 60 tok/s: steady to the eye, quick to follow
+from tokamac.engine.limits.gaps import Outlier
+from tokamac.engine.limits.metrics import Metrics
 
 
 def decode_now(session: Session) -> float | None:
     """Return the decode rate over the last few gaps, while a reply is written."""
     if session.live is None or session.phase not in (Phase.DECODING, Phase.STOPPING):
         return None
-    gaps = session.live.gaps_ms[-RECENT_GAPS:]
-    return rates.rate(len(gaps), sum(gaps) / 1e3)
+    return rates.recent_rate(session.live.gaps_ms)
+
+
+def achieved_gbs(session: Session) -> float | None:
+    """Return the bandwidth that decoding amounts to: of the last few gaps while a reply is written, else of the whole reply."""
+    if session.live is not None and session.phase in (Phase.DECODING, Phase.STOPPING):
+        return session.live.achieved_gbs
+    return session.metrics.achieved_gbs if session.metrics is not None else None
 
 
 def context_used(session: Session) -> int | None:
@@ -47,6 +54,26 @@ def capacity_of(session: Session) -> int | None:
 def share(part: float | None, whole: float | None) -> float | None:
     """Return part ÷ whole; None where either is unknown."""
     return None if part is None or not whole else part / whole
+
+
+def share_of_ceiling(metrics: Metrics) -> float | None:
+    """Return the decode rate as a share of the ceiling; None where either is unknown."""
+    return share(metrics.decode_tps, metrics.ceiling_tps)
+
+
+def share_of_expected(metrics: Metrics) -> float | None:
+    """Return the decode rate as a share of what good kernels reach here; None where either is unknown."""
+    return share(metrics.decode_tps, metrics.expected_tps)
+
+
+def gap_and_cause(outlier: Outlier) -> str:
+    """Return a gap that stands out in words: ``41 ms at token 257: pool cleared``."""
+    return f"{units.milliseconds(outlier.gap_ms)} at token {units.count(outlier.token)}: {causes(outlier)}"
+
+
+def causes(outlier: Outlier) -> str:
+    """Return why a gap stands out, as far as it is known."""
+    return ", ".join(outlier.causes) or f"cause {units.UNKNOWN}"
 
 
 def prefill_eta_s(session: Session, now: float) -> float | None:

@@ -28,10 +28,10 @@ class Pace:
         self._drawn_s = float("-inf")
         self._worked_s = 0.0
 
-    def is_due(self) -> bool:
-        """Whether to draw now; if so, it counts from now."""
-        now, worked = self._clock(), self._cpu()
-        if now - self._drawn_s < min(SLOWEST_S, (worked - self._worked_s) / self._share):
+    def is_due(self, *, now: bool = False) -> bool:
+        """Whether to draw; if so, it counts from now. ``now``: draw in any case."""
+        clock_s, worked_s = self._clock(), self._cpu()
+        if not now and clock_s - self._drawn_s < min(SLOWEST_S, (worked_s - self._worked_s) / self._share):
             return False
-        self._drawn_s, self._worked_s = now, worked
+        self._drawn_s, self._worked_s = clock_s, worked_s
         return True

@@ -12,3 +12,4 @@ class Phase(Enum):
     DECODING = auto()
     STOPPING = auto()
     FAILED = auto()
+    UNLOADED = auto()

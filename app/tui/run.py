@@ -1,5 +1,6 @@
 """The door to the chat: what the command line calls."""
 
+import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +59,13 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     load = Load(options.model or known.model, options.kv or known.kv, options.prompt_cache)
     system = known.system if options.system is None else options.system
     session = Session(load, options.sampling or known.sampling, system, time.monotonic)
+    session.idle.after_min = known.unload_after_min
     log = options.log_path or _default_log()
     bridge = Bridge(child_command(scripted=options.scripted), log)
     app = TokamacApp(session, bridge, Memory(known, path), read.warnings)
     bridge.post = app.chat.post_message
+    if not gc.get_freeze_count():
+        gc.freeze()  # what was imported stays: looking through it for garbage, again and again, costs the model's time
     return app, bridge
 
 

@@ -2,7 +2,8 @@
 
     FAILED ◀─────────── LOADING ──▶ IDLE ──▶ PREFILL ──▶ DECODING ──▶ IDLE
        └── next send ──▶   ▲                    └──── STOPPING ────────▲
-                           └── the engine died (once by itself, then on the next send)
+                           ├── the engine died (once by itself, then on the next send)
+                           └── the user writes again ── UNLOADED ◀── nobody used it for a while ── IDLE
 
 Every event of a reply carries its id; events of a reply that is over are late, and ignored.
 """
@@ -15,7 +16,9 @@ from tokamac.app.backend.client import BackendEvent, Died, Garbled
 from tokamac.app.backend.wire import Cancel, Load, MemoryUse, ModelInfo, Send
 from tokamac.app.tui.ahead import Ahead
 from tokamac.app.tui.conversation import Ending, Growing, Turn, messages
+from tokamac.app.tui.idle import Idle
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.squeezed import sentence
 from tokamac.app.tui.steps import (
     Ask,
     Cleared,
@@ -29,13 +32,14 @@ from tokamac.app.tui.steps import (
     TurnBegun,
 )
 from tokamac.engine.events import Live
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
 IMPATIENT_S = 1.0
 DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is ended
 
-_OfReply = wire.LeftOut | wire.Prefill | wire.Text | wire.Stats | wire.Done | wire.Failed
+_OfReply = wire.LeftOut | wire.ShortOfMemory | wire.Prefill | wire.Text | wire.Stats | wire.Done | wire.Failed
 
 
 class Session:
@@ -54,9 +58,11 @@ class Session:
         self.prefill: wire.Prefill | None = None
         self.live: Live | None = None
         self.metrics: Metrics | None = None
+        self.outliers: tuple[Outlier, ...] = ()
         self.memory = MemoryUse()
         self.ceiling_tps: float | None = None
         self.ahead = Ahead()
+        self.idle = Idle(clock)
         self._notices: set[str] = set()
         self._clock = clock
         self._alive = False
@@ -69,6 +75,8 @@ class Session:
         self._growing = Growing()
         self.phase_since = self._clock()
         self.prefill = self.live = self.metrics = None
+        self.outliers = ()
+        self.memory = replace(self.memory, predicted_peak_bytes=None)
         self.left_out = 0
 
     def _enter(self, phase: Phase) -> None:
@@ -102,17 +110,24 @@ class Session:
 
     def submit(self, text: str) -> list[Step]:
         """Send ``text``, now or when the engine is ready for it."""
+        self.idle.seen()
         if self.phase is Phase.IDLE:
             return self._send(Turn(text))
         if self.queued is not None:
             return [DraftReturned(text), Notice("One prompt already waits; this one stays in the box.", "warning")]
         self.queued = text
-        if self.phase is Phase.FAILED:
+        if self.phase in (Phase.FAILED, Phase.UNLOADED):
             return self.start()
         return []
 
     def pause(self, draft: str) -> list[Step]:
-        """Have ``draft``, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do."""
+        """Have ``draft``, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
+
+        A model that was unloaded is loaded for it.
+        """
+        self.idle.seen()
+        if self.phase is Phase.UNLOADED:
+            return self.start() if draft.strip() else []
         free, text = self.phase is Phase.IDLE and self.load.prompt_cache, draft.strip()
         return self.ahead.pause(text, messages(self.system, [*self.turns, Turn(text)])) if free else []
 
@@ -120,6 +135,9 @@ class Session:
         """Make the last reply anew."""
         if not self.turns:
             return [Notice("There is no reply to make again.", "warning")]
+        self.idle.seen()
+        if self.phase is Phase.UNLOADED:
+            return [*self.start(), Notice("The model loads again: make the reply again then.", "warning")]
         if self.phase is not Phase.IDLE:
             return [Notice("The engine is not ready: wait, or stop the reply with Esc.", "warning")]
         return self._send(Turn(self.turns.pop().prompt), again=True)
@@ -138,6 +156,16 @@ class Session:
             self._enter(Phase.STOPPING)
             return [Ask(Cancel(self._id)), *back]
         return back
+
+    def rest(self) -> list[Step]:
+        """Give the model's memory back if nobody has used it for as long as the user set. To be called now and then."""
+        if self.phase is not Phase.IDLE or not self.idle.due(self.phase_since):
+            return []
+        self._alive = False
+        self.ahead.forget()
+        self.memory = MemoryUse()
+        self._enter(Phase.UNLOADED)
+        return [EndEngine()]
 
     def tick(self) -> list[Step]:
         """Notice that a stop was not heard. To be called about once a second while stopping."""
@@ -180,27 +208,29 @@ class Session:
                 return self.ahead.priced(event)
             case wire.Notice(text):
                 return self._told(text)
-            case wire.LeftOut() | wire.Prefill() | wire.Text() | wire.Stats() | wire.Done() | wire.Failed():
-                return self._of_reply(event) if event.id == self._id and self.replying else []
-            case _:
+            case wire.Unloaded() | wire.Heartbeat() | wire.WhatIf():  # answers go to the screen that asked
                 return []
+            case _:
+                return self._of_reply(event) if event.id == self._id and self.replying else []
 
     def _of_reply(self, event: _OfReply) -> list[Step]:
         match event:
             case wire.LeftOut():
                 self.left_out = event.tokens
                 return []
+            case wire.ShortOfMemory(_, done):
+                return [Notice(sentence(done), "warning")]
             case wire.Prefill():
                 self.prefill = event
                 return []
             case wire.Text(_, text, kind):
                 return self._grew(ReplyGrew(text, kind))
             case wire.Stats(_, live):
-                self.live, self.metrics = live, live.metrics
+                self.live, self.metrics, self.outliers = live, live.metrics, live.outliers
                 return []
             case wire.Done():
                 self._deaths = 0
-                self.metrics, self.memory = event.metrics, event.memory
+                self.metrics, self.memory, self.outliers = event.metrics, event.memory, event.outliers
                 return self._end(event.reason, event)
             case wire.Failed(_, error, hint):
                 return [*self._end("failed"), Notice(" ".join(f"{error}. {hint}".split()), "error")]
@@ -271,7 +301,14 @@ class Session:
         """Close the running reply with what was said so far, or what ``done`` says was said."""
         reply = self._growing.end(ending, self._clock())
         if done is not None:
-            reply = replace(reply, text=done.text, thinking=done.thinking, metrics=done.metrics)
+            reply = replace(
+                reply,
+                text=done.text,
+                thinking=done.thinking,
+                metrics=done.metrics,
+                outliers=done.outliers,
+                diagnosis=done.diagnosis,
+            )
         self.turns[-1] = replace(self.turns[-1], reply=reply)
         stopped = self.phase is Phase.STOPPING
         self._enter(Phase.IDLE)

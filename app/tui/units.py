@@ -33,6 +33,16 @@ def rate(value: float | None) -> str:
     return UNKNOWN if value is None else f"{_figures(value)} tok/s"
 
 
+def bandwidth(value: float | None) -> str:
+    """Return bytes read a second, given in GB/s."""
+    return UNKNOWN if value is None else f"{_figures(value)} GB/s"
+
+
+def tflops(value: float | None) -> str:
+    """Return operations a second, given in 10^12."""
+    return UNKNOWN if value is None else f"{value:.3g} TFLOP/s"
+
+
 def milliseconds(value: float | None) -> str:
     """Return milliseconds."""
     return UNKNOWN if value is None else f"{_figures(value)} ms"

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from textual.events import Paste
 from textual.pilot import Pilot
-from textual.widgets import Static
 
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.prose.messages import ReplyMessage
+from tokamac.app.tui.prose.page import Page
 from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Session
-from tokamac.app.tui.widgets.message import ReplyMessage
 from tokamac.app.tui.widgets.prompt import Prompt
-from tokamac.app.tui.widgets.prose import BlockView
 from tokamac.app.tui.widgets.transcript import Transcript
 
 PATIENCE_S = 60.0  # a machine that is busy with other work takes its time
@@ -45,7 +44,7 @@ class Chat:
 
     @property
     def replies(self) -> list[ReplyMessage]:
-        return list(self.app.chat.query(ReplyMessage))
+        return self.transcript.replies
 
     async def until(self, condition: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + patience_s
@@ -80,11 +79,11 @@ class Chat:
         await self.until(lambda: len(self.session.turns) > before and self.session.turns[-1].reply, "a reply")
         return self.shown(self.replies[-1])
 
-    @staticmethod
-    def shown(reply: ReplyMessage) -> str:
-        rows = [row.content.plain for view in reply.query(BlockView) for row in view._rows(view.content_size.width)]
-        notes = [str(note.render()) for note in reply.query(Static)]
-        return "\n".join([*notes, *rows])
+    def shown(self, reply: ReplyMessage) -> str:
+        """The text of ``reply``, in view or not, as copying would take it."""
+        page = Page(self.transcript.size.width)
+        page.append(reply)
+        return page.copy(lambda _: (0, -1))
 
     def screen_text(self) -> str:
         """Everything on the screen, row by row."""

@@ -16,6 +16,8 @@ PROMISED = {
     "choose_model": {"ctrl+o"},
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},
+    "explain": {"f2"},
+    "what_if": {"f3"},
     "toggle_panel": {"ctrl+b"},
     "palette": {"ctrl+p"},
     "scroll_end": {"ctrl+end"},

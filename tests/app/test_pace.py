@@ -34,3 +34,14 @@ def test_what_costs_too_much_is_drawn_all_the_same() -> None:
 
 def test_beside_a_gpu_there_is_more_to_spare() -> None:
     assert share_on("metal") == share_on("cuda") == SHARE_BESIDE_GPU > share_on("cpu")
+
+
+def test_what_is_drawn_with_something_else_counts_as_drawn() -> None:
+    now = spent = 0.0
+    pace = Pace(0.03, clock=lambda: now, cpu=lambda: spent)
+    assert pace.is_due()
+    now, spent = 0.01, 0.02
+    assert not pace.is_due()
+    assert pace.is_due(now=True)
+    now, spent = 0.02, 0.03
+    assert not pace.is_due()

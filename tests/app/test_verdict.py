@@ -1,17 +1,23 @@
 """The sentence under a reply, the figures of the panel, and how numbers are written."""
 
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
-from tokamac.app.backend.wire import Load, Loaded, ModelInfo, Prefill, Stats
+from tokamac.app import verdict_full
+from tokamac.app.backend.wire import Done, Load, Loaded, ModelInfo, Prefill, Stats, Text
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.conversation import Turn, messages
 from tokamac.app.tui.session import Session
-from tokamac.app.tui.verdict import share_of_ceiling, verdict
 from tokamac.app.tui.widgets.charts import bar, sparkline
+from tokamac.app.verdict import HOW, remedy_text, sentence
 from tokamac.engine.events import Live, Message
+from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
+from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
+from tokamac.engine.limits.remedies import Remedy, RemedyName
+from tokamac.engine.limits.terms import Term
 from tokamac.engine.options import Sampling
 
 METRICS = Metrics(
@@ -35,46 +41,95 @@ METRICS = Metrics(
 )
 
 
+def found(name: PartName, seconds: float, *remedies: Remedy, **more: Any) -> Diagnosis:
+    """A diagnosis in which one part took so long, and the others next to nothing."""
+    names: tuple[PartName, ...] = ("wait", "prefill", "decode")
+    parts = (Part(name, seconds, **more) if each == name else Part(each, 0.01) for each in names)
+    return Diagnosis(tuple(parts), remedies, ())
+
+
+PACKED = Remedy("packed keys and values", 2.1, 8, 31.0, 38.0)
+
+
 @pytest.mark.parametrize(
-    ("metrics", "sentence"),
+    ("diagnosis", "said"),
     [
         (
-            METRICS,
-            "3.1 s in all, of which 2.4 s reading 1,200 new prompt tokens (prefill, bound by arithmetic); "
-            "decode ran at 74% of what this machine's memory allows.",
+            found("prefill", 2.4, bound="compute", of_ceiling=0.61, of_expected=0.92),
+            "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill, bound by arithmetic: 61% of what this machine "
+            "allows and 92% of what is expected).",
         ),
         (
-            replace(METRICS, ceiling_tps=None),
-            "3.1 s in all, of which 2.4 s reading 1,200 new prompt tokens (prefill, bound by arithmetic).",
+            found("prefill", 2.4, bound="not memory"),
+            "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill, not bound by memory).",
+        ),
+        (found("prefill", 2.4), "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill)."),
+        (
+            found("decode", 3.0, PACKED, bound="memory", of_ceiling=0.74),
+            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by memory: 74% of what this machine allows); "
+            "8-bit keys and values: decode from 31.0 to 38.0 tok/s at this context, 2.1 s less.",
         ),
         (
-            replace(METRICS, ceiling_tps=None, prefill_tokens=12),
-            "3.1 s in all, of which 2.4 s reading 12 new prompt tokens (prefill, so few that it is bound by memory, like decode).",
+            found("decode", 3.0, Remedy("quiet machine", 1.2, None, 20.0, 31.0), bound="overhead", of_expected=0.6),
+            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by neither memory nor arithmetic: only 60% of what is "
+            "expected); with this machine undisturbed: decode from 20.0 to 31.0 tok/s, 1.2 s less.",
         ),
         (
-            replace(METRICS, ttft_s=0.1, prefill_s=0.1),
-            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by memory bandwidth: 74% of what this machine "
-            "allows); 300 of 1,500 prompt tokens were still cached.",
+            found("decode", 3.0),
+            "3.1 s in all, of which 3.0 s writing 50 tokens (decode); 300 of 1,500 prompt tokens were still cached.",
         ),
-        (
-            replace(METRICS, ttft_s=0.1, prefill_s=0.1, decode_tps=20.0, cached_tokens=0),
-            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, at 20% of what this machine's memory allows, "
-            "so memory was not the limit).",
-        ),
-        (
-            replace(METRICS, ttft_s=2.5, prefill_s=0.1, decode_tps=None),
-            "3.1 s in all, of which 2.5 s before the first token, little of it reading the prompt.",
-        ),
-        (replace(METRICS, ttft_s=None, total_s=None), "No token was made."),
+        (found("wait", 2.5), "3.1 s in all, of which 2.5 s went by before the prompt was read."),
+        (None, "3.1 s in all, 2.5 s of it before the first token."),
     ],
 )
-def test_the_verdict_names_the_phase_and_the_reason(metrics: Metrics, sentence: str) -> None:
-    assert verdict(metrics) == sentence
+def test_the_sentence_names_the_part_the_reason_and_what_would_help(diagnosis: Diagnosis | None, said: str) -> None:
+    assert sentence(METRICS, diagnosis) == said
+
+
+def test_without_a_token_the_sentence_says_so() -> None:
+    assert sentence(replace(METRICS, ttft_s=None, total_s=None), None) == "No token was made."
+
+
+@pytest.mark.parametrize(
+    ("remedy", "said"),
+    [
+        (Remedy("packed weights", 8.1, 4, 12.0, 31.0), "4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less"),
+        (Remedy("prompt cache", 1.9), "with the prompt cache, this prompt once read: 1.9 s less to the first token"),
+        (Remedy("shorter context", 2.0, 2048, 30.0, 33.0), "half the prompt (2,048 tokens): 2.0 s less"),
+        (Remedy("packed keys and values", 0.4, 8), "8-bit keys and values: 0.4 s less"),
+    ],
+)
+def test_a_remedy_says_what_it_brings(remedy: Remedy, said: str) -> None:
+    assert remedy_text(remedy) == said
+
+
+def test_every_remedy_has_words_and_a_way() -> None:
+    for name in get_args(RemedyName):
+        assert remedy_text(Remedy(name, 1.0, 4)).endswith(("less", "first token"))
+        assert HOW[name]
+
+
+def test_the_whole_puts_the_numbers_in() -> None:
+    terms = (
+        Term("bandwidth", "machine", "bandwidth", "Test \x1b[2J, its maker's figure", 400.0, "GB/s"),
+        Term("step", "decode", "bytes a step", "all", 4e9, "bytes"),
+        Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", 100.0, "tok/s"),
+        Term("peak", "machine", "peak", "its maker's", None, "TFLOP/s"),
+        Term("ridge", "machine", "ridge", "{peak} ÷ {bandwidth}", None, "FLOP/byte"),
+        Term("operations", "prefill", "operations", "2 × 3", 3.2e12, "FLOP"),
+    )
+    lines = list(verdict_full.lines(Diagnosis((Part("decode", 3.0, "memory", 0.74),), (PACKED,), terms)))
+    assert lines[0] == "decode    3.0 s: writing the reply; bound by memory; 74% of what this machine allows"
+    assert "decode    bytes a step = 4.00 GB (all)" in lines
+    assert "decode    ceiling = bandwidth ÷ bytes a step = 400 GB/s ÷ 4.00 GB = 100 tok/s" in lines
+    assert "machine   ridge = peak ÷ bandwidth = unknown" in lines
+    assert "prefill   operations = 3.2 TFLOP (2 × 3)" in lines
+    assert lines[-1].startswith("remedy    8-bit keys and values:")
 
 
 def test_the_share_is_unknown_where_a_part_is() -> None:
-    assert share_of_ceiling(METRICS) == pytest.approx(0.74)
-    assert share_of_ceiling(replace(METRICS, decode_tps=None)) is None
+    assert measures.share_of_ceiling(METRICS) == pytest.approx(0.74)
+    assert measures.share_of_ceiling(replace(METRICS, decode_tps=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,6 +146,9 @@ def test_the_share_is_unknown_where_a_part_is() -> None:
         (units.rate(9.99), "9.99 tok/s"),
         (units.rate(9.996), "10.0 tok/s"),
         (units.rate(None), "unknown"),
+        (units.bandwidth(3350.4), "3,350 GB/s"),
+        (units.bandwidth(4.986), "4.99 GB/s"),
+        (units.bandwidth(None), "unknown"),
         (units.milliseconds(16.26), "16.3 ms"),
         (units.seconds(0.0994), "99 ms"),
         (units.seconds(0.4), "0.4 s"),
@@ -137,3 +195,36 @@ def test_charts() -> None:
 
 def test_a_blank_system_prompt_is_none() -> None:
     assert messages("  ", [Turn("hi")]) == (Message("user", "hi"),)
+
+
+def test_a_gap_that_stands_out_is_told_with_its_cause() -> None:
+    assert measures.gap_and_cause(Outlier(257, 41.2, ("pool cleared",))) == "41.2 ms at token 257: pool cleared"
+    assert measures.gap_and_cause(Outlier(1300, 2.5)) == "2.50 ms at token 1,300: cause unknown"
+    both = Outlier(2, 1234.0, ("kv growth", "swap"))
+    assert measures.gap_and_cause(both) == "1,234 ms at token 2: kv growth, swap"
+
+
+def test_the_bandwidth_is_that_of_now_while_a_reply_is_written_and_then_its_mean() -> None:
+    session = replying()
+    assert measures.achieved_gbs(session) is None
+    session.on_event(Stats(1, Live(METRICS, 77, (50.0,), 5, 9.0)))
+    assert measures.achieved_gbs(session) == METRICS.achieved_gbs  # still reading the prompt
+    session.on_event(Text(1, "a"))
+    assert measures.achieved_gbs(session) == 9.0
+    session.on_event(Done(1, "stop", "a", "", METRICS))
+    assert measures.achieved_gbs(session) == METRICS.achieved_gbs
+
+
+def test_outliers_are_those_of_the_running_reply_and_at_last_the_ends() -> None:
+    session = replying()
+    session.on_event(Stats(1, Live(METRICS, 77, (50.0,), outliers=(Outlier(3, 9.0),))))
+    assert session.outliers == (Outlier(3, 9.0),)
+    session.on_event(Done(1, "stop", "a", "", METRICS, outliers=(Outlier(5, 11.0, ("swap",)),)))
+    assert session.outliers == (Outlier(5, 11.0, ("swap",)),)
+    session.submit("again")
+    assert session.outliers == ()
+
+
+def test_the_share_of_the_expected_is_unknown_where_a_part_is() -> None:
+    assert measures.share_of_expected(METRICS) is None
+    assert measures.share_of_expected(replace(METRICS, expected_tps=80.0)) == pytest.approx(0.925)

@@ -10,8 +10,26 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from tokamac.app.backend import wire
-from tokamac.engine.events import Live, Message
+from tokamac.app.backend.whatif import (
+    Answer,
+    CaseLine,
+    Change,
+    ChipLine,
+    CurvePoint,
+    Figures,
+    ModelLine,
+    Question,
+    Roof,
+    Spot,
+    Wanted,
+    Where,
+)
+from tokamac.engine.events import Live, Message, Squeezed
+from tokamac.engine.limits.diagnosis import Diagnosis, Part, Waits
+from tokamac.engine.limits.gaps import Cause, Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
+from tokamac.engine.limits.remedies import Remedy, RemedyName
+from tokamac.engine.limits.terms import Concern, Term, Unit
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.price import Price
 
@@ -30,7 +48,17 @@ def _field(hint: Any) -> st.SearchStrategy[Any]:
 
 HINTS = typing.get_type_hints(Metrics)
 METRICS = st.builds(Metrics, **{field.name: _field(HINTS[field.name]) for field in dataclasses.fields(Metrics)})
-LIVE = st.builds(Live, METRICS, NUMBERS, st.lists(FLOATS, max_size=5).map(tuple))
+OUTLIER = st.builds(Outlier, NUMBERS, FLOATS, st.lists(st.sampled_from(typing.get_args(Cause)), max_size=3).map(tuple))
+OUTLIERS = st.lists(OUTLIER, max_size=3).map(tuple)
+LIVE = st.builds(
+    Live,
+    METRICS,
+    NUMBERS,
+    st.lists(FLOATS, max_size=5).map(tuple),
+    st.none() | NUMBERS,
+    st.none() | FLOATS,
+    OUTLIERS,
+)
 MESSAGE = st.builds(Message, st.sampled_from(["system", "user", "assistant"]), TEXT, TEXT)
 SAMPLING = st.builds(
     Sampling,
@@ -44,12 +72,60 @@ KV = st.builds(
     keep=st.just("system") | st.integers(0, 9),
     window=st.none() | st.just(99),
 )
+WHERE = st.builds(Where, TEXT, st.none() | NUMBERS, st.none() | FLOATS)
+QUESTION = st.builds(
+    Question,
+    st.sampled_from(typing.get_args(Wanted)),
+    TEXT,
+    st.none() | st.just(4),
+    KV,
+    NUMBERS,
+    NUMBERS,
+    WHERE,
+)
+FIGURES = st.builds(
+    Figures, st.none() | NUMBERS, st.none() | NUMBERS, st.none() | st.booleans(), *[st.none() | FLOATS] * 3, TEXT
+)
+SPOT = st.builds(
+    Spot, st.sampled_from(["decode", "prefill"]), FLOATS, st.sampled_from([None, "memory"]), FLOATS, st.none()
+)
+ANSWER = st.builds(
+    Answer,
+    TEXT,
+    TEXT,
+    TEXT,
+    st.none() | NUMBERS,
+    st.lists(
+        st.builds(CaseLine, st.sampled_from(typing.get_args(Change)), st.none(), NUMBERS, NUMBERS, NUMBERS, FIGURES),
+        max_size=2,
+    ).map(tuple),
+    st.lists(st.builds(CurvePoint, NUMBERS, FLOATS, st.none()), max_size=2).map(tuple),
+    st.none() | st.builds(Roof, FLOATS, FLOATS, FLOATS, st.lists(SPOT, max_size=2).map(tuple)),
+    st.lists(st.builds(ChipLine, TEXT, st.none() | NUMBERS, FLOATS, FIGURES), max_size=2).map(tuple),
+    st.lists(st.builds(ModelLine, TEXT, NUMBERS, st.none(), NUMBERS, TEXT, FIGURES), max_size=2).map(tuple),
+)
+PARTS = st.tuples(
+    st.builds(Part, st.just("wait"), FLOATS),
+    st.builds(Part, st.just("prefill"), FLOATS, st.sampled_from([None, *typing.get_args(Waits)]), FLOATS, st.none()),
+)
+REMEDY = st.builds(Remedy, st.sampled_from(typing.get_args(RemedyName)), FLOATS, st.none() | NUMBERS, FLOATS, st.none())
+TERM = st.builds(
+    Term,
+    TEXT,
+    st.sampled_from(typing.get_args(Concern)),
+    TEXT,
+    TEXT,
+    st.none() | FLOATS,
+    st.sampled_from(typing.get_args(Unit)),
+)
+DIAGNOSIS = st.builds(Diagnosis, PARTS, st.lists(REMEDY, max_size=3).map(tuple), st.lists(TERM, max_size=3).map(tuple))
 REQUESTS = st.one_of(
     st.builds(wire.Load, TEXT, KV, st.booleans()),
     st.builds(wire.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
     st.builds(wire.Cancel, NUMBERS),
     st.builds(wire.Warm, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(wire.AskPrice, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(wire.AskWhatIf, NUMBERS, QUESTION),
     st.just(wire.Unload()),
     st.just(wire.Quit()),
 )
@@ -58,11 +134,24 @@ REPLIES = st.one_of(
     st.builds(wire.Loaded, st.builds(wire.ModelInfo, TEXT), st.none() | FLOATS),
     st.just(wire.Unloaded()),
     st.builds(wire.LeftOut, NUMBERS, NUMBERS),
+    st.builds(
+        wire.ShortOfMemory, NUMBERS, st.builds(Squeezed, NUMBERS, st.none() | NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+    ),
     st.builds(wire.Prefill, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(wire.Text, NUMBERS, TEXT, st.sampled_from(["answer", "thinking"])),
     st.builds(wire.Stats, NUMBERS, LIVE),
-    st.builds(wire.Done, NUMBERS, st.sampled_from(["stop", "length", "cancelled"]), TEXT, TEXT, METRICS),
+    st.builds(
+        wire.Done,
+        NUMBERS,
+        st.sampled_from(["stop", "length", "cancelled"]),
+        TEXT,
+        TEXT,
+        METRICS,
+        outliers=OUTLIERS,
+        diagnosis=st.none() | DIAGNOSIS,
+    ),
     st.builds(wire.Priced, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)),
+    st.builds(wire.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
     st.builds(wire.Notice, TEXT),
     st.just(wire.Heartbeat()),
     st.builds(wire.Failed, st.none() | NUMBERS, TEXT, TEXT),

@@ -1,1 +1,1 @@
-"""Markdown as rows of styled text: parsed here, wrapped here, drawn by one light widget a block."""
+"""The conversation as rows of styled text: Markdown parsed, wrapped and put on a page, with no widget and no terminal."""

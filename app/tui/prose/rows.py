@@ -1,4 +1,4 @@
-"""Blocks to rows of a given width. Each row knows what it adds to copied text: a wrapped row is no new line."""
+"""Blocks to rows of a given width. Each row knows what joins it to the one above in copied text: a wrapped row is no new line."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from textual.content import Span as ContentSpan
 from tokamac.app.tui.prose.blocks import Block, Code, Flow, Inline, Line, Rule, Table
 
 NARROWEST_COLUMN = 4
+TAB, CODE_TAB = 8, 4  # cells
 STYLES = {
     "strong": "bold",
     "em": "italic",
@@ -24,10 +25,14 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row on the screen. ``wrapped``: it continues the row above; ``indent`` characters of it are not the text's own."""
+    """One row on the screen.
+
+    joint: what stands between it and the row above in copied text; where a row was wrapped, the white space of the text itself.
+    indent: so many characters at its begin are not the text's own.
+    """
 
     content: Content
-    wrapped: bool = False
+    joint: str = "\n"
     indent: int = 0
 
 
@@ -50,16 +55,22 @@ def content(inline: Inline) -> Content:
     return Content(inline.text, spans=[ContentSpan(span.start, span.end, STYLES[span.style]) for span in inline.spans])
 
 
+def wrapped(text: Content, width: int) -> Iterator[Row]:
+    """Yield ``text``, which may hold newlines, as rows of at most ``width`` cells."""
+    text = text.expand_tabs(TAB) if "\t" in text.plain else text
+    end = 0
+    for index, part in enumerate(text.wrap(width)):
+        start = text.plain.find(part.plain, end)
+        yield Row(part, text.plain[end:start] if index else "\n")
+        end = start + len(part.plain)
+
+
 def _line(line: Line, width: int) -> Iterator[Row]:
     indent = min(len(line.rest), width // 2)  # deep nesting in a narrow window gives up its indent first
-    parts = content(line.inline).wrap(width - indent) if line.inline.text else [Content("")]
-    hard_rows = line.inline.text.count("\n") > 0
-    for index, part in enumerate(parts):
+    for index, row in enumerate(wrapped(content(line.inline), width - indent)):
         prefix = (line.first if index == 0 else line.rest)[len(line.rest) - indent :]
-        wrapped = index > 0 and not hard_rows
-        yield Row(
-            Content.styled(prefix, STYLES["marker"]) + part if prefix else part, wrapped, len(prefix) if index else 0
-        )
+        text = Content.styled(prefix, STYLES["marker"]) + row.content if prefix else row.content
+        yield Row(text, row.joint, len(prefix) if index else 0)
 
 
 def _code(block: Code, width: int) -> Iterator[Row]:
@@ -69,9 +80,9 @@ def _code(block: Code, width: int) -> Iterator[Row]:
 
         text = highlight(block.text, language=block.language)
     for line in text.split("\n", allow_blank=True):
-        pieces = line.expand_tabs(4).fold(width) if line.plain else [Content("")]
+        pieces = line.expand_tabs(CODE_TAB).fold(width) if line.plain else [Content("")]
         for index, piece in enumerate(pieces):
-            yield Row(piece, wrapped=index > 0)
+            yield Row(piece, "" if index else "\n")
 
 
 def _table(table: Table, width: int) -> Iterator[Row]:
@@ -123,5 +134,4 @@ def _records(cells: list[list[Content]], width: int) -> Iterator[Row]:
         if index:
             yield Row(Content(""))
         for name, cell in zip(header, row, strict=True):
-            for number, part in enumerate((name.stylize("bold") + ": " + cell).wrap(width)):
-                yield Row(part, wrapped=number > 0)
+            yield from wrapped(name.stylize("bold") + ": " + cell, width)

@@ -2,16 +2,17 @@
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.events import Resize
 from textual.screen import Screen
 from textual.widgets import Static
 
-from tokamac.app.backend.wire import Load, Loaded
+from tokamac.app.backend.wire import Load, Loaded, Stats, WhatIf
 from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.settings import Settings
 from tokamac.app.tui.actions import bindings
@@ -33,15 +34,21 @@ from tokamac.app.tui.steps import (
     Step,
     TurnBegun,
 )
+from tokamac.app.tui.what_ifs import WhatIfs
+from tokamac.app.tui.widgets.covered import Columns, Stack
 from tokamac.app.tui.widgets.gauges import Gauges
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.status import Activity, StatusLine
 from tokamac.app.tui.widgets.transcript import Transcript
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import Sampling
+
+if TYPE_CHECKING:
+    from tokamac.app.tui.screens.settings import Chosen
 
 NARROW = 90  # below this many columns the gauges would take the room that the text needs
 SMALLEST = (40, 12)
 REFRESH_S = 0.4
+REST_LOOK_S = 10.0  # how often it is asked whether an unused model is to give its memory back
 
 
 class ChatScreen(Screen[None]):
@@ -56,11 +63,12 @@ class ChatScreen(Screen[None]):
         self._memory = memory
         self._panel = memory.settings.panel
         self._picked: str | None = None
+        self._what_ifs = WhatIfs(session, bridge)
 
     def compose(self) -> ComposeResult:
         """Yield the parts."""
-        with Horizontal(id="main"):
-            with Vertical(id="talk"):
+        with Columns(id="main"):
+            with Stack(id="talk"):
                 yield Transcript()
                 yield Activity()
                 yield Prompt()
@@ -75,6 +83,7 @@ class ChatScreen(Screen[None]):
         self._show()
         self.call_after_refresh(lambda: self.perform(self.session.start()))
         self._ticker = self.set_interval(REFRESH_S, self._tick, pause=True)
+        self.set_interval(REST_LOOK_S, self._rest)
 
     def on_resize(self, event: Resize) -> None:
         """Fit what is shown to the room there is."""
@@ -98,9 +107,11 @@ class ChatScreen(Screen[None]):
         for step in steps:
             self._perform(step)
         self.bridge.set_busy(self.session.busy)
-        if self.session.busy:
-            self._ticker.resume()
         self._show()
+        # While a model writes, its figures are shown as they come and the cursor is still: each wake takes the model's time.
+        writing = self.session.phase is Phase.DECODING
+        (self._ticker.resume if self.session.busy and not writing else self._ticker.pause)()
+        self.query_one(Prompt).cursor_blink = not writing
 
     def _perform(self, step: Step) -> None:
         transcript = self.query_one(Transcript)
@@ -135,19 +146,26 @@ class ChatScreen(Screen[None]):
             if isinstance(message.event, Loaded) and self._picked == self.session.load.model:
                 self._keep(replace(self._memory.settings, model=self._picked))
             steps = self.session.on_event(message.event)
+            if isinstance(message.event, WhatIf | Loaded):
+                self._what_ifs.take(self.app, message.event if isinstance(message.event, WhatIf) else None)
             if self.session.busy and self.session.phase is was and all(isinstance(s, ReplyGrew) for s in steps):
-                # Text comes 15 times a second: it is drawn by its own timer, the figures by the ticker.
+                # Text comes often: the transcript draws it at its own pace, or together with new figures.
                 for step in steps:
                     self._perform(step)
+                if isinstance(message.event, Stats):
+                    self.query_one(Transcript).look(now=True)
+                    self._show()
             else:
                 self.perform(steps)
             if self.session.phase is Phase.IDLE and was is not Phase.IDLE:
                 self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
 
     def _tick(self) -> None:
-        if not self.session.busy:
-            self._ticker.pause()
         self.perform(self.session.tick()) if self.session.phase is Phase.STOPPING else self._show()
+
+    def _rest(self) -> None:
+        if steps := self.session.rest():
+            self.perform(steps)
 
     def _show(self) -> None:
         transcript = self.query_one(Transcript)
@@ -206,7 +224,7 @@ class ChatScreen(Screen[None]):
         """Ask for a model and load it."""
         from tokamac.app.tui.screens.model import ModelScreen
 
-        self.app.push_screen(ModelScreen(self.session.load.model), self._model_chosen)
+        self.app.push_screen(ModelScreen(self.session.load.model, self._ask_what_if), self._model_chosen)
 
     def _model_chosen(self, model: str | None) -> None:
         if model is not None:
@@ -227,21 +245,44 @@ class ChatScreen(Screen[None]):
             self.notify(text, markup=False, timeout=3)
 
     def action_settings(self) -> None:
-        """Edit sampling and KV settings."""
-        from tokamac.app.tui.screens.settings import SettingsScreen
+        """Edit sampling, KV and memory settings."""
+        from tokamac.app.tui.screens.settings import Chosen, SettingsScreen
 
         recommended = self.session.info.recommended if self.session.info is not None else Sampling()
-        self.app.push_screen(
-            SettingsScreen(self.session.sampling, self.session.load.kv, recommended), self._settings_chosen
-        )
+        current = Chosen(self.session.sampling, self.session.load.kv, self.session.idle.after_min)
+        self.app.push_screen(SettingsScreen(current, recommended), self._settings_chosen)
 
-    def _settings_chosen(self, chosen: tuple[Sampling, KVSpec] | None) -> None:
+    def _settings_chosen(self, chosen: "Chosen | None") -> None:
         if chosen is None:
             return
-        self.session.sampling, kv = chosen
-        self._keep(replace(self._memory.settings, sampling=self.session.sampling, kv=kv))
+        kv, minutes = chosen.kv, chosen.unload_after_min
+        self.session.sampling, self.session.idle.after_min = chosen.sampling, minutes
+        self._keep(replace(self._memory.settings, sampling=chosen.sampling, kv=kv, unload_after_min=minutes))
         if kv != self.session.load.kv:
             self.perform(self.session.choose(Load(self.session.load.model, kv, self.session.load.prompt_cache)))
+
+    def action_explain(self) -> None:
+        """Explain the last reply that was measured."""
+        from tokamac.app.tui.screens.explain import ExplainScreen
+
+        replies = [
+            turn.reply for turn in self.session.turns if turn.reply is not None and turn.reply.metrics is not None
+        ]
+        if replies:
+            self.app.push_screen(ExplainScreen(replies), self._explained)
+        else:
+            self.notify("There is no reply to explain yet.", markup=False, timeout=3)
+
+    def _explained(self, wonders: bool | None) -> None:
+        if wonders:
+            self.action_what_if()
+
+    def action_what_if(self) -> None:
+        """Ask what the model would do otherwise, or elsewhere."""
+        self._ask_what_if(self.session.load.model)
+
+    def _ask_what_if(self, model: str) -> None:
+        self._what_ifs.open(self.app, model)
 
     def action_toggle_panel(self) -> None:
         """Show or hide the gauges."""

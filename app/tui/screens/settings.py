@@ -1,4 +1,6 @@
-"""Ctrl+T: sampling and KV cache settings, checked by the engine's own dataclasses."""
+"""Ctrl+T: sampling, KV cache and memory settings, checked by the dataclasses that hold them."""
+
+from dataclasses import dataclass
 
 from textual import on
 from textual.app import ComposeResult
@@ -6,22 +8,33 @@ from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Button, Input, Label, Static
 
+from tokamac.app.settings import Settings
 from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
 from tokamac.app.tui.screens.dialog import Dialog
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
+UNLOAD = "unload_after_min"
 
-class SettingsScreen(Dialog[tuple[Sampling, KVSpec]]):
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the form says, valid. unload_after_min: see ``Settings``."""
+
+    sampling: Sampling
+    kv: KVSpec
+    unload_after_min: int
+
+
+class SettingsScreen(Dialog[Chosen]):
     """Edits the settings; the result is the new ones, valid."""
 
     BINDINGS = [Binding("ctrl+t,ctrl+s", "save", "Save", id="settings.save", priority=True)]  # noqa: RUF012 (Textual's way)
 
-    def __init__(self, sampling: Sampling, kv: KVSpec, recommended: Sampling) -> None:
+    def __init__(self, current: Chosen, recommended: Sampling) -> None:
         super().__init__()
         self._recommended = recommended
-        self._sampling = sampling
-        self._kv = kv
+        self._current = current
 
     def compose(self) -> ComposeResult:
         """Yield the form."""
@@ -31,10 +44,17 @@ class SettingsScreen(Dialog[tuple[Sampling, KVSpec]]):
             yield Static("", id="problem", markup=False)
             yield Label("Sampling", classes="group")
             for field in SAMPLING_FIELDS:
-                yield from _line(field, self._sampling, write(field, self._recommended))
+                yield from _line(field, self._current.sampling, write(field, self._recommended))
             yield Label("KV cache (a change loads the model again)", classes="group later")
             for field in KV_FIELDS:
-                yield from _line(field, self._kv)
+                yield from _line(field, self._current.kv)
+            yield Label("Memory", classes="group later")
+            with Horizontal(classes="field"):
+                yield Label("Unload after")
+                yield Input(
+                    str(self._current.unload_after_min), id=UNLOAD, name=UNLOAD, compact=True, select_on_focus=True
+                )
+                yield Label("minutes without use; 0: never", classes="note", markup=False)
             with Horizontal(classes="buttons"):
                 yield Button("Save", variant="primary", id="save", compact=True)
                 yield Button("Defaults", id="defaults", compact=True)
@@ -46,7 +66,7 @@ class SettingsScreen(Dialog[tuple[Sampling, KVSpec]]):
         """Close with the settings, or say what is wrong with them."""
         texts = {box.name or "": box.value for box in self.query(Input)}
         try:
-            chosen = (read_sampling(texts), read_kv(texts))
+            chosen = Chosen(read_sampling(texts), read_kv(texts), _read_minutes(texts[UNLOAD]))
         except FieldError as error:
             self.query_one(f"#{error.name}", Input).focus()
             self._say(str(error))
@@ -67,11 +87,19 @@ class SettingsScreen(Dialog[tuple[Sampling, KVSpec]]):
             self.query_one(f"#{field.name}", Input).value = write(field, Sampling())
         for field in KV_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
+        self.query_one(f"#{UNLOAD}", Input).value = str(Settings().unload_after_min)
 
     @on(Button.Pressed, "#cancel")
     def cancel(self) -> None:
         """Close without a result."""
         self.dismiss(None)
+
+
+def _read_minutes(text: str) -> int:
+    """Return the minutes; raise FieldError for what is no number of them."""
+    if not text.strip().isdecimal():
+        raise FieldError(UNLOAD, f"Unload after: {text.strip() or 'nothing'!r} is no number of minutes (0: never).")
+    return int(text)
 
 
 def _line(field: Field, options: Sampling | KVSpec, placeholder: str = "") -> ComposeResult:

@@ -1,33 +1,54 @@
 """The side panel: what the reply costs, measured by the engine, beside what this machine allows."""
 
 from textual.content import Content
-from textual.widgets import Static
+from textual.geometry import Region, Size
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
 
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.session import Session
-from tokamac.app.tui.verdict import share_of_ceiling
 from tokamac.app.tui.widgets.charts import bar, sparkline
+from tokamac.app.tui.widgets.painter import segments, select, selected_in
 
 WIDTH = 30
 NONE_YET = "–"  # no reply, so nothing to measure; what a reply does not tell is "unknown"
 
 
-class Gauges(Static):
-    """Figures of the running reply, or of the last one. What is not known says so."""
+class Gauges(Widget):
+    """Figures of the running reply, or of the last one. What is not known says so. Only rows that changed are drawn again."""
 
     def __init__(self) -> None:
-        super().__init__(markup=False)
-        self._shown: Content | None = None
+        super().__init__()
+        self._rows: list[Content] = []
 
     def show(self, session: Session) -> None:
         """Show where ``session`` is."""
         groups = [_model(session), _first_token(session), _decode(session), _ceiling(session), _memory(session)]
-        content = Content("\n\n").join(Content("\n").join(lines) for lines in groups)
-        shown, self._shown = self._shown, content
-        if shown is None or not content.is_same(shown):
-            # A layout of the whole screen, five times a second, would take the model's time.
-            self.update(content, layout=shown is None or content.plain.count("\n") != shown.plain.count("\n"))
+        before, self._rows = self._rows, [row for group in groups for row in (*group, Content(""))]
+        if len(before) != len(self._rows):
+            self.refresh(layout=True)
+            return
+        changed = [y for y, (was, row) in enumerate(zip(before, self._rows, strict=True)) if not was.is_same(row)]
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return the number of rows; none is wider than ``WIDTH``."""
+        del container, viewport, width  # Textual's signature
+        return len(self._rows)
+
+    def render_line(self, y: int) -> Strip:
+        """Return row ``y``."""
+        if y >= len(self._rows):
+            return Strip.blank(self.size.width, self.visual_style.rich_style)
+        selected = selected_in(self, y)
+        return Strip(segments(select(self._rows[y], selected), self.visual_style)).apply_offsets(0, y)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """Return the selected text."""
+        return selection.extract("\n".join(row.plain for row in self._rows)), "\n"
 
 
 def _title(text: str) -> Content:
@@ -85,19 +106,37 @@ def _decode(session: Session) -> list[Content]:
         _row("mean", units.rate(m.decode_tps) if m else NONE_YET),
         _row("ITL p50", units.milliseconds(gaps.p50) if gaps else none),
         _row("ITL p95", units.milliseconds(gaps.p95) if gaps else none),
+        *_slowest_gap(session),
         Content.styled(line or "─" * WIDTH, "$secondary" if line else "$foreground 15%"),
     ]
 
 
+def _slowest_gap(session: Session) -> list[Content]:
+    """Say which gap of the reply stands out most, and why. Two lines in any case: another height would be another layout."""
+    if not session.outliers:
+        none = NONE_YET if session.metrics is None else "none stands out"
+        return [_row("slowest gap", none), Content("")]
+    outlier = session.outliers[0]
+    why = f"token {units.count(outlier.token)}: {measures.causes(outlier)}"
+    return [
+        _row("slowest gap", units.milliseconds(outlier.gap_ms)),
+        _row("", why if len(why) < WIDTH else f"{why[: WIDTH - 2]}…"),
+    ]
+
+
 def _ceiling(session: Session) -> list[Content]:
-    m = session.metrics
+    m, achieved = session.metrics, measures.achieved_gbs(session)
+    none = NONE_YET if m is None else units.UNKNOWN
     ceiling = m.ceiling_tps if m is not None else session.ceiling_tps
-    reached = share_of_ceiling(m) if m is not None else None
+    reached = measures.share_of_ceiling(m) if m is not None else None
+    expected = measures.share_of_expected(m) if m is not None else None
     return [
         _title("CEILING"),
         _row("memory allows", units.rate(ceiling)),
-        _row("reached", f"{reached:.0%}" if reached is not None else NONE_YET if m is None else units.UNKNOWN),
+        _row("achieved", none if achieved is None else units.bandwidth(achieved)),
+        _row("reached", none if reached is None else f"{reached:.0%}"),
         bar(reached, WIDTH, "$success"),
+        _row("of the expected", none if expected is None else f"{expected:.0%}"),
     ]
 
 
@@ -112,6 +151,7 @@ def _memory(session: Session) -> list[Content]:
         *([_row("out of sight", f"{units.count(gone)} tokens")] if gone else []),
         _row("KV cache", units.size(session.metrics.kv_bytes) if session.metrics else NONE_YET),
         _row("peak memory", NONE_YET if peak is None else units.size(peak)),
+        *([_row("expected peak", units.size(predicted))] if (predicted := memory.predicted_peak_bytes) else []),
         _row("budget", NONE_YET if session.info is None else units.size(memory.budget_bytes)),
         bar(measures.share(peak, memory.budget_bytes), WIDTH, "$secondary"),
     ]

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from textual import events
+from textual.geometry import Region
 from textual.message import Message
+from textual.strip import Strip
 from textual.timer import Timer
+from textual.widget import Widget
 from textual.widgets import TextArea
 
 from tokamac.app.sanitise import sanitise
@@ -39,6 +42,19 @@ class Prompt(TextArea):
             compact=True,
         )
         self._rest: Timer | None = None
+        self._restyled = True
+
+    def notify_style_update(self) -> None:
+        """Note that the next drawing must look its colours up."""
+        super().notify_style_update()
+        self._restyled = True
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Draw; TextArea would look all its colours up each time, and Textual asks for each drawing of its neighbours."""
+        if self._restyled:
+            self._restyled = False
+            return super().render_lines(crop)
+        return Widget.render_lines(self, crop)
 
     def on_key(self, event: events.Key) -> None:
         """Send, or break the line."""

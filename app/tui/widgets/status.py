@@ -13,6 +13,8 @@ from tokamac.app.tui.widgets.charts import bar
 
 BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence
+UNLOADED = "model unloaded; it loads again when you write"
+UNLOADED_SHORT = "model unloaded"
 
 
 class Activity(Static):
@@ -53,6 +55,8 @@ def _doing(session: Session, now: float, width: int) -> Content:
             return Content.styled("stopping …", "$warning")
         case Phase.FAILED:
             return Content.styled("no model is loaded · Ctrl+O chooses one", "$error")
+        case Phase.UNLOADED:
+            return Content.styled(UNLOADED if width >= len(UNLOADED) else UNLOADED_SHORT, "$foreground 70%")
         case Phase.IDLE:
             return _next(session, width)
 
@@ -157,5 +161,5 @@ def _beside(left: Content, width: int) -> Content:
 
 def _importance(action: object) -> int:
     """Where the line is short, these come first."""
-    order = ("help", "stop", "choose_model", "new_chat", "regenerate", "palette", "send")
+    order = ("help", "stop", "choose_model", "new_chat", "explain", "regenerate", "palette", "send")
     return order.index(getattr(action, "id", ""))

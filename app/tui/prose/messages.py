@@ -1,0 +1,168 @@
+"""One turn as rows: what the user wrote, and the model's reply with its thinking, its text and its verdict."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from textual.content import Content
+
+from tokamac.app.sanitise import Sanitiser, sanitise
+from tokamac.app.tui.conversation import Ending, Reply
+from tokamac.app.tui.prose.page import BLANK, Frame, PageRow, keep_same
+from tokamac.app.tui.prose.prose import Prose
+from tokamac.app.tui.prose.rows import Row, wrapped
+from tokamac.app.tui.units import seconds
+from tokamac.app.verdict import sentence
+from tokamac.engine.events import TextKind
+
+ENDINGS: dict[Ending, str] = {
+    "stop": "",
+    "length": "cut at the token limit",
+    "cancelled": "stopped",
+    "lost": "lost with the engine",
+    "failed": "failed",
+}
+BAR = "█"
+USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)
+FAINT = "$foreground 55%"
+THOUGHT = f"italic {FAINT}"
+FOLDED = Frame(Content(" "), THOUGHT)
+UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
+CHOSEN = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
+VERDICT = Frame(Content(" "), FAINT)
+SIDES = 2  # cells that are left free at both sides of a message's text, together
+
+
+class UserMessage:
+    """What the user wrote, verbatim."""
+
+    def __init__(self, text: str) -> None:
+        self.text = sanitise(text)
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        return [PageRow(row, USER) for row in wrapped(Content(self.text), width - SIDES - len(BAR))]
+
+
+class Thinking:
+    """The model's thinking: open while it goes on, folded into one line after, until it is unfolded."""
+
+    def __init__(self) -> None:
+        self.folded = False
+        self.chosen = False  # by the keyboard
+        self._text = ""
+        self._seconds: float | None = None
+        self._laid: list[PageRow] = []
+        self._whole = _Whole()
+
+    def __bool__(self) -> bool:
+        """Whether there was any."""
+        return bool(self._text.strip())
+
+    @property
+    def height(self) -> int:
+        """Rows at the last width, the blank one included."""
+        return len(self._laid)
+
+    def add(self, text: str) -> None:
+        """Append ``text``."""
+        self._text += text
+
+    def fold(self, took_s: float | None, text: str | None = None) -> None:
+        """The thinking is over, after ``took_s``. ``text`` replaces what was added."""
+        self._text = self._text if text is None else text
+        self._seconds = took_s
+        self.folded = True
+
+    def toggle(self) -> None:
+        """Fold or unfold, once the thinking is over."""
+        if self._seconds is not None:
+            self.folded = not self.folded
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells, with a blank one below."""
+        took = "" if self._seconds is None else f" for {seconds(self._seconds)}"
+        if self.folded:
+            laid = [PageRow(Row(Content(f"▸ thought{took}")), CHOSEN if self.chosen else FOLDED)]
+        else:
+            frame = CHOSEN if self.chosen else UNFOLDED
+            head = Content.styled("thinking …" if self._seconds is None else f"▾ thought{took}", "bold")
+            laid = [PageRow(Row(head), frame), *self._text_rows(frame, width - len(BAR) - SIDES)]
+        self._laid = keep_same(self._laid, [*laid, BLANK])
+        return self._laid
+
+    def _text_rows(self, frame: Frame, width: int) -> list[PageRow]:
+        """Wrap the text; whole lines of it are wrapped once, however long it becomes."""
+        text = self._text.strip()
+        end = text.rfind("\n") + 1
+        if (self._whole.frame, self._whole.width) != (frame, width) or not text.startswith(self._whole.text):
+            self._whole = _Whole(frame, width)
+        whole = self._whole
+        if lines := text[len(whole.text) : end]:
+            whole.rows += (PageRow(row, frame) for row in wrapped(Content(lines[:-1]), width))
+            whole.text = text[:end]
+        return [*whole.rows, *(PageRow(row, frame) for row in wrapped(Content(text[end:]), width))]
+
+
+@dataclass(slots=True)
+class _Whole:
+    """The whole lines of a text that grows, laid out."""
+
+    frame: Frame = FOLDED
+    width: int = 0
+    text: str = ""
+    rows: list[PageRow] = field(default_factory=list)
+
+
+class ReplyMessage:
+    """A reply that grows. ``add`` is cheap; ``rows`` lays out what was added since."""
+
+    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.thinking = Thinking()
+        self.reply: Reply | None = None
+        self._name = PageRow(Row(Content.styled(model, "bold $primary")))
+        self._prose = Prose()
+        self._cleaners = {"answer": Sanitiser(), "thinking": Sanitiser()}
+        self._clock = clock
+        self._thinking_from: float | None = None
+
+    def add(self, text: str, kind: TextKind) -> None:
+        """Append ``text``, made safe."""
+        clean = self._cleaners[kind].feed(text)
+        if kind == "thinking":
+            if self._thinking_from is None:
+                self._thinking_from = self._clock()
+            self.thinking.add(clean)
+            return
+        self._prose.add(clean)
+        if self._thinking_from is not None:
+            self.thinking.fold(self._clock() - self._thinking_from)
+            self._thinking_from = None
+
+    def end(self, reply: Reply) -> None:
+        """Be the whole reply, and say what it cost."""
+        self.reply = reply
+        if reply.thinking:
+            self.thinking.fold(reply.thinking_s, sanitise(reply.thinking))
+        self._prose.finish(sanitise(reply.text))
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        self._prose.look()
+        room = width - SIDES
+        thinking = self.thinking.rows(room) if self.thinking else []
+        return [self._name, *thinking, *self._prose.rows(room), *self._verdict(room)]
+
+    def is_thinking(self, row: int) -> bool:
+        """Whether ``row``, counted from the message's first, shows its thinking."""
+        return bool(self.thinking) and 1 <= row < self.thinking.height
+
+    def _verdict(self, width: int) -> list[PageRow]:
+        reply = self.reply
+        if reply is None:
+            return []
+        ending = ENDINGS[reply.ending]
+        cost = sentence(reply.metrics, reply.diagnosis) if reply.metrics is not None else ""
+        parts = [Content.styled(ending, "$warning"), Content(cost)]
+        text = Content(" · ").join(part for part in parts if part.plain)
+        return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []

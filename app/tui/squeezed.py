@@ -1,0 +1,17 @@
+"""One sentence for what was done where memory was short; the chat and the command line say it alike."""
+
+from tokamac.app.tui import units
+from tokamac.engine.events import Squeezed
+
+
+def sentence(event: Squeezed) -> str:
+    """Return what was done, and the memory that is expected now, beside what may be used."""
+    done = []
+    if event.pool_bytes:
+        done.append(f"{units.size(event.pool_bytes)} of unused buffers were given back")
+    if event.chunk is not None:
+        done.append(f"the prompt is read {units.count(event.chunk)} tokens at a time")
+    if event.cache_bytes:
+        done.append(f"{units.size(event.cache_bytes)} of earlier prompts were let go of")
+    expected = f"{units.size(event.predicted_bytes)} of {units.size(event.budget_bytes)} are expected to be used"
+    return f"memory is short: {', '.join(done)}; {expected}"

@@ -1,0 +1,94 @@
+"""The what-if form: what can be chosen, and what its texts mean as a question."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tokamac.app.backend.whatif import Question, Wanted, Where
+from tokamac.app.tui import measures
+from tokamac.app.tui.models import choices, hub_cache
+from tokamac.app.tui.session import Session
+from tokamac.app.tui.whatif_tables import kv_bits
+from tokamac.engine.limits.catalogue import catalogue
+from tokamac.engine.limits.hardware import plain_name, table
+from tokamac.engine.options import KVSpec
+
+HERE = ""
+"""The chip that means this machine."""
+
+WEIGHTS = [("as it is", ""), *((f"{bits} bits", str(bits)) for bits in (16, 8, 6, 5, 4, 3, 2))]
+LEAST_CONTEXT, PROMPT = 4096, 2048
+"""Tokens to begin with."""
+
+KV_BITS = [(name, name) for name in ("16", "8", "8,4", "6", "5", "4", "3", "2")]
+
+
+def _chips() -> list[tuple[str, str]]:
+    rows = [(plain_name(row["chip"]), row["gpu_cores"]) for row in table()]
+    named = dict.fromkeys((name, f"{name}|{cores or ''}", cores) for name, cores in rows)
+    return [(name if cores is None else f"{name}, {cores}", key) for name, key, cores in named]
+
+
+CHIPS = [("here", HERE), *_chips()]
+
+
+class FormError(ValueError):
+    """A text of the form means nothing; the message is for the reader."""
+
+
+def first_question(session: Session, model: str) -> Question:
+    """Return the case to begin with: with the chat's caches, at the context it has come to."""
+    context = max(measures.context_used(session) or 0, LEAST_CONTEXT)
+    return Question("table", model, kv=session.load.kv, context=context, prompt=min(context, PROMPT))
+
+
+def known_names(model: str) -> list[str]:
+    """Return models to complete what is typed: the chat's own, those on disk, those of the catalogue."""
+    offered = (choice.model for choice in choices(hub_cache()))
+    catalogued = (repository.id for entry in catalogue() for repository in entry.repositories)
+    return list(dict.fromkeys([model, *offered, *catalogued]))
+
+
+def written(question: Question) -> dict[str, str]:
+    """Return a question as the form's texts."""
+    bits = kv_bits(question.kv.key_bits, question.kv.value_bits)
+    known = bits if bits in dict(KV_BITS) else "16"
+    return {"model": question.model, "kv": known, "context": str(question.context), "prompt": str(question.prompt)}
+
+
+def read(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec) -> Question:
+    """Return the question that the form's texts ask; what they don't say of the caches is as in ``kv``. Raises FormError."""
+    key_bits, _, value_bits = texts["kv"].partition(",")
+    context = _number(texts["context"], "context")
+    chip, _, cores = texts["chip"].partition("|")
+    if not (model := texts["model"].strip()):
+        raise FormError("Name a model: a folder, a Hugging Face id, a name of the catalogue, or guide.")
+    return Question(
+        wanted=wanted,
+        model=model,
+        bits=int(texts["bits"]) if texts["bits"] else None,
+        kv=replace(kv, key_bits=int(key_bits), value_bits=int(value_bits or key_bits)),
+        context=context,
+        prompt=min(_number(texts["prompt"], "prompt"), context),
+        where=Where(
+            chip, int(cores) if cores else None, _gigabytes(texts["memory"]) if chip or wanted == "chips" else None
+        ),
+    )
+
+
+def _number(text: str, name: str) -> int:
+    digits = text.strip().replace(",", "").replace("_", "")
+    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
+        raise FormError(f"The {name} is a number of tokens, 1 or more.")
+    return int(digits)
+
+
+def _gigabytes(text: str) -> float | None:
+    if not text.strip():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise FormError("The memory is a size in GB, above 0.")
+    return value

@@ -1,0 +1,174 @@
+"""A model that nobody uses gives its memory back, and comes back when the user writes; memory that was short is told."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.test_chat import Start
+from tests.app.test_session import DIED, LOADED, Clock, done
+from tokamac.app import settings
+from tokamac.app.backend.wire import Load, Send, ShortOfMemory
+from tokamac.app.settings import Settings
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.settings import SettingsScreen
+from tokamac.app.tui.session import Session
+from tokamac.app.tui.squeezed import sentence
+from tokamac.app.tui.steps import Ask, DraftReturned, EndEngine, Notice, StartEngine
+from tokamac.engine.errors import OptionError
+from tokamac.engine.events import Squeezed
+from tokamac.engine.options import Sampling
+
+MINUTE = 60.0
+SQUEEZED = Squeezed(3_000_000, 64, 0, 900_000_000, 1_000_000_000)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def resting(clock: Clock) -> Session:
+    """A session whose model is unloaded after five minutes, ready since now."""
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.idle.after_min = 5
+    session.start()
+    session.on_event(LOADED)
+    return session
+
+
+def test_an_unused_model_is_unloaded_after_its_time_and_not_before(resting: Session, clock: Clock) -> None:
+    clock.now += 5 * MINUTE - 1
+    assert resting.rest() == []
+    clock.now += 1
+    assert resting.rest() == [EndEngine()]
+    assert resting.phase is Phase.UNLOADED
+    assert resting.rest() == []
+
+
+def test_never_unless_the_user_says_when(resting: Session, clock: Clock) -> None:
+    resting.idle.after_min = 0
+    clock.now += 1e6
+    assert resting.rest() == []
+
+
+def test_who_writes_is_not_idle(resting: Session, clock: Clock) -> None:
+    clock.now += 4 * MINUTE
+    resting.pause("a draft")
+    clock.now += 4 * MINUTE
+    assert resting.rest() == []
+    clock.now += MINUTE
+    assert resting.rest() == [EndEngine()]
+
+
+def test_a_reply_is_never_cut_off_by_it(resting: Session, clock: Clock) -> None:
+    resting.submit("a question")
+    clock.now += 60 * MINUTE
+    assert resting.rest() == []
+    resting.on_event(done(1))
+    assert resting.rest() == []  # it is idle since now
+    clock.now += 5 * MINUTE
+    assert resting.rest() == [EndEngine()]
+
+
+def test_a_prompt_loads_the_model_again_and_the_conversation_goes_on(resting: Session, clock: Clock) -> None:
+    resting.submit("first")
+    resting.on_event(done(1, "one"))
+    clock.now += 5 * MINUTE
+    resting.rest()
+    assert resting.submit("second") == [StartEngine(), Ask(Load("guide"))]
+    sent = [step.request for step in resting.on_event(LOADED) if isinstance(step, Ask)]
+    assert isinstance(sent[0], Send)
+    assert [message.content for message in sent[0].messages] == ["first", "one", "second"]
+
+
+def test_a_pause_in_a_draft_loads_it_too_but_an_empty_box_does_not(resting: Session, clock: Clock) -> None:
+    clock.now += 5 * MINUTE
+    resting.rest()
+    assert resting.pause("  ") == []
+    assert resting.pause("I was") == [StartEngine(), Ask(Load("guide"))]
+    assert resting.phase is Phase.LOADING
+
+
+def test_while_unloaded_all_else_works(resting: Session, clock: Clock) -> None:
+    resting.submit("first")
+    resting.on_event(done(1, "one"))
+    clock.now += 5 * MINUTE
+    resting.rest()
+    assert resting.stop() == []
+    assert StartEngine() in resting.regenerate()
+    resting.on_event(DIED)
+    assert [turn.prompt for turn in resting.turns] == ["first"]
+
+
+def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: Clock) -> None:
+    clock.now += 5 * MINUTE
+    resting.rest()
+    resting.submit("a prompt")
+    assert DraftReturned("a prompt") in resting.stop()
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (SQUEEZED, ("3.00 MB of unused buffers", "64 tokens at a time", "900 MB of 1.00 GB")),
+        (Squeezed(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
+    ],
+)
+def test_what_was_done_in_one_sentence(event: Squeezed, words: tuple[str, ...]) -> None:
+    said = sentence(event)
+    assert said.startswith("memory is short: ")
+    assert all(word in said for word in words), said
+
+
+def test_memory_that_was_short_is_told(resting: Session) -> None:
+    resting.submit("a question")
+    assert resting.on_event(ShortOfMemory(1, SQUEEZED)) == [Notice(sentence(SQUEEZED), "warning")]
+    assert resting.on_event(ShortOfMemory(7, SQUEEZED)) == []  # of a reply that is over
+
+
+def test_the_setting_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    settings.save(path, Settings(unload_after_min=20))
+    assert settings.load(path).settings.unload_after_min == 20
+
+
+@pytest.mark.parametrize("value", ["-1", '"soon"', "1.5", "true"])
+def test_a_setting_that_is_no_number_of_minutes_is_named(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(f"unload_after_min = {value}\n")
+    read = settings.load(path)
+    assert "unload_after_min" in read.warnings[0]
+    assert read.settings == Settings()
+
+
+def test_negative_minutes_make_no_settings() -> None:
+    with pytest.raises(OptionError):
+        Settings(unload_after_min=-1)
+
+
+async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
+    """Set on the settings screen; the process is gone, the status says so; typing brings it back with the conversation."""
+    async with chat() as it:
+        await it.phase(Phase.IDLE)
+        await it.ask("one")
+        it.app.chat.action_settings()
+        await it.until(lambda: isinstance(it.app.screen, SettingsScreen))
+        box = it.app.screen.query_one("#unload_after_min")
+        box.value = "soon"  # type: ignore[attr-defined]
+        it.app.screen.action_save()  # type: ignore[attr-defined]
+        await it.until(lambda: "no number of minutes" in it.screen_text())
+        box.value = "5"  # type: ignore[attr-defined]
+        it.app.screen.action_save()  # type: ignore[attr-defined]
+        await it.until(lambda: it.session.idle.after_min == 5)
+        assert "unload_after_min = 5" in (tmp_path / "settings.toml").read_text()
+        it.session.idle._seen_s -= 5 * MINUTE
+        it.session.phase_since -= 5 * MINUTE
+        it.app.chat._rest()
+        await it.until(lambda: "model unloaded; it loads again when you write" in it.screen_text())
+        assert it.app.chat.bridge._process is None
+        await it.type("two")
+        await it.phase(Phase.IDLE)  # the pause after typing loads it
+        assert it.prompt.text == "two"
+        it.prompt.submit()
+        await it.until(lambda: len(it.session.turns) == 2 and it.session.turns[-1].reply)

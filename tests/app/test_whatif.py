@@ -1,0 +1,330 @@
+"""F3: what if. The form, the tables and plots, and a question's way to the engine's process and back, with the real arithmetic."""
+
+import io
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.widgets import DataTable, Input, OptionList, Select, Static, TabbedContent
+
+from tests.tiny import make_tiny
+from tokamac.app.backend import wire
+from tokamac.app.backend.advisor import Advisor
+from tokamac.app.backend.client import Died, EngineProcess, child_command
+from tokamac.app.backend.outbox import Outbox
+from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
+from tokamac.app.backend.whatif import Answer, CaseLine, ChipLine, CurvePoint, Figures, ModelLine, Question, Where
+from tokamac.app.backend.whatif_answer import answers
+from tokamac.app.tui import whatif_tables as tables
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.whatif import WhatIfScreen
+from tokamac.app.tui.whatif_form import FormError, first_question, read, written
+from tokamac.app.tui.whatif_plots import curve_text, even_steps, powers_of_ten, roof_text
+from tokamac.engine.errors import ModelNotFoundError, OptionError
+from tokamac.engine.options import KVSpec
+
+Start = Callable[..., Any]
+M4_MAX = Where("Apple M4 Max", 40, 64.0)
+QWEN = Question("table", "Qwen3-8B-4bit", context=4096, prompt=2048, where=M4_MAX)
+TEXTS = {"model": "guide", "bits": "", "kv": "16", "context": "4096", "prompt": "2048", "chip": "", "memory": ""}
+
+
+def answer_to(question: Question) -> Answer:
+    *_, last = answers(question)
+    assert isinstance(last, Answer)
+    return last
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Answer:
+    return answer_to(QWEN)
+
+
+# Answers ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_case_is_the_one_asked_and_the_others_change_one_thing(qwen: Answer) -> None:
+    base, *others = qwen.cases
+    assert base.change == "as asked"
+    for line in others:
+        changed = {
+            "weights": line.bits != base.bits,
+            "keys and values": (line.key_bits, line.value_bits) != (base.key_bits, base.value_bits),
+            "context": line.context != base.context,
+        }
+        assert [name for name, is_so in changed.items() if is_so] == [line.change]
+    assert {line.change for line in others} == {"weights", "keys and values", "context"}
+
+
+def test_fewer_bits_are_faster_and_a_longer_context_is_slower(qwen: Answer) -> None:
+    by_bits = {line.bits: line.figures.expected_tps or 0 for line in qwen.cases if line.change == "weights"}
+    assert by_bits[3] > by_bits[8] > by_bits[16]
+    speeds = [line.figures.expected_tps for line in qwen.cases if line.change == "context"]
+    assert speeds == sorted(speeds, key=lambda tps: -(tps or 0))
+    ceilings = [at.ceiling_tps or 0 for at in qwen.curve]
+    assert ceilings == sorted(ceilings, reverse=True)
+    assert all((at.expected_tps or 0) <= (at.ceiling_tps or 0) for at in qwen.curve)
+
+
+def test_prefill_is_on_the_other_side_of_the_ridge_than_decode(qwen: Answer) -> None:
+    roof = qwen.roof
+    assert roof is not None
+    assert (roof.bandwidth_gbs, roof.peak_tflops) == (546.0, pytest.approx(16.16, abs=0.01))
+    decode, prefill = roof.spots
+    assert decode.intensity < roof.ridge < prefill.intensity
+    assert (decode.bound, prefill.bound) == ("memory", "compute")
+    for spot in roof.spots:
+        assert (spot.expected_tflops or 0) <= (spot.ceiling_tflops or 0) <= roof.peak_tflops * 1.001
+
+
+def test_every_chip_answers_and_twice_the_bandwidth_is_no_slower() -> None:
+    found = answer_to(replace(QWEN, wanted="chips"))
+    speeds = {(line.chip, line.gpu_cores): line.figures.ceiling_tps or 0 for line in found.chips}
+    assert speeds[("Apple M2 Ultra", 76)] == pytest.approx(2 * speeds[("Apple M2 Max", 38)])
+
+
+def test_what_is_not_known_or_can_not_be_raises_in_words() -> None:
+    with pytest.raises(ModelNotFoundError):
+        answer_to(replace(QWEN, model="nobody"))
+    with pytest.raises(OptionError, match="no chip"):
+        answer_to(replace(QWEN, where=Where("Apple M99")))
+    with pytest.raises(OptionError, match="bandwidths"):
+        answer_to(replace(QWEN, where=Where("Apple M4 Max")))
+
+
+# The way there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[io.BufferedReader, Outbox]]:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as lines:
+        yield lines, Outbox(writing)
+    os.close(writing)
+
+
+def said(lines: io.BufferedReader) -> wire.WhatIf:
+    reply = wire.decode_reply(lines.readline())
+    assert isinstance(reply, wire.WhatIf)
+    return reply
+
+
+def test_while_a_reply_runs_an_answer_waits_and_of_two_questions_the_last_is_answered(pipe: Any) -> None:
+    lines, outbox = pipe
+    engine, advisor, free = ScriptedEngine("guide", SCENARIOS["guide"]), Advisor(outbox), threading.Event()
+    running = threading.Thread(target=lambda: engine.between(free.wait))
+    running.start()
+    for number in (1, 2, 3):
+        advisor.ask(engine.between, wire.AskWhatIf(number, replace(QWEN, wanted="chips", context=4096 * number)))
+    free.set()
+    running.join()
+    replies = [said(lines)]
+    if replies[0].id != 3:  # the first was taken up before the others came
+        replies.append(said(lines))
+    assert [reply.id for reply in replies] in ([3], [1, 3])
+    assert replies[-1].answer is not None
+
+
+def test_what_goes_wrong_is_told_and_the_next_question_is_answered(pipe: Any) -> None:
+    lines, outbox = pipe
+    engine, advisor = ScriptedEngine("guide", SCENARIOS["guide"]), Advisor(outbox)
+    advisor.ask(engine.between, wire.AskWhatIf(1, replace(QWEN, model="nobody")))
+    reply = said(lines)
+    assert (reply.id, reply.answer) == (1, None)
+    assert "no model 'nobody'" in reply.error
+    advisor.ask(engine.between, wire.AskWhatIf(2, replace(QWEN, wanted="chips")))
+    assert said(lines).answer is not None
+
+
+def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path: Path) -> None:
+    events: queue.Queue[Any] = queue.Queue()
+    process = EngineProcess(child_command(), tmp_path / "log", events.put)
+
+    def next_answer() -> wire.WhatIf:
+        while not isinstance(event := events.get(timeout=80), wire.WhatIf):
+            assert not isinstance(event, Died | wire.Failed), event
+        return event
+
+    try:
+        question = Question("table", str(make_tiny(tmp_path / "tiny")))
+        process.send(wire.AskWhatIf(1, question))
+        assert next_answer().answer is not None  # a model's shape is enough
+        process.send(wire.Load(str(tmp_path / "tiny"), prompt_cache=False))
+        process.send(wire.AskWhatIf(2, question))
+        found = next_answer()
+        assert (found.id, found.error) == (2, "")
+        assert found.answer is not None
+        assert found.answer.cases[0].figures.fits
+        assert found.answer.context_length == 512
+    finally:
+        process.close()
+
+
+# Form, tables, plots ------------------------------------------------------------------------------------------------------
+
+
+def test_the_form_reads_what_was_written() -> None:
+    question = Question("table", "guide", None, KVSpec(key_bits=8, value_bits=4, window=512), 9000, 300)
+    again = read("table", {**TEXTS, **written(question)}, question.kv)
+    assert again == question
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"context": "many"}, "The context is a number"),
+        ({"context": ""}, "The context is a number"),
+        ({"prompt": "0"}, "The prompt is a number"),
+        ({"context": "²"}, "The context is a number"),
+        ({"model": "  "}, "Name a model"),
+        ({"chip": "Apple M1|8", "memory": "-4"}, "The memory is a size"),
+        ({"chip": "Apple M1|8", "memory": "nan"}, "The memory is a size"),
+    ],
+)
+def test_a_text_that_means_nothing_is_refused_in_words(change: dict[str, str], why: str) -> None:
+    with pytest.raises(FormError, match=why):
+        read("table", {**TEXTS, **change}, KVSpec())
+
+
+def test_a_prompt_longer_than_the_context_is_the_context_and_memory_is_the_other_machines() -> None:
+    question = read("table", {**TEXTS, "context": "1,024", "memory": "64"}, KVSpec())
+    assert (question.context, question.prompt, question.where) == (1024, 1024, Where())
+    elsewhere = read("table", {**TEXTS, "chip": "Apple M1|8", "memory": "16"}, KVSpec())
+    assert elsewhere.where == Where("Apple M1", 8, 16.0)
+
+
+def test_names_in_tables_are_no_markup_and_unknown_is_said() -> None:
+    hostile = "[red]x[/] \x1b[2J"
+    (model,) = tables.model_rows([ModelLine(hostile, None, None, None, "tight", Figures())])
+    (chip,) = tables.chip_rows([ChipLine(hostile, 8, None, Figures(fits=False))])
+    (case,) = tables.case_rows([CaseLine("weights", 4, 8, 4, 4096, Figures(memory_bytes=5 * 10**9, fits=True))])
+    assert model[0].plain.startswith("[red]x[/]")
+    assert "\x1b" not in model[0].plain + chip[0].plain
+    assert [cell.plain for cell in model[2:]] == ["unknown"] * 6
+    assert [cell.plain for cell in chip[2:]] == ["no", "unknown", "unknown", "unknown"]
+    assert [cell.plain for cell in case[:6]] == ["weights", "4 bits", "8,4", "4,096", "5.00 GB", "yes"]
+    assert len(model) == len(tables.MODELS)
+    assert len(chip) == len(tables.CHIPS)
+    assert len(case) == len(tables.CASES)
+
+
+@given(st.floats(1e-3, 1e7))
+def test_ticks_are_few_round_and_within(end: float) -> None:
+    steps = list(even_steps(end))
+    assert 2 <= len(steps) <= 7
+    assert steps[0] == 0
+    assert steps[-1] <= end * 1.0001
+    powers = list(powers_of_ten(end, end * 1e3))
+    assert 3 <= len(powers) <= 4
+    assert all(end * 0.999 <= power <= end * 1001 for power in powers)
+
+
+def test_plots_are_told_in_words_too(qwen: Answer) -> None:
+    assert roof_text(qwen) == "D: decode, bound by memory; P: prefill, bound by arithmetic"
+    assert "unknown" in roof_text(replace(qwen, roof=None))
+    assert "unknown" in curve_text(replace(qwen, curve=(CurvePoint(1, None, None),)))
+    assert curve_text(qwen).startswith("ceiling 128 tok/s")
+
+
+# The screen ---------------------------------------------------------------------------------------------------------------
+
+
+def note(chat: Any) -> str:
+    return str(chat.app.screen.query_one("#note", Static).render())
+
+
+async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Apple M4 Max|40") -> None:
+    await chat.phase(Phase.IDLE)
+    await chat.pilot.press("f3")
+    await chat.until(lambda: isinstance(chat.app.screen, WhatIfScreen), "the screen")
+    chat.app.screen.query_one("#model", Input).value = model
+    chat.app.screen.query_one("#chip", Select).value = chip
+    chat.app.screen.query_one("#memory", Input).value = "64"
+
+
+@pytest.mark.parametrize("size", [(120, 36), (60, 20), (40, 12)])
+async def test_every_tab_shows_its_answer_at_every_size(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("fast", size=size) as c:
+        await open_screen(c)
+        cases = c.app.screen.query_one("#case-table", DataTable)
+        await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+        tabs = c.app.screen.query_one("#tabs", TabbedContent)
+        for tab, said_there in (
+            ("curve", "ceiling 128 tok/s"),
+            ("roof", "bound by arithmetic"),
+            ("chips", "every chip"),
+        ):
+            tabs.active = tab
+            await c.until(lambda said_there=said_there: said_there in note(c), tab)
+        assert c.app.screen.query_one("#chip-table", DataTable).row_count > 30
+        await c.pilot.press("escape")
+        assert not isinstance(c.app.screen, WhatIfScreen)
+
+
+async def test_a_plot_is_drawn_with_axes(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        await open_screen(c)
+        c.app.screen.query_one("#tabs", TabbedContent).active = "roof"
+        await c.until(lambda: "operations a byte" in c.screen_text(), "the roofline")
+        assert "decode, bound by memory" in c.screen_text()
+        c.app.screen.query_one("#tabs", TabbedContent).active = "curve"
+        await c.until(lambda: "context, tokens" in c.screen_text(), "the curve")
+
+
+async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) -> None:
+    async with chat("fast") as c:
+        await open_screen(c, model="nobody/nothing")
+        await c.until(
+            lambda: "nobody/nothing is neither whole on this disk nor in the catalogue" in note(c), "no model"
+        )
+        c.app.screen.query_one("#context", Input).value = ""
+        await c.until(lambda: "The context is a number" in note(c), "no number")
+
+
+async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.phase(Phase.IDLE)
+        await c.send("hi")
+        await c.until(lambda: c.session.replying, "a reply")
+        await c.pilot.press("f3")
+        await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "the screen")
+        assert "computed after the reply" in note(c)
+        c.app.screen.query_one("#model", Input).value = "Qwen3-8B-4bit"
+        await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
+        assert c.session.turns[-1].reply is not None
+
+
+async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:
+    async with chat("fast") as c:
+        await open_screen(c)
+        c.app.chat.bridge._process._signal()
+        await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
+
+
+async def test_the_model_picker_leads_to_it(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        await c.pilot.press("ctrl+o")
+        await c.until(lambda: isinstance(c.app.screen, ModelScreen), "the picker")
+        offered = c.app.screen.query_one(OptionList)
+        offered.focus()
+        offered.highlighted = offered.option_count - 1
+        await c.pilot.press("f3")
+        await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "what if")
+        assert c.app.screen.query_one("#model", Input).value == "mlx-community/Llama-3.2-1B-Instruct-4bit"
+
+
+async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start) -> None:
+    async with chat("fast", kv=KVSpec(key_bits=8, value_bits=4)) as c:
+        await c.phase(Phase.IDLE)
+        question = first_question(c.session, "fast")
+        assert (question.model, question.kv.key_bits, question.kv.value_bits) == ("fast", 8, 4)
+        assert question.context >= question.prompt
