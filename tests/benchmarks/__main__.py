@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from tests.benchmarks.report import Section
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("decode", "peer", "screen", "start", "turns", "prompt_cache", "kv", "flat")
+SECTIONS = ("limits", "peak", "decode", "live_cost", "peer", "screen", "start", "turns", "prompt_cache", "kv", "flat")
 
 
 def main() -> int:

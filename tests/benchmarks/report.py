@@ -53,6 +53,13 @@ def at_most(what: str, values: Series, bound: float, unit: str = "") -> Row:
     return Row(what, spread(values, unit), f"≤ {bound:g} {unit}".rstrip(), values.median <= bound)
 
 
+def within(what: str, errors: Series, bound: float) -> Row:
+    """Return a relative error whose median must lie within ``bound`` of zero on either side."""
+    low, high = f"{errors.low:+.1%}", f"{errors.high:+.1%}"
+    value = low if low == high else f"{errors.median:+.1%} ({low}–{high}), n = {len(errors.values)}"
+    return Row(what, value, f"within {bound:.0%}", abs(errors.median) <= bound)
+
+
 def holds(what: str, value: str, target: str, *, met: bool) -> Row:
     """Return a fact that is so or is not."""
     return Row(what, value, target, met)

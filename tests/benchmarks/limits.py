@@ -1,0 +1,137 @@
+"""Section: how true the predictions are, of published speeds and of this machine's own."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.benchmarks.plan import Plan
+from tests.benchmarks.remote import Remote
+from tests.benchmarks.report import Row, Section, holds, plain, within
+from tests.benchmarks.servers import EngineServer
+from tests.benchmarks.stats import Series, series
+from tokamac.engine.options import Sampling
+
+CONTEXTS = (64, 1024, 4096)
+NEW = 48
+LARGER = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+}
+"""A llama of 88 M weights: each of its matrices goes through NumPy on a CPU, where the embedded model's mostly don't."""
+
+TARGETS = {
+    ("mlx", "decode, dense"): (0.06, 0.14),
+    ("mlx", "decode, mixture and hybrid"): (0.15, None),
+    ("mlx", "prefill, dense"): (0.12, None),
+    ("llama.cpp", "decode, both builds"): (0.08, None),
+}
+"""Largest median and 90th percentile of the errors of rows whose chip the constants have not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """One reply: decode rate measured, expected, and the ceiling, in tokens a second."""
+
+    measured: float
+    expected: float
+    ceiling: float
+
+
+class LimitsLab:
+    """A loaded engine whose pace on this machine is measured afresh."""
+
+    def __init__(self, model: str) -> None:
+        with TemporaryDirectory(prefix="tokamac-pace-") as kept:
+            os.environ["XDG_CACHE_HOME"] = kept  # what another run kept is not found
+            self._server = EngineServer(model)
+            self._server.engine.measure()
+
+    def reply(self, context: int, number: int) -> Paced:
+        """Decode around ``context`` tokens."""
+        events = self._server.engine.generate(
+            self._server.prompt(context - NEW // 2, number), Sampling(temperature=0.0, max_tokens=NEW)
+        )
+        metrics = list(events)[-1].metrics
+        return Paced(metrics.decode_tps, metrics.expected_tps, metrics.ceiling_tps)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._server.close()
+
+
+def measure(plan: Plan) -> Section:
+    """Compare predictions with published speeds (as fitted), and with replies made now."""
+    from tests.engine.seeded import write_model
+
+    rows = _published()
+    with TemporaryDirectory(prefix="tokamac-seeded-") as folder:
+        larger = write_model(Path(folder) / "larger", bits=4, **LARGER)
+        for name, model in (("embedded model", plan.model), ("seeded model, 88 M weights", str(larger))):
+            rows += _here(name, model, plan)
+    return Section("Predictions", rows, _HOW)
+
+
+def _here(name: str, model: str, plan: Plan) -> list[Row]:
+    rows = []
+    with Remote(LimitsLab, model) as lab:
+        lab.call("reply", CONTEXTS[0], 0)
+        replies: dict[int, list[Paced]] = {context: [] for context in CONTEXTS}
+        for number in range(1, plan.rounds + 1):
+            for context, found in replies.items():
+                found.append(lab.call("reply", context, number))
+    for context, found in replies.items():
+        decoded = series([each.measured for each in found])
+        error = Series((found[0].expected / decoded.median - 1,))
+        rows += [
+            plain(f"{name}, decode at {context:,} tokens", decoded, "tok/s"),
+            within(f"expected {found[0].expected:.3g} tok/s, error", error, 0.15),
+        ]
+    above = [each for found in replies.values() for each in found if each.measured > each.ceiling]
+    rows.append(holds(f"{name}, replies above the ceiling", str(len(above)), "0", met=not above))
+    return rows
+
+
+def _published() -> list[Row]:
+    from tokamac.engine.limits.fitted import published
+
+    document = published()
+    rows = []
+    for (engine, phase), (median, p90) in TARGETS.items():
+        summary = document["errors"][engine][phase]["held out"]
+        label = f"published {engine} speeds, {phase}, {summary['rows']} rows, chips not seen"
+        rows.append(_error(f"{label}: median error", summary["median"], median))
+        rows.append(_error(f"{label}: 90th percentile", summary["p90"], p90))
+    rows += _far(document["errors"])
+    return rows
+
+
+def _error(what: str, value: float, bound: float | None) -> Row:
+    if bound is None:
+        return Row(what, f"{value:.1%}")
+    return holds(what, f"{value:.1%}", f"≤ {bound:.0%}", met=value <= bound)
+
+
+def _far(errors: Mapping[str, Any]) -> list[Row]:
+    """Return a row for every published speed that is missed by more than a quarter, with the likely reason."""
+    found: dict[str, str] = {}
+    for phases in errors.values():
+        for phase, kinds in phases.items():
+            for label, far in kinds.get("held out", {}).get("far", {}).items():
+                found[f"{phase}: {label.replace('|', '/')}"] = f"{far['error']:+.0%}; {far['likely']}"
+    return [Row(label, value) for label, value in found.items()]
+
+
+_HOW = (
+    "Published speeds: assets/tables/measured.csv, fitted by assets/tables/fit_roofline.py; each chip's rows are predicted with "
+    "constants that were fitted without any row of that chip. Rows that miss by more than a quarter are listed. Here: the parts "
+    "of a step are timed first (products, attention, small kernels), then replies are made and compared with their sum."
+)
