@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.limits import kept
 from tokamac.engine.limits.arithmetic import measure_tflops
-from tokamac.engine.limits.bandwidth import bucket, is_busy
+from tokamac.engine.limits.bandwidth import LARGEST, bucket, is_busy
 from tokamac.engine.limits.measured import ROWS, Measured, Timed, TimedAttention, depths_up_to
 from tokamac.engine.limits.products import Product
 from tokamac.engine.limits.work import Work
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILE = "parts.json"
 
-RECIPE = 1
+RECIPE = 3
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 
@@ -110,8 +110,9 @@ def _parts(subject: Subject) -> Iterator[tuple[str, Callable[[], float]]]:
     for layers in _alike(subject.plan):
         for depth in depths_up_to(layers[0].limit):
             for rows in (1, ROWS):
-                attending = parts.Attending(layers[0], work.query_heads, depth, rows)
-                yield _attention_key(subject, layers[0], depth, rows), attending.seconds
+                caches = _in_turn(layers, depth, rows)
+                attending = parts.Attending(layers[0], work.query_heads, depth, rows, caches)
+                yield _attention_key(subject, layers, depth, rows), attending.seconds
     for rows in (1, ROWS):
         yield _key(subject, f"kernel of {work.hidden} x {rows}"), parts.Launching(work.hidden, rows).seconds
     yield _key(subject, f"sampling of {work.vocabulary}"), parts.Sampling(work.vocabulary).seconds
@@ -148,7 +149,7 @@ def _attention(subject: Subject, layers: "list[LayerPlan]", known: Mapping[str, 
 
     def points(rows: int) -> tuple[tuple[int, float], ...]:
         depths = depths_up_to(first.limit)
-        seconds = (known[_attention_key(subject, first, depth, rows)] for depth in depths)
+        seconds = (known[_attention_key(subject, layers, depth, rows)] for depth in depths)
         return tuple(zip(depths, accumulate(seconds, max), strict=True))  # more to read is never faster: that was noise
 
     # Layers that reuse another's keys attend to them as well.
@@ -169,8 +170,15 @@ def _shape(layer: "LayerPlan") -> str:
     return f"{seen.heads} heads of {seen.key_dim},{seen.value_dim} {bits} window {layer.window} type {seen.scale_bytes}"
 
 
-def _attention_key(subject: Subject, layer: "LayerPlan", depth: int, rows: int) -> str:
-    return _key(subject, f"attention {subject.work.query_heads} on {_shape(layer)} at {depth} x {rows}")
+def _in_turn(layers: "list[LayerPlan]", depth: int, rows: int) -> int:
+    """Return how many caches attend in turn: a step's, up to LARGEST bytes; a chunk is bound by arithmetic, so one will do."""
+    one = layers[0].bytes_at(depth)
+    return 1 if rows > 1 else min(len(layers), max(1, LARGEST // max(one, 1)))
+
+
+def _attention_key(subject: Subject, layers: "list[LayerPlan]", depth: int, rows: int) -> str:
+    turns = f"{_in_turn(layers, depth, rows)} caches"
+    return _key(subject, f"attention {subject.work.query_heads} on {_shape(layers[0])} at {depth} x {rows}, {turns}")
 
 
 def _peak_key(machine: str) -> str:

@@ -15,6 +15,7 @@ from tokamac.engine.cpu import DenseLinear
 from tokamac.engine.limits.products import Product
 
 if TYPE_CHECKING:
+    from tokamac.engine.kv.cache import Cache
     from tokamac.engine.kv.plan import LayerPlan
 
 MOST_COPIES = 256
@@ -22,8 +23,10 @@ MOST_COPIES = 256
 LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
 """Repetitions of a part after its warm-up: as many as fit the budget, within bounds."""
 
-KERNELS = 24
-"""Small kernels in a row, to time one: enough that starting the row does not show."""
+HEAD_SIZES = (128, 64, 32, 16)
+
+LAYERS, A_LAYER = 4, 7
+"""How often a layer's small kernels are run in a row, and how many they are: enough that starting the row does not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,58 +54,78 @@ class Multiplying:
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """One layer's cache, of this plan, that holds ``depth`` tokens: ``rows`` queries are appended and attend."""
+    """``caches`` caches of this plan in turn, each of which holds ``depth`` tokens: ``rows`` queries are appended and attend."""
 
     layer: "LayerPlan"
     query_heads: int
     depth: int
     rows: int
+    caches: int
 
     def seconds(self) -> float:
-        """Return the seconds of appending and attending."""
+        """Return the seconds of appending to one and attending, the mean over all: as many as a model has layers alike, so that
+        a chip's caches hold no more of them than in a step."""
         from mlx_lm.models import base
 
         assert self.layer.ours is not None
-        seen, cache = self.layer.ours.seen, self.layer.make(self.layer.ours, 0)
+        seen = self.layer.ours.seen
         dtype = _float_type() if seen.scale_bytes == 4 else mx.bfloat16
-        if self.depth:
-            for array in cache.update_and_fetch(*_pair(seen, self.depth, dtype)):
-                mx.eval(array)
+        caches = [self._filled(dtype) for _ in range(self.caches)]
         queries = mx.ones((1, self.query_heads, self.rows, seen.key_dim), dtype=dtype)
         new = _pair(seen, self.rows, dtype)
         mx.eval(queries, new)
 
         def step() -> None:
-            mask = cache.make_mask(self.rows)
-            keys, values = cache.update_and_fetch(*new)
-            mx.eval(base.scaled_dot_product_attention(queries, keys, values, cache=cache, scale=0.1, mask=mask))
-            cache.trim(min(self.rows, cache.rewindable))
+            attended = []
+            for cache in caches:
+                mask = cache.make_mask(self.rows)
+                keys, values = cache.update_and_fetch(*new)
+                attended.append(
+                    base.scaled_dot_product_attention(queries, keys, values, cache=cache, scale=0.1, mask=mask)
+                )
+            mx.eval(attended)
+            for cache in caches:
+                cache.trim(min(self.rows, cache.rewindable))
 
-        return _usual_s(step)
+        return _usual_s(step) / self.caches
+
+    def _filled(self, dtype: mx.Dtype) -> "Cache":
+        assert self.layer.ours is not None
+        cache = self.layer.make(self.layer.ours, 0)
+        if self.depth:
+            mx.eval(cache.update_and_fetch(*_pair(self.layer.ours.seen, self.depth, dtype)))
+        return cache
 
 
 @dataclass(frozen=True, slots=True)
 class Launching:
-    """A small kernel over ``rows`` rows of the residual: norms and sums in turn."""
+    """The small kernels of a layer over ``rows`` rows of the residual: two norms, two rotations, two sums, a gated product."""
 
     hidden: int
     rows: int
 
     def seconds(self) -> float:
-        """Return the seconds of one, the mean over a row of them."""
-        weight, x = (
-            mx.ones((self.hidden,), dtype=_float_type()),
-            mx.ones((1, self.rows, self.hidden), dtype=_float_type()),
-        )
+        """Return the seconds of one, the mean over a row of them. On a CPU a rotation is a dozen kernels, so it weighs most."""
+        from mlx import nn
+
+        head = next((size for size in HEAD_SIZES if self.hidden % size == 0), self.hidden)
+        weight, x = (mx.ones(shape, dtype=_float_type()) for shape in ((self.hidden,), (1, self.rows, self.hidden)))
         mx.eval(weight, x)
+
+        def layer(y: Any) -> Any:
+            turned = mx.fast.rms_norm(y, weight, 1e-5).reshape(1, self.rows, -1, head).transpose(0, 2, 1, 3)
+            for _ in range(2):
+                turned = mx.fast.rope(turned, head, traditional=False, base=1e4, scale=1.0, offset=self.rows)
+            y = y + turned.transpose(0, 2, 1, 3).reshape(x.shape)
+            return y + nn.silu(y) * mx.fast.rms_norm(y, weight, 1e-5)
 
         def chain() -> None:
             y = x
-            for _ in range(KERNELS // 2):
-                y = y + mx.fast.rms_norm(y, weight, 1e-5)
+            for _ in range(LAYERS):
+                y = layer(y)
             mx.eval(y)
 
-        return _usual_s(chain) / KERNELS
+        return _usual_s(chain) / (LAYERS * A_LAYER)
 
 
 @dataclass(frozen=True, slots=True)
