@@ -67,9 +67,7 @@ class ModelSpec:
 class Core:
     """A loaded model and what may be done with it. One thread only."""
 
-    def __init__(
-        self, runtime: Runtime, spec: ModelSpec, store: Store, pacing: Pacing, on_close: ExitStack
-    ) -> None:
+    def __init__(self, runtime: Runtime, spec: ModelSpec, store: Store, pacing: Pacing, on_close: ExitStack) -> None:
         self.spec = spec
         self._runtime: Runtime | None = runtime
         self._store: Store = store

@@ -16,6 +16,9 @@ from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Phase
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
+MEASURING_S = 10.0
+"""An idle engine measures this machine's pace with the model, so that the pictures show an expected speed."""
+SCREENS = (("f1", "help", 0.5), ("f2", "explain", 0.5), ("f3", "whatif", 6.0))
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 
 
@@ -38,14 +41,18 @@ async def take() -> None:
         try:
             async with app.run_test(size=(120, 36), notifications=False) as pilot:
                 await idle(app, pilot)
+                await asyncio.sleep(MEASURING_S)
                 for question in QUESTIONS:
                     app.chat.perform(app.chat.session.submit(question))
                     await asyncio.sleep(0.1)
                     await idle(app, pilot)
                 save(app, "chat")
-                await pilot.press("f1")
-                await asyncio.sleep(0.5)
-                save(app, "help")
+                for key, name, wait_s in SCREENS:
+                    await pilot.press(key)
+                    await asyncio.sleep(wait_s)
+                    save(app, name)
+                    await pilot.press("escape")
+                    await pilot.pause()
         finally:
             bridge.close()
 

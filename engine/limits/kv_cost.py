@@ -173,6 +173,9 @@ def _layer_types(text: Mapping[str, Any], layers: int) -> list[str] | None:
     if isinstance(listed, list):
         known = all(name in FULL | SLIDING | STATE for name in listed)
         return [str(name) for name in listed] if known and len(listed) == layers else None
+    attending = text.get("full_attn_idxs")
+    if isinstance(attending, list):  # lfm2
+        return ["full" if i in attending else "conv" for i in range(layers)]
     if isinstance(every, int) and every > 0:
         return ["full" if (i + 1) % every == 0 else "mamba" for i in range(layers)]
     if (

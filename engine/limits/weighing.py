@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelError
 from tokamac.engine.limits import memory
-from tokamac.engine.limits.config_cost import Packing, cost_of_hollow, pack
+from tokamac.engine.limits.config_cost import Packing, cost_of_hollow
 from tokamac.engine.limits.cost import Cost, Form, cost_of_folder, first_of, text_config
-from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.kv_cost import names_unknown_layers, value_bytes_of
+from tokamac.engine.limits.work import module_of
 from tokamac.engine.options import KVSpec
 
 if TYPE_CHECKING:
@@ -76,17 +76,14 @@ def weigh(
         return "its config names kinds of layers that are not known here"
     value_bytes = 2 if packing else value_bytes_of(config)
     try:
-        module = hollow_model(config, value_bytes)
-        pack(module, config, packing)
+        module = module_of(config, packing=packing)
         files = folder if packing is None else None
         stored = _cost(module, config, "stored", files)
         form = form_on(stored, device, memory_bytes)
         if form == "stored":
             return Weighed(config, stored, stored, form, value_bytes, module)
         held = _cost(module, config, form, files)
-        module = hollow_model(config, 4)
-        if form == "float32":
-            pack(module, config, packing)
+        module = module_of(config, packing=packing, form=form)
     except ModelError as error:
         return error.message
     return Weighed(config, stored, held, form, 4, module)

@@ -93,6 +93,7 @@ def test_linear_layers_keep_no_keys_and_what_is_not_covered_stays_unknown():
     base = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     hybrid = {**base, "model_type": "qwen3_next", "full_attention_interval": 4}
     assert len(kv_layers(hybrid)) == 1
+    assert len(kv_layers({**base, "model_type": "lfm2", "full_attn_idxs": [1, 3]})) == 2
     assert kv_layers({**base, "model_type": "mamba"}) == ()
     assert kv_layers({**base, "model_type": "plamo2"}) is None
     assert kv_layers({**base, "model_type": "llama", "layer_types": ["new_kind"] * 4}) is None
