@@ -17,6 +17,7 @@ for variable, folder in {
 }.items():
     os.environ[variable] = str(Path(_HOME.name) / folder)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # two tests run at once, and their threads would spin against each other
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("HF_TOKEN", None)
 
@@ -27,6 +28,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.engine.seeded import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def settled_memory() -> None:
+    """Arrays that other tests left in cycles are gone: MLX's counters are the whole process's."""
+    import gc
+
+    import mlx.core as mx
+
+    gc.collect()
+    mx.clear_cache()
 
 
 @pytest.fixture(autouse=True)

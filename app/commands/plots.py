@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.app.output import is_terminal
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import short
+from tokamac.engine.limits import metrics
 
 if TYPE_CHECKING:
     from tokamac.engine.limits.hardware import Chip
@@ -79,11 +80,13 @@ def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
 
 def _mark(plot: Any, name: str, phase: "Phase", colour: str) -> None:
     took_s = phase.ceiling_s if phase.expected_s is None else phase.expected_s
-    if not took_s or phase.operations is None or phase.intensity is None:
+    reached = None if phase.operations is None else metrics.rate(phase.operations, took_s)
+    if reached is None or phase.intensity is None:
         return
     side = f", waits for {'memory' if phase.bound == 'memory' else 'arithmetic'}" if phase.bound else ""
-    reached = phase.operations / took_s / 1e12
-    plot.scatter([phase.intensity], [reached], marker=name[0].upper(), label=f"{name}{side}", **_coloured(colour))
+    plot.scatter(
+        [phase.intensity], [reached / 1e12], marker=name[0].upper(), label=f"{name}{side}", **_coloured(colour)
+    )
 
 
 def _line(plot: Any, points: Sequence[tuple[float, float]], label: str, colour: str, *, braille: bool) -> None:

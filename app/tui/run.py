@@ -35,6 +35,7 @@ class ChatOptions:
 def run_chat(options: ChatOptions) -> int:
     """Run the chat until the user leaves; return the exit status."""
     app, bridge = build(options)
+    gc.freeze()  # what was imported stays: looking through it for garbage, again and again, costs the model's time
     try:
         return app.run() or app.return_code or 0
     finally:
@@ -64,8 +65,6 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     bridge = Bridge(child_command(scripted=options.scripted), log)
     app = TokamacApp(session, bridge, Memory(known, path), read.warnings)
     bridge.post = app.chat.post_message
-    if not gc.get_freeze_count():
-        gc.freeze()  # what was imported stays: looking through it for garbage, again and again, costs the model's time
     return app, bridge
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from tokamac.engine.device import DeviceKind
+from tokamac.engine.limits.metrics import rate
 
 SIDE: dict[DeviceKind, int] = {"cpu": 1536, "cuda": 8192, "metal": 4096}
 """Rows and columns: a product takes tens of milliseconds, far above what starting it costs."""
@@ -19,7 +20,9 @@ def measure_tflops(device: DeviceKind) -> float:
     """Return the best rate of a square matrix product, in 10^12 operations a second."""
     side = SIDE[device]
     multiply = _numpy_product(side) if device == "cpu" else _mlx_product(side)
-    return 2 * side**3 / best_s(multiply, BUDGET_S) / 1e12
+    operations_per_s = rate(2 * side**3, best_s(multiply, BUDGET_S))
+    assert operations_per_s is not None  # a product takes time
+    return operations_per_s / 1e12
 
 
 def best_s(run: Callable[[], object], budget_s: float) -> float:

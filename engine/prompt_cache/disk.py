@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from tokamac.engine.limits import metrics
 from tokamac.engine.prompt_cache.folder import Entry, Folder, FullError
 from tokamac.engine.prompt_cache.names import child_name, root_name
 from tokamac.engine.prompt_cache.segment_file import DamagedError, HostSegment, Segment, from_bytes, to_bytes, tokens_of
@@ -34,18 +35,18 @@ class Rates:
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of a good many tokens."""
-        if tokens >= SURE_TOKENS and seconds > 0:
-            self.prefill_tps = _towards(self.prefill_tps, tokens / seconds)
+        if tokens >= SURE_TOKENS and (seen := metrics.rate(tokens, seconds)) is not None:
+            self.prefill_tps = _towards(self.prefill_tps, seen)
 
     def saw_read(self, count: int, seconds: float) -> None:
         """Learn from reading files: checksums, and copying what they hold into caches, included."""
-        if count >= SURE_BYTES and seconds > 0:
-            self.read_bps = _towards(self.read_bps, count / seconds)
+        if count >= SURE_BYTES and (seen := metrics.rate(count, seconds)) is not None:
+            self.read_bps = _towards(self.read_bps, seen)
 
     def saw_write(self, count: int, seconds: float) -> None:
         """Learn from writing a file."""
-        if count >= SURE_BYTES and seconds > 0:
-            self.write_bps = _towards(self.write_bps, count / seconds)
+        if count >= SURE_BYTES and (seen := metrics.rate(count, seconds)) is not None:
+            self.write_bps = _towards(self.write_bps, seen)
 
     def prefill_s(self, tokens: int) -> float | None:
         """Return the seconds that computing so many tokens takes; None is unknown."""

@@ -15,6 +15,8 @@ from tokamac.engine.limits import memory
 from tokamac.engine.limits.peak import predict_peak
 from tokamac.engine.options import PromptCacheSpec
 
+pytestmark = pytest.mark.usefixtures("settled_memory")
+
 GREEDY = Sampling(temperature=0, max_tokens=6)
 PROMPT = [5 + i * i % 250 for i in range(1500)]
 

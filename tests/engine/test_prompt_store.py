@@ -17,6 +17,8 @@ from tokamac.engine.prompt_cache.cache import PromptCache
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.store import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("settled_memory")
+
 LARGE = 1 << 40
 
 

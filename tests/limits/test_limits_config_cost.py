@@ -20,6 +20,8 @@ from tokamac.engine.limits.config_cost import Packing, cost_of_config
 from tokamac.engine.limits.cost import FORMS, Cost, cost_of_folder, cost_of_model, part_of, tensors_of
 from tokamac.engine.limits.hollow import hollow_model
 
+pytestmark = pytest.mark.usefixtures("settled_memory")
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 GOLDEN_FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
 

@@ -20,6 +20,8 @@ from tokamac.engine.limits.kv_table import KVRow, KVTable, kv_table, runs
 from tokamac.engine.limits.places import Place
 from tokamac.engine.options import KVSpec
 
+pytestmark = pytest.mark.usefixtures("settled_memory")
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 GPU = Place(Chip("Test", 10, 100.0, 4.0, "table", "made up"), None, None, None, "metal")
 SPECS = {

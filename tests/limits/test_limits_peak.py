@@ -18,6 +18,8 @@ from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.peak import grown, predict_peak, rounded
 from tokamac.engine.limits.peak_shape import LayerCache, Shape, shape_of
 
+pytestmark = pytest.mark.usefixtures("settled_memory")
+
 LAYER = LayerCache(heads=2, key_dim=64, value_dim=64, value_bytes=4)
 SHAPE = Shape(
     weights=1000,
