@@ -17,7 +17,9 @@ for variable, folder in {
 }.items():
     os.environ[variable] = str(Path(_HOME.name) / folder)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # two tests run at once, and their threads would spin against each other
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # two tests run at once, and their threads would spin against each other
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("HF_TOKEN", None)
 

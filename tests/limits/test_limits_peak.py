@@ -184,9 +184,10 @@ def test_the_peak_of_a_real_prefill(tmp_path, kv):
     folder = write_model(
         tmp_path, max_position_embeddings=4096, hidden_size=128, intermediate_size=384, vocab_size=2048
     )
+    others = mx.get_active_memory()  # what other tests of this process hold counts in MLX's peak
     with Engine.load(folder, kv=kv, prompt_cache=None) as engine:
         *_, last = engine.generate([7] * 3000, Sampling(temperature=0, max_tokens=2))
     assert isinstance(last, Finished)
     assert last.predicted_peak_bytes is not None
     assert last.metrics.peak_memory_bytes is not None
-    assert last.predicted_peak_bytes == pytest.approx(last.metrics.peak_memory_bytes, rel=0.15)
+    assert last.predicted_peak_bytes == pytest.approx(last.metrics.peak_memory_bytes - others, rel=0.15)
