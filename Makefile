@@ -10,7 +10,7 @@ FILES := $(shell find app engine quant assets -type f ! -name '*.pyc' | LC_ALL=C
 USE := $(VENV)/installed-$(BACKEND)-$(FILES)
 DEV := $(VENV)/installed-dev-$(BACKEND)-$(FILES)
 
-.PHONY: chat test lint format bench guide golden wheel clean
+.PHONY: chat test lint format bench guide golden roofline wheel clean
 
 chat: $(USE)
 	@$(BIN)/tokamac chat $(MODEL)
@@ -37,6 +37,10 @@ guide: $(DEV)
 golden: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/python -m tests.golden.make
+
+roofline: $(DEV)
+	$(BIN)/pip install --quiet 'scipy>=1.13'
+	$(BIN)/python -m tokamac.assets.tables.fit_roofline
 
 wheel: $(DEV)
 	rm -rf build/lib build/bdist.* dist
