@@ -6,10 +6,11 @@ from typing import Any
 
 from tokamac.app.commands import peer
 from tokamac.app.commands.bench_runs import Measured
-from tokamac.app.commands.bench_stats import Spread, medians, pair_ratios, share, spread
+from tokamac.app.commands.bench_stats import Spread, medians, pair_ratios, spread
 from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import UNKNOWN, count, milliseconds, rate, seconds, size
+from tokamac.engine.limits.metrics import share
 
 RATES = ("ttft_s", "prefill_tps", "decode_tps")
 """What is compared with a peer, by the names of both sides' fields."""

@@ -34,11 +34,6 @@ def pair_ratios(above: Sequence[float | None], below: Sequence[float | None]) ->
     return spread(a / b if a is not None and b else None for a, b in pairs)
 
 
-def share(part: float | None, whole: float | None) -> float | None:
-    """Return part ÷ whole; None where either is unknown."""
-    return part / whole if part is not None and whole else None
-
-
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return field by field the median of what is known; None where no run knows it."""
     middle: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.widgets.charts import bar
 from tokamac.app.verdict import HOW, remedy_text, sentence
 from tokamac.app.verdict_full import numbers, part_text, value_text, words
+from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.remedies import Remedy
@@ -66,7 +67,7 @@ def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
     yield Content("").join(Content.styled("█" * count, COLOURS[part.name]) for part, count in drawn)
     legend = []
     for part in diagnosis.parts:
-        share = measures.share(part.seconds, whole)
+        share = rates.share(part.seconds, whole)
         told = "" if share is None else f" {share:.0%}"
         legend.append(Content.styled("■ ", COLOURS[part.name]) + f"{part.name} {units.seconds(part.seconds)}{told}")
     yield from _wrapped(Content("   ").join(legend), width)
@@ -107,7 +108,7 @@ def _bars(terms: Sequence[Term], keys: Sequence[str], width: int) -> Iterator[Co
         return
     for term in shown:
         style = "$primary" if term.name == "measured" else "$foreground 50%"
-        drawn = bar(measures.share(term.value, longest), room, style)
+        drawn = bar(rates.share(term.value, longest), room, style)
         yield Content(term.name.ljust(LABEL)) + drawn + Content(value_text(term.value, term.unit).rjust(VALUE + 1))
 
 

@@ -51,19 +51,14 @@ def capacity_of(session: Session) -> int | None:
     return session.info.capacity if session.info is not None else None
 
 
-def share(part: float | None, whole: float | None) -> float | None:
-    """Return part ÷ whole; None where either is unknown."""
-    return None if part is None or not whole else part / whole
-
-
 def share_of_ceiling(metrics: Metrics) -> float | None:
     """Return the decode rate as a share of the ceiling; None where either is unknown."""
-    return share(metrics.decode_tps, metrics.ceiling_tps)
+    return rates.share(metrics.decode_tps, metrics.ceiling_tps)
 
 
 def share_of_expected(metrics: Metrics) -> float | None:
     """Return the decode rate as a share of what good kernels reach here; None where either is unknown."""
-    return share(metrics.decode_tps, metrics.expected_tps)
+    return rates.share(metrics.decode_tps, metrics.expected_tps)
 
 
 def gap_and_cause(outlier: Outlier) -> str:

@@ -8,12 +8,12 @@ does: matrix times vector.
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.limits import kept
+from tokamac.engine.limits.arithmetic import best_s
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import rate
 
@@ -97,13 +97,7 @@ def store_file() -> Path:
 
 def _best(run: Callable[[], object], bytes_moved: int) -> float | None:
     """Return the best GB/s of repeated runs; the first only warms up."""
-    run()
-    best, end = None, time.perf_counter() + BUDGET_S * (BUSY_PATIENCE if is_busy() else 1.0)
-    while (start := time.perf_counter()) < end or best is None:
-        run()
-        elapsed = time.perf_counter() - start
-        best = min(elapsed, best or elapsed)
-    speed = rate(bytes_moved, best)
+    speed = rate(bytes_moved, best_s(run, BUDGET_S * (BUSY_PATIENCE if is_busy() else 1.0)))
     return None if speed is None else speed / 1e9
 
 

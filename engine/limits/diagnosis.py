@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokamac.engine.limits.hardware import Chip
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.limits.metrics import Metrics, share
 from tokamac.engine.limits.prediction import Pace, decode_phase, prefill_phase
 from tokamac.engine.limits.remedies import BEHIND, Machinery, Remedy, remedies
 from tokamac.engine.limits.situation import Foretold, Situation
@@ -99,7 +99,7 @@ def diagnose(metrics: Metrics, work: Work, chip: Chip, pace: Pace | None, situat
 
 def _prefill(seconds: float, foretold: Foretold, chip: Chip) -> Part:
     phase = foretold.prefill
-    of_least, of_expected = _share(phase.ceiling_s, seconds), _share(phase.expected_s, seconds)
+    of_least, of_expected = share(phase.ceiling_s, seconds), share(phase.expected_s, seconds)
     if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
         return Part("prefill", seconds, _by_memory_alone(of_least, chip), None, of_expected)
     far = phase.tokens <= foretold.chunk and of_least is not None and of_least < FAR
@@ -108,11 +108,11 @@ def _prefill(seconds: float, foretold: Foretold, chip: Chip) -> Part:
 
 def _decode(seconds: float, metrics: Metrics, foretold: Foretold, chip: Chip) -> Part:
     measured, phase = metrics.decode_tps, foretold.decode
-    of_least = _share(measured, phase.ceiling_tps)
+    of_least = share(measured, phase.ceiling_tps)
     waits = _by_memory_alone(of_least, chip)
     if phase.bound is not None and of_least is not None:
         waits = phase.bound if of_least >= NEAR else "overhead"
-    return Part("decode", seconds, waits, _share(measured, metrics.ceiling_tps), _share(measured, metrics.expected_tps))
+    return Part("decode", seconds, waits, share(measured, metrics.ceiling_tps), share(measured, metrics.expected_tps))
 
 
 def _by_memory_alone(of_least: float | None, chip: Chip) -> Waits | None:
@@ -120,7 +120,3 @@ def _by_memory_alone(of_least: float | None, chip: Chip) -> Waits | None:
     if of_least is None or chip.bandwidth_gbs is None:
         return None
     return "memory" if of_least >= NEAR else "not memory"
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole

@@ -60,6 +60,11 @@ def rate(count: float, seconds: float | None) -> float | None:
     return count / seconds
 
 
+def share(part: float | None, whole: float | None) -> float | None:
+    """Return part ÷ whole; None where either is unknown, or the whole is nothing."""
+    return None if part is None or not whole else part / whole
+
+
 def decode_rate(token_times: Sequence[float]) -> float | None:
     """Return (n − 1) ÷ (t_last − t_first) for n token times in seconds; None below two tokens."""
     if len(token_times) < 2:

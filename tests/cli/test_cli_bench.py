@@ -15,11 +15,11 @@ from tokamac.app.commands import bench_plot, bench_report
 from tokamac.app.commands.bench_plot import Chart, Dot
 from tokamac.app.commands.bench_report import span
 from tokamac.app.commands.bench_runs import Measured, Point, points
-from tokamac.app.commands.bench_stats import Spread, medians, pair_ratios, share, spread
+from tokamac.app.commands.bench_stats import Spread, medians, pair_ratios, spread
 from tokamac.app.commands.bench_svg import linear_axis, log_axis, render
 from tokamac.app.tui.units import rate, seconds
 from tokamac.engine.limits.limits import Limits
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.limits.metrics import Metrics, share
 
 METRICS = {field.name for field in fields(Metrics)}
 CONTRACT = {"runs", "median", "ceiling_tps", "expected_tps", "peer"}

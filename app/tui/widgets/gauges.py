@@ -11,6 +11,7 @@ from tokamac.app.tui import measures, units
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar, sparkline
 from tokamac.app.tui.widgets.painter import segments, select, selected_in
+from tokamac.engine.limits import metrics as rates
 
 WIDTH = 30
 NONE_YET = "–"  # no reply, so nothing to measure; what a reply does not tell is "unknown"
@@ -147,11 +148,11 @@ def _memory(session: Session) -> list[Content]:
     return [
         _title("MEMORY"),
         _row("context", NONE_YET if held is None else _of(held, limit)),
-        bar(measures.share(held, limit), WIDTH),
+        bar(rates.share(held, limit), WIDTH),
         *([_row("out of sight", f"{units.count(gone)} tokens")] if gone else []),
         _row("KV cache", units.size(session.metrics.kv_bytes) if session.metrics else NONE_YET),
         _row("peak memory", NONE_YET if peak is None else units.size(peak)),
         *([_row("expected peak", units.size(predicted))] if (predicted := memory.predicted_peak_bytes) else []),
         _row("budget", NONE_YET if session.info is None else units.size(memory.budget_bytes)),
-        bar(measures.share(peak, memory.budget_bytes), WIDTH, "$secondary"),
+        bar(rates.share(peak, memory.budget_bytes), WIDTH, "$secondary"),
     ]

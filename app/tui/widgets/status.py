@@ -10,6 +10,7 @@ from tokamac.app.tui.ahead import is_ready
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar
+from tokamac.engine.limits import metrics as rates
 
 BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence
@@ -84,7 +85,7 @@ def _loading(session: Session, width: int) -> Content:
     verb = "downloading" if loading.stage == "download" else "loading"
     done = units.size(loading.done)
     total = "" if loading.total is None else f" of {units.size(loading.total)}"
-    progress = bar(measures.share(loading.done, loading.total), _bar(width)) + " " if loading.total else Content("")
+    progress = bar(rates.share(loading.done, loading.total), _bar(width)) + " " if loading.total else Content("")
     return progress + Content.styled(f"{verb} {name} {done}{total}", "$foreground 70%")
 
 
@@ -96,7 +97,7 @@ def _prefill(session: Session, now: float, width: int) -> Content:
     left = "" if eta is None or prefill.done >= prefill.total else f" · {units.seconds(eta)} left"
     write, verb = (units.count, "reading ") if width >= ROOMY else (units.short, "")
     text = f" {verb}{write(prefill.done)} of {write(prefill.total)} tokens{left}"
-    return bar(measures.share(prefill.done, prefill.total), _bar(width)) + Content.styled(text, "$foreground 70%")
+    return bar(rates.share(prefill.done, prefill.total), _bar(width)) + Content.styled(text, "$foreground 70%")
 
 
 def _bar(width: int) -> int:
