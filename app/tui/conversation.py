@@ -1,7 +1,7 @@
 """A conversation as the screen keeps it: turns of a prompt and its reply. Plain values; every send carries all of it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tokamac.engine.events import Message, TextKind
@@ -14,12 +14,16 @@ Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says."""
+    """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says.
+
+    model: its name; "" is not known.
+    """
 
     text: str
     thinking: str = ""
     thinking_s: float | None = None
     ending: Ending = "stop"
+    model: str = ""
     metrics: Metrics | None = None
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
@@ -44,8 +48,12 @@ class Growing:
     def end(self, ending: Ending, now: float) -> Reply:
         """Return the reply as far as it came."""
         self._stop_thinking(now)
+        return replace(self.so_far(), ending=ending)
+
+    def so_far(self) -> Reply:
+        """Return the reply as if it ended here."""
         answer, thinking = ("".join(self._text[kind]) for kind in ("answer", "thinking"))
-        return Reply(answer, thinking, self._thinking_s, ending)
+        return Reply(answer, thinking, self._thinking_s)
 
     def _stop_thinking(self, now: float) -> None:
         if self._thinking_from is not None and self._thinking_s is None:
@@ -54,10 +62,17 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, and its reply unless that is still to come."""
+    """A prompt, and its reply unless that is still to come.
+
+    key, reply_key: of the messages in their tree; 0 is of none. place, reply_place: which of how many stand there, from 1.
+    """
 
     prompt: str
     reply: Reply | None = None
+    key: int = 0
+    reply_key: int = 0
+    place: tuple[int, int] = (1, 1)
+    reply_place: tuple[int, int] = (1, 1)
 
 
 def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:

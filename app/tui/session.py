@@ -15,22 +15,25 @@ from tokamac.app.backend import wire
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
 from tokamac.app.backend.wire import Cancel, Load, MemoryUse, ModelInfo, Send
 from tokamac.app.tui.ahead import Ahead
-from tokamac.app.tui.conversation import Ending, Growing, Turn, messages
+from tokamac.app.tui.conversation import Ending, Turn
 from tokamac.app.tui.idle import Idle
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.squeezed import sentence
 from tokamac.app.tui.steps import (
     Ask,
-    Cleared,
     DraftReturned,
     EndEngine,
+    Moved,
     Notice,
+    Opened,
     ReplyEnded,
     ReplyGrew,
     StartEngine,
     Step,
     TurnBegun,
 )
+from tokamac.app.tui.talk import Talk
+from tokamac.app.tui.tree import Tree
 from tokamac.engine.events import Live
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
@@ -50,7 +53,7 @@ class Session:
         self.sampling = sampling
         self.system = system
         self.phase = Phase.FAILED
-        self.turns: list[Turn] = []
+        self.talk = Talk()
         self.queued: str | None = None
         self.problem = ""
         self.info: ModelInfo | None = None
@@ -72,7 +75,6 @@ class Session:
         self._begin_reply()
 
     def _begin_reply(self) -> None:
-        self._growing = Growing()
         self.phase_since = self._clock()
         self.prefill = self.live = self.metrics = None
         self.outliers = ()
@@ -83,6 +85,11 @@ class Session:
         if phase is not self.phase:
             self.phase = phase
             self.phase_since = self._clock()
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The conversation as it is read."""
+        return self.talk.turns
 
     @property
     def replying(self) -> bool:
@@ -112,7 +119,7 @@ class Session:
         """Send ``text``, now or when the engine is ready for it."""
         self.idle.seen()
         if self.phase is Phase.IDLE:
-            return self._send(Turn(text))
+            return self._send(text)
         if self.queued is not None:
             return [DraftReturned(text), Notice("One prompt already waits; this one stays in the box.", "warning")]
         self.queued = text
@@ -129,18 +136,56 @@ class Session:
         if self.phase is Phase.UNLOADED:
             return self.start() if draft.strip() else []
         free, text = self.phase is Phase.IDLE and self.load.prompt_cache, draft.strip()
-        return self.ahead.pause(text, messages(self.system, [*self.turns, Turn(text)])) if free else []
+        return self.ahead.pause(text, self.talk.request(self.system, text)) if free else []
 
-    def regenerate(self) -> list[Step]:
-        """Make the last reply anew."""
-        if not self.turns:
+    def regenerate(self, key: int | None = None) -> list[Step]:
+        """Make a reply anew, beside what it was: the last one, or that of the message ``key``."""
+        turns = self.turns
+        if not turns:
             return [Notice("There is no reply to make again.", "warning")]
+        prompt = self.talk.prompt_of(turns[-1].key if key is None else key)
+        if refused := self._refuse("make the reply again"):
+            return refused
+        if prompt.key == turns[-1].key:
+            return self._reply(self.talk.answer(prompt.key), again=True)
+        moved = Moved(tuple(self.talk.tree.turns_to(prompt.parent)))
+        return [moved, *self._reply(self.talk.answer(prompt.key))]
+
+    def edit(self, key: int, text: str) -> list[Step]:
+        """Ask ``text`` in place of the prompt ``key``, which stays beside it."""
+        if refused := self._refuse("send the edited message"):
+            return refused
+        parent = self.talk.tree.nodes[key].parent
+        return [Moved(tuple(self.talk.tree.turns_to(parent))), *self._reply(self.talk.ask(text, parent))]
+
+    def go(self, key: int) -> list[Step]:
+        """Read the path through the message ``key``."""
+        if self.replying:
+            return [Notice("A reply is being written here: wait, or stop it with Esc.", "warning")]
+        self.talk.tree.go(key)
+        return [Moved(tuple(self.turns)), *self._begin_ahead()]
+
+    def open(self, tree: Tree) -> list[Step]:
+        """Hold another conversation; the model, its settings and the system prompt stay."""
+        steps = self._abandon()
+        self.talk = Talk(tree)
+        self.ahead.forget()
+        self._begin_reply()
+        return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._begin_ahead()]
+
+    def _refuse(self, what: str) -> list[Step]:
+        """Return what to say where no reply can begin now; nothing where it can."""
         self.idle.seen()
         if self.phase is Phase.UNLOADED:
-            return [*self.start(), Notice("The model loads again: make the reply again then.", "warning")]
+            return [*self.start(), Notice(f"The model loads again: {what} then.", "warning")]
         if self.phase is not Phase.IDLE:
             return [Notice("The engine is not ready: wait, or stop the reply with Esc.", "warning")]
-        return self._send(Turn(self.turns.pop().prompt), again=True)
+        return []
+
+    def _begin_ahead(self) -> list[Step]:
+        """Have the engine read, in idle time, the conversation that it finds new."""
+        ready = self.phase is Phase.IDLE and self.load.prompt_cache
+        return self.ahead.begin(self.talk.request(self.system, "")) if ready else []
 
     def stop(self) -> list[Step]:
         """Stop what runs: a reply within a token, loading by ending the process. Asked twice, don't wait."""
@@ -174,12 +219,8 @@ class Session:
         return []
 
     def new_chat(self) -> list[Step]:
-        """Forget the conversation; the model, its settings and the system prompt stay."""
-        steps = self._abandon()
-        self.turns.clear()
-        self.ahead.forget()
-        self._begin_reply()
-        return [*steps, Cleared()]
+        """Begin another conversation; the model, its settings and the system prompt stay."""
+        return self.open(Tree())
 
     def choose(self, load: Load) -> list[Step]:
         """Load another model, or the same with other KV settings. The conversation goes on."""
@@ -238,7 +279,7 @@ class Session:
     def _grew(self, step: ReplyGrew) -> list[Step]:
         if self.phase is Phase.PREFILL:
             self._enter(Phase.DECODING)
-        self._growing.add(step.text, step.kind, self._clock())
+        self.talk.grow(step.text, step.kind, self._clock())
         return [step]
 
     def _loaded(self, event: wire.Loaded) -> list[Step]:
@@ -249,8 +290,7 @@ class Session:
         self.loading = None
         self._enter(Phase.IDLE)
         remarks = event.info.notes if self.load.kv != KVSpec() else ()
-        ahead = self.ahead.begin(messages(self.system, [*self.turns, Turn("")])) if self.load.prompt_cache else []
-        return [*(Notice(remark) for remark in remarks), *(self._send_queued() or ahead)]
+        return [*(Notice(remark) for remark in remarks), *(self._send_queued() or self._begin_ahead())]
 
     def _load_failed(self, why: str) -> list[Step]:
         if self.phase is not Phase.LOADING:
@@ -274,14 +314,15 @@ class Session:
 
     # Steps shared by the above --------------------------------------------------------------------------------------------
 
-    def _send(self, turn: Turn, *, again: bool = False) -> list[Step]:
+    def _send(self, text: str) -> list[Step]:
+        return self._reply(self.talk.ask(text, self.talk.tree.head))
+
+    def _reply(self, turn: Turn, *, again: bool = False) -> list[Step]:
         self._id += 1
-        self.turns.append(turn)
         self.ahead.forget()
         self._begin_reply()
         self._enter(Phase.PREFILL)
-        request = Send(self._id, messages(self.system, self.turns), self.sampling)
-        return [TurnBegun(turn.prompt, again), Ask(request)]
+        return [TurnBegun(turn, again), Ask(Send(self._id, self.talk.request(self.system), self.sampling))]
 
     def _told(self, text: str) -> list[Step]:
         """Say what the engine has to say: once, however many models and processes say the same."""
@@ -291,7 +332,7 @@ class Session:
 
     def _send_queued(self) -> list[Step]:
         text, self.queued = self.queued, None
-        return [] if text is None else self._send(Turn(text))
+        return [] if text is None else self._send(text)
 
     def _return_queued(self) -> list[Step]:
         text, self.queued = self.queued, None
@@ -299,17 +340,8 @@ class Session:
 
     def _end(self, ending: Ending, done: wire.Done | None = None) -> list[Step]:
         """Close the running reply with what was said so far, or what ``done`` says was said."""
-        reply = self._growing.end(ending, self._clock())
-        if done is not None:
-            reply = replace(
-                reply,
-                text=done.text,
-                thinking=done.thinking,
-                metrics=done.metrics,
-                outliers=done.outliers,
-                diagnosis=done.diagnosis,
-            )
-        self.turns[-1] = replace(self.turns[-1], reply=reply)
+        model = self.load.model if self.info is None else self.info.name
+        reply = self.talk.end(ending, self._clock(), model, done)
         stopped = self.phase is Phase.STOPPING
         self._enter(Phase.IDLE)
         return [

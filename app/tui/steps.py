@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokamac.app.backend.wire import Request
-from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.engine.events import TextKind
 
 
@@ -29,7 +29,7 @@ class Ask:
 class TurnBegun:
     """A prompt was sent: show it, and room for its reply. ``again``: the last reply is made anew in its place."""
 
-    prompt: str
+    turn: Turn
     again: bool = False
 
 
@@ -49,8 +49,18 @@ class ReplyEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """The conversation is empty."""
+class Moved:
+    """Another path of the conversation is read: show ``turns``, which hold all of it up to here."""
+
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Another conversation is held from here on: show ``turns``. new: it is empty, and nothing of it is kept yet."""
+
+    turns: tuple[Turn, ...]
+    new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +78,4 @@ class Notice:
     severity: Literal["information", "warning", "error"] = "information"
 
 
-Step = StartEngine | EndEngine | Ask | TurnBegun | ReplyGrew | ReplyEnded | Cleared | DraftReturned | Notice
+Step = StartEngine | EndEngine | Ask | TurnBegun | ReplyGrew | ReplyEnded | Moved | Opened | DraftReturned | Notice

@@ -25,16 +25,18 @@ from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import DEAF_S, IMPATIENT_S, Session
 from tokamac.app.tui.steps import (
     Ask,
-    Cleared,
     DraftReturned,
     EndEngine,
+    Moved,
     Notice,
+    Opened,
     ReplyEnded,
     ReplyGrew,
     StartEngine,
     Step,
     TurnBegun,
 )
+from tokamac.app.tui.tree import Tree
 from tokamac.engine.events import Message
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
@@ -93,7 +95,7 @@ def test_a_reply_from_send_to_end(ready: Session) -> None:
     assert ready.on_event(Text(1, "he")) == [ReplyGrew("he", "answer")]
     assert ready.phase is Phase.DECODING
     (ended,) = ready.on_event(done(1, "hello"))
-    assert ended == ReplyEnded(Reply("hello", metrics=METRICS))
+    assert ended == ReplyEnded(Reply("hello", metrics=METRICS, model="guide"))
     assert ready.phase is Phase.IDLE
     assert ready.metrics == METRICS
 
@@ -143,7 +145,7 @@ def test_stop_keeps_the_text_and_gives_the_waiting_prompt_back(ready: Session) -
     assert ready.phase is Phase.STOPPING
     ready.on_event(Text(1, "tial"))
     (ended,) = ready.on_event(done(1, "partial", "cancelled"))
-    assert ended == ReplyEnded(Reply("partial", ending="cancelled", metrics=METRICS))
+    assert ended == ReplyEnded(Reply("partial", ending="cancelled", metrics=METRICS, model="guide"))
 
 
 def test_a_deaf_engine_is_replaced(ready: Session, clock: Clock) -> None:
@@ -153,7 +155,7 @@ def test_a_deaf_engine_is_replaced(ready: Session, clock: Clock) -> None:
     assert ready.tick() == []
     clock.now += DEAF_S + 1
     assert kinds(ready.tick()) == [ReplyEnded, Notice, StartEngine, Ask]
-    assert ready.turns[-1].reply == Reply("par", ending="cancelled")
+    assert ready.turns[-1].reply == Reply("par", ending="cancelled", model="guide")
 
 
 def test_a_second_esc_is_patient_for_a_moment(ready: Session, clock: Clock) -> None:
@@ -177,7 +179,7 @@ def test_death_mid_reply_keeps_the_text_restarts_once_then_on_the_next_send(read
     ready.submit("one")
     ready.on_event(Text(1, "half"))
     assert kinds(ready.on_event(DIED)) == [ReplyEnded, Notice, StartEngine, Ask]
-    assert ready.turns == [Turn("one", Reply("half", ending="lost"))]
+    assert ready.turns == [Turn("one", Reply("half", ending="lost", model="guide"), 1, 2)]
     ready.on_event(LOADED)
     ready.submit("two")
     steps = ready.on_event(DIED)
@@ -244,7 +246,7 @@ def test_leaving_a_running_reply_cancels_it_and_ignores_what_is_late(
 def test_new_chat_forgets(ready: Session) -> None:
     ready.submit("one")
     ready.on_event(done(1))
-    assert ready.new_chat() == [Cleared()]
+    assert ready.new_chat() == [Opened((), new=True)]
     assert ready.turns == []
     assert ready.metrics is None
 
@@ -259,8 +261,68 @@ def test_regenerate(ready: Session) -> None:
     ready.submit("one")
     assert kinds(ready.regenerate()) == [Notice]
     ready.on_event(done(1))
-    assert ready.regenerate()[0] == TurnBegun("one", again=True)
+    assert ready.regenerate()[0] == TurnBegun(Turn("one", None, 1, 3, reply_place=(2, 2)), again=True)
     assert len(ready.turns) == 1
+
+
+def prompts(session: Session) -> list[str]:
+    return [turn.prompt for turn in session.turns]
+
+
+@pytest.fixture
+def talked(ready: Session) -> Session:
+    """Two turns: prompts 1 and 3, replies 2 and 4."""
+    for number, text in enumerate(("one", "two"), start=1):
+        ready.submit(text)
+        ready.on_event(done(number, f"reply {number}"))
+    return ready
+
+
+def test_an_edited_prompt_stands_beside_the_old_one(talked: Session) -> None:
+    moved, begun, ask = talked.edit(3, "other")
+    assert isinstance(moved, Moved)
+    assert [turn.prompt for turn in moved.turns] == ["one"]
+    assert begun == TurnBegun(Turn("other", None, 5, 6, place=(2, 2)))
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.request, Send)
+    assert [message.content for message in ask.request.messages] == ["one", "reply 1", "other"]
+    talked.on_event(done(3, "reply 3"))
+    assert prompts(talked) == ["one", "other"]
+    assert talked.go(3)[0] == Moved(tuple(talked.turns))
+    assert prompts(talked) == ["one", "two"]
+
+
+def test_the_first_prompt_may_be_edited_too(talked: Session) -> None:
+    talked.edit(1, "begin again")
+    assert prompts(talked) == ["begin again"]
+
+
+def test_an_earlier_reply_made_again_leaves_what_followed_the_old_one(talked: Session) -> None:
+    moved, begun, _ = talked.regenerate(2)
+    assert moved == Moved(())
+    assert begun == TurnBegun(Turn("one", None, 1, 5, reply_place=(2, 2)))
+    talked.on_event(done(3, "better"))
+    assert prompts(talked) == ["one"]
+    talked.go(2)
+    assert prompts(talked) == ["one", "two"]
+
+
+def test_while_a_reply_is_written_no_other_path_is_gone(talked: Session) -> None:
+    talked.submit("three")
+    for steps in (talked.go(1), talked.edit(1, "no"), talked.regenerate(2)):
+        assert kinds(steps) == [Notice]
+    assert prompts(talked) == ["one", "two", "three"]
+
+
+def test_another_conversation_is_opened_and_goes_on(talked: Session) -> None:
+    other = Tree()
+    asked_before = other.ask("earlier", None)
+    other.end(other.answer(asked_before.key).key, Reply("yes", model="old"))
+    opened, *_ = talked.open(other)
+    assert opened == Opened(tuple(talked.turns))
+    (request,) = asked(talked.submit("and now"))
+    assert isinstance(request, Send)
+    assert [message.content for message in request.messages] == ["earlier", "yes", "and now"]
 
 
 def test_thinking_is_timed(ready: Session, clock: Clock) -> None:

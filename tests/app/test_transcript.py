@@ -7,7 +7,7 @@ from textual.geometry import Offset
 from textual.strip import Strip
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prose.page import PageRow
 from tokamac.app.tui.widgets.painter import Painter
@@ -27,7 +27,7 @@ async def begin(c: Chat, paragraphs: int = 0) -> None:
     """Begin a turn that the engine knows nothing of."""
     await c.phase(Phase.IDLE)
     await c.pilot.pause()
-    c.transcript.begin("hi", "model", share=1.0, again=False)
+    c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
     for number in range(paragraphs):
         c.transcript.add(f"Paragraph {number}. {WORDS}\n\n", "answer")
     await write(c, "The end. ")
@@ -131,7 +131,7 @@ async def test_a_click_unfolds_thinking_where_it_is(chat: Start) -> None:
     async with chat("fast", size=(80, 24)) as c:
         await begin(c, paragraphs=6)
         c.transcript.end(Reply("first"))
-        c.transcript.begin("again", "model", share=1.0, again=False)
+        c.transcript.begin(Turn("again", key=3, reply_key=4), "model", share=1.0, again=False)
         await write(c, WORDS * 8, "thinking")
         await write(c, "So.")
         assert "▸ thought" in c.screen_text()
@@ -148,10 +148,10 @@ async def test_the_keyboard_chooses_among_thoughts(chat: Start) -> None:
     async with chat("fast", size=(80, 30)) as c:
         await c.pilot.pause()
         for number in range(3):
-            c.transcript.begin("hi", "model", share=1.0, again=False)
+            c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
             await write(c, f"thought number {number}", "thinking")
             c.transcript.end(Reply(f"answer {number}", f"thought number {number}", 1.0))
-        await c.pilot.press("tab", "up", "enter")
+        await c.pilot.press("tab", "up", "up", "enter")
         await c.pilot.pause()
         assert [f"thought number {number}" in c.screen_text() for number in range(3)] == [False, True, False]
         await c.pilot.press("tab")

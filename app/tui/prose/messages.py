@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from textual.content import Content
 
-from tokamac.app.sanitise import Sanitiser, sanitise
+from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
 from tokamac.app.tui.conversation import Ending, Reply
-from tokamac.app.tui.prose.page import BLANK, Frame, PageRow, keep_same
+from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow, keep_same
 from tokamac.app.tui.prose.prose import Prose
 from tokamac.app.tui.prose.rows import Row, wrapped
 from tokamac.app.tui.units import seconds
@@ -24,24 +24,35 @@ ENDINGS: dict[Ending, str] = {
 }
 BAR = "█"
 USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)
+USER_CHOSEN = Frame(Content.styled(BAR, "$accent") + Content.styled(" ", "on $surface"), "on $surface", right=0)
 FAINT = "$foreground 55%"
 THOUGHT = f"italic {FAINT}"
 FOLDED = Frame(Content(" "), THOUGHT)
 UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
 CHOSEN = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
+CHOSEN_NAME = Frame(Content.styled("▸", "$accent"))
 VERDICT = Frame(Content(" "), FAINT)
 SIDES = 2  # cells that are left free at both sides of a message's text, together
 
 
-class UserMessage:
-    """What the user wrote, verbatim."""
+Place = tuple[int, int]
+"""Which of how many messages that stand at the same place, from 1."""
 
-    def __init__(self, text: str) -> None:
+
+class UserMessage:
+    """What the user wrote, verbatim. ``chosen``: it is pointed at by the keyboard."""
+
+    def __init__(self, text: str, key: int = 0, place: Place = (1, 1)) -> None:
         self.text = sanitise(text)
+        self.key = key
+        self.chosen = False
+        self._place = place
 
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells."""
-        return [PageRow(row, USER) for row in wrapped(Content(self.text), width - SIDES - len(BAR))]
+        frame = USER_CHOSEN if self.chosen else USER
+        text = [PageRow(row, frame) for row in wrapped(Content(self.text), width - SIDES - len(BAR))]
+        return [*([PageRow(Row(_placed(self._place)), frame)] if self._place[1] > 1 else []), *text]
 
 
 class Thinking:
@@ -117,14 +128,30 @@ class _Whole:
 class ReplyMessage:
     """A reply that grows. ``add`` is cheap; ``rows`` lays out what was added since."""
 
-    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, model: str, key: int = 0, place: Place = (1, 1), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.thinking = Thinking()
         self.reply: Reply | None = None
-        self._name = PageRow(Row(Content.styled(model, "bold $primary")))
+        self.key = key
+        self._model = sanitise_line(model)
+        self._place = place
+        self._chosen = False
+        self._name = self._named()
         self._prose = Prose()
         self._cleaners = {"answer": Sanitiser(), "thinking": Sanitiser()}
         self._clock = clock
         self._thinking_from: float | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether it is pointed at by the keyboard."""
+        return self._chosen
+
+    @chosen.setter
+    def chosen(self, chosen: bool) -> None:
+        self._chosen = self.thinking.chosen = chosen
+        self._name = self._named()
 
     def add(self, text: str, kind: TextKind) -> None:
         """Append ``text``, made safe."""
@@ -153,6 +180,11 @@ class ReplyMessage:
         thinking = self.thinking.rows(room) if self.thinking else []
         return [self._name, *thinking, *self._prose.rows(room), *self._verdict(room)]
 
+    def _named(self) -> PageRow:
+        name = Content.styled(self._model, "bold $accent" if self._chosen else "bold $primary")
+        place = Content("  ") + _placed(self._place) if self._place[1] > 1 else Content("")
+        return PageRow(Row(name + place), CHOSEN_NAME if self._chosen else PLAIN)
+
     def is_thinking(self, row: int) -> bool:
         """Whether ``row``, counted from the message's first, shows its thinking."""
         return bool(self.thinking) and 1 <= row < self.thinking.height
@@ -166,3 +198,8 @@ class ReplyMessage:
         parts = [Content.styled(ending, "$warning"), Content(cost)]
         text = Content(" · ").join(part for part in parts if part.plain)
         return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
+
+
+def _placed(place: Place) -> Content:
+    """Return which of the versions this is, and that there are more."""
+    return Content.styled(f"‹ {place[0]} of {place[1]} ›", FAINT)

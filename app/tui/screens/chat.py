@@ -13,7 +13,7 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from tokamac.app.backend.wire import Load, Loaded, Stats, WhatIf
-from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.sanitise import sanitise
 from tokamac.app.settings import Settings
 from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.bridge import Bridge, EngineSaid
@@ -24,10 +24,11 @@ from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import (
     Ask,
-    Cleared,
     DraftReturned,
     EndEngine,
+    Moved,
     Notice,
+    Opened,
     ReplyEnded,
     ReplyGrew,
     StartEngine,
@@ -122,16 +123,16 @@ class ChatScreen(Screen[None]):
                 self.bridge.end()
             case Ask(request):
                 self.bridge.ask(request)
-            case TurnBegun(prompt, again):
+            case TurnBegun(turn, again):
                 info = self.session.info
-                name = sanitise_line(info.name if info else self.session.load.model)
-                transcript.begin(prompt, name, share=share_on(info.device if info else ""), again=again)
+                name = info.name if info else self.session.load.model
+                transcript.begin(turn, name, share=share_on(info.device if info else ""), again=again)
             case ReplyGrew(text, kind):
                 transcript.add(text, kind)
             case ReplyEnded(reply):
                 transcript.end(reply)
-            case Cleared():
-                transcript.clear()
+            case Moved(turns) | Opened(turns):
+                transcript.show_turns(turns)
             case DraftReturned(text):
                 self.query_one(Prompt).give_back(text)
             case Notice(text, severity):

@@ -4,6 +4,8 @@ One widget that draws its own rows: a layout of the screen for each new row, or 
 on the same cores a tenth of its speed.
 """
 
+from collections.abc import Sequence
+
 from textual import events
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
@@ -11,7 +13,7 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.app.tui.pace import SHARE_BESIDE_GPU, Pace
 from tokamac.app.tui.prose.messages import ReplyMessage, UserMessage
 from tokamac.app.tui.prose.page import Message, Page
@@ -26,7 +28,7 @@ SEEN_CELLS = 0.5  # a change of the scroll bar's length that the eye sees
 
 
 class Transcript(ScrollView, can_focus=False):
-    """The turns, oldest first. Tab goes to the model's thinking, where there is any: Up and Down choose, Enter unfolds."""
+    """The turns, oldest first. Tab goes to the messages: Up and Down choose one, Enter unfolds its thinking."""
 
     FOCUS_ON_CLICK = False
 
@@ -57,18 +59,36 @@ class Transcript(ScrollView, can_focus=False):
         """The model's part of it."""
         return [message for message in self.messages if isinstance(message, ReplyMessage)]
 
-    def begin(self, prompt: str, model: str, *, share: float, again: bool) -> None:
-        """Show ``prompt`` and room for its reply, drawn with ``share`` of a core; ``again``: in place of the last reply."""
+    def begin(self, turn: Turn, model: str, *, share: float, again: bool) -> None:
+        """Show a prompt and room for its reply, drawn with ``share`` of a core; ``again``: in place of the last reply."""
         if again and self.replies:
             self._page.pop()
         else:
             if not self.replies:
                 self._page.clear()
-            self._page.append(UserMessage(prompt))
-        self._reply = ReplyMessage(model)
+            self._page.append(UserMessage(turn.prompt, turn.key, turn.place))
+        self._reply = ReplyMessage(model, turn.reply_key, turn.reply_place)
         self._page.append(self._reply)
         self._pace = Pace(share)
+        self._choose(None)
         self._let_go_of_selection()
+        self.can_focus = True
+        self.follow()
+
+    def show_turns(self, turns: Sequence[Turn]) -> None:
+        """Show another conversation, or another path of this one, at its end."""
+        self._page.clear()
+        self._reply = self._chosen = None
+        for turn in turns:
+            self._page.append(UserMessage(turn.prompt, turn.key, turn.place))
+            if turn.reply is not None:
+                message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
+                message.end(turn.reply)
+                self._page.append(message)
+        self.can_focus = bool(turns)
+        self._let_go_of_selection()
+        if not turns:
+            self._welcome()
         self.follow()
 
     def add(self, text: str, kind: TextKind) -> None:
@@ -90,16 +110,6 @@ class Transcript(ScrollView, can_focus=False):
         if ended is not None:
             ended.end(reply)
             self._update(ended)
-            self.can_focus = bool(self._thoughtful)
-
-    def clear(self) -> None:
-        """Show an empty chat."""
-        self._page.clear()
-        self._reply = self._chosen = None
-        self.can_focus = False
-        self._let_go_of_selection()
-        self._welcome()
-        self.follow()
 
     def page(self, direction: int) -> None:
         """Scroll a page up (−1) or down (1). Where all is in view there is nothing to scroll, and following goes on."""
@@ -214,11 +224,20 @@ class Transcript(ScrollView, can_focus=False):
         if self.text_selection is not None:
             self.screen.clear_selection()
 
-    # Thinking -------------------------------------------------------------------------------------------------------------
+    # Choosing -------------------------------------------------------------------------------------------------------------
 
     @property
-    def _thoughtful(self) -> list[ReplyMessage]:
-        return [reply for reply in self.replies if reply.thinking]
+    def chosen(self) -> int | None:
+        """The key of the message that is pointed at by the keyboard."""
+        return None if self._chosen is None else self._chosen.key
+
+    def choose(self, key: int) -> None:
+        """Point at the message ``key``, if it is shown, and bring it into view."""
+        self._choose(next((message for message in self._choosable if message.key == key), None))
+
+    @property
+    def _choosable(self) -> list[UserMessage | ReplyMessage]:
+        return [message for message in self.messages if isinstance(message, UserMessage | ReplyMessage)]
 
     def on_click(self, event: events.Click) -> None:
         """Unfold or fold the thinking that was clicked."""
@@ -231,46 +250,49 @@ class Transcript(ScrollView, can_focus=False):
             self._toggle(message)
 
     def on_focus(self) -> None:
-        """Choose the last thinking."""
-        self._choose(self._thoughtful[-1] if self._thoughtful else None)
+        """Choose the last message, unless one is chosen."""
+        if self._chosen is None and self._choosable:
+            self._choose(self._choosable[-1])
 
     def on_blur(self) -> None:
         """Choose none."""
         self._choose(None)
 
     def on_key(self, event: events.Key) -> None:
-        """Choose another one, or unfold or fold it."""
+        """Choose another one, or unfold or fold its thinking."""
         if self._chosen is None:
             return
         match event.key:
-            case "enter" | "space":
+            case "enter" | "space" if isinstance(self._chosen, ReplyMessage):
                 self._toggle(self._chosen)
             case "up" | "down":
-                thoughts = self._thoughtful
-                index = thoughts.index(self._chosen) + (1 if event.key == "down" else -1)
-                self._choose(thoughts[max(0, min(len(thoughts) - 1, index))])
+                messages = self._choosable
+                index = messages.index(self._chosen) + (1 if event.key == "down" else -1)
+                self._choose(messages[max(0, min(len(messages) - 1, index))])
             case _:
                 return
         event.stop()
         event.prevent_default()
 
     def _toggle(self, message: ReplyMessage) -> None:
+        if not message.thinking:
+            return
         message.thinking.toggle()
         self._let_go_of_selection()
         self._following = False  # what was clicked stays where it is
         self._update(message)
         self._following = self.scroll_offset.y >= self.max_scroll_y
 
-    def _choose(self, message: ReplyMessage | None) -> None:
+    def _choose(self, message: UserMessage | ReplyMessage | None) -> None:
         before, self._chosen = self._chosen, message
-        for reply in (before, message):
-            if reply is not None and reply in self.messages:
-                reply.thinking.chosen = reply is message
-                self._update(reply)
+        for each in (before, message):
+            if each is not None and each in self.messages:
+                each.chosen = each is message
+                self._update(each)
         if message is not None:
             self._bring_into_view(message)
 
-    def _bring_into_view(self, message: ReplyMessage) -> None:
+    def _bring_into_view(self, message: Message) -> None:
         y = self._page.start(self.messages.index(message))
         if not self.scroll_offset.y <= y < self.scroll_offset.y + self.size.height - 1:
             self._scroll(y)

@@ -1,0 +1,108 @@
+"""A conversation as a tree: what was edited or made again stays beside what replaced it. Plain values, and where one stands.
+
+prompt ─ reply ─ prompt ─ reply        a path from the first message to where the conversation stands
+              └─ prompt ─ reply        an edit: another prompt after the same reply
+                        └ reply        made again: another reply to the same prompt
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tokamac.app.tui.conversation import Reply, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A message. key: its own; parent: of the message before it, None at the beginning.
+
+    prompt: what the user wrote; None for a reply. reply: what the model said; None for a prompt, and while it is being made.
+    """
+
+    key: int
+    parent: int | None
+    prompt: str | None = None
+    reply: Reply | None = None
+
+
+@dataclass(slots=True)
+class Tree:
+    """All messages, and ``head``, the last one of the path that is read. Keys grow."""
+
+    nodes: dict[int, Node] = field(default_factory=dict)
+    head: int | None = None
+    _children: dict[int | None, list[int]] = field(default_factory=dict)
+    _taken: dict[int | None, int] = field(default_factory=dict)  # the child that was on the path last
+
+    def ask(self, prompt: str, parent: int | None) -> Node:
+        """Add a prompt after ``parent``, and stand there."""
+        return self._add(Node(self._next(), parent, prompt=prompt))
+
+    def answer(self, parent: int) -> Node:
+        """Add a reply that is still to be made to the prompt ``parent``, and stand there."""
+        return self._add(Node(self._next(), parent))
+
+    def end(self, key: int, reply: Reply) -> None:
+        """Say what the reply ``key`` became."""
+        self.nodes[key] = replace(self.nodes[key], reply=reply)
+
+    def add(self, node: Node) -> None:
+        """Add a message that was kept elsewhere. Its parent must be there; its key must be new."""
+        self._add(node)
+
+    def path_to(self, key: int | None) -> list[Node]:
+        """Return the messages from the first one to ``key``."""
+        found = []
+        while key is not None:
+            found.append(self.nodes[key])
+            key = self.nodes[key].parent
+        return found[::-1]
+
+    def turns(self) -> list[Turn]:
+        """Return the path as turns of a prompt and its reply."""
+        return self.turns_to(self.head)
+
+    def turns_to(self, key: int | None) -> list[Turn]:
+        """Return the turns up to ``key``; None: there are none."""
+        turns: list[Turn] = []
+        for node in self.path_to(key):
+            if node.prompt is not None:
+                turns.append(Turn(node.prompt, key=node.key, place=self.place(node.key)))
+            else:
+                place = self.place(node.key)
+                turns[-1] = replace(turns[-1], reply=node.reply, reply_key=node.key, reply_place=place)
+        return turns
+
+    def siblings(self, key: int) -> list[int]:
+        """Return the messages that stand at the same place, oldest first, ``key`` among them."""
+        return self._children[self.nodes[key].parent]
+
+    def place(self, key: int) -> tuple[int, int]:
+        """Return which of how many siblings ``key`` is, from 1."""
+        siblings = self.siblings(key)
+        return siblings.index(key) + 1, len(siblings)
+
+    def children(self, key: int | None) -> list[int]:
+        """Return the messages that follow ``key``, oldest first; None: those that begin the conversation."""
+        return self._children.get(key, [])
+
+    def go(self, key: int) -> None:
+        """Stand on the path through ``key``: at its end, by the way that was taken last."""
+        for node in self.path_to(key):
+            self._taken[node.parent] = node.key
+        head = key
+        while (after := self._taken.get(head)) is not None:
+            head = after
+        self.head = head
+
+    def leaves(self) -> Iterator[int]:
+        """Yield the last message of every path."""
+        return (key for key in self.nodes if key not in self._children)
+
+    def _add(self, node: Node) -> Node:
+        self.nodes[node.key] = node
+        self._children.setdefault(node.parent, []).append(node.key)
+        self._taken[node.parent] = self.head = node.key
+        return node
+
+    def _next(self) -> int:
+        return max(self.nodes, default=0) + 1
