@@ -50,7 +50,7 @@ def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress:
         raise OptionError(f"dtype {dtype} is not supported", f"Use one of {', '.join(DTYPES)}.")
     config = read_config(folder)
     find_shards(folder)
-    module, config = _build(folder, config)
+    module, config = build_model(folder, config)
     stored = cost_of_model(module, config)
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if wanted is not None:
@@ -61,7 +61,8 @@ def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress:
     return LoadedModel(module, config, folder, stored, eager)
 
 
-def _build(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def build_model(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
     from mlx_lm.utils import load_model as build
 
     classes = model_classes(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
-from tokamac.engine.events import Message
+from tokamac.engine.events import Message, TextKind
 from tokamac.engine.template import with_deadline
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
@@ -21,6 +21,9 @@ THINKING_MARKERS = (
     ("<|channel>thought", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
 )
+
+FIELDS: dict[TextKind, str] = {"answer": "content", "thinking": "reasoning_content"}
+"""Where templates look for the parts of a reply."""
 
 LONGEST_PENDING = 8
 """Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come before."""
@@ -40,12 +43,12 @@ class Detokenizer:
     That little is a few tokens, not one, so that most tokens are decoded once: it is the dearest of what a token costs the host.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []
+        self._ids = list(after[-LONGEST_CONTEXT:])
         self._context = 0  # ids[context:shown] give the left context; number line: 0 ≤ context ≤ shown ≤ len(ids)
-        self._shown = 0
-        self._before = ""  # the text of ids[context:shown]
+        self._shown = len(self._ids)
+        self._before = decode(self._ids) if after else ""  # the text of ids[context:shown]
 
     def add(self, token: int) -> str:
         """Take one token and return the characters that became whole; "" while one is incomplete."""
@@ -93,15 +96,19 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character."""
         return self._decode([token for token in ids if token not in self._hidden_ids])
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a new streaming detokenizer; feed it only tokens for which ``is_hidden`` is false."""
-        return Detokenizer(self._decode)
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """Return a new streaming detokenizer; feed it only tokens for which ``is_hidden`` is false.
+
+        after: the tokens that come before; what they mean is not shown again.
+        """
+        return Detokenizer(self._decode, after)
 
     def is_hidden(self, token: int) -> bool:
         """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
@@ -126,6 +133,13 @@ class Tokenizer:
             except TemplateError:
                 raise error from None
 
+    def render_cut(self, messages: Sequence[Message], kind: TextKind) -> str:
+        """Return a conversation that ends with a reply, open after the reply's text of this ``kind``.
+
+        The template may trim that text. Raises TemplateError where it fails, or does not write that text at all.
+        """
+        return self._render(messages, reply=False, cut=FIELDS[kind])
+
     def opens_thinking(self, rendered: str) -> bool:
         """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking."""
         if self.thinking is None:
@@ -133,7 +147,7 @@ class Tokenizer:
         start, _ = self.thinking
         return rendered.rstrip().endswith(start)
 
-    def _render(self, messages: Sequence[Message], reply: bool) -> str:
+    def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None) -> str:
         if POWER.search(str(self._hf.chat_template)):
             raise TemplateError(
                 f"the chat template of {self._name} computes powers, which no template needs", "Don't use it."
@@ -141,7 +155,8 @@ class Tokenizer:
         turns = [_as_dict(message) for message in messages]
 
         def work() -> str:
-            return str(self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=reply))
+            how = {"add_generation_prompt": reply, "continue_final_message": cut or False}
+            return str(self._hf.apply_chat_template(turns, tokenize=False, **how))
 
         try:
             return with_deadline(work)
@@ -178,9 +193,9 @@ def _leading_special(marker: str) -> str:
 
 
 def _as_dict(message: Message) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
+    turn = {"role": message.role, FIELDS["answer"]: message.content}
     if message.thinking:
-        turn["reasoning_content"] = message.thinking
+        turn[FIELDS["thinking"]] = message.thinking
     return turn
 
 

@@ -1,42 +1,58 @@
 """Convert a model to a quantized MLX folder, one tensor in memory at a time.
 
-source folder ─ check ─▶ plan ─▶ for each tensor: read, check, cast, pack, append ─▶ config, tokenizer ─▶ rename
+source folder ─ check ─▶ prepare: choices, plan ─▶ write: tensor by tensor ─▶ compare with the source ─▶ card, record ─▶ rename
 """
 
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import mlx.core as mx
 
-from tokamac.engine.errors import ConversionError
-from tokamac.quant.folder import check_space, check_target, whole_folder, write_file
-from tokamac.quant.options import Options
-from tokamac.quant.plan import Plan, TensorPlan, make_plan
-from tokamac.quant.shards import INDEX, Writer
+from tokamac.quant.calibration import text
+from tokamac.quant.card import card
+from tokamac.quant.choices import choose
+from tokamac.quant.fingerprint import conversion_key
+from tokamac.quant.folder import check_space, check_target
+from tokamac.quant.options import Method, Options, Shipped
+from tokamac.quant.plan import Plan, make_plan
+from tokamac.quant.preparing import check_method, prepare
+from tokamac.quant.provenance import CARD, provenance
+from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
 from tokamac.quant.source import Source, locate, open_source
+from tokamac.quant.streamed import Streamed, streamable_folder, streamable_source
+from tokamac.quant.verify import sample, verify
+from tokamac.quant.workplace import workplace
+from tokamac.quant.writing import TensorDone, write
+
+__all__ = ["Asked", "Conversion", "TensorDone", "convert", "default_target"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDone:
-    """A tensor is written: ``done`` of ``total`` tensors, and of the source's bytes."""
+class Asked(TypedDict, total=False):
+    """The options of a conversion, each as Options says."""
 
-    name: str
-    done: int
-    total: int
-    done_bytes: int
-    total_bytes: int
+    bits: int | None
+    group_size: int | None
+    mode: str
+    method: Method | None
+    recipe: str | None
+    target_bpw: float | None
+    calibration: Path | Shipped | None
+    dtype: str | None
+    embed_bits: int | None
+    dequantize: bool
+    verify: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A finished conversion. Bytes and seconds. quality is measured by a later version: None now.
+    """A finished conversion. Bytes and seconds.
 
-    peak_memory_bytes: the most that MLX held at once. notes: what a user should know.
+    peak_memory_bytes: the most that MLX held at once. quality: how close it is to its source; None where that was not wanted.
+    notes: what a user should know.
     """
 
     path: str
@@ -45,15 +61,16 @@ class Conversion:
     source_bytes: int
     seconds: float
     peak_memory_bytes: int
-    quality: None = None
+    quality: Outcome | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values under the names of the public contract."""
-        return asdict(self)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**plain, "quality": None if self.quality is None else self.quality.to_json(), "notes": list(self.notes)}
 
 
-Progress = Callable[[TensorDone], None]
+Progress = Callable[[TensorDone | StageDone], None]
 
 
 @overload
@@ -61,71 +78,93 @@ def convert(
     source: str | Path,
     out: str | Path | None = None,
     *,
-    bits: int = 4,
-    group_size: int = 64,
-    dtype: str | None = None,
-    embed_bits: int | None = None,
     overwrite: bool = False,
     dry_run: Literal[False] = False,
     progress: Progress | None = None,
+    **asked: Unpack[Asked],
 ) -> Conversion: ...
 @overload
 def convert(
     source: str | Path,
     out: str | Path | None = None,
     *,
-    bits: int = 4,
-    group_size: int = 64,
-    dtype: str | None = None,
-    embed_bits: int | None = None,
     overwrite: bool = False,
     dry_run: Literal[True],
     progress: Progress | None = None,
+    **asked: Unpack[Asked],
 ) -> Plan: ...
 def convert(
     source: str | Path,
     out: str | Path | None = None,
     *,
-    bits: int = 4,
-    group_size: int = 64,
-    dtype: str | None = None,
-    embed_bits: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    **asked: Unpack[Asked],
 ) -> Conversion | Plan:
     """Convert ``source`` (a folder or a Hugging Face id) to a quantized MLX folder ``out``, and say what came of it.
 
     out: None makes a folder here, named after the source and the bits. overwrite: replace a model folder of that name, at the end.
-    bits, group_size, dtype, embed_bits: see Options. dry_run: return the Plan and write nothing.
-    progress: called after every tensor, on this thread.
+    dry_run: return the Plan and write nothing. progress: called after every tensor, on this thread. asked: see Options.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
-    options = Options(bits, group_size, dtype, embed_bits)
-    started_s = time.perf_counter()
+    options = Options(**asked)
+    started_s, tell = time.perf_counter(), progress or (lambda _: None)
     folder = locate(source)
     target = Path(out) if out is not None else default_target(source, options)
     if not dry_run:
         check_target(target, folder, overwrite=overwrite)
     opened = open_source(folder)
-    plan = make_plan(opened, options)
+    check_method(opened, options)
+    plan = make_plan(opened, options, choose(opened, options))
     if dry_run:
         return plan
     check_space(target, plan.output_bytes)
-    with _lean_memory(), whole_folder(target) as partial:
-        _write(plan, opened, partial, progress or (lambda _: None))
+    with _lean_memory(), workplace(target, conversion_key(folder, options)) as place:
+        ready = prepare(opened, options, place, tell)
+        errors = write(ready.plan, ready.source, ready.quantizer, place, tell)
+        outcome = _compared(opened, ready.plan, errors, place.folder, tell) if options.verify else None
+        made = provenance(folder, options)
+        (place.folder / RECORD).write_bytes(record(ready.plan, errors, outcome, made))
+        (place.folder / CARD).write_bytes(card(ready.plan, outcome, made))
         peak = mx.get_peak_memory()
-    return _report(plan, target, time.perf_counter() - started_s, peak)
+    return _report(ready.plan, target, time.perf_counter() - started_s, peak, outcome)
+
+
+def _compared(source: Source, plan: Plan, errors: Mapping[str, WeightError], folder: Path, tell: Progress) -> Outcome:
+    """Return how close the model that was written to ``folder`` is to its source, on a text that ships."""
+    outcome = Outcome(plan.bits_per_weight, relative_error(errors.values()))
+    found = sample(source.folder, source.config, source.folder.name, text(None))
+    if found.unable is not None:
+        return replace(outcome, unable=found.unable)
+
+    def shown(first: int) -> Callable[[int, int], None]:
+        return lambda done, total: tell(StageDone("verifying", first * total + done, 2 * total))
+
+    sides = (streamable_source(source), streamable_folder(folder))
+    reference, other = (Streamed(side, progress=shown(number)) for number, side in enumerate(sides))
+    compared = verify(reference, other, found.ids)
+    return replace(outcome, quality=compared.quality, layers=compared.layers)
 
 
 def default_target(source: str | Path, options: Options) -> Path:
     """Return a folder in the working directory named after the source: ``Qwen/Qwen3-4B`` → ``Qwen3-4B-4bit``."""
     name = Path(source).resolve().name if Path(source).is_dir() else str(source).rstrip("/").rpartition("/")[2]
-    group = "" if options.group_size == 64 else f"-g{options.group_size}"
-    return Path(f"{name}-{options.bits}bit{group}")
+    return Path(f"{name}-{_suffix(options)}")
 
 
-def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int) -> Conversion:
+def _suffix(options: Options) -> str:
+    if options.dequantize:
+        return options.dtype or "dequantized"
+    if options.target_bpw is not None:
+        return f"{options.target_bpw:g}bpw"
+    if options.mode != "affine":
+        return options.mode
+    group = "" if options.group == 64 else f"-g{options.group}"
+    return f"{options.recipe or f'{options.packed_bits}bit'}{group}"
+
+
+def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int, quality: Outcome | None) -> Conversion:
     return Conversion(
         path=str(target),
         weight_bytes=plan.weight_bytes,
@@ -133,54 +172,9 @@ def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int) ->
         source_bytes=plan.source_bytes,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
+        quality=quality,
         notes=plan.notes,
     )
-
-
-def _write(plan: Plan, source: Source, folder: Path, progress: Progress) -> None:
-    done_bytes, total_bytes = 0, sum(tensor.source_bytes for tensor in plan.tensors)
-    with Writer(folder, plan.shards) as writer:
-        for done, tensor in enumerate(plan.tensors, start=1):
-            # Popped: the source's dictionary must not keep what was read.
-            for output, array in zip(tensor.outputs, converted(tensor, source.weights.pop(tensor.name)), strict=True):
-                writer.append(output.name, array)
-            done_bytes += tensor.source_bytes
-            progress(TensorDone(tensor.name, done, len(plan.tensors), done_bytes, total_bytes))
-    write_file(folder / INDEX, plan.index_json)
-    write_file(folder / "config.json", plan.config_json)
-    for file in plan.copies:
-        shutil.copyfile(file, folder / file.name)
-
-
-_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-
-
-def converted(plan: TensorPlan, weight: mx.array) -> tuple[mx.array, ...]:
-    """Return the arrays that a tensor becomes, evaluated: itself, cast; or packed words, scales and biases.
-
-    Raises ConversionError, naming the tensor, where it holds NaN or infinities.
-    """
-    if mx.issubdtype(weight.dtype, mx.floating):
-        _check_finite(plan.name, weight, "Download the model again, or ask its author.")
-        if plan.dtype != plan.source_dtype:
-            weight = weight.astype(_DTYPES[plan.dtype])
-            _check_finite(plan.name, weight, f"It does not fit {plan.dtype}: choose another --dtype.")
-    arrays: tuple[mx.array, ...] = (weight,)
-    if plan.bits is not None:
-        arrays = tuple(mx.quantize(weight, group_size=plan.group_size, bits=plan.bits))
-    mx.eval(*arrays)
-    return arrays
-
-
-def _check_finite(name: str, weight: mx.array, hint: str) -> None:
-    try:
-        finite = bool(mx.all(mx.isfinite(weight)).item())
-    except (RuntimeError, ValueError) as error:  # the read itself failed
-        raise ConversionError(
-            f"{name} can't be read: {error}", "Check the disk, or download the model again."
-        ) from error
-    if not finite:
-        raise ConversionError(f"{name} holds values that are not finite numbers", hint)
 
 
 @contextmanager

@@ -1,29 +1,50 @@
-"""A folder that appears whole or not at all.
+"""The folder that is written: where it may be, and how it appears whole or not at all.
 
-Everything is written to a hidden sibling (so: the same disk) and renamed when it is finished and on the disk. Whatever ends the
-work early, an error or Ctrl-C, removes the sibling; an older folder of the same name stays until the very end.
+    parent/out                         the target: not there, or the old one, until the end
+    parent/.out.partial/model          everything is written here, on the same disk
+    parent/.out.partial/old            the old one for the moment between two renames
+    parent/.out.partial/…              what the next run needs to go on (workplace.py)
+
+The last steps are: move the old folder aside, move the new one to its place, remove what is left. A crash between any two of them
+leaves a state that tells which they were, and ``check_target`` finishes or undoes them.
 """
 
+import errno
+import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tokamac.engine.errors import ConversionError
+from tokamac.quant.files import sync
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
 
+MODEL, OLD, JOURNAL, KEPT = "model", "old", "journal", "kept"
+_OURS = {MODEL, OLD, JOURNAL, f"{JOURNAL}.new", KEPT}
+
+AGAIN = "run the same command again: it goes on where this one ended."
+
+
+def partial_folder(target: Path) -> Path:
+    """Return the folder that holds an unfinished conversion to ``target``: a sibling whose name follows from it."""
+    return target.with_name(f".{target.name}.partial")
+
 
 def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
-    """Raise ConversionError unless ``target`` may be written: not in the way of the source, and new, or a model to replace."""
+    """Raise ConversionError unless ``target`` may be written: not in the way of the source, and new, or a model to replace.
+
+    What a crash left in the last steps of an earlier conversion to it is put right first.
+    """
     ours, theirs = target.resolve(), source.resolve()
     if ours == theirs or theirs in ours.parents or ours in theirs.parents:
         raise ConversionError(
             f"{target} and the source {source} overlap: a source is never written", "Choose another folder."
         )
+    _recover(target)
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:
@@ -34,9 +55,10 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Raise ConversionError where the disk of ``target`` has less room than needed."""
+    """Raise ConversionError where the disk of ``target`` has less room than needed, what is written already counted in."""
     place = next(parent for parent in target.absolute().parents if parent.exists())
-    free = shutil.disk_usage(place).free
+    there = sum(file.lstat().st_size for file in partial_folder(target).rglob("*") if file.is_file())
+    free = shutil.disk_usage(place).free + there
     if free < needed_bytes + SPARE_BYTES:
         raise ConversionError(
             f"{target} needs {needed_bytes / 1e9:.3f} GB and its disk has {free / 1e9:.3f} GB left",
@@ -45,52 +67,104 @@ def check_space(target: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill; at the end it takes the place of ``target``. An OSError becomes a ConversionError."""
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+def claimed(target: Path) -> Iterator[Path]:
+    """Make the partial folder of ``target`` where there is none, and yield it, locked for this process until the end.
+
+    The lock goes with the process, however that ends. Raises ConversionError where another one holds it, or where something
+    else has that name; OSError.
+    """
+    root = partial_folder(target)
+    if not _is_ours(root):
+        raise ConversionError(f"{root} is in the way: it holds no unfinished conversion", "Move it elsewhere.")
+    handle = _locked(root, target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        yield partial
-        for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
-        _install(partial, target)
-    except OSError as error:
-        raise ConversionError(
-            f"{target} can't be written: {error.strerror or error}",
-            "Check its disk and permissions, or choose another folder.",
-        ) from error
-    finally:
-        # After success there is nothing left here.
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_file(file: Path, content: bytes) -> None:
-    """Write a small file."""
-    file.write_bytes(content)
-
-
-def _install(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
-    try:
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        _sync(target.parent)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        # The old folder goes only when something stands in its place.
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
+        yield root
     finally:
         os.close(handle)
+
+
+def install(root: Path, target: Path, *, replace: bool) -> None:
+    """Put what was written in the place of ``target``, on the disk, and remove the partial folder.
+
+    replace: there was a target at the beginning. Raises OSError; the target is then what it was.
+    """
+    for path in (*(root / MODEL).rglob("*"), root / MODEL):
+        sync(path)
+    if target.exists() and not replace:
+        raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
+    try:
+        if target.exists():
+            shutil.rmtree(root / OLD, ignore_errors=True)
+            target.rename(root / OLD)
+        (root / MODEL).rename(target)
+        sync(target.parent)
+    except BaseException:
+        put_back(root, target)
+        raise
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def discard(root: Path, target: Path) -> None:
+    """Remove the partial folder, and leave the target as it was before the conversion."""
+    put_back(root, target)
+    shutil.rmtree(root, ignore_errors=True)  # what can't be removed is seen, and the next run tries again
+
+
+def put_back(root: Path, target: Path) -> None:
+    """Return the old folder to its place, if it was moved aside and nothing has come there."""
+    if (root / OLD).exists() and not target.exists():
+        (root / OLD).rename(target)
+
+
+@contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space" if full else "Check its disk and permissions"
+        then = f", then {AGAIN}" if partial_folder(target).exists() else ", or choose another folder."
+        what = f" ({error.filename})" if error.filename else ""
+        raise ConversionError(f"{target} can't be written: {error.strerror or error}{what}", remedy + then) from error
+
+
+def _recover(target: Path) -> None:
+    root = partial_folder(target)
+    whole = (root / MODEL).exists() and not (root / OLD).exists()
+    if whole or not root.exists() or not _is_ours(root):
+        return
+    with writing_to(target), claimed(target):
+        put_back(root, target)
+        if not (root / MODEL).exists():
+            shutil.rmtree(root)
+
+
+def _is_ours(root: Path) -> bool:
+    """Say whether a partial folder of that name may be used: new, begun, or half removed by an earlier run."""
+    if root.is_symlink() or not root.exists():
+        return not root.is_symlink()
+    return root.is_dir() and ((root / JOURNAL).is_file() or {path.name for path in root.iterdir()} <= _OURS)
+
+
+def _locked(root: Path, target: Path) -> int:
+    """Return a handle that holds the lock of ``root``."""
+    while True:
+        root.mkdir(exist_ok=True)
+        try:
+            handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # the process that had it has just finished, and removed it
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if root.exists() and os.path.samestat(root.stat(), os.fstat(handle)):
+                return handle
+        except BlockingIOError as error:
+            os.close(handle)
+            raise ConversionError(
+                f"another conversion is writing {target}", "Wait until it has finished, or choose another folder."
+            ) from error
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # removed while it was being locked

@@ -1,6 +1,8 @@
 """What a conversion may be asked for: frozen, checked when made. No MLX here: the command line uses this too."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from tokamac.engine.errors import OptionError
 
@@ -9,34 +11,117 @@ GROUP_SIZES = (32, 64, 128)
 DTYPES = ("float16", "bfloat16", "float32")
 UNQUANTIZED = 16
 
+Method = Literal["round", "search", "gptq", "awq"]
+METHODS: tuple[Method, ...] = ("round", "search", "gptq", "awq")
+
+Shipped = Literal["shipped"]
+"""The calibration text that comes with Tokamac."""
+
+MICROSCALING = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+"""Modes whose bits and group size are part of the format: (bits, group size)."""
+
+MODES = ("affine", *MICROSCALING)
+
+DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How weights are packed.
 
-    bits, group_size: of affine groups along a weight's last axis; each group adds a scale and a bias of the weight's type.
+    bits, group_size: of affine groups along a weight's last axis; each group adds a scale and a bias of the weight's type. None:
+    4 and 64, or what the mode says. mode: affine, or a microscaling format.
+    method: how the codes are found; None: by search, where the mode has one.
+    recipe: the name of a rule (quant/recipes.py) that gives some tensors other bits.
+    target_bpw: bits per weight of the whole model, scales included, spent where they help most.
+    calibration: a text to look at, or "shipped"; gptq and awq always look at one, and search then weighs errors by its inputs.
     dtype: of what is not packed, scales and biases included; None keeps each tensor's own.
     embed_bits: for the embedding and the output head; 16 leaves them unpacked, None treats them like the rest.
+    dequantize: pack nothing, and unpack what is packed. verify: compare the result with the source at the end.
     """
 
-    bits: int = 4
-    group_size: int = 64
+    bits: int | None = None
+    group_size: int | None = None
+    mode: str = "affine"
+    method: Method | None = None
+    recipe: str | None = None
+    target_bpw: float | None = None
+    calibration: Path | Shipped | None = None
     dtype: str | None = None
     embed_bits: int | None = None
+    dequantize: bool = False
+    verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise OptionError(f"{self.bits} bits is not supported", f"Use one of {_list(BITS)}.")
-        if self.group_size not in GROUP_SIZES:
-            raise OptionError(f"group size {self.group_size} is not supported", f"Use one of {_list(GROUP_SIZES)}.")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise OptionError(f"dtype {self.dtype} is not supported", f"Use one of {_list(DTYPES)}.")
-        if self.embed_bits is not None and self.embed_bits not in (*BITS, UNQUANTIZED):
+        self._check_values()
+        self._check_mode()
+        self._check_together()
+
+    @property
+    def packed_bits(self) -> int:
+        """Bits of a weight where nothing else is chosen for it."""
+        return self.bits or MICROSCALING.get(self.mode, (DEFAULT_BITS, 0))[0]
+
+    @property
+    def group(self) -> int:
+        """Weights that share a scale where nothing else is chosen for them."""
+        return self.group_size or MICROSCALING.get(self.mode, (0, DEFAULT_GROUP_SIZE))[1]
+
+    @property
+    def how(self) -> Method:
+        """The method, the default put in."""
+        return self.method or ("search" if self.mode == "affine" else "round")
+
+    def _check_values(self) -> None:
+        _one_of(f"{self.bits} bits is", self.bits, BITS)
+        _one_of(f"group size {self.group_size} is", self.group_size, (*GROUP_SIZES, *_groups(self.mode)))
+        _one_of(f"mode {self.mode} is", self.mode, MODES)
+        _one_of(f"method {self.method} is", self.method, METHODS)
+        _one_of(f"dtype {self.dtype} is", self.dtype, DTYPES)
+        _one_of(f"{self.embed_bits} bits for the embedding is", self.embed_bits, (*BITS, UNQUANTIZED))
+        if self.target_bpw is not None and not 2 < self.target_bpw <= UNQUANTIZED:
+            raise OptionError(f"{self.target_bpw:g} bits per weight is out of range", "Use more than 2 and at most 16.")
+
+    def _check_mode(self) -> None:
+        if self.mode not in MICROSCALING:
+            return
+        bits, group = MICROSCALING[self.mode]
+        if self.bits not in (None, bits) or self.group_size not in (None, group):
             raise OptionError(
-                f"{self.embed_bits} bits for the embedding is not supported",
-                f"Use one of {_list((*BITS, UNQUANTIZED))}.",
+                f"{self.mode} has {bits} bits in groups of {group}",
+                "Leave --bits and --group-size, or use --mode affine.",
+            )
+        if self.method not in (None, "round"):
+            raise OptionError(
+                f"{self.method} packs affine groups, not {self.mode}", "Use --method round, or --mode affine."
             )
 
+    def _check_together(self) -> None:
+        if self.recipe is not None and self.target_bpw is not None:
+            raise OptionError("a recipe and a target for bits per weight contradict each other", "Give one of them.")
+        planned = "a recipe" if self.recipe else "a target for bits per weight"
+        if (self.recipe or self.target_bpw) and self.mode != "affine":
+            raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use --mode affine.")
+        if (self.recipe or self.target_bpw) and self.how in ("gptq", "awq"):
+            raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use --method search.")
+        if self.target_bpw is not None and self.bits is not None:
+            raise OptionError("--bits and --target-bpw contradict each other", "Give one of them.")
+        if self.dequantize and self._packs_otherwise():
+            raise OptionError(
+                "--dequantize unpacks everything, so nothing can be said about packing", "Leave one of them."
+            )
+        if self.calibration is not None and (self.how == "round" or self.dequantize):
+            raise OptionError("rounding looks at no text", "Use --method search, gptq or awq with --calibration.")
 
-def _list(values: tuple[object, ...]) -> str:
-    return ", ".join(str(value) for value in values)
+    def _packs_otherwise(self) -> bool:
+        given = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
+        return self.mode != "affine" or any(value is not None for value in given)
+
+
+def _groups(mode: str) -> tuple[int, ...]:
+    return (MICROSCALING[mode][1],) if mode in MICROSCALING else ()
+
+
+def _one_of(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise OptionError(f"{what} not supported", f"Use one of {', '.join(str(each) for each in allowed)}.")

@@ -3,16 +3,17 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
-from mlx.utils import tree_flatten
 
-from tokamac.engine.limits.cost import Tensor, part_of
-from tokamac.quant.options import UNQUANTIZED, Options
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.cost import Tensor
+from tokamac.quant.choices import Choices
+from tokamac.quant.options import Options
+from tokamac.quant.peak import peak_bytes
 from tokamac.quant.shards import Shard, float_bytes, index_json, lay_out, type_name
 from tokamac.quant.source import Source
 
@@ -29,7 +30,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*
 class TensorPlan:
     """One tensor: its shape and type in the source, and what becomes of it.
 
-    bits, group_size: None where it stays unpacked. outputs: the arrays written for it. nbytes: theirs together.
+    packing: None where it stays unpacked. kept: it is packed so already, and is taken over as it is. outputs: the arrays written.
     """
 
     name: str
@@ -37,8 +38,8 @@ class TensorPlan:
     source_dtype: str
     source_bytes: int
     dtype: str
-    bits: int | None
-    group_size: int | None
+    packing: Packing | None
+    kept: bool
     outputs: tuple[Tensor, ...]
 
     @property
@@ -56,8 +57,8 @@ class TensorPlan:
 class Plan:
     """A whole conversion. Bytes throughout.
 
-    weight_bytes: the arrays written; output_bytes: the finished folder, every file of it, exactly.
-    peak_memory_bytes: an upper estimate of what MLX holds at once: the largest tensor, its copies and its packed form.
+    weight_bytes: the arrays written; output_bytes: the finished folder, exactly, but for the card and the record, whose figures are
+    not known yet. peak_memory_bytes: an upper estimate of what MLX holds at once (peak.py).
     config: of the converted model. notes: what a user should know.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     config: dict[str, Any]
     copies: tuple[Path, ...]
     source_bytes: int
+    peak_memory_bytes: int
     notes: tuple[str, ...]
 
     @property
@@ -86,13 +88,8 @@ class Plan:
         return 8 * self.weight_bytes / self.parameters
 
     @property
-    def peak_memory_bytes(self) -> int:
-        """Memory for the most expensive tensor: as read, as put together by mlx-lm, as cast, and packed."""
-        return max(_peak(tensor) for tensor in self.tensors)
-
-    @property
     def output_bytes(self) -> int:
-        """Bytes of every file of the finished folder."""
+        """Bytes of the files of the finished folder, but for the card and the record."""
         copied = sum(file.stat().st_size for file in self.copies)
         return sum(shard.file_bytes for shard in self.shards) + len(self.config_json) + len(self.index_json) + copied
 
@@ -107,12 +104,10 @@ class Plan:
         return index_json(self.shards, parameters=self.parameters)
 
 
-def make_plan(source: Source, options: Options) -> Plan:
-    """Return what converting ``source`` will do. Reads no weight."""
-    chosen = dict(_choices(source, options))
+def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
+    """Return what converting ``source`` will do with the packings that were chosen. Reads no weight."""
     tensors = tuple(_tensor(source, options, name, array, chosen) for name, array in source.weights.items())
     copies = sorted({file for pattern in COPIED for file in source.folder.glob(pattern) if file.is_file()})
-    notes = () if any(any(source.folder.glob(name)) for name in TOKENIZERS) else ("the source has no tokenizer files",)
     return Plan(
         source=source.folder,
         options=options,
@@ -121,57 +116,48 @@ def make_plan(source: Source, options: Options) -> Plan:
         config=_config(source.config, options, chosen),
         copies=tuple(copies),
         source_bytes=source.source_bytes,
-        notes=notes,
+        peak_memory_bytes=peak_bytes(source, options, chosen, tensors),
+        notes=tuple(_notes(source, chosen)),
     )
 
 
-Choice = dict[str, int] | None
-"""Bits and group size of a module that could be packed; None where it is not."""
+def _notes(source: Source, chosen: Choices) -> Iterator[str]:
+    yield from source.notes
+    if not any(any(source.folder.glob(name)) for name in TOKENIZERS):
+        yield "the source has no tokenizer files"
+    again = [
+        path for path, packed in source.packed.items() if (choice := chosen.get(path)) and choice != packed.packing
+    ]
+    if again:
+        yield f"{len(again)} layers were packed before and are packed again, so their errors add up: the original is better"
 
 
-def _choices(source: Source, options: Options) -> Iterator[tuple[str, Choice]]:
-    """Yield every module that could be packed, by path, with what is chosen for it.
-
-    A model may have rules of its own (mlx-lm's ``quant_predicate``: routers at 8 bits, say); they hold, as in mlx-lm.
-    """
-    modules = tree_flatten(source.module.leaf_modules(), is_leaf=nn.Module.is_module)
-    rule = getattr(source.module, "quant_predicate", None) or (lambda *_: True)
-    for path, module in modules:
-        weight = source.weights.get(f"{path}.weight")
-        if "to_quantized" not in dir(module) or weight is None or not mx.issubdtype(weight.dtype, mx.floating):
-            continue
-        asked = rule(path, module)
-        own = asked if isinstance(asked, dict) else {}
-        bits, group = int(own.get("bits", options.bits)), int(own.get("group_size", options.group_size))
-        tensor = Tensor(f"{path}.weight", "", tuple(weight.shape), 0)
-        if options.embed_bits is not None and part_of(tensor, source.config) in ("embedding", "head"):
-            bits = options.embed_bits
-        if weight.shape[-1] % group:
-            group = options.group_size
-        packs = bool(asked) and bits != UNQUANTIZED and weight.ndim >= 2 and weight.shape[-1] % group == 0
-        yield path, {"bits": bits, "group_size": group} if packs else None
-
-
-def _tensor(source: Source, options: Options, name: str, array: mx.array, chosen: dict[str, Choice]) -> TensorPlan:
+def _tensor(source: Source, options: Options, name: str, array: mx.array, chosen: Choices) -> TensorPlan:
     path, _, leaf = name.rpartition(".")
-    choice = chosen.get(path) if leaf == "weight" else None
-    shape, dtype = tuple(array.shape), type_name(array.dtype)
+    packing = chosen.get(path) if leaf == "weight" else None
     target = _target_type(source, options, name, array)
-    outputs: tuple[Tensor, ...]
-    if choice is None:
-        outputs = (Tensor(name, target, shape, array.size * float_bytes(target)),)
+    kept = packing is not None and path in source.packed and source.packed[path].packing == packing
+    if packing is None:
+        outputs: tuple[Tensor, ...] = (_described(name, target, tuple(array.shape)),)
     else:
-        rows, last = shape[:-1], shape[-1]
-        packed, groups = (*rows, last * choice["bits"] // 32), (*rows, last // choice["group_size"])
-        outputs = (
-            Tensor(name, "U32", packed, 4 * math.prod(packed)),
-            *(
-                Tensor(f"{path}.{n}", target, groups, math.prod(groups) * float_bytes(target))
-                for n in ("scales", "biases")
-            ),
-        )
-    bits, group = (choice["bits"], choice["group_size"]) if choice else (None, None)
-    return TensorPlan(name, shape, dtype, array.nbytes, target, bits, group, outputs)
+        outputs = tuple(_outputs(path, tuple(array.shape), packing, target))
+    source_bytes = sum(each.nbytes for each in source.packed[path].arrays) if kept else array.nbytes
+    return TensorPlan(name, tuple(array.shape), type_name(array.dtype), source_bytes, target, packing, kept, outputs)
+
+
+def _outputs(path: str, shape: tuple[int, ...], packing: Packing, target: str) -> Iterator[Tensor]:
+    """Yield the arrays that ``mx.quantize`` makes of a weight: asked of MLX itself, which computes nothing for it."""
+    of_type = mx.broadcast_to(mx.zeros((), _DTYPES[target]), shape)
+    arrays = mx.quantize(of_type, **asdict(packing))
+    for leaf, made in zip(("weight", "scales", "biases"), arrays, strict=False):  # microscaling modes have no biases
+        yield _described(f"{path}.{leaf}", type_name(made.dtype), tuple(made.shape))
+
+
+def _described(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(name, dtype, shape, math.prod(shape) * float_bytes(dtype))
+
+
+_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 def _target_type(source: Source, options: Options, name: str, array: mx.array) -> str:
@@ -181,21 +167,25 @@ def _target_type(source: Source, options: Options, name: str, array: mx.array) -
     return type_name(getattr(mx, options.dtype)) if casts and options.dtype else type_name(array.dtype)
 
 
-def _config(config: dict[str, Any], options: Options, chosen: dict[str, Choice]) -> dict[str, Any]:
+def _config(config: dict[str, Any], options: Options, chosen: Choices) -> dict[str, Any]:
     """Return the converted model's config, in the form mlx-lm reads: one default, and an entry for every module that differs."""
-    default = {"group_size": options.group_size, "bits": options.bits}
-    quantization: dict[str, Any] = {**default, "mode": "affine"}
-    for path, choice in chosen.items():
-        if choice != default:
-            quantization[path] = {**choice, "mode": "affine"} if choice else False
-    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map", "model_file")}
+    left_out = ("_name_or_path", "auto_map", "model_file", "quantization", "quantization_config")
+    kept = {key: value for key, value in config.items() if key not in left_out}
     types = {"dtype": options.dtype, "torch_dtype": options.dtype} if options.dtype else {}
+    if not any(chosen.values()):
+        return {**kept, **types}
+    default = _default(options, chosen)
+    quantization: dict[str, Any] = asdict(default)
+    for path, packing in chosen.items():
+        if packing != default:
+            quantization[path] = asdict(packing) if packing else False
     return {**kept, **types, "quantization": quantization, "quantization_config": quantization}
 
 
-def _peak(tensor: TensorPlan) -> int:
-    cast = tensor.parameters * float_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
-    return 2 * tensor.source_bytes + cast + tensor.parameters + tensor.nbytes
+def _default(options: Options, chosen: Choices) -> Packing:
+    """Return the packing that stands for every module without an entry: the one asked for, else the most frequent."""
+    asked, used = Packing(options.packed_bits, options.group, options.mode), [each for each in chosen.values() if each]
+    return asked if asked in used else max(used, key=used.count)
 
 
 def _tagged(value: Any) -> Any:

@@ -6,20 +6,22 @@ header says. Nothing is held back: memory stays that of one tensor, and the size
     8 bytes: length of the header │ header: JSON, padded to a multiple of 8 │ the arrays, without gaps
 """
 
+import itertools
 import json
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
+import xxhash
 
 from tokamac.engine.errors import ConversionError
 from tokamac.engine.limits.cost import Tensor
+from tokamac.quant.files import append
 
 SHARD_BYTES = 1_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -70,6 +72,13 @@ class Shard:
         return struct.pack("<Q", len(text)) + text
 
     @property
+    def ends(self) -> dict[str, int]:
+        """By array, the bytes of the file up to and with it."""
+        sizes = itertools.accumulate((tensor.nbytes for tensor in self.tensors), initial=len(self.header))
+        next(sizes)
+        return dict(zip((tensor.name for tensor in self.tensors), sizes, strict=True))
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
@@ -108,48 +117,73 @@ def index_json(shards: Sequence[Shard], *, parameters: int) -> bytes:
     return (json.dumps(index, indent=4) + "\n").encode()
 
 
-class Writer:
-    """Appends arrays to the shards of a folder, in the order they were laid out; a file is on disk when its last array is."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes appended to a shard: those up to ``end`` since the extent before, or the shard's beginning.
 
-    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
+    checksum: XXH3, 128 bits. complete: the shard ends with them, and is on the disk.
+    """
+
+    shard: str
+    end: int
+    checksum: str
+    complete: bool
+
+
+class Writer:
+    """Appends arrays to the shards of a folder, in the order they were laid out.
+
+    written: how many of the arrays are there already, at the ends of files that hold nothing else.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], written: int = 0) -> None:
         self._folder = folder
-        self._pending = [(shard, tensor) for shard in shards for tensor in shard.tensors][::-1]
+        self._pending = [(shard, tensor) for shard in shards for tensor in shard.tensors][written:][::-1]
         self._shard: Shard | None = None
-        self._file: Any = None
+        self._file: int | None = None
+        self._hash = xxhash.xxh3_128()
 
     def append(self, name: str, array: mx.array) -> None:
-        """Write the next array. It must be the one the layout says, with that type and shape."""
+        """Write the next array. It must be the one the layout says, with that type and shape. Raises OSError."""
         shard, tensor = self._pending.pop()
         if (name, type_name(array.dtype), tuple(array.shape)) != (tensor.name, tensor.dtype, tensor.shape):
             raise ConversionError(
                 f"{name} came out as {array.dtype} {array.shape} where {tensor} was planned",
                 "This is a bug: please report it.",
             )
-        if shard is not self._shard:
-            self._finish()
-            self._shard, self._file = shard, (self._folder / shard.name).open("wb")
-            self._file.write(shard.header)
         # Bytes, because NumPy has no bfloat16; a view of the array, not a copy.
-        self._file.write(np.asarray(mx.contiguous(array).reshape(-1).view(mx.uint8)).data)
+        append(self._opened(shard), np.asarray(mx.contiguous(array).reshape(-1).view(mx.uint8)).data, self._hash.update)
 
-    def _finish(self) -> None:
+    def mark(self) -> Extent:
+        """Return where what was appended since the last call lies; a shard that ends with it is on the disk from now on.
+
+        Arrays between two calls must lie in one shard.
+        """
+        if self._file is None or self._shard is None:
+            raise ValueError("nothing was appended")
+        complete = not self._pending or self._pending[-1][0] is not self._shard
+        extent = Extent(self._shard.name, os.fstat(self._file).st_size, self._hash.hexdigest(), complete)
+        self._hash.reset()
+        if complete:
+            os.fsync(self._file)
+            self._close()
+        return extent
+
+    def _opened(self, shard: Shard) -> int:
         if self._file is None:
-            return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+            self._shard = shard
+            self._file = os.open(self._folder / shard.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            if not os.fstat(self._file).st_size:
+                append(self._file, shard.header, self._hash.update)
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
             self._file = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._finish()
-        elif self._file is not None:
-            # What is still buffered may not fit the disk either: the folder is thrown away, so let it go.
-            self._file.raw.close()
+    def __exit__(self, *_: object) -> None:
+        self._close()

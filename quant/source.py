@@ -3,36 +3,38 @@
 MLX arrays are lazy: what ``mx.load`` and a model's ``sanitize`` return is a recipe. Evaluating one tensor reads that tensor.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 
-from tokamac.engine.config import check_config, model_classes, read_config
-from tokamac.engine.errors import (
-    ConversionError,
-    ModelDamagedError,
-    ModelError,
-    ModelUnsupportedError,
-)
-from tokamac.engine.model import BUILD_ERRORS
-from tokamac.engine.shards import find_shards
+from tokamac.engine.config import read_config
+from tokamac.engine.shards import check_places, find_shards
+from tokamac.quant.checkpoint import Checkpoint, float_config, packer, read_checkpoint
+from tokamac.quant.packed import Packed
 
-AGAIN = "Download the model again."
+__all__ = ["Packed", "Source", "fresh", "locate", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model before conversion. ``weights``: lazy arrays in the module's own order; an entry is popped when it is converted."""
+    """A model before conversion.
+
+    config: as if nothing were packed. module: mlx-lm's, unpacked; it never gets the weights, and only tells shapes and rules.
+    weights: lazy arrays in the module's own order, what was packed seen unpacked; an entry is popped when it is converted.
+    packed: by module path, what the source packed. notes: what a user should know about it.
+    """
 
     folder: Path
     config: dict[str, Any]
     module: nn.Module
     weights: dict[str, mx.array]
+    packed: dict[str, Packed]
     source_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 def locate(source: str | Path) -> Path:
@@ -48,56 +50,34 @@ def locate(source: str | Path) -> Path:
 def open_source(folder: Path) -> Source:
     """Return the model in ``folder``, checked without reading a weight.
 
-    Raises ModelError for what is missing, cut off, pickled or of an unknown kind; ConversionError for what is packed already.
+    It may be in floats, packed by MLX, or packed by anything that mlx-lm reads.
+    Raises ModelError for what is missing, cut off, pickled or of an unknown kind; ConversionError for weights packed in a way that
+    mlx-lm does not read.
     """
     config = read_config(folder)
-    _refuse_packed(folder, config)
     shards = find_shards(folder)
-    model_class, arguments_class = model_classes(config)
-    check_config(config, arguments_class)
-    try:
-        module = model_class(arguments_class.from_dict(config))
-        loaded: dict[str, mx.array] = {}
-        for shard in shards:
-            loaded.update(cast(dict[str, mx.array], mx.load(str(shard))))
-        weights = module.sanitize(loaded) if "sanitize" in dir(module) else loaded
-    except ModelError:
-        raise
-    except ImportError as error:
-        raise ModelUnsupportedError(
-            f"{folder} needs a package that is not installed: {error}", "Use another model."
-        ) from error
-    except BUILD_ERRORS as error:
-        raise _unfit(folder, config, " ".join(str(error).split())[:240]) from error
-    _check_names(folder, config, module, weights)
-    ordered = {name: weights[name] for name, _ in tree_flatten(module.parameters())}
-    return Source(folder, config, module, ordered, sum(shard.stat().st_size for shard in shards))
+    check_places(folder, shards)
+    read = read_checkpoint(folder, config)
+    # Read anew where something is packed: if both shared arrays, unpacking one weight after the other would keep all their words.
+    weights = read_checkpoint(folder, config).weights if read.packed else read.weights
+    notes = tuple(_notes(folder, config, read))
+    source_bytes = sum(shard.stat().st_size for shard in shards)
+    return Source(folder, _converted(config, read.module), read.module, weights, read.packed, source_bytes, notes)
 
 
-def _refuse_packed(folder: Path, config: dict[str, Any]) -> None:
-    text = config.get("text_config")
-    places = (config, text if isinstance(text, dict) else {})
-    found = [place[key] for place in places for key in ("quantization", "quantization_config") if place.get(key)]
-    if not found and not (folder / "hf_quant_config.json").is_file():
-        return
-    settings = found[0] if found and isinstance(found[0], dict) else {}
-    what = settings.get("quant_method") or (f"{settings['bits']} bits" if "bits" in settings else "its config says so")
-    raise ConversionError(
-        f"{folder} is already quantized ({what})",
-        "Convert the original model; this one can be used as it is if MLX reads it.",
-    )
+def fresh(source: Source) -> dict[str, mx.array]:
+    """Return the weights of ``source`` anew, lazy floats by name: all of them, whatever was popped. Reads headers only."""
+    return read_checkpoint(source.folder, read_config(source.folder)).weights
 
 
-def _check_names(folder: Path, config: dict[str, Any], module: nn.Module, weights: dict[str, mx.array]) -> None:
-    wanted = dict(tree_flatten(module.parameters()))
-    if missing := [name for name in wanted if name not in weights]:
-        raise _unfit(folder, config, f"{len(missing)} weights are missing, {missing[0]} first")
-    if unknown := [name for name in weights if name not in wanted]:
-        raise _unfit(folder, config, f"{len(unknown)} weights have no place in it, {unknown[0]} first")
-    for name, array in wanted.items():
-        if array.shape != weights[name].shape:
-            raise _unfit(folder, config, f"{name} has the shape {weights[name].shape} instead of {array.shape}")
+def _converted(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return the config without what only packed weights or a vision part need; mlx-lm keeps the latter for a module that sees."""
+    sees = "vision_tower" in module.get("model", {})
+    return {key: value for key, value in float_config(config).items() if sees or key != "vision_config"}
 
 
-def _unfit(folder: Path, config: dict[str, Any], reason: str) -> ModelDamagedError:
-    return ModelDamagedError(f"{folder} does not hold a whole {config.get('model_type')} model: {reason}", AGAIN)
+def _notes(folder: Path, config: dict[str, Any], read: Checkpoint) -> Iterator[str]:
+    if (method := packer(folder, config)) not in (None, "bitnet") and not read.packed:
+        yield f"the config says that the source was packed by {method}: converting the original loses less"
+    if config.get("quantize_activations"):
+        yield "the source also quantizes activations; the converted model does not"

@@ -47,3 +47,4 @@ def settled_memory() -> None:
 def own_prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test stored must not be found by the next."""
     monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "prompt cache"))
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))

@@ -1,109 +1,163 @@
-"""``tokamac convert``: a Hugging Face model folder in, a quantized MLX folder out."""
+"""``tokamac convert``: a Hugging Face or MLX model folder in, a quantized MLX folder out."""
 
 import argparse
-import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
+from tokamac.app.commands.convert_progress import Shown
 from tokamac.app.options import Parser
-from tokamac.app.output import Progress, json_line, note
-from tokamac.app.tui.units import seconds, size
-from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, Options
+from tokamac.app.output import json_line, note
+from tokamac.engine.errors import OptionError
+from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, UNQUANTIZED, Options
+
+if TYPE_CHECKING:
+    from tokamac.quant import Conversion
+
+SHIPPED = "shipped"
+
+ASKED = (
+    "bits", "group_size", "mode", "method", "recipe", "target_bpw", "calibration", "dtype", "embed_bits", "dequantize", "verify",
+)  # fmt: skip
+"""Flags that are options of a conversion, as ``Options`` names them."""
+
+_EXAMPLES = """\
+  tokamac convert Qwen/Qwen3-4B-Instruct-2507
+  tokamac convert ~/models/mine -o mine-8bit --bits 8 --dry-run
+  tokamac convert ~/models/mine --target-bpw 4.5
+  tokamac convert ~/models/mine --method gptq --calibration=notes.txt
+  tokamac convert ~/models/mine-4bit --dequantize --dtype bfloat16"""
 
 
 def parser() -> Parser:
     """Return what the command takes."""
     made = Parser(
         "convert",
-        "Convert a Hugging Face model to a quantized MLX folder, tensor by tensor. The result also loads in mlx_lm.",
-        "  tokamac convert Qwen/Qwen3-4B-Instruct-2507\n  tokamac convert ~/models/mine -o mine-8bit --bits 8 --dry-run",
+        "Convert a Hugging Face or MLX model to a quantized MLX folder, tensor by tensor, and compare the two at the end. The "
+        "folder appears whole or not at all; after an interruption the same command goes on. It also loads in mlx_lm.",
+        _EXAMPLES,
     )
     made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face id (downloaded first)")
     made.add_argument(
         "-o", "--output", metavar="DIR", help="the new folder (default: here, named after source and bits)"
     )
-    made.add_argument("--bits", type=int, choices=BITS, default=4, help="bits of a weight (4)")
-    made.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=64, help="weights that share a scale (64)")
-    made.add_argument("--dtype", choices=DTYPES, help="of what is not packed (default: as in the source)")
-    made.add_argument(
+    _add_packing(made)
+    _add_finding(made)
+    run = made.add_argument_group("the run")
+    run.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    run.add_argument(
         "--overwrite", action="store_true", help="replace a model folder of that name, once the new one is whole"
     )
-    made.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    made.add_argument("--json", action="store_true", help="progress and result as JSON lines")
+    run.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="don't compare the result with its source"
+    )
+    run.add_argument("--json", action="store_true", help="progress and result as JSON lines")
     return made
+
+
+def _add_packing(made: Parser) -> None:
+    group = made.add_argument_group("how weights are packed")
+    group.add_argument("--bits", type=int, choices=BITS, help="bits of a weight (4)")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
+    group.add_argument(
+        "--mode", choices=MODES, default="affine", help="affine groups, or a microscaling format (affine)"
+    )
+    group.add_argument("--recipe", metavar="NAME", help="a rule that gives some tensors more bits, such as mixed_4_6")
+    group.add_argument(
+        "--target-bpw", type=float, metavar="X", help="bits per weight of the whole, spent where they help most"
+    )
+    group.add_argument(
+        "--embed-bits", type=int, choices=(*BITS, UNQUANTIZED), help="for the embedding and the head; 16 is not packed"
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPES, help="of what is not packed, and of scales (default: as in the source)"
+    )
+    group.add_argument("--dequantize", action="store_true", help="unpack what is packed, and pack nothing")
+
+
+def _add_finding(made: Parser) -> None:
+    group = made.add_argument_group("how the packed values are found")
+    group.add_argument("--method", choices=METHODS, help="search; for microscaling formats round")
+    group.add_argument(
+        "--calibration",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="a text to look at; without FILE the one that comes with tokamac (put it last, or write --calibration=FILE)",
+    )
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Convert, or say what would be done; return the exit status."""
     if not options.source.strip() or options.output == "":
         parser.error("SOURCE and -o must not be empty")
-    from tokamac.engine import hub
+    asked = asked_of(parser, options)
     from tokamac.quant.conversion import default_target
 
-    packing = Options(options.bits, options.group_size, options.dtype)
-    target = Path(options.output).expanduser() if options.output else default_target(options.source, packing)
+    target = Path(options.output).expanduser() if options.output else default_target(options.source, Options(**asked))
+    shown = Shown(json=options.json)
     if options.dry_run:
-        return _plan(loading.on_disk(options.source), target, options)
-    return _convert(loading.fetch(options.source, hub.resolve), target, options)
+        return _plan(loading.on_disk(options.source), target, options, asked, shown)
+    return _convert(shown.fetch(options.source), target, options, asked, shown)
 
 
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    return {"bits": options.bits, "group_size": options.group_size, "dtype": options.dtype}
+def asked_of(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what Options takes; end with exit status 2 where the flags contradict each other."""
+    asked = {name: getattr(options, name) for name in ASKED}
+    if asked["calibration"] is not None:
+        asked["calibration"] = SHIPPED if asked["calibration"] is True else Path(asked["calibration"]).expanduser()
+    try:
+        Options(**asked)
+    except OptionError as error:
+        parser.error(error.one_line().rstrip("."))
+    return asked
 
 
-def _plan(folder: Path, target: Path, options: argparse.Namespace) -> int:
+def _plan(folder: Path, target: Path, options: argparse.Namespace, asked: dict[str, Any], shown: Shown) -> int:
+    from tokamac.app.commands import convert_plan
     from tokamac.quant import convert
+    from tokamac.quant.pace import conversion_s
 
-    plan = convert(folder, target, dry_run=True, **_arguments(options))
-    packed = sum(tensor.bits is not None for tensor in plan.tensors)
+    try:
+        plan = convert(folder, target, dry_run=True, progress=shown.tell, **asked)
+    finally:
+        shown.clear()
+    seconds = conversion_s(plan)
+    disk = convert_plan.disk_for(target, plan)
     if options.json:
-        facts = {
-            name: getattr(plan, name) for name in ("weight_bytes", "bits_per_weight", "source_bytes", "output_bytes")
-        }
-        peak = plan.peak_memory_bytes
-        json_line(
-            {"event": "plan", "path": str(target), **facts, "seconds": None, "peak_memory_bytes": peak, "quality": None}
-        )
+        json_line(convert_plan.to_json(plan, target, disk, seconds))
         return 0
-    print(f"{folder} → {target}  (nothing is written)")
-    print(
-        f"size       {size(plan.source_bytes)} → {size(plan.output_bytes)}, {plan.bits_per_weight:.2f} bits per weight"
-    )
-    print(f"tensors    {len(plan.tensors)}, of which {packed} at {options.bits} bits in groups of {options.group_size}")
-    print(f"memory     {size(plan.peak_memory_bytes)} at most")
+    print(convert_plan.report(plan, target, disk, seconds))
     for text in plan.notes:
         note(f"note: {text}")
     return 0
 
 
-def _convert(folder: Path, target: Path, options: argparse.Namespace) -> int:
-    from tokamac.quant import TensorDone, convert
-
-    bar = Progress("converting", plain=not options.json)
-
-    def tell(step: TensorDone) -> None:
-        bar.update(step.done_bytes, step.total_bytes, step.name)
-        if options.json:
-            json_line({"event": "tensor", "name": step.name, "done": step.done, "total": step.total})
+def _convert(folder: Path, target: Path, options: argparse.Namespace, asked: dict[str, Any], shown: Shown) -> int:
+    from tokamac.quant import convert
 
     try:
-        report = convert(folder, target, overwrite=options.overwrite, progress=tell, **_arguments(options))
+        report = convert(folder, target, overwrite=options.overwrite, progress=shown.tell, **asked)
+    except KeyboardInterrupt:
+        shown.clear()
+        note("tokamac: interrupted. The same command goes on from here.")
+        raise
     finally:
-        bar.clear()
-    for text in report.notes:
-        note(f"note: {text}")
-    if options.json:
-        result = {name: value for name, value in report.to_json().items() if name != "notes"}
-        json_line({"event": "converted", **result})
-        return 0
-    sizes = f"{size(report.weight_bytes)} (from {size(report.source_bytes)})"
-    print(f"{report.path}: {sizes}, {report.bits_per_weight:.2f} bits per weight")
-    print(f"took {seconds(report.seconds)} and {size(report.peak_memory_bytes)} of memory at most")
-    print(f"next: tokamac chat {shlex.quote(_as_folder(report.path))}")
+        shown.clear()
+    _tell(folder, report, options)
     return 0
 
 
-def _as_folder(path: str) -> str:
-    """Return a path that can't be taken for a Hugging Face id or a flag."""
-    return path if path.startswith(("/", ".", "~")) else f"./{path}"
+def _tell(folder: Path, report: "Conversion", options: argparse.Namespace) -> None:
+    from tokamac.app.commands import convert_report
+
+    for text in report.notes:
+        note(f"note: {text}")
+    for text in () if report.quality is None else report.quality.concerns:
+        note(f"warning: {text}")
+    speeds = convert_report.speeds_of(folder, Path(report.path))
+    if options.json:
+        json_line(convert_report.speeds_json(speeds))
+        json_line(convert_report.to_json(report))
+        return
+    print(convert_report.summary(report, speeds))

@@ -98,7 +98,7 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "Case":
 
 def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
-    everything = {**found.to_json(), "model": options.model}
+    everything = {**found.to_json(), "model": options.model, "quality": _quality(subject)}
     if not (options.table or options.chips):
         return {key: everything[key] for key in _FIELDS}
     if options.table:
@@ -106,6 +106,14 @@ def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") 
     if options.chips:
         everything["chips"] = [_row(each) for each in _chips(options, subject, found)]
     return everything
+
+
+def _quality(subject: "Subject") -> dict[str, Any] | None:
+    """Return what was recorded of the model's quality when it was converted; None where nothing can be said."""
+    from tokamac.quant.recorded import read_recorded
+
+    recorded = None if subject.folder is None else read_recorded(subject.folder)
+    return None if recorded is None or isinstance(recorded, str) else recorded.to_json()
 
 
 def _row(found: "Outcome") -> dict[str, Any]:
@@ -132,7 +140,8 @@ def _row(found: "Outcome") -> dict[str, Any]:
 def _print(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> None:
     from tokamac.app.commands import inspect_report as reports
 
-    print(reports.report(found))
+    as_it_is = subject.folder if found.case.bits is None else None
+    print(reports.report(found, reports.quality(as_it_is)))
     planned = found.kv_table
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
         print(f"\n{reports.kv_report(planned, found.context)}")

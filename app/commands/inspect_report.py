@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tokamac.app.fidelity import sentence
 from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import UNKNOWN, bandwidth, rate, seconds, short, size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tokamac.engine.limits.hardware import Chip
     from tokamac.engine.limits.inspect import Inspection
     from tokamac.engine.limits.kv_table import KVRow, KVTable
@@ -29,12 +32,25 @@ KNOWN = {
 }
 
 
-def report(found: "Inspection") -> str:
-    """Return what is known of a model, and of one case of it, as text."""
+def report(found: "Inspection", recorded: str | None = None) -> str:
+    """Return what is known of a model, and of one case of it, as text. recorded: of its quality; None leaves that out."""
     parts = [[part.part, short(part.parameters), size(part.bytes), bits(part.bits_per_weight)] for part in found.parts]
     whole = ["all", short(found.parameters), size(found.weight_bytes), bits(found.bits_per_weight)]
     counted = table([["part", "weights", "bytes", "bits"], *parts, whole], right=(1, 2, 3))
-    return "\n\n".join([_title(found), counted, table(_figures(found))])
+    figures = [*_figures(found), *([] if recorded is None else [["quality", recorded]])]
+    return "\n\n".join([_title(found), counted, table(figures)])
+
+
+def quality(folder: "Path | None") -> str | None:
+    """Return how close a converted model was to its source when it was made, or why that is unknown; None for no folder."""
+    from tokamac.quant.recorded import read_recorded
+
+    if folder is None:
+        return None
+    found = read_recorded(folder)
+    if isinstance(found, str):
+        return f"{UNKNOWN}: {found}"
+    return sanitise_line(" ".join([sentence(found.quality, found.relative_error), *found.concerns]))
 
 
 def kv_report(planned: "KVTable", context: int) -> str:

@@ -15,7 +15,24 @@ from tempfile import TemporaryDirectory
 from tests.benchmarks.report import Section
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("limits", "peak", "decode", "live_cost", "peer", "screen", "start", "turns", "prompt_cache", "kv", "flat")
+SECTIONS = (
+    "limits",
+    "peak",
+    "decode",
+    "live_cost",
+    "peer",
+    "screen",
+    "chat_screen",
+    "chat_use",
+    "start",
+    "turns",
+    "prompt_cache",
+    "kv",
+    "flat",
+    "store",
+    "search",
+    "convert",
+)
 
 
 def main() -> int:

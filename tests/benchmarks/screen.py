@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
-from tests.benchmarks import long_child
 from tests.benchmarks.plan import BenchError, Plan
 from tests.benchmarks.report import Section, at_least, at_most, plain
+from tests.benchmarks.screen_app import ENGINES
 from tests.benchmarks.stats import alternate, ratios, series
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
@@ -30,7 +30,9 @@ def measure(plan: Plan) -> Section:
     """Decode a reply with the chat's screen on and without one, in turn."""
     new = plan.count(480, 48)
     on, off = alternate(
-        plan.many_rounds, lambda _: with_screen(plan.model, new), lambda _: without_screen(plan.model, new)
+        plan.many_rounds,
+        lambda _: with_screen("long", plan.model, new),
+        lambda _: without_screen("long", plan.model, new),
     )
     if any(metrics.generated_tokens != new for metrics in on + off):
         raise BenchError(f"not every reply has {new} tokens")
@@ -56,11 +58,11 @@ def measure(plan: Plan) -> Section:
     return Section("Decode with the chat's screen on", rows, how)
 
 
-def with_screen(model: str, tokens: int) -> Metrics:
-    """Ask in the chat; return the metrics its engine sent."""
+def with_screen(engine: str, model: str, tokens: int) -> Metrics:
+    """Ask in the chat, whose engine's process is one of ENGINES, for at most so many tokens; return the metrics it sent."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "tests.benchmarks.screen_app", model, str(tokens), name]
+        command = [sys.executable, "-m", "tests.benchmarks.screen_app", engine, model, str(tokens), name]
         with Terminal(command, os.environ) as terminal:
             terminal.wait_for(PROMPT_SHOWN, 30)
             terminal.press(QUESTION)
@@ -69,18 +71,18 @@ def with_screen(model: str, tokens: int) -> Metrics:
             return _noted(folder / "replies", terminal)
 
 
-def without_screen(model: str, tokens: int) -> Metrics:
-    """Ask the engine's process; return the metrics it sent."""
+def without_screen(engine: str, model: str, tokens: int) -> Metrics:
+    """Ask the engine's process alone; return the metrics it sent."""
     said: queue.SimpleQueue[BackendEvent] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory() as name:
-        engine = EngineProcess(long_child.COMMAND, Path(name) / "engine.log", said.put)
+        process = EngineProcess(ENGINES[engine], Path(name) / "engine.log", said.put)
         try:
-            engine.send(Load(model))
+            process.send(Load(model))
             _next(said, Loaded)
-            engine.send(Send(1, messages("", [Turn(QUESTION)]), Sampling(temperature=0, max_tokens=tokens)))
+            process.send(Send(1, messages("", [Turn(QUESTION)]), Sampling(temperature=0, max_tokens=tokens)))
             return _next(said, Done).metrics
         finally:
-            engine.close()
+            process.close()
 
 
 def _next(said: "queue.SimpleQueue[BackendEvent]", kind: type[T]) -> T:

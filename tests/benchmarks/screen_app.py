@@ -1,20 +1,24 @@
-"""The real chat, whose engine's process is long_child, and which notes how replies ended: run by screen.py in a pseudo-terminal.
+"""The real chat, which notes how replies ended: run by screen.py in a pseudo-terminal.
 
-python -m tests.benchmarks.screen_app MODEL TOKENS FOLDER writes FOLDER/replies, one line of the wire's protocol a reply.
+python -m tests.benchmarks.screen_app ENGINE MODEL TOKENS FOLDER writes FOLDER/replies, one line of the wire's protocol a reply.
+ENGINE is the engine's process, a name in ENGINES.
 """
 
 import sys
 from pathlib import Path
 
 from tests.benchmarks import long_child
-from tokamac.app.backend.client import Died
+from tokamac.app.backend.client import Died, child_command
 from tokamac.app.backend.wire import Done, Failed, encode
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.run import ChatOptions, build
 from tokamac.engine.options import Sampling
 
+ENGINES = {"long": long_child.COMMAND, "scripted": child_command(scripted=True)}
+"""A model that recites, and an engine without one, whose model is a scenario."""
 
-def main(model: str, tokens: int, folder: Path) -> int:
+
+def main(engine: str, model: str, tokens: int, folder: Path) -> int:
     """Run until Ctrl+Q."""
     app, bridge = build(
         ChatOptions(
@@ -22,9 +26,10 @@ def main(model: str, tokens: int, folder: Path) -> int:
             sampling=Sampling(temperature=0, max_tokens=tokens),
             settings_path=folder / "settings.toml",
             log_path=folder / "engine.log",
+            store_path=folder / "chats" / "chats.db",
         )
     )
-    bridge._command = long_child.COMMAND
+    bridge._command = ENGINES[engine]
     post = bridge.post
 
     def noting(said: EngineSaid) -> object:
@@ -44,4 +49,4 @@ def main(model: str, tokens: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))

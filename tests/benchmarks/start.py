@@ -62,10 +62,14 @@ def imports(command: Sequence[str]) -> set[str]:
 
 def first_paint_s(command: Sequence[str], model: str) -> float:
     """Open the chat in a home of its own; return the seconds until the prompt had been drawn."""
-    with tempfile.TemporaryDirectory() as home:
-        folders = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"), home)
-        with Terminal([*command, "chat", model], os.environ | folders) as terminal:
-            return terminal.wait_for(PROMPT_SHOWN, 30)
+    with tempfile.TemporaryDirectory() as home, Terminal([*command, "chat", model], at_home(Path(home))) as terminal:
+        return terminal.wait_for(PROMPT_SHOWN, 30)
+
+
+def at_home(home: Path) -> dict[str, str]:
+    """Return the environment of a program whose user's folders are all below ``home``, the chats in ``home/chats``."""
+    folders = ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TOKAMAC_DATA_DIR")
+    return os.environ | dict.fromkeys(folders, str(home))
 
 
 def _version_s(command: Sequence[str]) -> float:

@@ -54,9 +54,22 @@ class Terminal:
                     )
             return self._at - self.began
 
+    def answers(self, keys: str, text: str, timeout_s: float) -> float:
+        """Press keys; return the seconds until ``text`` was written that was not written before them. Raises TimeoutError."""
+        with self._news:
+            self._shown = b""
+        pressed = time.perf_counter()
+        self.press(keys)
+        return self.wait_for(text, timeout_s) - (pressed - self.began)
+
     def press(self, keys: str) -> None:
         """Press keys, all at once."""
         os.write(self._ours, keys.encode())
+
+    @property
+    def pid(self) -> int:
+        """The program's process."""
+        return self._process.pid
 
     @property
     def running(self) -> bool:

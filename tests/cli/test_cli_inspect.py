@@ -156,8 +156,8 @@ def test_suggestions_for_people(tokamac: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("list", "--json"), "list takes no flags"),
-        (("pull", "org/name", "--memory", "8"), "pull takes no flags"),
+        (("pull", "org/name", "--memory", "8"), "pull takes no flags of suggest"),
+        (("pull", "org/name", "--unfinished"), "pull takes no --unfinished"),
         (("suggest", "org/name"), "suggest takes no ID"),
         (("suggest", "--memory", "8"), "without --chip"),
         (("suggest", "--chip", "M3 Max"), "30 or 40"),

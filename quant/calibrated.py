@@ -1,0 +1,129 @@
+"""What GPTQ and AWQ share: what they can't do, how mlx-lm's code is run, and the way back into a Source.
+
+mlx-lm runs a whole model with all its weights in memory. Here its code gets one layer or block at a time, so that a model is
+calibrated in little more memory than it is converted in.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from tokamac.engine.device import device_kind
+from tokamac.engine.errors import ConversionError, OptionError, TokamacError
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.cost import text_config
+from tokamac.quant.calibration import LENGTH
+from tokamac.quant.options import Options
+from tokamac.quant.packed import Packed
+from tokamac.quant.report import StageDone
+from tokamac.quant.source import Source
+
+Progress = Callable[[StageDone], None]
+
+FLOAT_BYTES = 4
+"""Of a value while a calibrated method works: float32. GPTQ sums squares over all tokens, which half precision can't hold, and
+MLX's CPU backend runs half precision slowly."""
+
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+"""What mlx-lm's code raises for a model that it did not expect."""
+
+
+def check_plain(method: str, options: Options) -> None:
+    """Raise OptionError where ``options`` ask for what neither method can do."""
+    if options.mode != "affine":
+        raise OptionError(f"{method} packs affine groups, not {options.mode}", "Use --method round, or --mode affine.")
+    if options.recipe is not None or options.target_bpw is not None:
+        asked = "a recipe" if options.recipe is not None else "a target for bits per weight"
+        raise OptionError(f"{method} packs everything alike, and {asked} does not", "Use --method search.")
+
+
+def uniform(options: Options) -> Packing:
+    """Return the packing that a calibrated method gives to all it packs."""
+    return Packing(options.packed_bits, options.group, "affine")
+
+
+def attention_bytes(config: Mapping[str, Any], sequences: int) -> int:
+    """Return the memory of attention's scores, before the softmax and after. A GPU's fused kernel holds none."""
+    heads = int(text_config(config).get("num_attention_heads") or 0) if device_kind() == "cpu" else 0
+    return FLOAT_BYTES * 2 * sequences * heads * LENGTH**2
+
+
+def layer_paths(module: Any) -> list[str]:
+    """Return the paths of a model's layers (transformer blocks), in the order in which they run."""
+    paths = {id(part): path for path, part in module.named_modules()}
+    return [paths[id(layer)] for layer in module.layers]
+
+
+def leaves(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules that hold no others, with their paths."""
+    found: list[tuple[str, Any]] = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
+    return found
+
+
+def working(name: str, weight: mx.array) -> mx.array:
+    """Return a weight in float32, evaluated. Raises ConversionError where it is not finite: the effect would spread."""
+    cast = weight.astype(mx.float32)
+    check_finite(name, cast)
+    return cast
+
+
+def check_finite(name: str, *arrays: mx.array) -> None:
+    """Raise ConversionError, naming the tensor, unless all values are finite numbers."""
+    if not all(bool(mx.all(mx.isfinite(array)).item()) for array in arrays):
+        raise ConversionError(f"{name} holds values that are not finite numbers", "Use --method search.")
+
+
+def packed_layer(layer: Any, path: str, packing: Packing, dtype: mx.Dtype) -> Packed:
+    """Return what an MLX layer packed by a method holds, its scales and biases in ``dtype``. Raises ConversionError."""
+    arrays = (layer.weight, layer.scales.astype(dtype), layer.biases.astype(dtype))
+    check_finite(f"{path}.weight", *arrays[1:])
+    mx.eval(*arrays)
+    return Packed(packing, arrays)
+
+
+def taken_over(source: Source, packed: dict[str, Packed], changed: dict[str, mx.array]) -> Source:
+    """Return ``source`` with what a method ``packed``, seen unpacked in ``weights``, and the parameters that it ``changed``."""
+    seen = {f"{path}.weight": _seen(each) for path, each in packed.items()}
+    return replace(source, weights={**source.weights, **seen, **changed}, packed={**source.packed, **packed})
+
+
+@contextmanager
+def running(method: str, module: ModuleType, **standing_in: object) -> Iterator[None]:
+    """Run mlx-lm's ``module`` with other things under some of its names; what fails in it is a ConversionError.
+
+    They are put back at the end. A conversion is the only user of these modules in its process.
+    """
+    before = {name: module.__dict__[name] for name in standing_in}
+    module.__dict__.update(standing_in)
+    try:
+        yield
+    except TokamacError:  # ours, on the way through: an OptionError is a ValueError too
+        raise
+    except FAILURES as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConversionError(f"{method} fails on this model: {reason}", "Use --method search.") from error
+    finally:
+        module.__dict__.update(before)
+
+
+class Silent:
+    """Stands in for mlx-lm's tqdm: writes nothing to the terminal."""
+
+    def __call__(self, items: Iterable[Any], **_: object) -> Iterable[Any]:
+        """Return ``items``: no bar is drawn."""
+        return items
+
+    def write(self, message: str) -> None:
+        """Drop what mlx-lm has to say of a block: a conversion measures its result itself."""
+
+
+def _seen(packed: Packed) -> mx.array:
+    how = packed.packing
+    words, scales, biases = packed.arrays
+    return mx.dequantize(words, scales, biases, group_size=how.group_size, bits=how.bits, mode=how.mode)

@@ -1,0 +1,189 @@
+"""The model card of a converted model: README.md, with the front matter that model hubs read.
+
+Names come from a source that others wrote: they have passed provenance.py, which leaves nothing that Markdown or YAML would obey.
+The card holds no time, no path and no memory figure, so that the same conversion gives the same bytes.
+"""
+
+import shlex
+from collections.abc import Iterator
+
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.quant.options import Options
+from tokamac.quant.plan import Plan
+from tokamac.quant.provenance import Provenance
+from tokamac.quant.report import RECORD, Outcome, PartRow, by_part
+
+CARD = "README.md"
+
+HERE = "path/to/this/folder"
+"""Stands for the model in commands: where it lies is not known when the card is written."""
+
+METHODS = {
+    "round": "by rounding to the nearest step between a group's two ends (`mx.quantize`)",
+    "search": "by searching, for every group, the scale and bias of least squared error",
+    "gptq": "by GPTQ (mlx-lm's), which looks at a calibration text",
+    "awq": "by AWQ (mlx-lm's), which looks at a calibration text",
+}
+
+
+def card(plan: Plan, result: Outcome | None, made: Provenance) -> bytes:
+    """Return the card of the model that ``plan`` makes. result: None where nothing was compared."""
+    sections = (_front_matter(plan, made), _what(plan, made), _quality(result), _use(), _again(plan.options, made))
+    return ("\n\n".join("\n".join(lines) for lines in sections) + "\n").encode()
+
+
+def command(options: Options, source: str) -> str:
+    """Return the shell command that asks for the same again. A text of the user's is called FILE, as nobody else has it there."""
+    words = ["tokamac", "convert", source, *_flags(options)]
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def packing_name(packing: Packing | None) -> str:
+    """Return a packing in a few words: ``4 bits, groups of 64``."""
+    if packing is None:
+        return "not packed"
+    group = f"groups of {packing.group_size}"
+    return f"{packing.bits} bits, {group}" if packing.mode == "affine" else f"{packing.mode}, {group}"
+
+
+def _front_matter(plan: Plan, made: Provenance) -> Iterator[str]:
+    base = made.id or made.card.get("base_model")
+    license_name = {key: made.card[key] for key in ("license", "license_name", "license_link") if key in made.card}
+    tags = ["mlx", "tokamac", *(_tags(plan))]
+    yield "---"
+    yield "library_name: mlx"
+    yield f"pipeline_tag: {_yaml(made.card.get('pipeline_tag', 'text-generation'))}"
+    yield from (f"{key}: {_yaml(value)}" for key, value in license_name.items())
+    if base is not None:
+        yield f"base_model: {_yaml(base)}"
+        if not plan.options.dequantize:
+            yield "base_model_relation: quantized"
+    yield "tags:"
+    yield from (f"- {_yaml(tag)}" for tag in tags)
+    yield "---"
+
+
+def _tags(plan: Plan) -> list[str]:
+    packings = {tensor.packing for tensor in plan.tensors if tensor.packing is not None}
+    return sorted({f"{p.bits}-bit" if p.mode == "affine" else p.mode for p in packings})
+
+
+def _yaml(word: str) -> str:
+    """Return a word as a YAML string whatever it looks like: ``no`` and ``1.0`` are none without quotes."""
+    return f'"{word}"'
+
+
+def _what(plan: Plan, made: Provenance) -> Iterator[str]:
+    options = plan.options
+    named = f"[{made.name}](https://huggingface.co/{made.id})" if made.id else f"`{made.name}`"
+    versions = ", ".join(f"{name} {number or 'of unknown version'}" for name, number in made.versions.items())
+    yield f"# {made.name} at {plan.bits_per_weight:.2f} bits per weight, for MLX"
+    yield ""
+    yield f"Converted from {named}: {_bytes(plan.source_bytes)} became {_bytes(plan.weight_bytes)}."
+    yield f"Made with {versions}."
+    if not options.dequantize:
+        yield f"Weights were packed {METHODS[options.how]}{_weighed(options)}."
+    yield ""
+    yield "| part | packing | tensors | weights | size |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    yield from map(_row, by_part(plan))
+
+
+def _weighed(options: Options) -> str:
+    """Return what a calibration text was for, where the method does not need one."""
+    weighs = options.how == "search" and options.calibration is not None
+    return ", errors weighed by what each channel is multiplied with on a calibration text" if weighs else ""
+
+
+def _row(row: PartRow) -> str:
+    cells = (
+        row.part,
+        packing_name(row.packing),
+        f"{row.tensors:,}",
+        f"{row.parameters:,}",
+        _bytes(row.nbytes),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _quality(result: Outcome | None) -> Iterator[str]:
+    yield "## How close it is to its source"
+    yield ""
+    if result is None:
+        yield "It was not compared with its source."
+        return
+    if result.concerns:
+        yield from (f"**Warning.** {concern}" for concern in result.concerns)
+        yield ""
+    yield "| measure | value |"
+    yield "| --- | ---: |"
+    yield from (f"| {name} | {value} |" for name, value in _measures(result))
+    yield ""
+    if result.quality is None:
+        yield "No text was compared."
+    else:
+        yield f"Both models' next-token distributions were compared at {result.quality.positions:,} places of a text."
+
+
+def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
+    yield "relative error of the packed weights", _figure(result.relative_error)
+    if (found := result.quality) is not None:
+        yield "KL divergence, nats a token", _figure(found.kl, found.kl_se)
+        yield "the same token is likeliest", "unknown" if found.top1 is None else f"{100 * found.top1:.1f} %"
+        yield "perplexity", _figure(found.perplexity, found.perplexity_se)
+        yield "the source's perplexity", _figure(found.reference_perplexity, found.reference_perplexity_se)
+        yield "perplexity ÷ the source's", _figure(found.perplexity_ratio, found.perplexity_ratio_se)
+
+
+def _figure(value: float | None, error: float | None = None) -> str:
+    """Return a value, with its standard error where that is known."""
+    if value is None:
+        return "unknown"
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
+
+
+def _use() -> Iterator[str]:
+    yield "## Run it"
+    yield ""
+    yield "```sh"
+    yield f"tokamac chat {HERE}"
+    yield f'mlx_lm.generate --model {HERE} --prompt "Hello"'
+    yield "```"
+
+
+def _again(options: Options, made: Provenance) -> Iterator[str]:
+    yield "## Make it again"
+    yield ""
+    yield "```sh"
+    yield command(options, made.id or "SOURCE")
+    yield "```"
+    yield ""
+    yield f"`{RECORD}` lists every tensor, the options, the versions and the hashes of what it was made from."
+
+
+def _flags(options: Options) -> Iterator[str]:
+    valued = {
+        "--mode": None if options.mode == "affine" else options.mode,
+        "--bits": options.bits,
+        "--group-size": options.group_size,
+        "--method": options.method,
+        "--recipe": options.recipe,
+        "--target-bpw": None if options.target_bpw is None else f"{options.target_bpw:g}",
+        "--embed-bits": options.embed_bits,
+        "--dtype": options.dtype,
+    }
+    for flag, value in valued.items():
+        if value is not None:
+            yield from (flag, str(value))
+    if options.dequantize:
+        yield "--dequantize"
+    if options.calibration is not None:
+        yield "--calibration"
+        if options.calibration != "shipped":
+            yield "FILE"
+    if not options.verify:
+        yield "--no-verify"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 1e6:,.1f} MB"

@@ -1,0 +1,61 @@
+"""How a weight becomes packed words: the seam between a conversion and what finds the codes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.core as mx
+
+from tokamac.engine.limits.config_cost import Packing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLOCK_WEIGHTS = 1 << 22
+"""Weights that are rounded at once: MLX takes up to 77 bytes a weight for it on a CPU, so this bounds that to 0.3 GB."""
+
+
+class Quantizer(Protocol):
+    """Packs one weight at a time."""
+
+    def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
+        """Return words, scales and, of affine groups, biases, in the layout, shapes and types of ``mx.quantize``.
+
+        path: of the module. weight: (…, in), floating; scales and biases have its type.
+        """
+        ...
+
+
+class Round:
+    """MLX's own: each value goes to the nearest step between a group's two ends."""
+
+    def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:  # noqa: ARG002
+        """See Quantizer."""
+        rows = weight.reshape(-1, weight.shape[-1])
+        step = max(1, BLOCK_WEIGHTS // rows.shape[1])
+        if rows.shape[0] <= step:
+            return tuple(mx.quantize(weight, **asdict(packing)))
+        blocks = []
+        for begin in range(0, rows.shape[0], step):
+            blocks.append(mx.quantize(rows[begin : begin + step], **asdict(packing)))
+            mx.eval(*blocks[-1])
+        joined = (mx.concatenate(list(parts)) for parts in zip(*blocks, strict=True))
+        return tuple(part.reshape(*weight.shape[:-1], part.shape[-1]) for part in joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """For every group of an affine packing, the scale and bias of least squared error; other modes are rounded.
+
+    moments: by module path, the mean squared input of each channel over a text; errors weigh by it where it is known.
+    """
+
+    moments: "Mapping[str, np.ndarray]" = field(default_factory=dict)
+
+    def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
+        """See Quantizer."""
+        from tokamac.quant.search import search
+
+        if packing.mode != "affine":
+            return Round().pack(path, weight, packing)
+        return search(weight, packing, self.moments.get(path))

@@ -1,0 +1,54 @@
+"""Two things done to MLX modules: a copy that shares every array, and one instance that answers a method otherwise.
+
+mlx-lm's models look into their layers (``layer.is_sliding``, ``layers[i].self_attn``): a wrapper around a layer would break them.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+from mlx import nn
+
+Method = Callable[..., Any]
+
+
+def clone(module: nn.Module) -> Any:
+    """Return a copy of a tree of modules; arrays are shared. A module that stands at two places stays one."""
+    return _copied(module, {})
+
+
+def override(module: nn.Module, **methods: Method) -> None:
+    """Let this one instance answer ``methods`` by these functions, which are given the module first.
+
+    It stays an instance of its class, with all its attributes. Nothing refers back to it: a cycle would keep its weights
+    alive until the garbage collector comes by.
+    """
+    kind: Any = type(module)
+    object.__setattr__(module, "_overrides", methods)  # past nn.Module's own, which would take a dict for submodules
+    module.__class__ = _overridden(kind, tuple(sorted(methods)))
+
+
+@cache
+def _overridden(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+    def method(name: str) -> Method:
+        def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._overrides[name](self, *args, **kwargs)
+
+        return answer
+
+    return cast(type[nn.Module], type(kind.__name__, (kind,), {name: method(name) for name in names}))
+
+
+def _copied(value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        if id(value) not in done:
+            done[id(value)] = made = copy.copy(value)
+            for name, entry in value.items():
+                made[name] = _copied(entry, done)
+        return done[id(value)]
+    if isinstance(value, dict):
+        return {name: _copied(entry, done) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry, done) for entry in value)
+    return value

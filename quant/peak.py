@@ -1,0 +1,99 @@
+"""The memory that a conversion takes at most, foreseen from shapes: what MLX holds at once in its most expensive moment.
+
+Bytes a weight were measured on MLX's CPU backend, where each stage was run alone on one large tensor; a GPU takes no more.
+"""
+
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.cost import text_config
+from tokamac.quant import awq, gptq
+from tokamac.quant.calibration import LENGTH
+from tokamac.quant.choices import Choices
+from tokamac.quant.method import BLOCK_WEIGHTS
+from tokamac.quant.options import Options
+from tokamac.quant.shards import float_bytes
+from tokamac.quant.source import Source
+from tokamac.quant.verify import TOKENS
+
+if TYPE_CHECKING:
+    from tokamac.quant.plan import TensorPlan
+
+CALIBRATED: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
+"""Methods that pack by what goes through the model; each module has ``check``, ``pack`` and ``peak_bytes``."""
+
+SEQUENCES = 8
+"""Of ``calibration.LENGTH`` tokens: what search looks at. Second moments of 4,000 tokens are known to a few per cent."""
+
+ROUNDING = {"affine": 8, "mxfp4": 41, "nvfp4": 77, "mxfp8": 8}
+"""Bytes a weight beside the weight itself, while a block is rounded."""
+
+SEARCHING = 3
+"""Bytes a weight beside the weight itself, while a tensor is searched."""
+
+UNPACKING = 18
+"""Bytes a weight while a packed one is unpacked, at 3 bits; other bits take less."""
+
+LAYER_WEIGHT = 12
+"""Bytes a weight of the layer that is computed: in float32, as it is unpacked, and of the layer before it, not yet let go."""
+
+PLACE_WORD = 16
+"""Bytes for each word of the vocabulary at each place of a text: logits of two models, and what is computed of them."""
+
+_LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
+
+
+def peak_bytes(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> int:
+    """Return an upper estimate, in bytes, of what MLX will hold at once."""
+    return max(_stages(source, options, chosen, tensors))
+
+
+def _stages(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> Iterator[int]:
+    yield max(_of_tensor(tensor, source, options) for tensor in tensors)
+    if options.how in CALIBRATED:
+        yield CALIBRATED[options.how].peak_bytes(source, options, chosen)
+    runs_text = options.target_bpw is not None or (options.how == "search" and options.calibration is not None)
+    heads = text_config(source.config).get("num_attention_heads")
+    known = heads if isinstance(heads, int) else 1
+    if runs_text:
+        yield _of_run(tensors, known, SEQUENCES, LENGTH, logits=False)
+    if options.verify:
+        yield _of_run(tensors, known, 1, TOKENS, logits=True)
+
+
+def _of_tensor(tensor: "TensorPlan", source: Source, options: Options) -> int:
+    """Return the bytes for one tensor: as read and put together by mlx-lm, as cast, while it is packed, and packed."""
+    packed_before = tensor.name.rpartition(".")[0] in source.packed
+    read = UNPACKING * tensor.parameters if packed_before else 2 * tensor.source_bytes
+    cast = tensor.parameters * float_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
+    return read + cast + _packing(tensor.packing, tensor.parameters, options) + 2 * tensor.nbytes
+
+
+def _packing(packing: Packing | None, weights: int, options: Options) -> int:
+    if packing is None:
+        return weights
+    searched = options.how != "round" and packing.mode == "affine"
+    return SEARCHING * weights if searched else ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
+
+
+def _of_run(tensors: "tuple[TensorPlan, ...]", heads: int, sequences: int, length: int, *, logits: bool) -> int:
+    """Return the bytes for sequences of so many tokens, run side by side with one layer's weights in memory."""
+    layers: dict[str, int] = {}
+    ends, widest, words = 0, 0, 0
+    for tensor in tensors:
+        found = _LAYER.match(tensor.name)
+        if found is not None:
+            layers[found[1]] = layers.get(found[1], 0) + tensor.parameters
+            widest = max((widest, *tensor.shape[-2:]))
+        else:
+            ends += tensor.source_bytes + tensor.nbytes
+            words = max(words, tensor.shape[0])
+    tokens = sequences * length
+    activations = (
+        4 * 4 * tokens * widest + 2 * 4 * heads * tokens * length
+    )  # scores of attention, where it is not fused
+    largest = LAYER_WEIGHT * max(layers.values(), default=0)
+    return largest + 2 * ends + activations + (PLACE_WORD * tokens * words if logits else 0)

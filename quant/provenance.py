@@ -1,0 +1,138 @@
+"""Where a converted model comes from, as far as its folder and this installation tell: names, hashes, versions, the licence.
+
+What the source's card says was written by others: only values of a known shape are taken over, everything else is left out.
+"""
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tokamac.engine.shards import find_shards
+from tokamac.quant.options import Options
+
+PACKAGES = ("tokamac", "mlx", "mlx-lm")
+
+CARD = "README.md"
+CARD_LIMIT = 1 << 20
+"""Bytes of a source's card that are looked at: front matter comes first, and cards are some ten thousand bytes."""
+
+LONGEST_NAME = 96
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+_LINK = re.compile(r"https://[\w./%#~-]{1,200}|LICENSE[\w.-]{0,32}", re.ASCII)
+
+_TAKEN: Mapping[str, re.Pattern[str]] = {
+    "license": _WORD,
+    "license_name": _WORD,
+    "license_link": _LINK,
+    "pipeline_tag": _WORD,
+    "base_model": _ID,
+}
+"""Keys of a source's front matter that go along, and what their values must look like, whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMark:
+    """A file of the source: its bytes, and the hash of its safetensors header, which lists every tensor's type, shape and place."""
+
+    file: str
+    bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What made a conversion, and of what.
+
+    name: the source's Hugging Face id, else the name of its folder, made safe to print. id: the former, where it is known.
+    card: of the source's front matter, what goes along. calibration_sha256: of the user's text, where one was given.
+    """
+
+    name: str
+    id: str | None
+    config_sha256: str
+    shards: tuple[ShardMark, ...]
+    versions: Mapping[str, str | None]
+    card: Mapping[str, str] = field(default_factory=dict)
+    calibration_sha256: str | None = None
+
+
+def provenance(source: Path, options: Options) -> Provenance:
+    """Return the provenance of what is made of the model folder ``source``. Reads headers and small files.
+
+    Raises ModelError for shards that are not whole, OSError for a file that can't be read.
+    """
+    found = source_id(source)
+    text = options.calibration
+    return Provenance(
+        name=found or safe_name(source.resolve().name),
+        id=found,
+        config_sha256=_sha256((source / "config.json").read_bytes()),
+        shards=tuple(_mark(shard) for shard in find_shards(source)),
+        versions={package: version_of(package) for package in PACKAGES},
+        card=front_matter(source / CARD),
+        calibration_sha256=_sha256(text.read_bytes()) if isinstance(text, Path) else None,
+    )
+
+
+def source_id(folder: Path) -> str | None:
+    """Return the Hugging Face id whose snapshot ``folder`` is: ``…/models--org--name/snapshots/<commit>``; None for any other."""
+    parts = folder.absolute().parts
+    if len(parts) < 3 or parts[-2] != "snapshots" or not parts[-3].startswith("models--"):
+        return None
+    found = parts[-3].removeprefix("models--").replace("--", "/", 1)
+    return found if _ID.fullmatch(found) else None
+
+
+def safe_name(name: str) -> str:
+    """Return a folder's name without what Markdown, a terminal or YAML would obey."""
+    return re.sub(r"[^\w.\- ]", "_", name)[:LONGEST_NAME].strip() or "model"
+
+
+def front_matter(card: Path) -> dict[str, str]:
+    """Return what is taken over from a card's YAML front matter: plain ``key: value`` lines of the expected shape, no more.
+
+    A card that is missing or can't be read has none; lists and nested values are left out.
+    """
+    try:
+        with card.open(encoding="utf-8", errors="replace") as file:
+            lines = file.read(CARD_LIMIT).splitlines()
+    except OSError:
+        return {}
+    return dict(_taken(lines))
+
+
+def _taken(lines: list[str]) -> Iterator[tuple[str, str]]:
+    if not lines or lines[0].strip("\ufeff \t") != "---":
+        return
+    for line in lines[1:]:
+        if line.strip() == "---":
+            return
+        key, colon, value = line.partition(":")
+        plain = value.strip().strip("\"'")
+        if colon and key in _TAKEN and _TAKEN[key].fullmatch(plain):
+            yield key, plain
+
+
+def _mark(shard: Path) -> ShardMark:
+    with shard.open("rb") as file:
+        prefix = file.read(8)
+        header = file.read(struct.unpack("<Q", prefix)[0])
+    return ShardMark(shard.name, shard.stat().st_size, _sha256(prefix + header))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None where it runs without having been installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

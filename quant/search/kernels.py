@@ -1,0 +1,301 @@
+"""The search of affine groups on a CPU, compiled by numba: nothing here knows MLX.
+
+LANES groups are searched at once, one group a lane: arrays are (weights of a group, lanes), and inner loops run over lanes. So the
+sums of a group are added in one order, however wide the machine's vectors are, its divisions and choices are vector instructions
+too, and no loop needs leave to reorder a sum. ``contract`` (a product and a sum may be rounded once instead of twice) is the only
+liberty the compiler has (jit.py): with ``reassoc`` it would remove the rounding by RINT.
+
+The values of a group are multiplied by a power of two, so that the largest lies in [1, 2), and their mean is subtracted. Squares
+neither overflow nor vanish then, and sums keep their digits in a group that lies far from zero.
+
+All of it is in one file, because numba keeps what it compiled for as long as the file of the function that was called is unchanged.
+"""
+
+import numpy as np
+
+from tokamac.quant.search.jit import compiled
+
+Array = np.ndarray
+
+LANES = 32
+"""Groups in a batch: two of the widest vectors, and the values and importance of 128 × 32 weights fit in a 32 KB cache."""
+
+UNROLL = 8
+"""Weights of a group that one pass over the lanes takes, with the sums in registers. It divides every group size."""
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""Types that scales and biases are stored in."""
+
+RINT = np.float32(1.5 * 2**23)
+"""Adding and subtracting this rounds a number below 2²² to the nearest integer, ties to even, with two additions."""
+
+ZERO, ONE, INFINITE = np.float32(0), np.float32(1), np.float32(np.inf)
+
+TINY = np.float32(1e-30)
+"""A step or spread up to this is none: its inverse could overflow. Values are about 1."""
+
+EPS = np.float32(1e-7)
+"""The smallest scale that mx.quantize gives."""
+
+NO_WORSE = np.float32(1 - 1e-5)
+"""An answer replaces another, first MLX's own, only where its error is smaller by more than sums in float32 can be wrong."""
+
+# Rows of a batch's state, each a number per lane. FACTOR, MEAN: value = (weight × FACTOR) − MEAN.
+LOW, HIGH, FACTOR, MEAN, COUNT, INVERSE, OFFSET = range(7)
+SUM_Q, SUM_QQ, SUM_XQ, GAIN, SCALE, BIAS = range(7, 13)  # of the fits, and the best of them; on values
+TRY_SCALE, TRY_BIAS, ERROR, BEST_SCALE, BEST_BIAS, BEST_ERROR, STEP, START = range(13, 21)  # as stored; on weights
+ROWS = 21
+
+
+@compiled
+def search_groups(  # noqa: PLR0917
+    weights: Array,
+    importance: Array | None,
+    drawn: Array,
+    rounds: int,
+    bits: int,
+    kind: int,
+    words: Array,
+    scales: Array,
+    biases: Array,
+) -> None:
+    """Find the codes, scale and bias of every group.
+
+    weights (groups, size) float32, stored as ``kind``. importance (groups in a row, size) float32, or None: all alike.
+    drawn (candidates, 2) float32: how far the lower and the upper end are drawn in, in steps of the codes. rounds: of refinement.
+    words (groups, size · bits / 32) uint32, scales and biases (groups,) float32 are written; the latter exact in the weights' type.
+    """
+    top = np.float32(2**bits - 1)
+    x = np.empty((weights.shape[1], LANES), np.float32)
+    h = None if importance is None else np.empty((weights.shape[1], LANES), np.float32)
+    s = np.empty((ROWS, LANES), np.float32)
+    packed = np.empty((words.shape[1], LANES), np.uint32)
+    for first in range(0, weights.shape[0], LANES):
+        lanes = min(LANES, weights.shape[0] - first)
+        _load(weights, importance, first, lanes, x, h)
+        _measure(x, s)
+        _centre(x, h, s)
+        _start(x, h, s, top, kind)
+        for candidate in range(drawn.shape[0]):
+            _place(s, drawn[candidate, 0], drawn[candidate, 1], top)
+            _fit(x, h, s, top)
+        for _ in range(rounds):
+            s[START, :] = s[BIAS, :]
+            s[STEP, :] = s[SCALE, :]
+            _fit(x, h, s, top)
+        _settle(x, h, s, top, kind)
+        _pack(x, s, top, bits, packed)
+        for lane in range(lanes):
+            scales[first + lane] = s[BEST_SCALE, lane]
+            biases[first + lane] = s[BEST_BIAS, lane]
+            for word in range(words.shape[1]):
+                words[first + lane, word] = packed[word, lane]
+
+
+@compiled
+def _load(weights: Array, importance: Array | None, first: int, lanes: int, x: Array, h: Array | None) -> None:  # noqa: PLR0917
+    """Turn a batch of groups into lanes; a lane that has no group takes the first one's.
+
+    Importance is scaled so that the largest of a group is 1; where nothing in a group matters, everything matters alike.
+    """
+    for lane in range(LANES):
+        group = first + (lane if lane < lanes else 0)
+        for i in range(x.shape[0]):
+            x[i, lane] = weights[group, i]
+        if importance is not None and h is not None:
+            row = group % importance.shape[0]
+            most = importance[row].max()
+            for i in range(x.shape[0]):
+                h[i, lane] = importance[row, i] / most if most > ZERO else ONE
+
+
+@compiled
+def _measure(x: Array, s: Array) -> None:
+    """Find the groups' ends, and the powers of two that bring their largest values into [1, 2)."""
+    s[LOW, :] = INFINITE
+    s[HIGH, :] = -INFINITE
+    for i in range(x.shape[0]):
+        for lane in range(LANES):
+            s[LOW, lane] = min(s[LOW, lane], x[i, lane])
+            s[HIGH, lane] = max(s[HIGH, lane], x[i, lane])
+    for lane in range(LANES):
+        s[FACTOR, lane] = max(abs(s[LOW, lane]), abs(s[HIGH, lane]))
+    bits = s[FACTOR].view(np.uint32)
+    for lane in range(LANES):  # the biased exponents of 2^e and 2^-e add up to 254; the ends are left to normal numbers
+        exponent = min(max(bits[lane] >> np.uint32(23), np.uint32(1)), np.uint32(253))
+        bits[lane] = (np.uint32(254) - exponent) << np.uint32(23)
+
+
+@compiled
+def _start(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> None:
+    """Begin with the scale and bias of mx.quantize, bit for bit (its rule is repeated here), and with no fit."""
+    for lane in range(LANES):
+        low, high = s[LOW, lane], s[HIGH, lane]
+        below = abs(low) > abs(high)
+        edge = low if below else high
+        scale = max((high - low) / top, EPS)
+        scale = scale if below else -scale
+        steps = np.rint(edge / scale)
+        s[TRY_SCALE, lane] = scale if steps == ZERO else edge / steps
+        s[TRY_BIAS, lane] = ZERO if steps == ZERO else edge
+    _store(s, TRY_SCALE, kind)
+    _store(s, TRY_BIAS, kind)
+    _try(x, h, s, top)
+    s[BEST_SCALE : BEST_BIAS + 1] = ZERO
+    s[BEST_ERROR, :] = INFINITE
+    _keep(s)
+    s[GAIN : BIAS + 1] = ZERO
+
+
+@compiled
+def _store(s: Array, row: int, kind: int) -> None:
+    """Round a row of numbers to the type they are stored in, ties to even; what lies beyond its largest becomes that."""
+    values = s[row]
+    raw = values.view(np.uint32)
+    largest = np.float32(3.4028234663852886e38)
+    if kind != FLOAT32:
+        dropped, one = np.uint32(16 if kind == BFLOAT16 else 13), np.uint32(1)
+        largest = np.float32(3.3895313892515355e38 if kind == BFLOAT16 else 65504.0)
+        subnormal = np.float32(2.0**-14 if kind == FLOAT16 else 0.0)
+        for lane in range(LANES):
+            value, bits = values[lane], raw[lane]
+            raw[lane] = (bits + (one << dropped - one) - one + (bits >> dropped & one)) >> dropped << dropped
+            if abs(value) < subnormal:  # a multiple of 2^-24
+                values[lane] = (value + np.float32(0.75)) - np.float32(0.75)
+    for lane in range(LANES):
+        values[lane] = min(max(values[lane], -largest), largest)
+
+
+@compiled
+def _centre(x: Array, h: Array | None, s: Array) -> None:
+    """Scale the groups and move their (weighted) means to zero."""
+    s[MEAN, :] = ZERO
+    s[COUNT, :] = ZERO
+    for i in range(x.shape[0]):
+        for lane in range(LANES):
+            x[i, lane] *= s[FACTOR, lane]
+            weight = ONE if h is None else h[i, lane]
+            s[MEAN, lane] += weight * x[i, lane]
+            s[COUNT, lane] += weight
+    for lane in range(LANES):
+        s[MEAN, lane] /= s[COUNT, lane]
+    for i in range(x.shape[0]):
+        for lane in range(LANES):
+            x[i, lane] -= s[MEAN, lane]
+
+
+@compiled
+def _try(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
+    """Find the error of the proposed scale and bias, as stored, with the nearest codes."""
+    _aim(s, TRY_SCALE, TRY_BIAS)
+    s[ERROR, :] = ZERO
+    for begin in range(0, x.shape[0], UNROLL):
+        for lane in range(LANES):
+            inverse, step, start, error = s[INVERSE, lane], s[STEP, lane], s[START, lane], s[ERROR, lane]
+            for i in range(UNROLL):
+                value = x[begin + i, lane]
+                code = (min(max((value - start) * inverse, ZERO), top) + RINT) - RINT
+                rest = value - (code * step + start)
+                error += (rest if h is None else h[begin + i, lane] * rest) * rest
+            s[ERROR, lane] = error
+
+
+@compiled
+def _place(s: Array, low: np.float32, high: np.float32, top: np.float32) -> None:
+    """Spread the codes over the group's range, its ends drawn in by so many steps."""
+    for lane in range(LANES):
+        whole = (s[HIGH, lane] * s[FACTOR, lane] - s[LOW, lane] * s[FACTOR, lane]) / top
+        s[START, lane] = s[LOW, lane] * s[FACTOR, lane] - s[MEAN, lane] + low * whole
+        s[STEP, lane] = whole - (low + high) * whole / top
+
+
+@compiled
+def _fit(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
+    """Give each weight its nearest code, fit scale and bias to the codes by least squares, and keep the best fit.
+
+    With values of mean zero the squared error of the fit is Σ h x² less (Σ h x q)² ÷ Σ h (q − mean q)²: the gain.
+    So a candidate is judged by what it becomes, for one more sum than its own error would take.
+    """
+    middle = (top + ONE) / np.float32(2)  # sums of q − middle keep more digits than sums of q
+    back = RINT + middle
+    s[SUM_Q : SUM_XQ + 1] = ZERO
+    for lane in range(LANES):
+        s[INVERSE, lane] = ONE / s[STEP, lane] if s[STEP, lane] > TINY else ZERO
+        s[OFFSET, lane] = -s[START, lane] * s[INVERSE, lane]
+    for begin in range(0, x.shape[0], UNROLL):
+        for lane in range(LANES):
+            inverse, offset = s[INVERSE, lane], s[OFFSET, lane]
+            sum_q, sum_qq, sum_xq = s[SUM_Q, lane], s[SUM_QQ, lane], s[SUM_XQ, lane]
+            for i in range(UNROLL):
+                value = x[begin + i, lane]
+                code = (min(max(value * inverse + offset, ZERO), top) + RINT) - back
+                weighed = code if h is None else h[begin + i, lane] * code
+                sum_q += weighed
+                sum_qq += weighed * code
+                sum_xq += weighed * value
+            s[SUM_Q, lane], s[SUM_QQ, lane], s[SUM_XQ, lane] = sum_q, sum_qq, sum_xq
+    for lane in range(LANES):
+        mean = s[SUM_Q, lane] / s[COUNT, lane]
+        spread = s[SUM_QQ, lane] - s[SUM_Q, lane] * mean
+        scale = s[SUM_XQ, lane] / spread if spread > TINY else ZERO
+        gain = s[SUM_XQ, lane] * scale
+        better = gain > s[GAIN, lane]
+        s[GAIN, lane] = gain if better else s[GAIN, lane]
+        s[BIAS, lane] = -scale * (mean + middle) if better else s[BIAS, lane]
+        s[SCALE, lane] = scale if better else s[SCALE, lane]
+
+
+@compiled
+def _settle(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> None:
+    """Round the best fit to what can be stored; keep it where it is better than MLX's answer.
+
+    Scale and bias can be counted from the lower end or, with the scale's sign changed, from the upper one. One of the two biases is
+    smaller or happens to be rounded less: with 8 bits in bfloat16 trying both saves a twentieth of the error.
+    """
+    for upper in range(2):
+        for lane in range(LANES):
+            s[TRY_SCALE, lane] = s[SCALE, lane] / s[FACTOR, lane]
+        _store(s, TRY_SCALE, kind)
+        for lane in range(LANES):  # the bias that fits the codes best with the scale as stored
+            scale = s[TRY_SCALE, lane] * s[FACTOR, lane]
+            start = s[BIAS, lane] * scale / s[SCALE, lane] if s[SCALE, lane] > TINY else ZERO
+            start = start + top * scale if upper else start
+            s[TRY_SCALE, lane] = -s[TRY_SCALE, lane] if upper else s[TRY_SCALE, lane]
+            s[TRY_BIAS, lane] = (start + s[MEAN, lane]) / s[FACTOR, lane]
+        _store(s, TRY_BIAS, kind)
+        _try(x, h, s, top)
+        _keep(s)
+
+
+@compiled
+def _keep(s: Array) -> None:
+    """Keep what was tried where it is better than the best, clearly; an error that is not finite never is."""
+    for lane in range(LANES):
+        better = s[ERROR, lane] < s[BEST_ERROR, lane]
+        s[BEST_ERROR, lane] = s[ERROR, lane] * NO_WORSE if better else s[BEST_ERROR, lane]
+        s[BEST_SCALE, lane] = s[TRY_SCALE, lane] if better else s[BEST_SCALE, lane]
+        s[BEST_BIAS, lane] = s[TRY_BIAS, lane] if better else s[BEST_BIAS, lane]
+
+
+@compiled
+def _aim(s: Array, scale: int, bias: int) -> None:
+    """Express a stored scale and bias (rows of the state) on the values."""
+    for lane in range(LANES):
+        step = s[scale, lane] * s[FACTOR, lane]
+        s[STEP, lane] = step
+        s[START, lane] = s[bias, lane] * s[FACTOR, lane] - s[MEAN, lane]
+        s[INVERSE, lane] = ONE / step if abs(step) > TINY else ZERO
+
+
+@compiled
+def _pack(x: Array, s: Array, top: np.float32, bits: int, packed: Array) -> None:
+    """Write the codes of the best answer, one after another from the lowest bit on: MLX's layout, whatever the bits."""
+    _aim(s, BEST_SCALE, BEST_BIAS)
+    packed[:] = np.uint32(0)
+    for i in range(x.shape[0]):
+        word, shift = i * bits // 32, i * bits % 32
+        for lane in range(LANES):
+            code = np.uint32((min(max((x[i, lane] - s[START, lane]) * s[INVERSE, lane], ZERO), top) + RINT) - RINT)
+            packed[word, lane] |= code << np.uint32(shift)
+            if shift + bits > 32:
+                packed[word + 1, lane] |= code >> np.uint32(32 - shift)

@@ -1,0 +1,50 @@
+"""Search and its error, for weights of any rank and on any device: what the rest of ``quant`` calls."""
+
+import mlx.core as mx
+import numpy as np
+
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.quant.search.blocks import checked
+from tokamac.quant.search.choosing import implementation
+from tokamac.quant.search.unpacking import unpacked_error
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def search(
+    weight: mx.array, packing: Packing, importance: np.ndarray | None = None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return words, scales and biases of affine groups that minimise Σ h · (w − (scale · q + bias))², in mx.quantize's format.
+
+    No group's error is larger than with mx.quantize: where nothing better was found, its scale and bias stand.
+
+    weight: (…, in) of float32, float16 or bfloat16, finite; scales and biases have its type, and may have either sign.
+    importance: h, not negative: (in,), or (experts, in) for a weight (experts, out, in). Only ratios within a group matter; a group
+    that is all zero counts as one that is all alike.
+
+    Raises ValueError for other shapes, types, packings or importance. Errors are taken in float32 from scale and bias as stored,
+    and finite weights give finite scales and biases, however large or small.
+    """
+    bits, size = packing.bits, packing.group_size
+    if bits not in BITS or size not in GROUP_SIZES or packing.mode != "affine":
+        raise ValueError(f"{packing} can't be searched")
+    if weight.dtype not in DTYPES or weight.ndim < 2 or not weight.size or weight.shape[-1] % size:
+        raise ValueError(f"a weight of {weight.dtype} {weight.shape} can't be packed in groups of {size}")
+    rows = weight.reshape(-1, weight.shape[-1])
+    found = implementation().search(rows, packing, checked(importance, weight))
+    words, scales, biases = (each.reshape(*weight.shape[:-1], -1) for each in found)
+    return words, scales, biases
+
+
+def squared_error(weight: mx.array, arrays: tuple[mx.array, ...], packing: Packing) -> tuple[float, float]:
+    """Return the sum of squared errors and of squared weights of any packed form, added up in float64.
+
+    weight: (…, in), floating. arrays: words, scales[, biases] as mx.quantize gives them. A packed weight is scale · q + bias as
+    float32 computes it, which is what a product with it uses. Memory beyond the arguments is bounded.
+    """
+    exact, *packed = (each.reshape(-1, each.shape[-1]) for each in (weight, *arrays))
+    if packing.mode == "affine" and weight.dtype in DTYPES:
+        return implementation().squared_error(exact, packed, packing)
+    return unpacked_error(exact, packed, packing)

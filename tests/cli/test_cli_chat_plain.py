@@ -1,0 +1,397 @@
+"""``tokamac chat`` without a screen: through pipes, and on a terminal of lines."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokamac.app.plain.commands import COMMANDS
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import Message
+from tokamac.app.tui.actions import ACTIONS
+
+PROGRAM = Path(__file__).with_name("scripted_chat.py")
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the chats of a test are kept."""
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data" / "chats" / "chats.db"
+
+
+def spawn(*arguments: str, program: Path = PROGRAM, **options: Any) -> "subprocess.Popen[str]":
+    settings: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    return subprocess.Popen([sys.executable, program, "chat", *arguments], **{**settings, **options})
+
+
+def piped(lines: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
+    """Say ``lines`` to the chat; return its status, stdout and stderr."""
+    process = spawn(*arguments, **options)
+    out, err = process.communicate(lines, timeout=PATIENCE_S)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def last_path(data: Path) -> list[Message]:
+    with Store.open(data) as store:
+        chat = store.latest()
+        assert chat is not None
+        return store.path(chat.id)
+
+
+class Terminal:
+    """The chat on a terminal of its own, and all that it wrote there."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.leader, follower = pty.openpty()
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **environment}
+        self.shown = b""
+        self.seen = 0
+        self.process = spawn(
+            *arguments, stdin=follower, stdout=follower, stderr=follower, text=False, env=env,
+            preexec_fn=self._lead,
+        )  # fmt: skip
+        os.close(follower)
+
+    @staticmethod
+    def _lead() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it as a signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def until(self, text: str) -> None:
+        """Read on until ``text`` is written after what was waited for before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text.encode() not in self.shown[self.seen :]:
+            assert time.monotonic() < deadline, f"never: {text!r}; {self.shown.decode(errors='replace')}"
+            try:
+                self.shown += os.read(self.leader, 4096)
+            except OSError:
+                raise AssertionError(f"ended before {text!r}: {self.shown.decode(errors='replace')}") from None
+        self.seen = self.shown.index(text.encode(), self.seen) + len(text.encode())
+
+    def type(self, text: str) -> None:
+        os.write(self.leader, text.encode())
+
+    def left(self) -> int:
+        """Wait for the end; return the status."""
+        try:
+            while more := os.read(self.leader, 4096):
+                self.shown += more
+        except OSError:
+            pass  # the last writer has left
+        return self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    made: list[Terminal] = []
+
+    def start(*arguments: str, **environment: str) -> Terminal:
+        made.append(Terminal(*arguments, **environment))
+        return made[-1]
+
+    yield start
+    for each in made:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+        os.close(each.leader)
+
+
+# Pipes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_is_answered_on_stdout_and_kept(data: Path) -> None:
+    status, out, err = piped("one\ntwo\n", "fast")
+    assert (status, err) == (0, "")
+    assert out.count("every weight once per token") == 2
+    assert [message.text for message in last_path(data) if message.role == "user"] == ["one", "two"]
+    assert all(message.state == "complete" for message in last_path(data))
+
+
+def test_lines_belong_together_after_a_backslash_and_in_a_block(data: Path) -> None:
+    piped('a\\\nb\n"""\nc\n\n/quit\n"""\nd\\', "fast")
+    assert [m.text for m in last_path(data) if m.role == "user"] == ["a\nb", "c\n\n/quit", "d"]
+
+
+def test_nothing_that_a_terminal_obeys_reaches_stdout_or_stderr() -> None:
+    _, out, err = piped("hi\x1b[2J\n/chats\n/title x\x1b]0;y\x07z\n/chats\n/open 1\n/nosuch\x1b[2J\n", "hostile")
+    assert "before" in out
+    assert "after" in out
+    assert not OBEYED.search(out)
+    assert not OBEYED.search(err)
+    assert "echo" not in out  # the payload of a sequence goes with it
+    assert "[bold]not markup[/]" in out
+
+
+def test_no_input_is_no_error() -> None:
+    assert piped("", "fast") == (0, "", "")
+    assert piped("", "fast", stdin=subprocess.DEVNULL)[0] == 0
+
+
+def test_a_reader_that_leaves_ends_it_and_what_was_said_is_kept(data: Path) -> None:
+    process = spawn("steady")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write("hi\n")
+    process.stdin.flush()
+    process.stdout.read(4)
+    process.stdout.close()
+    assert process.wait(PATIENCE_S) == 141
+    assert process.stderr.read() == ""
+    process.stdin.close()
+    process.stderr.close()
+    asked, reply = last_path(data)
+    assert (asked.text, reply.state) == ("hi", "stopped")
+    assert reply.text.startswith("Deco")
+
+
+def test_a_killed_chat_is_gone_on_with(data: Path) -> None:
+    process = spawn("slow")
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + PATIENCE_S
+        while not (data.exists() and _reply_of(data)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.kill()
+    status, _, _ = piped("and then?\n", "--continue", "fast")
+    assert status == 0
+    first, partial, second, whole = last_path(data)
+    assert (first.text, partial.state, second.text, whole.state) == ("hi", "stopped", "and then?", "complete")
+    assert partial.text.startswith("Deco")
+
+
+def _reply_of(data: Path) -> str:
+    with Store.open(data) as store:
+        chat = store.latest()
+        return "" if chat is None else "".join(m.text for m in store.path(chat.id) if m.role == "assistant")
+
+
+def test_ctrl_c_in_a_pipe_stops_the_reply_and_leaves(data: Path) -> None:
+    process = spawn("steady")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("one\ntwo\n")
+    process.stdin.flush()
+    process.stdout.read(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (130, "")
+    assert out.endswith("\n")
+    assert [(m.text, m.state) for m in last_path(data) if m.role == "user"] == [("one", "complete")]
+    assert last_path(data)[1].state == "stopped"
+
+
+@pytest.mark.parametrize("scenario", ["missing", "dies-sending", "tiny-context"])
+def test_what_fails_is_said_and_the_status_is_1(scenario: str) -> None:
+    status, out, err = piped("what is the reason for this?\n", scenario)
+    assert (status, out.strip()) == (1, "")
+    assert err.strip()
+
+
+def test_a_chat_that_is_not_there_is_one_line_and_status_1() -> None:
+    for name in ("zzzzzzzz", "no id", ""):
+        status, out, err = piped("hi\n", "fast", "--chat", name)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+
+
+def test_a_deleted_chat_is_not_gone_on_with(data: Path) -> None:
+    piped("hi\n", "fast")
+    with Store.open(data) as store:
+        chat = store.chats()[0].id
+        store.delete(chat)
+    status, out, err = piped("hi\n", "fast", "--chat", chat)
+    assert (status, out) == (1, "")
+    assert "was deleted" in err
+
+
+def test_a_chat_is_opened_by_the_beginning_of_its_id_or_its_place_in_the_list(data: Path) -> None:
+    piped("about apples\n/new\nabout pears\n", "fast")
+    with Store.open(data) as store:
+        pears, apples = (chat.id for chat in store.chats())
+    piped("and plums\n", "fast", "--chat", apples[:6])
+    piped("/chats pears\n/open 1\nand figs\n", "fast")
+    with Store.open(data) as store:
+        assert [m.text for m in store.path(apples) if m.role == "user"] == ["about apples", "and plums"]
+        assert [m.text for m in store.path(pears) if m.role == "user"] == ["about pears", "and figs"]
+
+
+def test_continue_and_chat_exclude_each_other() -> None:
+    assert piped("", "--continue", "--chat", "abc")[0] == 2
+
+
+def test_without_a_store_it_goes_on_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "file"))
+    status, out, err = piped("hi\n/chats\n/title x\n", "fast")
+    assert status == 0
+    assert "every weight" in out
+    assert "Chats are not kept" in err
+
+
+def test_versions_forks_and_titles_are_as_in_the_full_chat(data: Path) -> None:
+    _, out, _ = piped("one\n/again\n/older\n/edit uno\n/older\n/fork\n/title Copy\nmore\n", "fast")
+    assert "you: one\nfast (version 1 of 2): " in out
+    assert "you (version 1 of 2): one\n" in out
+    with Store.open(data) as store:
+        copy, original = store.chats()
+        assert copy.title == "Copy"
+        assert [m.text for m in store.path(copy.id) if m.role == "user"] == ["one", "more"]
+        assert [branch.preview for branch in store.tree(original.id) if branch.role == "user"] == ["one", "uno"]
+
+
+def test_a_file_is_attached_and_stored_beside_the_words(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("# Notes\x1b[2J")
+    piped(f"/attach {tmp_path}/notes.md\nwhat is it?\n/attach {tmp_path}\nand now?\n", "fast")
+    first, _, second, _ = last_path(data)
+    assert (first.text, second.text) == ("what is it?", "and now?")
+    assert [attachment.text for attachment in first.attachments] == ["# Notes�"]
+    assert second.attachments == ()
+
+
+def test_settings_are_changed_and_a_bad_one_is_refused() -> None:
+    _, out, err = piped("/settings temperature 0.25\n/settings key_bits 7\n/settings top_k many\n/settings\n", "fast")
+    assert "temperature: 0.25 " in out
+    assert "key_bits: 16 " in out
+    assert "'many' is no number" in err
+    assert "7" in err
+
+
+def test_a_system_prompt_holds_in_its_chat_alone() -> None:
+    _, out, _ = piped("hi\n/system Be brief.\n/system\n/new\n/system\n/chats\n/open 1\n/system\n/system none\n/system\n", "fast")
+    told = [line for line in out.splitlines() if line in ("Be brief.", "No system prompt.")]
+    assert told == ["Be brief.", "No system prompt.", "Be brief.", "No system prompt."]
+
+
+def test_every_command_of_the_registry_is_done_or_says_what_it_needs(tmp_path: Path) -> None:
+    slashes = [action for action in ACTIONS if action.slash and action.id != "leave"]
+    status, out, err = piped(
+        "".join(f"/{action.slash}\n" for action in slashes), "fast", cwd=tmp_path, env={**os.environ, "EDITOR": "true"}
+    )
+    assert status == 0
+    assert "There is no command" not in err
+    for action in slashes:
+        assert (action.id in COMMANDS) is (f"/{action.slash} needs the full screen" not in err)
+        assert (action.id in COMMANDS) is (f"/{action.slash}" in out)  # the help lists it
+
+
+# A terminal -------------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", "--plain", TERM="dumb", NO_COLOR="1")
+    chat.until("you> ")
+    chat.type("hi\n")
+    chat.until("fast: Decode reads")
+    chat.until(" in all, of which")
+    chat.until("you> ")
+    chat.type("\x04")
+    assert chat.left() == 0
+    assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
+    assert re.search(r"tokamac chat --chat \w{8}", chat.shown.decode())
+
+
+def test_a_hostile_reply_brings_no_sequence_of_its_own_to_a_terminal(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("hostile", "--plain", TERM="dumb", NO_COLOR="1")
+    chat.type("hi\n/quit\n")
+    assert chat.left() == 0
+    assert "[bold]not markup[/]" in chat.shown.decode()
+    assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
+
+
+def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callable[..., Terminal], data: Path) -> None:
+    chat = terminal("steady", "--plain")
+    chat.until("you> ")
+    chat.type("hi\n")
+    chat.until("steady: Deco")
+    chat.type("\x03")
+    chat.until("(stopped")
+    chat.until("you> ")
+    chat.type("\x03")
+    chat.until("Ctrl-C again leaves")
+    chat.until("you> ")
+    chat.type("\x03")
+    assert chat.left() == 130
+    assert [m.state for m in last_path(data)] == ["complete", "stopped"]
+
+
+def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", "--plain")
+    for text in ("\x03", "/stop\n", "\x03"):
+        chat.until("you> ")
+        chat.type(text)
+    chat.until("Ctrl-C again leaves")
+    chat.until("you> ")
+    chat.type("\x04")
+    assert chat.left() == 0
+
+
+def test_the_last_prompt_is_edited_on_the_line(terminal: Callable[..., Terminal], data: Path) -> None:
+    chat = terminal("fast", "--plain")
+    for text in ("one\n", "/edit\n", " and a half\n", "\x04"):
+        chat.until("you> ")
+        chat.type(text)
+    assert chat.left() == 0
+    assert [m.text for m in last_path(data) if m.role == "user"] == ["one and a half"]
+
+
+def test_an_unknown_chat_is_refused_before_a_screen_opens(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", "--chat", "zzzzzzzz")
+    assert chat.left() == 1
+    assert b"\x1b" not in chat.shown
+    assert chat.shown.count(b"\n") == 1
+
+
+def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) -> None:
+    leader, follower = pty.openpty()
+    process = spawn("fast", stdout=follower, stderr=follower, env={**os.environ, "TERM": "dumb"})
+    os.close(follower)
+    assert process.stdin is not None
+    process.stdin.write("hi\n")
+    process.stdin.close()
+    shown = b""
+    try:
+        while more := os.read(leader, 4096):
+            shown += more
+    except OSError:
+        pass
+    os.close(leader)
+    assert process.wait(PATIENCE_S) == 0
+    assert b"fast: Decode reads" in shown
+    assert b"\x1b" not in shown
+
+
+@pytest.mark.e2e
+def test_the_embedded_guide_answers_without_a_screen(data: Path) -> None:
+    program = [sys.executable, "-m", "tokamac.app.cli", "chat", "guide", "--temp", "0"]
+    done = subprocess.run(program, input="What is prefill?\n", capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    asked, reply = last_path(data)
+    assert asked.text == "What is prefill?"
+    assert reply.text
+    assert done.stdout.strip() == reply.text.strip()

@@ -1,0 +1,361 @@
+"""What a disk, another process or a changed mind can do to an unfinished conversion."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.quant.dying import interpreter
+from tests.quant.quant_models import make_source, names_in
+from tests.quant.test_quant_failures import rewrite
+from tests.quant.test_quant_resume import contents
+from tokamac.engine.errors import ConversionError
+from tokamac.quant import files
+from tokamac.quant.files import checksum
+from tokamac.quant.fingerprint import conversion_key
+from tokamac.quant.folder import MODEL, SPARE_BYTES, check_space, check_target, claimed, partial_folder
+from tokamac.quant.journal import Entry, Journal, intact, read_journal
+from tokamac.quant.options import Options
+from tokamac.quant.report import WeightError
+from tokamac.quant.workplace import AFRESH, workplace
+
+HALF_WAY = 100
+
+
+@pytest.fixture(scope="module")
+def converting():
+    with interpreter() as started:
+        yield started
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_source(tmp_path, "tied")
+
+
+@pytest.fixture
+def begun(converting, source, tmp_path):
+    """A conversion to ``out`` that was killed half way, and what it would have written."""
+    converting.convert(source, tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    assert converting.convert(source, tmp_path / "out", dies_at=HALF_WAY).signal == signal.SIGKILL
+    return expected
+
+
+def shards(out):
+    return sorted((partial_folder(out) / MODEL).glob("*.safetensors"))
+
+
+# What the disk does
+
+
+@pytest.mark.parametrize("where", [(0, 0), (0, -1), (1, 0), (1, 4_000), (1, -1)], ids=str)
+def test_a_byte_that_changed_is_found_and_written_again(converting, source, begun, tmp_path, where):
+    shard = shards(tmp_path / "out")[where[0]]
+    content = bytearray(shard.read_bytes())
+    content[where[1]] ^= 1
+    before = len(read_journal(partial_folder(tmp_path / "out") / "journal").records)
+    shard.write_bytes(content)
+    again = converting.convert(source, tmp_path / "out")
+    assert again.resumed < before
+    assert contents(tmp_path / "out") == begun
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "gone", "folder", "link"])
+def test_a_shard_that_is_not_what_was_written_is_written_again(converting, source, begun, tmp_path, damage):
+    shard = shards(tmp_path / "out")[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    if damage == "folder":
+        shard.mkdir()
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        shard.symlink_to(tmp_path / "elsewhere")
+    elif damage != "gone":
+        shard.write_bytes(content[:-1] if damage == "cut" else content + b"torn")
+    assert converting.convert(source, tmp_path / "out").error == ""
+    assert contents(tmp_path / "out") == begun
+    assert damage != "link" or (tmp_path / "elsewhere").read_bytes() == content
+
+
+@pytest.mark.parametrize("left", [0, 1, 50, 61, 62, 400, -1])
+def test_a_journal_that_is_cut_anywhere_costs_only_what_it_no_longer_tells(converting, source, begun, tmp_path, left):
+    journal = partial_folder(tmp_path / "out") / "journal"
+    journal.write_bytes(journal.read_bytes()[:left])
+    assert converting.convert(source, tmp_path / "out").error == ""
+    assert contents(tmp_path / "out") == begun
+
+
+def test_foreign_files_in_the_partial_folder_do_not_get_into_the_model(converting, source, begun, tmp_path):
+    root = partial_folder(tmp_path / "out")
+    for folder in (root, root / MODEL, root / "kept"):
+        (folder / "mine.txt").write_text("mine")
+        (folder / "things").mkdir()
+        (folder / "things" / "mine.txt").write_text("mine")
+    assert converting.convert(source, tmp_path / "out").error == ""
+    assert contents(tmp_path / "out") == begun
+    assert ".out.partial" not in names_in(tmp_path)
+
+
+def test_a_damaged_result_of_an_earlier_stage_is_measured_again(converting, source, begun, tmp_path):
+    (stored,) = (partial_folder(tmp_path / "out") / "kept").iterdir()
+    stored.write_bytes(b"mOments")
+    assert converting.convert(source, tmp_path / "out").error == ""
+    assert contents(tmp_path / "out") == begun
+
+
+@pytest.mark.parametrize("limit", [4_000, 20_000])
+def test_a_disk_that_fills_up_keeps_what_is_written(converting, source, tmp_path, limit):
+    """RLIMIT_FSIZE stands in for the full disk: a write beyond it is done in part, and the next one fails."""
+    converting.convert(source, tmp_path / "whole")
+    full = converting.convert(source, tmp_path / "out", file_bytes=limit)
+    assert "can't be written: File too large" in full.error
+    assert "Free some space" in full.hint
+    assert "run the same command again" in full.hint
+    assert "out" not in names_in(tmp_path)
+    assert converting.convert(source, tmp_path / "out").error == ""
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_small_disk_fills_up_and_is_freed(converting, source, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted")
+    try:
+        refused = converting.convert(source, disk / "out")
+        assert "GB left" in refused.error
+        assert names_in(disk) == set()
+        full = converting.convert(source, disk / "out", spare_bytes=-(1 << 30))  # as if others had taken the room
+        assert "can't be written: No space left on device" in full.error
+        assert full.hint.startswith("Free some space, then run the same command again")
+        assert len(full.seen) > 3
+        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
+        assert converting.convert(source, disk / "out").resumed == len(full.seen)
+        converting.convert(source, tmp_path / "whole")
+        assert contents(disk / "out") == contents(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_bytes_that_are_written_already_need_no_more_room(tmp_path, monkeypatch):
+    root = partial_folder(tmp_path / "out")
+    (root / MODEL).mkdir(parents=True)
+    (root / MODEL / "shard").write_bytes(bytes(1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": SPARE_BYTES + 500})())
+    check_space(tmp_path / "out", 1500)
+    with pytest.raises(ConversionError, match="GB left"):
+        check_space(tmp_path / "out", 1501)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that nobody may write")
+def test_a_folder_that_may_not_be_written_is_told_with_another_way_out():
+    with pytest.raises(ConversionError, match="can't be written: ") as told, workplace(Path("/sys/kernel/out"), "key"):
+        pass
+    assert told.value.hint == "Check its disk and permissions, or choose another folder."
+
+
+# Another mind
+
+
+@pytest.mark.parametrize("change", [{"bits": 3}, {"group_size": 32}, {"embed_bits": 8}, {"dtype": "float16"}], ids=str)
+def test_other_options_start_afresh(converting, source, begun, tmp_path, change):
+    again = converting.convert(source, tmp_path / "out", measured="other moments", **change)
+    assert (again.resumed, again.notes, again.error) == (0, (AFRESH,), "")
+    converting.convert(source, tmp_path / "other", measured="other moments", **change)
+    assert contents(tmp_path / "out") == contents(tmp_path / "other") != begun
+
+
+def test_options_that_no_weight_depends_on_go_on(converting, source, begun, tmp_path):
+    again = converting.convert(source, tmp_path / "out", verify=False)
+    assert again.resumed > 0
+    assert again.notes == ()
+    assert contents(tmp_path / "out") == begun
+
+
+def test_what_another_plan_wrote_is_written_again(converting, source, begun, tmp_path):
+    again = converting.convert(source, tmp_path / "out", shard_bytes=60_000)
+    assert again.seen[0] == 1
+    converting.convert(source, tmp_path / "other", shard_bytes=60_000)
+    assert contents(tmp_path / "out") == contents(tmp_path / "other") != begun
+
+
+def test_a_source_that_changed_meanwhile_starts_afresh(converting, source, begun, tmp_path):
+    rewrite(source, lambda arrays: arrays.update({"model.norm.weight": arrays["model.norm.weight"] * 2}))
+    again = converting.convert(source, tmp_path / "out")
+    assert (again.resumed, again.notes) == (0, (AFRESH,))
+    converting.convert(source, tmp_path / "other")
+    assert contents(tmp_path / "out") == contents(tmp_path / "other") != begun
+
+
+def test_a_key_tells_what_counts_from_what_does_not(source, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    options = Options(calibration=text)
+    key = conversion_key(source, options)
+    assert conversion_key(source, replace(options, verify=False)) == key
+    assert conversion_key(source, replace(options, bits=3)) != key
+    text.write_text("two")
+    assert conversion_key(source, options) != key
+    text.write_text("one")
+    (source / ".DS_Store").write_text("seen by a file manager")
+    assert conversion_key(source, options) == key
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "rope_theta": 2.0}))
+    assert conversion_key(source, options) != key
+    (source / "config.json").write_text(json.dumps(config))
+    assert conversion_key(source, options) == key
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    assert conversion_key(source, options) != key
+
+
+def test_a_tensor_that_is_not_a_number_leaves_nothing_behind(converting, source, tmp_path):
+    def poison(arrays):
+        arrays["model.norm.weight"] = arrays["model.norm.weight"] * float("nan")
+
+    rewrite(source, poison)
+    told = converting.convert(source, tmp_path / "out")
+    assert told.error.startswith("model.norm.weight")
+    assert len(told.seen) > 3
+    assert names_in(tmp_path) == {"source"}
+
+
+# Others
+
+
+def test_two_at_once_the_second_is_told_and_harms_nothing(converting, source, begun, tmp_path):
+    with claimed(tmp_path / "out"):
+        before = contents(partial_folder(tmp_path / "out"))
+        told = converting.convert(source, tmp_path / "out")
+        assert told.error == f"another conversion is writing {tmp_path / 'out'}"
+        assert contents(partial_folder(tmp_path / "out")) == before
+    assert converting.convert(source, tmp_path / "out").resumed > 0
+    assert contents(tmp_path / "out") == begun
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
+    def meanwhile():
+        with workplace(tmp_path / "out", "key") as place:
+            place.keep("stage", b"work")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "mine.txt").write_text("mine")
+
+    with pytest.raises(ConversionError, match="appeared meanwhile"):
+        meanwhile()
+    assert names_in(tmp_path / "out") == {"mine.txt"}
+    shutil.rmtree(tmp_path / "out")
+    with workplace(tmp_path / "out", "key") as place:
+        assert place.kept("stage").read_bytes() == b"work"
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_what_only_has_the_name_of_a_partial_folder_is_left_alone(tmp_path, kind):
+    root = partial_folder(tmp_path / "out")
+    if kind == "file":
+        root.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        root.symlink_to(tmp_path / "elsewhere")
+    else:
+        root.mkdir()
+        (root / "mine.txt").write_text("mine")
+    before = contents(tmp_path)
+    check_target(tmp_path / "out", tmp_path / "source", overwrite=False)
+    with pytest.raises(ConversionError, match="in the way"), workplace(tmp_path / "out", "key"):
+        pass
+    assert contents(tmp_path) == before
+
+
+# The parts
+
+
+ENTRIES = (
+    Entry("a.weight", "model.safetensors", 10, "", WeightError(0.1, 1 / 3)),
+    Entry("b.weight", "model.safetensors", 20, "", WeightError(0.0, 0.0)),
+    Entry("c.weight", "model.safetensors", 30, "", WeightError(1e-30, 1e30)),
+    Entry("norm.weight", "model.safetensors", 44, "", None),
+)
+
+
+@pytest.fixture(scope="module")
+def journal_bytes(tmp_path_factory):
+    file = tmp_path_factory.mktemp("journal") / "journal"
+    journal = Journal(file, "key", ENTRIES[:1])
+    for entry in ENTRIES[1:]:
+        journal.add(entry)
+    journal.close()
+    assert read_journal(file).entries == ENTRIES
+    return file, file.read_bytes()
+
+
+@given(data=st.data())
+def test_of_a_damaged_journal_a_beginning_is_read(journal_bytes, data):
+    file, content = journal_bytes
+    where = data.draw(st.integers(0, len(content) - 1))
+    flipped = bytearray(content)
+    flipped[where] ^= 1 << data.draw(st.integers(0, 7))
+    damaged = data.draw(st.sampled_from([content[:where], bytes(flipped)]))
+    copy = file.with_name("copy")
+    copy.write_bytes(damaged)
+    found = read_journal(copy)
+    assert found.entries == ENTRIES[: len(found.entries)]
+    assert len(found.entries) < len(ENTRIES)
+    assert found.key in (None, "key")
+    lines_before = content[:where].count(b"\n")
+    assert len(found.entries) == max(lines_before - 1, 0)
+
+
+@given(data=st.binary(max_size=100), slice_bytes=st.integers(1, 40), taken=st.integers(1, 40))
+def test_bytes_are_written_whole_and_once_however_few_the_disk_takes(tmp_path_factory, data, slice_bytes, taken):
+    file = tmp_path_factory.mktemp("slices") / "file"
+    seen, write = [], os.write
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "SLICE_BYTES", slice_bytes)
+        patch.setattr(os, "write", lambda handle, part: write(handle, part[:taken]))
+        files.append(handle, data, lambda part: seen.append(bytes(part)))
+    os.close(handle)
+    assert file.read_bytes() == b"".join(seen) == data
+
+
+def test_entries_are_believed_as_far_as_their_bytes_are_there(tmp_path):
+    content = bytes(range(44))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    ends = [0, *(entry.end for entry in ENTRIES)]
+    entries = [
+        replace(entry, checksum=checksum(tmp_path / "model.safetensors", start, entry.end))
+        for entry, start in zip(ENTRIES, ends, strict=False)
+    ]
+    assert intact(tmp_path, entries) == 4
+    for where in range(44):
+        damaged = bytearray(content)
+        damaged[where] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        assert intact(tmp_path, entries) == sum(end <= where for end in ends[1:])
+        (tmp_path / "model.safetensors").write_bytes(content[:where])
+        assert intact(tmp_path, entries) == sum(end <= where for end in ends[1:])
+
+
+def test_of_a_stage_the_newest_result_is_kept(tmp_path):
+    def interrupted():
+        with workplace(tmp_path / "out", "key") as place:
+            assert place.kept("moments") is None
+            place.keep("moments", b"one")
+            place.keep("more-moments", b"others")
+            place.keep("moments", b"two")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with workplace(tmp_path / "out", "key") as place:
+        assert place.kept("moments").read_bytes() == b"two"
+        assert place.kept("more-moments").read_bytes() == b"others"
+        (place.folder / "config.json").write_text("{}")
+    assert names_in(tmp_path / "out") == {"config.json"}

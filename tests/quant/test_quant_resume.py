@@ -1,0 +1,180 @@
+"""A conversion that was cut off goes on behind the last tensor, and ends byte for byte as if it never had been."""
+
+import random
+import shutil
+import signal
+
+import mlx.core as mx
+import pytest
+
+from tests.quant.dying import interpreter
+from tests.quant.quant_models import make_source, names_in
+from tokamac.quant.folder import MODEL, OLD, partial_folder
+
+POINTS = 50
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def converting():
+    with interpreter() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_source(tmp_path_factory.mktemp("a model"), "tied", shards=2)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(converting, source, tmp_path_factory):
+    """What a run from beginning to end writes, and at how many points it touches the disk."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    outcome = converting.convert(source, out)
+    assert outcome.error == ""
+    assert len(list(out.glob("*.safetensors"))) > 3
+    return contents(out), outcome.points
+
+
+def tensors(source):
+    return {name for shard in source.glob("*.safetensors") for name in mx.load(str(shard))}
+
+
+def old_model(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "old.txt").write_text("old")
+    return contents(folder)
+
+
+def chosen(points, count, seed):
+    return sorted(random.Random(seed).sample(range(1, points + 1), count))
+
+
+def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, source, uninterrupted, tmp_path):
+    expected, points = uninterrupted
+    resumed = []
+    for point in chosen(points, POINTS, seed=6):
+        out = tmp_path / str(point) / "out"
+        killed = converting.convert(source, out, dies_at=point)
+        assert killed.signal == signal.SIGKILL, point
+        assert not out.exists() or contents(out) == expected, point
+        again = converting.convert(source, out)
+        # Killed after the last rename, the model is there, and only rubbish is left to remove.
+        assert again.error == "" or ("already exists" in again.error and contents(out) == expected), (point, again)
+        assert contents(out) == expected, point
+        assert names_in(out.parent) == {"out"}, point
+        resumed.append(again.resumed)
+    assert resumed[0] == 0
+    assert max(resumed) == len(tensors(source))
+
+
+def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(converting, source, uninterrupted, tmp_path):
+    expected, _ = uninterrupted
+    old = old_model(tmp_path / "out")
+    points = converting.convert(source, tmp_path / "out", overwrite=True).points
+    shutil.rmtree(tmp_path / "out")
+    swapping = range(points - 24, points + 1)  # the last calls: the small files, the swap, the removal
+    states = set()
+    for point in sorted({*chosen(points, POINTS // 5, seed=7), *swapping}):
+        out = tmp_path / str(point) / "out"
+        out.parent.mkdir()
+        old_model(out)
+        assert converting.convert(source, out, overwrite=True, dies_at=point).signal == signal.SIGKILL
+        aside = partial_folder(out) / OLD
+        found = contents(out) if out.exists() else contents(aside)
+        assert found in (old, expected), point
+        states.add("old" if found == old and out.exists() else "new" if out.exists() else "aside")
+        again = converting.convert(source, out, overwrite=True)
+        assert again.error == "", (point, again)
+        assert contents(out) == expected, point
+        assert names_in(out.parent) == {"out"}, point
+    assert states == {"old", "aside", "new"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_old_model_that_a_crash_left_aside_is_put_back_by_the_next_look(
+    converting, source, uninterrupted, tmp_path, overwrite
+):
+    out = tmp_path / "out"
+    old = old_model(out)
+    converting.convert(source, out, overwrite=True, dies_at=100)
+    out.rename(partial_folder(out) / OLD)  # as between the two renames
+    again = converting.convert(source, out, overwrite=overwrite)
+    assert contents(out) == (uninterrupted[0] if overwrite else old)
+    assert ("already exists" in again.error) != overwrite
+
+
+def test_killed_again_and_again_it_still_arrives(converting, source, uninterrupted, tmp_path):
+    out, resumed = tmp_path / "out", [0]
+    while converting.convert(source, out, dies_at=45).signal and not out.exists():
+        resumed.append(len(journalled(out)))
+        assert len(resumed) < 40
+    assert resumed == sorted(resumed)
+    assert len(set(resumed)) > 3
+    assert contents(out) == uninterrupted[0]
+
+
+def journalled(out):
+    return (partial_folder(out) / "journal").read_text().splitlines()[1:]
+
+
+def test_ctrl_c_anywhere_leaves_what_the_next_run_goes_on_with(converting, source, uninterrupted, tmp_path):
+    expected, points = uninterrupted
+    for point in chosen(points, 20, seed=8):
+        out = tmp_path / str(point) / "out"
+        stopped = converting.convert(source, out, dies_at=point, by=signal.SIGINT)
+        assert (stopped.signal, stopped.error) == (0, "interrupted"), point
+        if not out.exists():
+            assert ("run the same command again" in stopped.hint) == partial_folder(out).exists(), point
+            again = converting.convert(source, out)
+            assert again.error == "", point
+            assert again.resumed in (len(stopped.seen), len(stopped.seen) + 1), point
+        else:
+            assert stopped.hint == "", point
+        assert contents(out) == expected, point
+
+
+def test_ctrl_c_before_anything_is_done_leaves_nothing(converting, source, tmp_path):
+    stopped = converting.convert(source, tmp_path / "out", dies_at=5, by=signal.SIGINT)
+    assert (stopped.error, stopped.hint) == ("interrupted", "")
+    assert names_in(tmp_path) == set()
+
+
+def test_progress_begins_where_the_earlier_run_ended(converting, source, uninterrupted, tmp_path):
+    out, total = tmp_path / "out", len(tensors(source))
+    first = converting.convert(source, out, dies_at=80, by=signal.SIGINT)
+    assert first.seen == tuple(range(1, len(first.seen) + 1))
+    again = converting.convert(source, out)
+    assert again.seen == tuple(range(again.resumed, total + 1))
+    assert again.resumed > 3
+
+
+def test_a_result_of_an_earlier_stage_is_read_and_not_measured_again(converting, source, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    converting.convert(source, out, dies_at=80, measured="the first run's")
+    converting.convert(source, out, measured="the second run's")
+    assert (out / "README.md").read_text().startswith("the first run's ")
+
+
+def test_a_finished_conversion_leaves_only_the_model(converting, source, uninterrupted, tmp_path):
+    converting.convert(source, tmp_path / "out")
+    assert names_in(tmp_path) == {"out"}
+    assert not {"journal", "kept", MODEL} & names_in(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "times"), [({"method": "round"}, 10), ({"calibration": "shipped"}, 2), ({"method": "gptq"}, 2)], ids=str
+)
+def test_the_whole_command_is_killed_and_ends_with_the_same_bytes(converting, source, tmp_path, options, times):
+    whole = converting.convert(source, tmp_path / "whole", whole=True, **options)
+    assert whole.error == ""
+    for point in chosen(whole.points - 20, times, seed=9):
+        out = tmp_path / str(point)
+        assert converting.convert(source, out, whole=True, dies_at=point, **options).signal == signal.SIGKILL
+        again = converting.convert(source, out, whole=True, **options)
+        assert again.error == "", point
+        assert contents(out) == contents(tmp_path / "whole"), point

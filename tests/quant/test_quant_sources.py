@@ -1,0 +1,265 @@
+"""Sources: MLX folders, multimodal ones, and what is damaged; and that no weight is read before its turn."""
+
+import json
+import shutil
+import struct
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.utils import dequantize_model, quantize_model, save_config, save_model
+from mlx_lm.utils import load_model as mlx_lm_load_model
+
+from tests.golden.weights import write_weights
+from tests.quant.converting import MODES, TOKENS, arrays_of, config_of, logits, packed_folder, refuse, run, same
+from tests.quant.quant_models import GOLDEN, build, make_source
+from tokamac.engine.config import read_config
+from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.shards import INDEX
+from tokamac.quant.packed import unpacked
+from tokamac.quant.source import fresh, open_source
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_an_mlx_folder_is_seen_unpacked_and_packed(tmp_path, kind, mode):
+    folder, (bits, group) = packed_folder(tmp_path, kind, mode), MODES[mode]
+    source, stored = open_source(folder), arrays_of(folder)
+    assert set(source.weights) == {name for name, _ in tree_flatten(build(kind)[0].parameters())}
+    for path, packed in source.packed.items():
+        assert packed.packing == Packing(bits, group, mode)
+        scales, biases = stored[f"{path}.scales"], stored.get(f"{path}.biases")
+        plain = mx.dequantize(stored[f"{path}.weight"], scales, biases, group, bits, mode)
+        assert source.weights[f"{path}.weight"].dtype == mx.bfloat16
+        assert same(source.weights[f"{path}.weight"], plain)
+        assert len(packed.arrays) == (3 if mode == "affine" else 2)
+    assert not {"quantization", "quantization_config"} & set(source.config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["tied", "mixtral"])
+def test_what_is_packed_so_already_is_taken_over_byte_for_byte(tmp_path, kind, mode):
+    folder, (bits, group) = packed_folder(tmp_path, kind, mode), MODES[mode]
+    report = run(folder, tmp_path / "again", bits=bits, group_size=group, mode=mode)
+    for name in ("model.safetensors", "config.json", INDEX):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    assert not any("again" in note for note in report.notes)
+
+
+def test_every_layer_keeps_its_own_packing_where_that_is_chosen(tmp_path):
+    folder = packed_folder(tmp_path, "llama", embed_bits=8)
+    assert open_source(folder).packed["lm_head"].packing == Packing(8, 64)
+    run(folder, tmp_path / "again", embed_bits=8)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_packing_again_with_fewer_bits_starts_from_what_was_packed_and_says_so(tmp_path):
+    folder = packed_folder(tmp_path)
+    report = run(folder, tmp_path / "three", bits=3)
+    before, after = arrays_of(folder), arrays_of(tmp_path / "three")
+    for path in open_source(folder).packed:
+        plain = mx.dequantize(*(before[f"{path}.{leaf}"] for leaf in ("weight", "scales", "biases")), 64, 4)
+        for leaf, wanted in zip(("weight", "scales", "biases"), mx.quantize(plain, 64, 3), strict=True):
+            assert mx.array_equal(after[f"{path}.{leaf}"], wanted).item()
+    assert any("packed again" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dequantizing_writes_plain_floats_that_mlx_lm_loads(tmp_path, mode):
+    folder = packed_folder(tmp_path, "mixtral", mode)
+    run(folder, tmp_path / "plain", dequantize=True)
+    assert not {"quantization", "quantization_config"} & set(config_of(tmp_path / "plain"))
+    written = arrays_of(tmp_path / "plain")
+    assert {array.dtype for array in written.values()} == {mx.bfloat16}
+    for name, array in open_source(folder).weights.items():
+        assert mx.array_equal(written[name], array).item()
+    model, _ = mlx_lm_load_model(tmp_path / "plain")
+    assert isinstance(model.model.embed_tokens, nn.Embedding)
+    assert not any("scales" in name for name in written)
+
+
+def test_a_folder_that_mlx_lm_packed_is_a_source(tmp_path):
+    model, config = build("llama")
+    model, config = quantize_model(
+        model,
+        config,
+        64,
+        4,
+        quant_predicate=lambda path, _: {"group_size": 32, "bits": 6} if "v_proj" in path else True,
+    )
+    save_model(tmp_path / "theirs", model)
+    save_config(config, tmp_path / "theirs" / "config.json")
+    source = open_source(tmp_path / "theirs")
+    assert source.packed["model.layers.0.self_attn.v_proj"].packing == Packing(6, 32)
+    assert source.packed["model.layers.0.self_attn.q_proj"].packing == Packing(4, 64)
+    run(tmp_path / "theirs", tmp_path / "plain", dequantize=True)
+    assert same(logits(tmp_path / "plain"), dequantize_model(model)(TOKENS))
+
+
+def test_a_type_for_floats_also_holds_for_scales_taken_over(tmp_path):
+    folder = packed_folder(tmp_path)
+    run(folder, tmp_path / "half", dtype="float16")
+    before, after = arrays_of(folder), arrays_of(tmp_path / "half")
+    assert {array.dtype for array in after.values()} == {mx.uint32, mx.float16}
+    path = "model.layers.0.mlp.up_proj"
+    assert mx.array_equal(after[f"{path}.weight"], before[f"{path}.weight"]).item()
+    assert mx.array_equal(after[f"{path}.scales"], before[f"{path}.scales"].astype(mx.float16)).item()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_microscaling_weights_unpack_to_the_type_of_the_config(tmp_path, dtype):
+    folder = packed_folder(tmp_path, mode="mxfp4")
+    (folder / "config.json").write_text(json.dumps({**config_of(folder), "torch_dtype": dtype}))
+    assert open_source(folder).weights["lm_head.weight"].dtype == getattr(mx, dtype)
+
+
+def test_a_damaged_mlx_folder_is_named(tmp_path):
+    folder = packed_folder(tmp_path)
+    arrays = arrays_of(folder)
+    del arrays["model.layers.1.mlp.up_proj.scales"]
+    mx.eval(arrays)
+    for name in ("model.safetensors", INDEX):
+        (folder / name).unlink()
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    refuse(ModelDamagedError, folder, "not hold a whole llama model")
+
+
+def test_experts_that_share_a_scale_of_their_own_are_unpacked_with_it():
+    weight = mx.random.normal((3, 32, 64), key=mx.random.key(2))
+    layer = QuantizedSwitchLinear(64, 32, 3, bias=False, group_size=16, bits=4, mode="nvfp4", global_scale=True)
+    layer._quantize(weight, global_scale=True)
+    plain = unpacked(layer, mx.float32)
+    assert (plain.shape, plain.dtype) == ((3, 32, 64), mx.float32)
+    assert mx.sqrt(mx.mean((plain - weight) ** 2) / mx.mean(weight**2)).item() < 0.15
+
+
+def seeing(tmp_path, **more):
+    """Return the folder of a Gemma 3 with a vision tower, and its language part."""
+    model, text = build("gemma3")
+    config = {"model_type": "gemma3", "text_config": {**text, **more}, "vision_config": {"hidden_size": 8}}
+    arrays = {f"language_model.{name}": array for name, array in tree_flatten(model.parameters())}
+    arrays |= {"vision_tower.patch.weight": mx.ones((8, 8)), "multi_modal_projector.weight": mx.ones((8, 8))}
+    (tmp_path / "source").mkdir()
+    mx.save_safetensors(str(tmp_path / "source" / "model.safetensors"), arrays)
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "source", model
+
+
+def test_of_a_multimodal_checkpoint_the_language_part_is_converted_as_mlx_lm_would(tmp_path):
+    folder, model = seeing(tmp_path)
+    run(folder, tmp_path / "out")
+    assert all(name.startswith("language_model.") for name in arrays_of(tmp_path / "out"))
+    assert "vision_config" not in config_of(tmp_path / "out")
+    nn.quantize(model, group_size=64, bits=4)
+    assert same(logits(tmp_path / "out"), model(TOKENS))
+
+
+def test_what_the_text_config_says_about_packing_goes_with_the_packing(tmp_path):
+    folder, model = seeing(tmp_path, quantization_config={"quant_method": "fp8"})
+    run(folder, tmp_path / "plain", dequantize=True)
+    assert "quantization_config" not in config_of(tmp_path / "plain")["text_config"]
+    assert same(logits(tmp_path / "plain"), model(TOKENS))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_fresh_weights_are_those_that_were_popped(tmp_path, packed):
+    folder = packed_folder(tmp_path) if packed else make_source(tmp_path, "llama")
+    source = open_source(folder)
+    first = {name: source.weights.pop(name) for name in list(source.weights)}
+    again = fresh(source)
+    assert list(again) == list(first)
+    assert all(mx.array_equal(again[name], first[name]).item() for name in first)
+
+
+@pytest.mark.parametrize("family", sorted({"llama", "gemma3", "deepseek_v3", "gpt_oss_window", "phi3", "mixtral"}))
+def test_opening_reads_no_weight(tmp_path, family):
+    shutil.copy(GOLDEN / family / "config.json", tmp_path)
+    case = json.loads((GOLDEN / family / "case.json").read_text())
+    write_weights(tmp_path, case["seed"], case["shapes"], read_config(tmp_path))
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    source = open_source(tmp_path)
+    assert mx.get_peak_memory() - before < 5_000 < source.source_bytes / 20
+
+
+@pytest.mark.parametrize("options", [{"bits": 3}, {"dequantize": True}, {"bits": 4}], ids=str)
+def test_converting_what_is_packed_takes_no_more_memory_for_more_layers(tmp_path, options):
+    peaks = {}
+    for layers in (6, 48):
+        (tmp_path / f"{layers}").mkdir()
+        source = make_source(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, hidden_size=256)
+        run(source, tmp_path / f"{layers}" / "packed", bits=4)
+        before = mx.get_active_memory()
+        report = run(tmp_path / f"{layers}" / "packed", tmp_path / f"{layers}" / "out", **options)
+        peaks[layers] = report.peak_memory_bytes - before
+    assert peaks[48] < 1.6 * peaks[6]
+
+
+def rewrite_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_an_index_that_promises_a_tensor_its_file_lacks(tmp_path):
+    folder = make_source(tmp_path, "llama", shards=2)
+    rewrite_index(folder, lambda where: where.update({"model.norm.weight": "model-00001-of-00002.safetensors"}))
+    rewrite_index(folder, lambda where: where.update({"lm_head.weight": "model-00002-of-00002.safetensors"}))
+    refuse(ModelDamagedError, folder, r"lacks (model\.norm|lm_head)\.weight, which .*index.* promises")
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    folder = make_source(tmp_path, "llama", shards=2)
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model.safetensors")
+    refuse(ModelDamagedError, folder, r"weight is both in .*model-00001-of-00002.* and in model\.safetensors")
+
+
+def test_no_weights_at_all(tmp_path):
+    folder = make_source(tmp_path, "llama")
+    (folder / "model.safetensors").unlink()
+    refuse(ModelDamagedError, folder, "no weights")
+
+
+def test_a_config_that_is_not_json(tmp_path):
+    folder = make_source(tmp_path, "llama")
+    (folder / "config.json").write_text("{'model_type': 'llama'}")
+    refuse(ModelDamagedError, folder, "not valid JSON")
+
+
+def shard_with(folder, header):
+    raw = json.dumps(header).encode() if isinstance(header, dict) else header
+    shard = folder / "model.safetensors"
+    body = shard.read_bytes()[8 + struct.unpack("<Q", shard.read_bytes()[:8])[0] :]
+    shard.write_bytes(struct.pack("<Q", len(raw)) + raw + body)
+
+
+def header_of(folder):
+    raw = (folder / "model.safetensors").read_bytes()
+    return json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
+
+
+def test_a_shard_whose_header_is_not_json(tmp_path):
+    folder = make_source(tmp_path, "llama")
+    shard_with(folder, b"not json" * 8)
+    refuse(ModelDamagedError, folder, r"model\.safetensors is damaged: its header")
+
+
+def test_a_shard_whose_tensors_overlap(tmp_path):
+    folder = make_source(tmp_path, "llama")
+    header = header_of(folder)
+    q, k = (header[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2))
+    q["data_offsets"] = [offset + 128 for offset in k["data_offsets"]]
+    shard_with(folder, header)
+    refuse(ModelDamagedError, folder, r"model\.safetensors is damaged: its header")
+
+
+def test_a_tensor_whose_bytes_do_not_make_its_shape(tmp_path):
+    folder = make_source(tmp_path, "llama")
+    header = header_of(folder)
+    header["model.norm.weight"]["shape"] = [64]
+    shard_with(folder, header)
+    refuse(ModelDamagedError, folder, r"model\.safetensors is damaged: its header")
