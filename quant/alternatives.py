@@ -44,11 +44,10 @@ def alternatives(source: Source, options: Options, least_bits: int = BITS[0]) ->
     Where mlx-lm's class of a model forbids packing, that holds. Where it asks for more bits, that holds for routers only: other
     layers are measured. What is packed in the source may stay so. The bits of the embedding and the head may be given.
     """
-    found = {
-        path: tuple(_packings(source, options, path, module, least_bits)) or (None,)
+    return {
+        path: tuple(dict.fromkeys(_packings(source, options, path, module, least_bits))) or (None,)
         for path, module in packable(source)
     }
-    return {path: (*packings, *_kept(source, options, path, packings)) for path, packings in found.items()}
 
 
 def sizes(source: Source, options: Options, among: Alternatives) -> Sizes:
@@ -78,6 +77,7 @@ def _packings(source: Source, options: Options, path: str, module: Any, least_bi
                 yield Packing(bits, group)
     if given is None:
         yield None
+        yield from _kept(source, options, path)
 
 
 def _given_bits(source: Source, options: Options, path: str) -> int | None:
@@ -88,9 +88,9 @@ def _router_bits(own: bool | dict[str, Any]) -> int:
     return max(ROUTER_BITS, own.get("bits", 0) if isinstance(own, dict) else 0)
 
 
-def _kept(source: Source, options: Options, path: str, packings: tuple[Packing | None, ...]) -> Iterator[Packing]:
-    """Yield the packing that the source has, if it is not among ``packings`` and nothing speaks against it."""
-    own = source.packed[path].packing if path in source.packed else None
-    asked_otherwise = own is not None and options.group_size not in (None, own.group_size)
-    if own is not None and own not in packings and None in packings and len(packings) > 1 and not asked_otherwise:
-        yield own
+def _kept(source: Source, options: Options, path: str) -> Iterator[Packing]:
+    """Yield the packing that the source has, unless another group size is asked for."""
+    if path in source.packed:
+        own = source.packed[path].packing
+        if options.group_size in (None, own.group_size):
+            yield own

@@ -63,7 +63,8 @@ def smallest_bytes(candidates: Mapping[str, Sequence[Candidate]]) -> int:
 def spend(candidates: Mapping[str, Sequence[Candidate]], budget_bytes: int) -> Chosen:
     """Return one candidate for every tensor: the least total damage that takes at most ``budget_bytes``.
 
-    Of equally good choices the smaller is taken, then the one whose candidates come first. Raises OptionError if nothing fits.
+    Where several are as good, one that takes no more bytes than the others. The same arguments give the same choice.
+    Raises OptionError if nothing fits.
     """
     needed = smallest_bytes(candidates)
     if needed > budget_bytes:

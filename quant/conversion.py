@@ -14,12 +14,11 @@ import mlx.core as mx
 
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
-from tokamac.quant.choices import choose
 from tokamac.quant.fingerprint import conversion_key
 from tokamac.quant.folder import check_space, check_target
 from tokamac.quant.options import Method, Options, Shipped
-from tokamac.quant.plan import Plan, make_plan
-from tokamac.quant.preparing import check_method, prepare
+from tokamac.quant.plan import Plan
+from tokamac.quant.preparing import check_method, foreseen, prepare
 from tokamac.quant.provenance import CARD, provenance
 from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
 from tokamac.quant.source import Source, locate, open_source
@@ -116,7 +115,7 @@ def convert(
         check_target(target, folder, overwrite=overwrite)
     opened = open_source(folder)
     check_method(opened, options)
-    plan = make_plan(opened, options, choose(opened, options))
+    plan = foreseen(opened, options)
     if dry_run:
         return plan
     check_space(target, plan.output_bytes)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import text_config
-from tokamac.quant import awq, gptq
+from tokamac.quant import awq, gptq, replay
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
+from tokamac.quant.importance import TOKENS as MEASURED
 from tokamac.quant.method import BLOCK_WEIGHTS
 from tokamac.quant.options import Options
 from tokamac.quant.shards import float_bytes
@@ -55,6 +56,8 @@ def _stages(source: Source, options: Options, chosen: Choices, tensors: "tuple[T
     yield max(_of_tensor(tensor, source, options) for tensor in tensors)
     if options.how in CALIBRATED:
         yield CALIBRATED[options.how].peak_bytes(source, options, chosen)
+    if options.target_bpw is not None and replay.fits(source, MEASURED):
+        yield replay.peak_bytes(source, MEASURED)
     runs_text = options.target_bpw is not None or (options.how == "search" and options.calibration is not None)
     heads = text_config(source.config).get("num_attention_heads")
     known = heads if isinstance(heads, int) else 1

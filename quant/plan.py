@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import Tensor
-from tokamac.quant.choices import Choices
+from tokamac.quant.choices import Choices, left_out
 from tokamac.quant.options import Options
 from tokamac.quant.peak import peak_bytes
 from tokamac.quant.shards import Shard, float_bytes, index_json, lay_out, type_name
@@ -123,6 +123,7 @@ def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
 
 def _notes(source: Source, chosen: Choices) -> Iterator[str]:
     yield from source.notes
+    yield from left_out(source, chosen)
     if not any(any(source.folder.glob(name)) for name in TOKENIZERS):
         yield "the source has no tokenizer files"
     again = [

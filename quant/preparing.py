@@ -17,7 +17,7 @@ from tokamac.quant import calibration
 from tokamac.quant.choices import Choices, choose
 from tokamac.quant.method import Quantizer, Round, Search
 from tokamac.quant.moments import moments
-from tokamac.quant.options import Options
+from tokamac.quant.options import BITS, Options
 from tokamac.quant.peak import CALIBRATED, SEQUENCES
 from tokamac.quant.plan import Plan, make_plan
 from tokamac.quant.report import StageDone
@@ -48,6 +48,23 @@ def check_method(source: Source, options: Options) -> None:
         CALIBRATED[options.how].check(source.config, source.module, options)
 
 
+def foreseen(source: Source, options: Options) -> Plan:
+    """Return the plan as far as it is known before anything is measured.
+
+    A budget's choices are not: the plan is then that of the most bits for all that keep to it. Raises OptionError.
+    """
+    if options.target_bpw is None:
+        return make_plan(source, options, choose(source, options))
+    for bits in sorted(BITS, reverse=True):
+        alike = replace(options, target_bpw=None, bits=bits)
+        plan = make_plan(source, options, choose(source, alike))
+        if plan.bits_per_weight <= options.target_bpw:
+            told = f"which tensors get more than {bits} bits is measured when it runs; the whole has {options.target_bpw:g} at most"
+            return replace(plan, notes=(*plan.notes, told))
+    told = "all at 2 bits is still too large: whether larger groups bring it down far enough is found out when it runs"
+    return replace(plan, notes=(*plan.notes, told))
+
+
 def prepare(source: Source, options: Options, place: Workplace, tell: Tell) -> Prepared:
     """Return what is to be written, and how. Raises OptionError, ModelError and ConversionError."""
     quantizer = _quantizer(source, options, place, tell)
@@ -56,7 +73,7 @@ def prepare(source: Source, options: Options, place: Workplace, tell: Tell) -> P
         method = CALIBRATED[options.how]
         source = method.pack(source, options, chosen, sequences(source, options, method.SEQUENCES), tell)
     plan = make_plan(source, options, chosen)
-    return Prepared(source, quantizer, replace(plan, notes=(*plan.notes, *notes, *place.notes)))
+    return Prepared(source, quantizer, replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes, *place.notes)))))
 
 
 def sequences(source: Source, options: Options, count: int = SEQUENCES) -> list[list[int]]:

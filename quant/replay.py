@@ -104,17 +104,21 @@ class Replay:
         return found
 
 
+def peak_bytes(source: Source, tokens: int) -> int:
+    """Return about the most memory of a Replay of so many tokens: the model in float32, outputs of layers, chances of words."""
+    text, sizes = text_config(source.config), [array.size for array in source.weights.values()]
+    outputs = tokens * int(text.get("hidden_size") or 0) * len(source.module.layers)
+    chances = 6 * tokens * int(text.get("vocab_size") or 0)  # two readings, and what comparing them takes
+    return FLOAT_BYTES * (sum(sizes) + 3 * max(sizes) + outputs + chances)
+
+
 def fits(source: Source, tokens: int) -> bool:
-    """Return whether a Replay of so many tokens fits the memory: the model in float32, outputs of layers, chances of words."""
-    weights = FLOAT_BYTES * sum(array.size for array in source.weights.values())
-    text = text_config(source.config)
-    outputs = FLOAT_BYTES * tokens * int(text.get("hidden_size") or 0) * len(source.module.layers)
-    chances = 6 * FLOAT_BYTES * tokens * int(text.get("vocab_size") or 0)
-    if device_kind() == "cpu":
-        total = memory.machine_total()
-        return total is not None and weights <= MEMORY_SHARE * total and outputs + chances <= MEMORY_SHARE * total
-    budget = memory.budget()
-    return budget is not None and weights + outputs + chances <= GPU_SHARE * budget
+    """Return whether a Replay of so many tokens fits the memory. On a CPU engine/cpu.py must agree to unpack the model."""
+    needed, budget = peak_bytes(source, tokens), memory.budget()
+    if device_kind() != "cpu":
+        return budget is not None and needed <= GPU_SHARE * budget
+    total, weights = memory.machine_total(), FLOAT_BYTES * sum(array.size for array in source.weights.values())
+    return total is not None and budget is not None and needed <= budget and weights <= MEMORY_SHARE * total
 
 
 def layer_numbers(model: Any) -> dict[int, int]:

@@ -77,7 +77,7 @@ def test_a_target_of_the_same_size_beats_packing_everything_alike(tmp_path, quan
     assert bits_per_weight(source, chosen) <= target
     other_text = IDS[::-1]
     ours, theirs = (divergence(source, each, quantizer, other_text) for each in (chosen, uniform))
-    assert ours < 0.7 * theirs
+    assert ours < 0.5 * theirs
     assert notes == (sensitivity.NOTES["measured"],)
 
 
