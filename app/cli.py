@@ -18,9 +18,11 @@ COMMANDS = {
     "ask": "one answer, streamed to stdout",
     "convert": "make a quantized MLX model folder from a Hugging Face one",
     "inspect": "sizes, memory, the ceiling and the expected speed, here or on another machine",
+    "quality": "how far a model's answers are from another's: KL, top-1, perplexity, layer by layer",
     "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
     "models": "what is on disk; download, remove, suggest",
     "cache": "the prompt cache on disk: show, clear, check",
+    "chats": "conversations that are kept: list, show, export, import, delete",
 }
 
 INTERRUPTED = 130

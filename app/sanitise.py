@@ -1,8 +1,9 @@
 """Foreign text made safe for a terminal: the one gate that every model's, file's or child's text passes.
 
 What a terminal would obey is replaced by ``�``, never let through: escape sequences (CSI, OSC, DCS and the rest, whole, also
-when split over chunks), C0 but newline and tab, DEL, C1, bidirectional overrides and isolates, lone surrogates (they can't be
-written to a terminal at all). Carriage returns and Unicode line separators become newlines.
+when split over chunks), C0 but newline and tab, DEL, C1, bidirectional overrides, isolates and marks, lone surrogates (they
+can't be written to a terminal at all). Joiners pass, since emoji are made with them. Carriage returns and Unicode line
+separators become newlines.
 
 A sequence that never ends must not swallow a reply, so a newline, or ``LONGEST_SEQUENCE`` characters, ends it.
 """
@@ -13,10 +14,11 @@ from enum import Enum, auto
 REPLACEMENT = "\ufffd"
 LONGEST_SEQUENCE = 4096
 
-_FORBIDDEN = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_FORBIDDEN = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _SUSPECT = re.compile(f"[{_FORBIDDEN}\u2028\u2029]")
 _STRING_INTRODUCERS = frozenset("P]X^_\x90\x9d\x98\x9e\x9f")
 _LINE_ENDS = frozenset("\r\u2028\u2029")
+_NOT_IN_A_ROW = re.compile(f"[{_FORBIDDEN}\t\n\u2028\u2029]")
 
 
 class _State(Enum):
@@ -111,3 +113,15 @@ def sanitise(text: str) -> str:
 def sanitise_line(text: str) -> str:
     """Return ``text`` made safe and put on one line, for names, paths and log lines."""
     return " ".join(sanitise(text).split())
+
+
+def bare(row: str) -> str:
+    """Return a row of a screen without what a terminal would obey. It keeps its cells: each of these counts for none.
+
+    This is the last gate, behind all others: the row has been laid out, so nothing can be put in its place.
+    """
+    return _NOT_IN_A_ROW.sub(_in_its_place, row)
+
+
+def _in_its_place(found: re.Match[str]) -> str:
+    return REPLACEMENT if "\ud800" <= found[0] <= "\udfff" else ""  # a lone surrogate counts for one cell

@@ -11,14 +11,24 @@
     [kv]                # the fields of tokamac.engine.KVSpec
     key_bits = 16
 
+    [system_prompts]    # the library of Ctrl+S, by name
+    terse = "Answer in one sentence."
+
+    [keys]              # an action's id (app/tui/actions.py) and its keys; [] takes them away
+    explain = "f7"
+    new_chat = ["ctrl+n", "f8"]
+
 Nothing in the file is dropped in silence: an unknown key is named and written back, a value that can't be used is named and
-its default taken, and a file that is not TOML is moved aside, not overwritten.
+its default taken, and a file that is not TOML is moved aside, not overwritten. Whether keys can be had is for app/tui/keymap.py to
+say.
 """
 
 import datetime
 import os
+import re
 import tempfile
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,8 +38,10 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 FILE = "settings.toml"
-PLAIN = ("model", "theme", "system", "panel", "unload_after_min")
+PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "toured")
 """Settings that are one value, not a table."""
+OPTIONS = ("sampling", "kv")
+"""Tables that are a dataclass of the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,8 @@ class Settings:
     """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
 
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. Raises OptionError below 0.
+    toured: whether the tour of the first start was shown. system_prompts: texts by name. keys: of actions
+    by id, as they were written.
     """
 
     model: str = "guide"
@@ -44,8 +58,11 @@ class Settings:
     system: str = ""
     panel: bool = True
     unload_after_min: int = 0
+    toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     kv: KVSpec = field(default_factory=KVSpec)
+    system_prompts: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unknown: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,6 +129,9 @@ def dumps(settings: Settings) -> str:
             **settings.unknown.get(name, {}),
             **{key: item for key, item in changed.items() if item is not None},
         }
+    table["system_prompts"] = {**settings.unknown.get("system_prompts", {}), **settings.system_prompts}
+    keys = {action: pressed[0] if len(pressed) == 1 else pressed for action, pressed in settings.keys.items()}
+    table["keys"] = {**settings.unknown.get("keys", {}), **keys}
     return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + _toml(table)
 
 
@@ -129,13 +149,19 @@ def _read(table: dict[str, Any], path: Path) -> Loaded:
     settings = Settings()
     unknown: dict[str, Any] = {}
     for name, value in table.items():
-        if name in ("sampling", "kv") and isinstance(value, dict):
+        if name in (*OPTIONS, *_MAPS) and not isinstance(value, dict):
+            warnings.append(f"{path.name}: {name} is {value!r:.40}, which is no table; the default is used.")
+        elif name in OPTIONS:
             settings, rest = _read_options(settings, name, value, warnings)
             if rest:
                 unknown[name] = rest
                 warnings.extend(
                     f"{path.name}: [{name}] has an unknown key {key!r}; it is kept and not used." for key in rest
                 )
+        elif name in _MAPS:
+            settings, rest = _read_map(settings, name, value, warnings)
+            if rest:
+                unknown[name] = rest
         elif name in PLAIN:
             try:
                 settings = _with(settings, name, value)
@@ -181,6 +207,38 @@ def _read_options(
     return replace(settings, **{name: value}), {key: item for key, item in table.items() if key not in known}
 
 
+def _read_map(
+    settings: Settings, name: str, table: dict[str, Any], warnings: list[str]
+) -> tuple[Settings, dict[str, Any]]:
+    """Take what is valid of a table whose keys are the user's; return the rest."""
+    values, rest = {}, {}
+    for key, value in table.items():
+        try:
+            values[key] = _MAPS[name](value)
+        except ShapeError as error:
+            rest[key] = value
+            warnings.append(f"[{name}] {key} is {value!r:.40}, which is {error}; it is kept and not used.")
+    changed: dict[str, Any] = {name: values}
+    return replace(settings, **changed), rest
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ShapeError("no text")
+    return value
+
+
+def _keys(value: object) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(key, str) and key for key in listed):
+        raise ShapeError("no key and no list of keys")
+    return tuple(listed)
+
+
+_MAPS: dict[str, Callable[[object], Any]] = {"system_prompts": _text, "keys": _keys}
+"""Tables whose keys are the user's, and how their values are read."""
+
+
 def _toml(table: dict[str, Any], prefix: str = "") -> str:
     """Write plain values first, then sub-tables: tomllib reads TOML, and nothing in the standard library writes it."""
     lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
@@ -192,7 +250,7 @@ def _toml(table: dict[str, Any], prefix: str = "") -> str:
 
 
 def _key(key: str) -> str:
-    return key if key.isascii() and key.replace("_", "a").replace("-", "a").isalnum() else _string(key)
+    return key if key.isascii() and key.replace("_", "a").replace("-", "a").isalnum() else f'"{_escaped(key)}"'
 
 
 def _value(value: object) -> str:
@@ -210,5 +268,16 @@ def _value(value: object) -> str:
 
 
 def _string(text: str) -> str:
-    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    return '"' + "".join(escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in text) + '"'
+    """Return a text as TOML; one of several lines as a person would write it. The newline after the quotes is not part of it."""
+    if "\n" not in text:
+        return f'"{_escaped(text)}"'
+    lines = "\n".join(_escaped(line) for line in text.split("\n"))
+    return f'"""\n{lines}"""'
+
+
+def _escaped(text: str) -> str:
+    return _SPECIAL.sub(lambda char: _ESCAPES.get(char[0]) or f"\\u{ord(char[0]):04x}", text)
+
+
+_SPECIAL = re.compile(r'["\\\x00-\x1f\x7f]')
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}

@@ -39,7 +39,7 @@ from tokamac.engine.events import (
 )
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
-from tokamac.engine.price import Action, Branch, Edit, Price, Regenerate, Send
+from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
     from tokamac.engine.chat import Chat
@@ -50,6 +50,7 @@ __all__ = [
     "Branch",
     "Chat",
     "ContextError",
+    "Continue",
     "ConversionError",
     "DeviceError",
     "DownloadError",

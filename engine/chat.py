@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from tokamac.engine.continuation import unfinished
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Finished, Message, TextChunk
 from tokamac.engine.options import Sampling
-from tokamac.engine.price import Action, Edit, Price, Regenerate, Send
+from tokamac.engine.price import Action, Continue, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
     from tokamac.engine.session import Engine
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 class Chat:
     """A conversation with an engine's model. Made by ``engine.chat``.
 
-    ``messages`` are the turns without the system prompt. ``send`` and ``regenerate`` yield events; stop iterating, or close
-    the iterator, to cancel: what was said so far stays in ``messages``.
+    ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
+    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``.
     """
 
     def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
@@ -50,6 +51,17 @@ class Chat:
             raise OptionError("there is nothing to regenerate", "Send a message first.")
         return self._reply(sampling)
 
+    def continue_reply(self, sampling: Sampling | None = None) -> Iterator[Event]:
+        """Generate the rest of the last reply, which was cut: at its token limit, or by cancelling. It becomes one message with it.
+
+        TextChunks are what is new; Finished holds all of the reply. Raises OptionError where no reply is last, or it is empty.
+        """
+        begun = unfinished(self._messages)
+        self._messages[-1] = begun
+        return self._record(
+            self._engine.generate(self._prompt(self._messages), sampling or Sampling(), continues=True), begun
+        )
+
     def edit(self, index: int, text: str) -> None:
         """Replace the text of message ``index`` and drop what followed it; ``regenerate`` then answers it.
 
@@ -67,10 +79,10 @@ class Chat:
         return Chat(self._engine, self.system, self._messages[: index + 1])
 
     def price(self, action: Action) -> Price:
-        """Return what an action would take until the reply's first token, before it is taken: ``Send``, ``Regenerate``, ``Edit``,
-        ``Branch``. Waits for a reply in progress. Raises OptionError for a message that is not there.
+        """Return what an action would take until the reply's first token, before it is taken: ``Send``, ``Regenerate``,
+        ``Continue``, ``Edit``, ``Branch``. Waits for a reply in progress. Raises OptionError for a message that is not there.
         """  # fmt: skip
-        return self._engine.price(self._prompt(self._after(action)))
+        return self._engine.price(self._prompt(self._after(action)), continues=isinstance(action, Continue))
 
     def warm(self, text: str = "") -> None:
         """Compute ahead what is certain of the conversation, and of a message that begins with ``text``. Returns at once.
@@ -90,6 +102,8 @@ class Chat:
         if isinstance(action, Send):
             answered = messages[:-1] if messages and messages[-1].role == "user" else messages
             return [*answered, Message("user", action.text)]
+        if isinstance(action, Continue):
+            return [*messages[:-1], unfinished(messages)]
         if isinstance(action, Regenerate):
             return messages[:-1] if messages and messages[-1].role == "assistant" else messages
         self._check(action.index)
@@ -108,8 +122,9 @@ class Chat:
     def _reply(self, sampling: Sampling | None) -> Iterator[Event]:
         return self._record(self._engine.generate(self._prompt(self._messages), sampling or Sampling()))
 
-    def _record(self, events: Iterator[Event]) -> Iterator[Event]:
-        said = {"answer": "", "thinking": ""}
+    def _record(self, events: Iterator[Event], begun: Message | None = None) -> Iterator[Event]:
+        """Yield ``events``, and keep the reply they make: a new message, or all of ``begun``, the last one."""
+        said = {"answer": begun.content, "thinking": begun.thinking} if begun else {"answer": "", "thinking": ""}
         asked, position = self._messages[-1], len(self._messages)
         try:
             for event in events:
@@ -122,6 +137,7 @@ class Chat:
             # An edit during the reply changes what was asked: then the reply belongs to nothing.
             unchanged = len(self._messages) == position and self._messages[-1] is asked
             if any(said.values()) and unchanged:
-                self._messages.append(Message("assistant", said["answer"], said["thinking"]))
+                kept = position if begun is None else position - 1
+                self._messages[kept:] = [Message("assistant", said["answer"], said["thinking"])]
                 if said["thinking"]:
                     self._reread()

@@ -23,7 +23,7 @@ from tokamac.engine.pacing import Pacing
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
 from tokamac.engine.prompt_cache.seam import NoCache, Store
-from tokamac.engine.prompting import Prompt, Prompting
+from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Reply, check_room
 from tokamac.engine.runtime import Runtime
@@ -85,10 +85,22 @@ class Core:
     def _prompting(self) -> Prompting:
         return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks)
 
-    def reply(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, cancelled: Callable[[], bool]) -> Reply:
-        """Return the reply to a prompt, ready to run. Raises OptionError, ContextError or TemplateError."""
+    def reply(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        recorder: Recorder,
+        cancelled: Callable[[], bool],
+        *,
+        continues: bool = False,
+    ) -> Reply:
+        """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it.
+
+        Raises OptionError, ContextError or TemplateError.
+        """
         self._pacing.later()
-        request = self._prompting.request(prompt, sampling.resolved(self.spec.recommended), recorder)
+        resolved = sampling.resolved(self.spec.recommended)
+        request = self._prompting.request(prompt, resolved, recorder, turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
@@ -96,7 +108,7 @@ class Core:
         """Compute a prompt into the prompt cache, all but its last token, in chunks of about ``chunk_s`` seconds."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
-        request = self._prompting.request(prompt, Sampling(), Recorder(), reply=False)
+        request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
         check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep)
         room = make_room(self.runtime, self._store, slot, len(request.ids))
@@ -131,9 +143,9 @@ class Core:
         except (OptionError, TemplateError, ContextError, MemoryLimitError):
             return  # it is said when the user sends it
 
-    def price(self, prompt: Prompt) -> Price:
+    def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
         """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
-        request = self._prompting.request(prompt, Sampling(), Recorder())
+        request = self._prompting.request(prompt, Sampling(), Recorder(), turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
@@ -220,6 +232,10 @@ class Core:
         self._runtime = None  # a closed engine may be kept, its weights may not
         self._on_close.close()
         mx.clear_cache()
+
+
+def _turn(continues: bool) -> Turn:
+    return "continued" if continues else "opened"
 
 
 def recommended_sampling(generation_config: dict[str, object]) -> Sampling:

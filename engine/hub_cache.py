@@ -116,9 +116,33 @@ def remove_model(model: str) -> int:
     try:
         shutil.rmtree(repo.folder)
     except OSError as error:
-        raise DownloadError(f"{error.filename} can't be deleted: {error.strerror}", "Check its permissions.") from error
+        raise _undeletable(error) from error
     shutil.rmtree(cache_folder() / ".locks" / repo.folder.name, ignore_errors=True)  # empty files of the hub's client
     return freed
+
+
+def discard_unfinished(model: str) -> int:
+    """Delete what has arrived of a download that did not end, and return the bytes freed. A revision that is whole stays.
+
+    Raises like ``remove_model``.
+    """
+    from tokamac.engine.hub import repo_of
+
+    repo = repo_of(model)
+    if not any(is_whole(folder) for folder in (repo.folder / "snapshots").glob("*")):
+        return remove_model(model)
+    arrived = list((repo.folder / "blobs").glob("*.incomplete"))
+    freed = sum(path.stat().st_size for path in arrived)
+    try:
+        for path in arrived:
+            path.unlink()
+    except OSError as error:
+        raise _undeletable(error) from error
+    return freed
+
+
+def _undeletable(error: OSError) -> DownloadError:
+    return DownloadError(f"{error.filename} can't be deleted: {error.strerror}", "Check its permissions.")
 
 
 def _on_disk(repo: "CachedRepoInfo") -> ModelOnDisk | None:
@@ -127,7 +151,7 @@ def _on_disk(repo: "CachedRepoInfo") -> ModelOnDisk | None:
     if not revisions:
         return None
     current = repo.refs.get("main", revisions[-1]).snapshot_path
-    if not _writes_text(current):
+    if not writes_text(current):
         return None
     arriving = list((repo.repo_path / "blobs").glob("*.incomplete"))
     if not arriving and not any(current.glob("model*.safetensors")):
@@ -136,7 +160,8 @@ def _on_disk(repo: "CachedRepoInfo") -> ModelOnDisk | None:
     return ModelOnDisk(repo.repo_id, current, nbytes, repo.last_accessed, is_whole(current))
 
 
-def _writes_text(folder: Path) -> bool:
+def writes_text(folder: Path) -> bool:
+    """Whether a folder has the config of a model that writes text."""
     config = _config(folder)
     architectures = config.get("architectures") or []
     if not architectures:

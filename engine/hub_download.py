@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -85,9 +85,9 @@ def download(repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Ca
             commit, files = _listing(repo)
             snapshot = repo.snapshot(commit)
             missing = [file for file in files if not _is_there(snapshot / file.name, file)]
-            _check_room(repo, missing)
-            meter = Meter(sum(file.nbytes for file in files), progress, cancelled)
-            meter.add(meter.total - sum(file.nbytes for file in missing))
+            lacking = _check_room(repo, missing)
+            meter = Meter(sum(file.nbytes for file in _contents(files)), progress, cancelled)
+            meter.add(meter.total - lacking)
             for file in sorted(missing, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
                 _fetch(repo, commit, file, meter)
             find_shards(snapshot)
@@ -141,16 +141,28 @@ def _partial(repo: Repo, file: RemoteFile) -> Path:
     return repo.folder / "blobs" / f"{file.etag}.incomplete"
 
 
-def _check_room(repo: Repo, missing: list[RemoteFile]) -> None:
+def _check_room(repo: Repo, missing: list[RemoteFile]) -> int:
+    """Return the bytes that are still to be fetched. Raises DownloadError where the disk has no room for them."""
     (repo.folder / "blobs").mkdir(parents=True, exist_ok=True)
-    needed = 0
-    for file in missing:
-        if not _blob(repo, file).exists():
-            partial = _partial(repo, file)
-            needed += max(0, file.nbytes - (partial.stat().st_size if partial.exists() else 0))
+    needed = sum(file.nbytes - _arrived(repo, file) for file in _contents(missing))
     free = shutil.disk_usage(repo.folder).free
     if needed > free:
         raise disk_full(repo, needed, free)
+    return needed
+
+
+def _contents(files: Iterable[RemoteFile]) -> Iterable[RemoteFile]:
+    """Return one file for each content: files that are alike are fetched once."""
+    return {file.etag: file for file in files}.values()
+
+
+def _arrived(repo: Repo, file: RemoteFile) -> int:
+    """Return the bytes of a file that are on disk already; those of a blob or a part that is too long are of no use."""
+    blob, partial = _blob(repo, file), _partial(repo, file)
+    if blob.exists() and blob.stat().st_size == file.nbytes:
+        return file.nbytes
+    arrived = partial.stat().st_size if partial.exists() else 0
+    return arrived if arrived <= file.nbytes else 0
 
 
 def _fetch(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
@@ -159,9 +171,7 @@ def _fetch(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
 
     with _locked(repo, file):
         blob = _blob(repo, file)
-        if blob.exists() and blob.stat().st_size == file.nbytes:
-            meter.add(file.nbytes)
-        else:
+        if not blob.exists() or blob.stat().st_size != file.nbytes:
             _fetch_blob(repo, commit, file, meter)
     hf_hub_download(repo.id, file.name, revision=commit, etag_timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
@@ -194,7 +204,6 @@ class _Transfer:
         while block := out.read(1 << 20):
             self._digest.update(block)
         self._arrived = out.tell()
-        meter.add(self._arrived)
 
     @property
     def intact(self) -> bool:

@@ -16,6 +16,11 @@ class Regenerate:
 
 
 @dataclass(frozen=True, slots=True)
+class Continue:
+    """Go on with the last reply, which was cut."""
+
+
+@dataclass(frozen=True, slots=True)
 class Edit:
     """Replace the text of message ``index``, and answer it again."""
 
@@ -30,7 +35,7 @@ class Branch:
     index: int
 
 
-Action = Send | Regenerate | Edit | Branch
+Action = Send | Regenerate | Continue | Edit | Branch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
 """From what a caller gives, messages or token ids, to a request: rendered, checked, cut where it must be, its places marked."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
+from tokamac.engine import continuation
+from tokamac.engine.continuation import Begun
 from tokamac.engine.errors import OptionError, TemplateError
 from tokamac.engine.events import Message, Truncated
 from tokamac.engine.options import Sampling
@@ -15,6 +18,9 @@ from tokamac.engine.truncate import Words, fit_ids, fit_messages, room_for_promp
 
 Prompt = Sequence[int] | Sequence[Message]
 
+Turn = Literal["closed", "opened", "continued"]
+"""How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
+
 
 class Prompting:
     """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before."""
@@ -24,23 +30,36 @@ class Prompting:
         self._vocabulary_size = vocabulary_size
         self._needs_marks = marks
 
-    def request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, reply: bool = True) -> Request:
-        """Return the request for a prompt. ``reply``: whether the assistant's turn is opened at its end.
+    def request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, turn: Turn = "opened") -> Request:
+        """Return the request for a prompt that ends with this ``turn``.
 
         Raises OptionError, ContextError or TemplateError for a prompt that can't be.
         """
         messages, ids = sort_prompt(prompt)
-        tokenizer, opens_thinking = self._runtime.tokenizer, False
+        tokenizer, in_thinking = self._runtime.tokenizer, False
+        said = continuation.unfinished(messages) if turn == "continued" else None
+        asked = messages if said is None else messages[:-1]
+        render = self._renderer(said, turn)
         if messages:
-            text = tokenizer.render(messages, reply=reply)
-            opens_thinking = tokenizer.opens_thinking(text)  # at its end, which stays whatever is left out
+            text = render(asked)
+            # What opens it stands at the end, which stays whatever is left out.
+            thinks = continuation.goes_on_thinking
+            in_thinking = tokenizer.opens_thinking(text) if said is None else thinks(tokenizer, said)
             ids = tokenizer.encode(text)
             if not ids:
                 raise TemplateError("the model's chat template renders nothing", "Use another model.")
         self.check_ids(ids)
-        ids, left_out = self._fitted(messages, ids, sampling.max_tokens, reply=reply)
-        marks = self._marks(messages, ids) if self._needs_marks else ()
-        return Request(ids, sampling, self.pinned(messages), opens_thinking, left_out, marks, recorder)
+        ids, left_out = self._fitted(asked, ids, sampling.max_tokens, render)
+        marks = self._marks(asked, ids) if self._needs_marks else ()
+        begun = None if said is None else Begun(said, tuple(ids))
+        return Request(ids, sampling, self.pinned(asked), in_thinking, begun, left_out, marks, recorder)
+
+    def _renderer(self, said: Message | None, turn: Turn) -> Callable[[Sequence[Message]], str]:
+        """Return what renders a conversation; ``said`` is the reply that stands unfinished after it."""
+        tokenizer = self._runtime.tokenizer
+        if said is None:
+            return lambda asked: tokenizer.render(asked, reply=turn == "opened")
+        return lambda asked: continuation.render(tokenizer, asked, said)
 
     def _marks(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
         """Return where the system prompt ends, and where the newest message begins: other chats and edits part from there."""
@@ -52,7 +71,11 @@ class Prompting:
             return ()
 
     def _fitted(
-        self, messages: Sequence[Message], ids: list[int], max_tokens: int | None, *, reply: bool
+        self,
+        messages: Sequence[Message],
+        ids: list[int],
+        max_tokens: int | None,
+        render: Callable[[Sequence[Message]], str],
     ) -> tuple[list[int], Truncated | None]:
         """Leave out the middle of a prompt that does not fit, where the user wants that."""
         capacity, tokenizer = self._runtime.capacity, self._runtime.tokenizer
@@ -61,9 +84,7 @@ class Prompting:
         room = room_for_prompt(capacity, max_tokens)
         if not messages:
             return fit_ids(ids, room)
-        words = Words(
-            lambda some: tokenizer.encode(tokenizer.render(some, reply=reply)), tokenizer.encode, tokenizer.decode
-        )
+        words = Words(lambda some: tokenizer.encode(render(some)), tokenizer.encode, tokenizer.decode)
         return fit_messages(messages, words, capacity, room)
 
     def check_ids(self, ids: list[int]) -> None:

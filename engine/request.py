@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from tokamac.engine import kv
+from tokamac.engine.continuation import Begun
 from tokamac.engine.errors import ContextError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
@@ -31,6 +32,7 @@ LIVE_GAPS = 64
 class Request:
     """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache.
 
+    begun: the reply at the end of ``ids``, where one is continued.
     marks: positions in ``ids`` to which later requests may want to go back, ascending.
     """
 
@@ -38,6 +40,7 @@ class Request:
     sampling: Sampling
     keep: int | None
     in_thinking: bool = False
+    begun: Begun | None = None
     left_out: Truncated | None = None
     marks: tuple[int, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
@@ -125,7 +128,9 @@ class Reply:
 
     def _decode(self, run: Run) -> Iterator[Event]:
         request = self._request
-        text = ReplyText(self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking)
+        text = ReplyText(
+            self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking, begun=request.begun
+        )
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
             sampler = Sampler(request.sampling, request.ids)

@@ -101,16 +101,18 @@ class Engine:
         """Return a conversation, new or continued from ``messages``."""
         return Chat(self, system, messages)
 
-    def generate(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Event]:
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False) -> Iterator[Event]:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
+        continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
+        all of the reply, and ``max_tokens`` counts what is new.
         Stop iterating, or close the iterator, to cancel; what was computed stays for reuse.
         Raises OptionError (empty prompt), ContextError (too long) and TemplateError, on the first step.
         """
         recorder = Recorder()
         recorder.accept()
         yield from self._stream_from(
-            lambda stream: self._answer(list(prompt), sampling or Sampling(), recorder, stream)
+            lambda stream: self._answer(list(prompt), sampling or Sampling(), recorder, stream, continues)
         )
 
     def cancel(self) -> None:
@@ -173,13 +175,13 @@ class Engine:
             cancelled = self._ahead = threading.Event()
         self._worker.submit(lambda: self._core.warm_stable(given, cancelled.is_set))
 
-    def price(self, prompt: Prompt) -> Price:
+    def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
         """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.
 
-        Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
+        continues: as for ``generate``. Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
         """
         given: Any = list(prompt)
-        return self._worker.call(lambda: self._core.price(given))
+        return self._worker.call(lambda: self._core.price(given, continues=continues))
 
     def cache_trouble(self) -> str | None:
         """Return what the user should know of the prompt cache on disk, once something went wrong there. Callable at any time."""
@@ -285,7 +287,9 @@ class Engine:
         finally:
             self._live = None
 
-    def _answer(self, prompt: Any, sampling: Sampling, recorder: Recorder, stream: Stream) -> Iterator[Event]:
-        reply = self._core.reply(prompt, sampling, recorder, stream.is_cancelled)
+    def _answer(
+        self, prompt: Any, sampling: Sampling, recorder: Recorder, stream: Stream, continues: bool
+    ) -> Iterator[Event]:
+        reply = self._core.reply(prompt, sampling, recorder, stream.is_cancelled, continues=continues)
         self._live = reply.live
         yield from reply.events()

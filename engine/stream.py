@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tokamac.engine.continuation import Begun
 from tokamac.engine.events import TextChunk, TextKind
 from tokamac.engine.tokens import Tokenizer
 
@@ -33,18 +34,26 @@ class ReplyText:
     """Collects a reply token by token.
 
     ``add`` and ``finish`` yield TextChunks. Once ``stopped`` is true a stop text was met and nothing more will come.
-    ``answer`` and ``thinking`` hold all that was yielded of each kind. Stop texts apply to the answer alone.
+    ``answer`` and ``thinking`` hold all that was yielded of each kind, after what the reply had ``begun`` with where it is
+    continued. Stop texts apply to the answer alone.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), *, in_thinking: bool = False) -> None:
-        self.answer = ""
-        self.thinking = ""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: tuple[str, ...] = (),
+        *,
+        in_thinking: bool = False,
+        begun: Begun | None = None,
+    ) -> None:
+        self.answer = "" if begun is None else begun.said.content
+        self.thinking = "" if begun is None else begun.said.thinking
         self.stopped = False
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(() if begun is None else begun.ids)
         self._stops = stops
         self._in_thinking = in_thinking
-        self._fresh = True  # nothing shown since the kind last changed: leading blank lines there are padding
+        self._fresh = begun is None  # nothing shown since the kind last changed: leading blank lines there are padding
         self._pending = ""
 
     def add(self, token: int) -> Iterator[TextChunk]:

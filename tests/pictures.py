@@ -36,7 +36,11 @@ async def take() -> None:
     """Chat, and save what the screen shows."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        options = ChatOptions(settings_path=Path(scratch) / "settings.toml", log_path=Path(scratch) / "engine.log")
+        options = ChatOptions(
+            settings_path=Path(scratch) / "settings.toml",
+            log_path=Path(scratch) / "engine.log",
+            store_path=Path(scratch) / "chats" / "chats.db",
+        )
         app, bridge = build(options)
         try:
             async with app.run_test(size=(120, 36), notifications=False) as pilot:

@@ -16,7 +16,15 @@ MAY_IMPORT = {
     "quant": {"quant", "engine", "assets"},
     "assets": {"assets"},
 }
-SCREEN_FREE = ("app/tui", "app/cli.py", "app/options.py", "app/output.py", "app/sanitise.py", "app/settings.py")
+SCREEN_FREE = (
+    "app/tui",
+    "app/plain",
+    "app/cli.py",
+    "app/options.py",
+    "app/output.py",
+    "app/sanitise.py",
+    "app/settings.py",
+)
 
 
 def sources(package: str) -> list[Path]:

@@ -69,8 +69,8 @@ class _Kind:
         left = answers(request.question)
         while self._latest is request:
             match between(lambda: next(left)):
-                case Weighing(done, total):
-                    self._outbox.put(WhatIf(request.id, None, done=done, total=total))
+                case Weighing(done, total, line):
+                    self._outbox.put(WhatIf(request.id, None, done=done, total=total, line=line))
                 case Answer() as found:
                     self._outbox.put(WhatIf(request.id, found))
                     return

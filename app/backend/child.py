@@ -139,7 +139,8 @@ class Child:
             raise TokamacError("no model is loaded", "Choose one with Ctrl+O.")
         self._running = request.id
         try:
-            finished = self._pass_on(request.id, self._engine.reply(request.messages, request.sampling))
+            events = self._engine.reply(request.messages, request.sampling, continues=request.continues)
+            finished = self._pass_on(request.id, events)
         finally:
             self._running = None
             self._cancelled.discard(request.id)
@@ -199,7 +200,8 @@ class Child:
     def _reread(self, request: Send, end: Finished) -> None:
         """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
         if end.thinking and end.text:
-            self._warm([*request.messages, Message("assistant", end.text, end.thinking), Message("user", "")])
+            asked = request.messages[:-1] if request.continues else request.messages
+            self._warm([*asked, Message("assistant", end.text, end.thinking), Message("user", "")])
 
     def _tell_trouble(self) -> None:
         if self._engine is None or self._told_trouble or (trouble := self._engine.cache_trouble()) is None:

@@ -108,6 +108,11 @@ class EngineProcess:
             self._ended.wait(grace_s)
 
     @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return not self._ended.is_set()
+
+    @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid

@@ -20,8 +20,8 @@ class EnginePort(Protocol):
     def loaded(self) -> Loaded:
         """Describe the model."""
 
-    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
-        """Yield the reply's events; the last is Finished, also after ``cancel``."""
+    def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
+        """Yield the reply's events; the last is Finished, also after ``cancel``. continues: the rest of the reply at the end."""
 
     def cancel(self) -> None:
         """End the running reply within a token; without one, do nothing."""
@@ -32,7 +32,7 @@ class EnginePort(Protocol):
     def warm(self, messages: Sequence[Message]) -> None:
         """Compute in idle time what is certain of a conversation whose last message is still being written. Returns at once."""
 
-    def price(self, messages: Sequence[Message]) -> Price:
+    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
         """Tell what a reply would take until its first token. May be called from any thread; waits until the engine is free."""
 
     def cache_trouble(self) -> str | None:
@@ -73,8 +73,8 @@ class _RealEngine:
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
-    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
-        return self._engine.generate(messages, sampling)
+    def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
+        return self._engine.generate(messages, sampling, continues=continues)
 
     def cancel(self) -> None:
         self._engine.cancel()
@@ -85,8 +85,8 @@ class _RealEngine:
     def warm(self, messages: Sequence[Message]) -> None:
         self._engine.warm_ahead(messages)
 
-    def price(self, messages: Sequence[Message]) -> Price:
-        return self._engine.price(messages)
+    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
+        return self._engine.price(messages, continues=continues)
 
     def cache_trouble(self) -> str | None:
         return self._engine.cache_trouble()

@@ -38,7 +38,7 @@ class Pricer:
     def _answer(self, engine: EnginePort, request: AskPrice) -> None:
         price = None
         try:
-            price = engine.price(request.messages)
+            price = engine.price(request.messages, continues=request.continues)
         except TokamacError:
             pass  # too long, or closed meanwhile: that is told when the prompt is sent
         except Exception:

@@ -1,6 +1,6 @@
 """An engine that plays a script: for tests of the screen and of the process (``child --scripted``), and for demonstrations.
 
-The model's name picks the scenario; ``SCENARIOS`` lists them. It keeps the real engine's promises (order of events, cancelling
+The model's name picks the scenario (``scenarios.SCENARIOS``). It keeps the real engine's promises (order of events, cancelling
 within a token, metrics from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so.
 What is read ahead it notes on stderr, the log, where a test can see it.
 """
@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from tokamac.app.backend.port import EnginePort
+from tokamac.app.backend.scenarios import SCENARIOS, Scenario
 from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.errors import ContextError, ModelNotFoundError
@@ -27,74 +28,7 @@ from tokamac.engine.price import Price
 
 T = TypeVar("T")
 
-ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
-
-1. Prefill multiplies the whole prompt at once: *bound by arithmetic*.
-2. Decode multiplies one token: *bound by bandwidth*.
-
-```python
-ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step
-```
-
-| phase | bound by | helped by |
-| --- | --- | --- |
-| prefill | arithmetic | a prompt cache |
-| decode | bandwidth | 4-bit weights, a smaller `KV` cache |
-
-> The first question about a slow reply is which phase was slow.
-"""
-THOUGHT = (
-    "The user asks about decode. Each step reads all weights, so bandwidth is the limit. Explain with the two phases. "
-)
 PREFILL_TPS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """What a scripted model does; all delays in seconds."""
-
-    answer: str = ANSWER
-    thinking: str = ""
-    gap_s: float = 0.004
-    prefill_steps: int = 4
-    prefill_step_s: float = 0.01
-    prompt_tokens: int = 0  # besides those of the conversation
-    load_steps: int = 0
-    load_step_s: float = 0.1
-    load_error: str = ""
-    dies_on: str = ""  # load, send, decode, idle
-    freezes_on: str = ""  # send: the whole process stops, its heartbeat too
-    deaf: bool = False  # does not hear cancel
-    context: int = 32_768
-    rolls: bool = False
-    trouble: str = ""  # with the prompt cache, after the first reply or what was read ahead
-
-
-SCENARIOS = {
-    "guide": Scenario(),
-    "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),
-    "slow": Scenario(gap_s=0.08, prefill_step_s=0.05),
-    "steady": Scenario(gap_s=0.02),
-    "thinking": Scenario(thinking=THOUGHT * 2, gap_s=0.03),
-    "prefill": Scenario(prefill_steps=40, prefill_step_s=0.1, prompt_tokens=20_000),
-    "list": Scenario(
-        answer="".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300)), gap_s=0.002
-    ),
-    "hostile": Scenario(answer="before \x1b]52;c;ZWNobw==\x07 [bold]not markup[/] \x1b[2J\u202eafter <b>html</b>"),
-    "slow-load": Scenario(load_steps=20),
-    "missing": Scenario(load_error="no model is called 'missing'"),
-    "dies-loading": Scenario(load_steps=2, dies_on="load"),
-    "dies-idle": Scenario(dies_on="idle"),
-    "dies-sending": Scenario(dies_on="send"),
-    "dies-decoding": Scenario(gap_s=0.01, dies_on="decode"),
-    "freezes": Scenario(freezes_on="send"),
-    "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
-    "tiny-context": Scenario(context=8),
-    "rolling": Scenario(context=64, rolls=True),
-    "full-disk": Scenario(
-        gap_s=0.0, prefill_step_s=0.0, trouble="the prompt cache can't be written \x1b[2J(disk full)"
-    ),
-}
 
 
 def _pieces(text: str) -> list[str]:
@@ -140,8 +74,8 @@ class ScriptedEngine:
         ceiling = rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
         return Loaded(info, ceiling, CHIP.bandwidth_gbs, self.memory_use())
 
-    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[Event]:
-        """Yield the reply's events."""
+    def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
+        """Yield the reply's events; of a script that is continued, those after what was said."""
         self._cancelled.clear()
         self._fault("send")
         prompt = self._tokens(messages)
@@ -153,7 +87,7 @@ class ScriptedEngine:
         self._clock = stamps = _Stamps(prompt, cached)
         try:
             with self._no_reply:
-                yield from self._play(stamps, sampling)
+                yield from self._play(stamps, sampling, messages[-1] if continues else Message("assistant", ""))
         finally:
             self._known = prompt + len(stamps.tokens)
             self._clock = None
@@ -171,8 +105,9 @@ class ScriptedEngine:
         self._known = max(self._known, self._tokens(messages) - 8)
         print(f"scripted: warm {[(m.role, len(m.content)) for m in messages]}", file=sys.stderr, flush=True)
 
-    def price(self, messages: Sequence[Message]) -> Price:
+    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
         """Tell what a reply would take."""
+        del continues  # what was said is part of the prompt
         prompt = self._tokens(messages)
         tokens = prompt - self._cached(prompt)
         return Price(prompt, tokens, 0, tokens / PREFILL_TPS)
@@ -181,12 +116,12 @@ class ScriptedEngine:
         """Tell the scenario's trouble once something is known."""
         return self._scenario.trouble if self._known and self._scenario.trouble else None
 
-    def _play(self, stamps: "_Stamps", sampling: Sampling) -> Iterator[Event]:
+    def _play(self, stamps: "_Stamps", sampling: Sampling, begun: Message) -> Iterator[Event]:
         yield from self._prefill(stamps)
-        said: dict[str, str] = {"thinking": "", "answer": ""}
+        said: dict[str, str] = {"thinking": begun.thinking, "answer": begun.content}
         limit = sampling.max_tokens if sampling.max_tokens is not None else sys.maxsize
         reason: FinishReason = "stop"
-        for chunk in self._chunks():
+        for chunk in self._chunks(begun):
             if self._cancelled.is_set() and not self._scenario.deaf:
                 reason = "cancelled"
                 break
@@ -213,9 +148,11 @@ class ScriptedEngine:
                 return
             time.sleep(self._scenario.prefill_step_s if step < steps else 0)
 
-    def _chunks(self) -> Iterator[TextChunk]:
-        yield from (TextChunk(piece, "thinking") for piece in _pieces(self._scenario.thinking))
-        yield from (TextChunk(piece) for piece in _pieces(self._scenario.answer))
+    def _chunks(self, begun: Message) -> Iterator[TextChunk]:
+        """Yield the script after what it has ``begun`` with: all thinking is over where the answer began."""
+        thought = self._scenario.thinking if begun.content else begun.thinking
+        yield from (TextChunk(piece, "thinking") for piece in _pieces(self._scenario.thinking[len(thought) :]))
+        yield from (TextChunk(piece) for piece in _pieces(self._scenario.answer[len(begun.content) :]))
 
     def _fault(self, place: str) -> None:
         if self._scenario.dies_on == place:
@@ -288,7 +225,7 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> En
     """Play the loading of the scenario that ``request`` names."""
     scenario = SCENARIOS.get(request.model)
     if scenario is None:
-        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See tokamac.app.backend.scripted.")
+        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See tokamac.app.backend.scenarios.")
     for step in range(scenario.load_steps):
         progress(LoadProgress("weights", WEIGHT_BYTES * step // scenario.load_steps, WEIGHT_BYTES))
         time.sleep(scenario.load_step_s)

@@ -9,9 +9,9 @@ from typing import Literal
 from tokamac.engine.limits.prediction import Bound
 from tokamac.engine.options import KVSpec
 
-Wanted = Literal["table", "chips", "models"]
+Wanted = Literal["table", "chips", "models", "disk"]
 """table: one thing changed at a time, decoding over contexts, and the roofline. chips: the same case on every chip of the table.
-models: those of the catalogue, best first."""
+models: those of the catalogue, best first. disk: those that are named, in their order."""
 
 Change = Literal["as asked", "weights", "keys and values", "context"]
 
@@ -30,6 +30,7 @@ class Question:
     """One case of one model. model: a folder, an id or a name of the catalogue; nothing is downloaded.
 
     bits: None is as it is packed. context: tokens held while decoding; prompt: of them, computed before the first token.
+    names: the models to weigh, where the question is about several that are here.
     """
 
     wanted: Wanted
@@ -39,6 +40,7 @@ class Question:
     context: int = 4096
     prompt: int = 4096
     where: Where = field(default_factory=Where)
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,10 @@ class ChipLine:
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """A model of the catalogue. Bytes, weights; None is unknown. verdict: in a few words."""
+    """A model of the catalogue, or one that is here. Bytes, weights; None is unknown. verdict: in a few words.
+
+    download_bytes: of one that is not here.
+    """
 
     model: str
     download_bytes: int | None
@@ -89,6 +94,7 @@ class ModelLine:
     active_parameters: int | None
     verdict: str
     figures: Figures
+    bits_per_weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +129,11 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """The answer is not there yet: ``done`` of ``total`` models are weighed."""
+    """The answer is not there yet: ``done`` of ``total`` models are weighed. line: the last of them."""
 
     done: int
     total: int
+    line: ModelLine
 
 
 @dataclass(frozen=True, slots=True)

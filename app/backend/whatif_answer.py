@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.outcomes import Case, Outcome
     from tokamac.engine.limits.places import Place
     from tokamac.engine.limits.prediction import Phase, Prediction
+    from tokamac.engine.limits.prospects import Prospect
     from tokamac.engine.limits.subject import Subject
     from tokamac.engine.limits.suggest import Suggestion
 
@@ -46,6 +47,8 @@ def answers(question: Question) -> Iterator[Answer | Weighing]:
             yield _chips(question)
         case "models":
             yield from _weigh_catalogue(question)
+        case "disk":
+            yield from _weigh_disk(question)
 
 
 def _weigh_catalogue(question: Question) -> Iterator[Answer | Weighing]:
@@ -58,9 +61,21 @@ def _weigh_catalogue(question: Question) -> Iterator[Answer | Weighing]:
     case, asked, found = Case(context=question.context, prompt=question.prompt), list(repositories()), []
     for entry, repository in asked:
         found.append(suggestion(entry, repository, case, place))
-        yield Weighing(len(found), len(asked))
+        yield Weighing(len(found), len(asked), _model(found[-1]))
     models = tuple(map(_model, sorted(found, key=rank)))
     yield Answer("", chip_name(place.chip), place.budget_rule or "", models=models)
+
+
+def _weigh_disk(question: Question) -> Iterator[Answer | Weighing]:
+    """Weigh the models that are named, one a step. What can't be weighed is unknown. Raises OptionError like the above."""
+    from tokamac.engine.limits.places import here
+    from tokamac.engine.limits.prospects import prospect
+
+    place, case, found = _place(question.where) or here(), case_of(question), []
+    for name in question.names:
+        found.append(_prospect(prospect(name, case, place)))
+        yield Weighing(len(found), len(question.names), found[-1])
+    yield Answer("", chip_name(place.chip), place.budget_rule or "", models=tuple(found))
 
 
 def chip_name(chip: "Chip") -> str:
@@ -150,7 +165,14 @@ def _chip(found: "Outcome") -> ChipLine:
 
 def _model(found: "Suggestion") -> ModelLine:
     figures = replace(_figures(found.outcome), reason=found.reason)
-    return ModelLine(found.id, found.download_bytes, found.parameters, found.active_parameters, found.verdict, figures)
+    weights = (found.parameters, found.active_parameters)
+    return ModelLine(found.id, found.download_bytes, *weights, found.verdict, figures, found.outcome.bits_per_weight)
+
+
+def _prospect(found: "Prospect") -> ModelLine:
+    figures = replace(_figures(found.outcome), reason=found.reason)
+    weights = (found.parameters, found.active_parameters)
+    return ModelLine(found.model, None, *weights, found.verdict, figures, found.outcome.bits_per_weight)
 
 
 def _roof(predicted: "Prediction", chip: "Chip") -> Roof | None:

@@ -1,4 +1,4 @@
-"""``tokamac chat``: opens the full-screen chat, where there is a screen."""
+"""``tokamac chat``: opens the chat: full-screen where there is a screen, else as plain lines."""
 
 import argparse
 import sys
@@ -20,10 +20,19 @@ def parser() -> Parser:
     """Return what the command takes."""
     made = Parser(
         "chat",
-        "Open the full-screen chat. Without MODEL it is the one picked last, at first guide, the embedded one.",
-        "  tokamac chat\n  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8,4 --kv-window 8192",
+        "Open the full-screen chat. Without MODEL it is the one picked last, at first guide, the embedded one. "
+        "Where stdin or stdout is no terminal it is plain lines, as with --plain.",
+        "  tokamac chat\n  tokamac chat --continue\n"
+        "  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8,4 --kv-window 8192\n"
+        "  tokamac chat --plain < questions.txt > answers.txt",
     )
     made.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
+    made.add_argument(
+        "--plain", action="store_true", help="lines instead of a screen: for screen readers, pipes and simple terminals"
+    )
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
+    which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
     add_sampling_flags(made)
     add_kv_flags(made)
     return made
@@ -45,15 +54,18 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         chosen_kv = kv_spec(parser, options, known.kv) if kv_given else None
     else:
         chosen_sampling, chosen_kv = None, None
-    if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
-        parser.error('the chat needs a terminal; without one use `tokamac ask "PROMPT"`')
-    from tokamac.app.tui.run import ChatOptions, run_chat
+    from tokamac.app.tui.run import ChatOptions, found, run_chat
 
-    return run_chat(
-        ChatOptions(
-            model=options.model,
-            sampling=chosen_sampling,
-            kv=chosen_kv,
-            prompt_cache=not options.no_prompt_cache,
-        )
+    chosen = ChatOptions(
+        model=options.model,
+        sampling=chosen_sampling,
+        kv=chosen_kv,
+        prompt_cache=not options.no_prompt_cache,
+        chat=options.chat,
+        resume=options.resume,
     )
+    if options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
+        from tokamac.app.plain.repl import run_plain
+
+        return run_plain(chosen)
+    return run_chat(found(chosen))

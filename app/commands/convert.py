@@ -9,12 +9,10 @@ from tokamac.app.commands.convert_progress import Shown
 from tokamac.app.options import Parser
 from tokamac.app.output import json_line, note
 from tokamac.engine.errors import OptionError
-from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, UNQUANTIZED, Options
+from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
 if TYPE_CHECKING:
     from tokamac.quant import Conversion
-
-SHIPPED = "shipped"
 
 ASKED = (
     "bits", "group_size", "mode", "method", "recipe", "target_bpw", "calibration", "dtype", "embed_bits", "dequantize", "verify",
@@ -138,9 +136,10 @@ def _convert(folder: Path, target: Path, options: argparse.Namespace, asked: dic
 
     try:
         report = convert(folder, target, overwrite=options.overwrite, progress=shown.tell, **asked)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         shown.clear()
-        note("tokamac: interrupted. The same command goes on from here.")
+        left = bool(getattr(stopped, "__notes__", ()))  # quant notes on it that something is left to go on with
+        note(f"tokamac: interrupted. {'The same command goes on from here.' if left else 'Nothing was written.'}")
         raise
     finally:
         shown.clear()

@@ -1,6 +1,5 @@
 """What ``tokamac convert --dry-run`` says: what becomes of which part of a model, and what that takes."""
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,9 @@ class Disk:
 
 def disk_for(target: Path, plan: "Plan") -> Disk:
     """Return what ``plan`` needs of the disk that ``target`` will be on, and what it has."""
-    from tokamac.quant.folder import SPARE_BYTES
+    from tokamac.quant.folder import SPARE_BYTES, free_bytes
 
-    place = next(parent for parent in target.absolute().parents if parent.exists())
-    return Disk(plan.output_bytes + SPARE_BYTES, shutil.disk_usage(place).free)
+    return Disk(plan.needed_bytes + SPARE_BYTES, free_bytes(target))
 
 
 def report(plan: "Plan", target: Path, disk: Disk, converting_s: float | None) -> str:
@@ -74,9 +72,10 @@ def to_json(plan: "Plan", target: Path, disk: Disk, converting_s: float | None) 
 
 
 def _figures(plan: "Plan", disk: Disk, converting_s: float | None) -> list[list[str]]:
-    room = "fits" if disk.fits else "does not fit"
+    room, target = "fits" if disk.fits else "does not fit", plan.options.target_bpw
+    bits = f"{plan.bits_per_weight:.2f} bits per weight" if target is None else f"at most {target:.2f} bits per weight"
     return [
-        ["size", f"{size(plan.source_bytes)} → {size(plan.output_bytes)}, {plan.bits_per_weight:.2f} bits per weight"],
+        ["size", f"{size(plan.source_bytes)} → {size(plan.needed_bytes)}, {bits}"],
         ["memory", f"{size(plan.peak_memory_bytes)} at most"],
         ["disk", f"{size(disk.needed)} needed, {size(disk.free)} free: {room}"],
         ["time", _time(plan, converting_s)],
@@ -87,8 +86,8 @@ def _time(plan: "Plan", converting_s: float | None) -> str:
     options = plan.options
     if converting_s is not None:
         calibrating = ["looking at the calibration text"] if options.calibration is not None else []
-        apart = [*calibrating, *(["comparing at the end"] if options.verify else [])]
-        return f"about {seconds(converting_s)} to convert{''.join(f', {each} apart' for each in apart)}"
+        apart = " and ".join([*calibrating, *(["comparing at the end"] if options.verify else [])])
+        return f"about {seconds(converting_s)} to convert{f', not counting {apart}' if apart else ''}"
     if options.target_bpw is not None:
         return f"{UNKNOWN}: how sensitive each tensor is has to be measured"
     return f"{UNKNOWN}: {options.how} runs the model over a text"

@@ -1,16 +1,23 @@
-"""Every action of the chat, once. Keys, footer, command palette and help (F1) are made from this table.
+"""Every action of the chat, once. Keys, slash commands, footer, command palette and help (F1) are made from this table.
 
-An action's ``id`` is its binding's id too (a keymap refers to it) and names the method ``action_<id>`` of the chat screen.
+An action's ``id`` is its binding's id too (a keymap refers to it); what it does is in ``wishes``, under the same id.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from textual.binding import Binding, BindingType
+
+Scope = Literal["chat", "message"]
+"""Where keys hold: everywhere in the chat, or while a message is pointed at (Tab)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """``keys`` as Textual names them, the first shown first. ``shown`` overrides how they are printed."""
+    """``keys`` as Textual names them, the first shown first. ``shown`` overrides how they are printed.
+
+    slash: the command that does the same, written in the prompt. argument: what may follow it, as the help names it.
+    """
 
     id: str
     keys: tuple[str, ...]
@@ -20,17 +27,32 @@ class Action:
     palette: bool = True
     shown: str = ""
     bound: bool = True
+    scope: Scope = "chat"
+    slash: str = ""
+    argument: str = ""
 
     @property
     def key_names(self) -> str:
-        """The keys as a person reads them."""
-        return self.shown or ", ".join(_name(key) for key in self.keys)
+        """The keys as a person reads them, or the command where there are none."""
+        return self.shown or ", ".join(_name(key) for key in self.keys) or f"/{self.slash}"
+
+    @property
+    def bound_keys(self) -> str:
+        """The keys as Textual binds them; where there are none, one that no terminal sends, so that a keymap can give one."""
+        return ",".join(_KEYS.get(key, key) for key in self.keys) or f"none_{self.id}"
 
 
 def _name(key: str) -> str:
-    return "+".join(
-        {"escape": "Esc", "pageup": "PageUp", "pagedown": "PageDown"}.get(p, p.capitalize()) for p in key.split("+")
-    )
+    return key if len(key) == 1 else "+".join(_NAMES.get(part, part.capitalize()) for part in key.split("+"))
+
+
+_NAMES = {
+    "escape": "Esc",
+    "pageup": "PageUp",
+    "pagedown": "PageDown",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+}
 
 
 ACTIONS: tuple[Action, ...] = (
@@ -46,21 +68,112 @@ ACTIONS: tuple[Action, ...] = (
         shown="Shift+Enter, Ctrl+J, Alt+Enter, or a backslash at the end of the line",
         bound=False,
     ),
-    Action("stop", ("escape",), "Stop", "Stop the reply within a token; what was written stays.", footer=True),
-    Action("new_chat", ("ctrl+n",), "New chat", "Start a new chat; the model stays loaded.", footer=True),
-    Action("regenerate", ("ctrl+r",), "Regenerate", "Make the last reply again.", footer=True),
-    Action("choose_model", ("ctrl+o",), "Model", "Choose a model: a folder or a Hugging Face id.", footer=True),
-    Action("system_prompt", ("ctrl+s",), "System prompt", "Edit the system prompt."),
-    Action("settings", ("ctrl+t",), "Settings", "Sampling and KV cache settings."),
+    Action(
+        "stop", ("escape",), "Stop", "Stop the reply within a token; what was written stays.", footer=True, slash="stop"
+    ),
+    Action("new_chat", ("ctrl+n",), "New chat", "Start a new chat; the model stays loaded.", footer=True, slash="new"),
+    Action(
+        "chats",
+        ("ctrl+l",),
+        "Conversations",
+        "Open an earlier chat, or search in all that was said.",
+        footer=True,
+        slash="chats",
+    ),
+    Action("open", (), "Open", "Open a chat by its id.", slash="open", argument="ID", palette=False),
+    Action("title", (), "Title", "Give this chat another title.", slash="title", argument="TITLE"),
+    Action(
+        "export",
+        (),
+        "Export",
+        "Write this chat to a new file: .md, .json, .html or .svg.",
+        slash="export",
+        argument="[PATH]",
+    ),
+    Action("import", (), "Import", "Make a new chat of a file: .md or .json.", slash="import", argument="PATH"),
+    Action(
+        "branches", ("f6",), "Branches", "See all versions of this chat as a tree, and go to one.", slash="branches"
+    ),
+    Action(
+        "regenerate",
+        ("ctrl+r",),
+        "Regenerate",
+        "Make the last reply again; the old one stays beside it.",
+        footer=True,
+        slash="again",
+    ),
+    Action(
+        "choose_model",
+        ("ctrl+o",),
+        "Model",
+        "Choose a model: here, or to download; a folder or a Hugging Face id.",
+        footer=True,
+        slash="model",
+        argument="NAME",
+    ),
+    Action(
+        "pull",
+        (),
+        "Download",
+        "Download a model by its Hugging Face id; the chat goes on.",
+        slash="pull",
+        argument="ID",
+    ),
+    Action("unload", (), "Unload", "Give the model's memory back now; it loads again when you write.", slash="unload"),
+    Action("system_prompt", ("ctrl+s",), "System prompt", "Edit the system prompt.", slash="system"),
+    Action("settings", ("ctrl+t",), "Settings", "Sampling and KV cache settings.", slash="settings"),
     Action(
         "explain",
         ("f2",),
         "Explain",
         "Say why the last reply took as long as it did, and what would help.",
         footer=True,
+        slash="explain",
     ),
-    Action("what_if", ("f3",), "What if", "Other precisions, KV settings, contexts and chips: memory, fit and speed."),
-    Action("toggle_panel", ("ctrl+b",), "Side panel", "Show or hide the gauges."),
+    Action(
+        "what_if",
+        ("f3",),
+        "What if",
+        "Other precisions, KV settings, contexts and chips: memory, fit and speed.",
+        slash="whatif",
+    ),
+    Action(
+        "convert",
+        ("f4",),
+        "Convert",
+        "Pack a model into fewer bits: the plan, the run, the result.",
+        slash="convert",
+        argument="MODEL",
+    ),
+    Action(
+        "attach",
+        ("@",),
+        "Attach",
+        "Attach a file: @ and a part of its path, then Enter.",
+        bound=False,
+        slash="attach",
+        argument="PATH",
+    ),
+    Action(
+        "detach",
+        ("backspace",),
+        "Detach",
+        "In an empty box: let go of the last attachment.",
+        bound=False,
+        slash="detach",
+        argument="NAME",
+    ),
+    Action(
+        "earlier",
+        ("up",),
+        "Earlier prompt",
+        "On the first line: take back the prompt that waits, or what was sent before.",
+        palette=False,
+        bound=False,
+    ),
+    Action("later", ("down",), "Later prompt", "On the last line: and forward again.", palette=False, bound=False),
+    Action("editor", ("ctrl+g",), "Editor", "Write the prompt in $VISUAL or $EDITOR.", slash="editor"),
+    Action("toggle_panel", ("ctrl+b",), "Side panel", "Show or hide the gauges.", slash="panel"),
     Action(
         "palette",
         ("ctrl+p",),
@@ -69,24 +182,88 @@ ACTIONS: tuple[Action, ...] = (
         footer=True,
         palette=False,
     ),
-    Action("scroll_end", ("ctrl+end",), "Follow", "Jump to the end and follow the reply."),
+    Action(
+        "messages", ("tab",), "Messages", "Point at a message: Up and Down choose, Enter unfolds thinking.", bound=False
+    ),
+    Action("gauges", (), "Gauges", "Point at a figure: Up and Down choose, Enter explains it.", slash="gauges"),
+    Action(
+        "edit",
+        ("e",),
+        "Edit",
+        "Write this prompt anew; what followed it stays beside it.",
+        scope="message",
+        slash="edit",
+    ),
+    Action(
+        "again",
+        ("r",),
+        "Make again",
+        "Make this reply again; the old one stays beside it.",
+        scope="message",
+        palette=False,
+    ),
+    Action(
+        "continue",
+        ("g",),
+        "Go on",
+        "Go on with this reply, which was cut or stopped, in a copy beside it.",
+        scope="message",
+        slash="continue",
+    ),
+    Action("older", ("[",), "Older version", "Read the version before this one.", scope="message", slash="older"),
+    Action("newer", ("]",), "Newer version", "Read the version after this one.", scope="message", slash="newer"),
+    Action("fork", ("f",), "Fork", "Go on from this message in a new chat.", scope="message", slash="fork"),
+    Action(
+        "copy_message", ("y",), "Copy message", "Copy this message as it was written.", scope="message", slash="copy"
+    ),
+    Action(
+        "copy_code",
+        ("c",),
+        "Copy code",
+        "Copy the last code block; again for the one before it.",
+        scope="message",
+        slash="code",
+    ),
+    Action("scroll_end", ("ctrl+end",), "Follow", "Jump to the end and follow the reply.", slash="end"),
     Action("page_up", ("pageup",), "Page up", "Scroll up; following stops.", palette=False),
     Action("page_down", ("pagedown",), "Page down", "Scroll down.", palette=False),
     Action("copy", ("ctrl+c",), "Copy", "Copy the selected text (drag with the mouse to select)."),
-    Action("help", ("f1",), "Help", "Keys and actions.", footer=True),
-    Action("leave", ("ctrl+q",), "Quit", "Leave tokamac."),
+    Action(
+        "ask_guide",
+        ("f7",),
+        "Ask the guide",
+        "Ask the embedded guide about this app; the chat and its model stay as they are.",
+        slash="guide",
+        argument="[QUESTION]",
+    ),
+    Action("help", ("f1",), "Help", "Keys and actions.", footer=True, slash="help"),
+    Action("leave", ("ctrl+q",), "Quit", "Leave tokamac.", slash="quit"),
 )
 
 
-def bindings() -> list[BindingType]:
-    """Return the key bindings of the chat screen.
+def bindings(scope: Scope = "chat") -> list[BindingType]:
+    """Return the key bindings of the chat screen, or those that hold while a message is pointed at.
 
-    They have priority, so that they work while the prompt has the focus; Esc, too, must reach a running reply at once.
+    The screen's have priority, so that they work while the prompt has the focus; Esc, too, must reach a running reply at once.
     """
     return [
         Binding(
-            ",".join(action.keys), action.id, action.label, id=action.id, priority=True, show=False, tooltip=action.help
+            action.bound_keys,
+            f"screen.do('{action.id}')",
+            action.label,
+            id=action.id,
+            priority=scope == "chat",
+            show=False,
+            tooltip=action.help,
         )
         for action in ACTIONS
-        if action.bound
+        if action.bound and action.scope == scope
     ]
+
+
+_KEYS = {"[": "left_square_bracket", "]": "right_square_bracket", ",": "comma"}
+
+
+def by_slash(word: str) -> Action | None:
+    """Return the action of a slash command, without its slash."""
+    return next((action for action in ACTIONS if action.slash and action.slash == word), None)

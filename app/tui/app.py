@@ -1,17 +1,21 @@
 """The Textual application: themes, palette and the chat screen. Everything else is elsewhere."""
 
-from collections.abc import Awaitable, Callable, Iterable
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from textual.app import App, SystemCommand
+from textual.filter import LineFilter
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
-from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.sanitise import sanitise
 from tokamac.app.tui.bridge import Bridge
+from tokamac.app.tui.last_gate import LastGate
 from tokamac.app.tui.memory import Memory
-from tokamac.app.tui.screens.chat import ChatScreen
+from tokamac.app.tui.screens.chat import ChatScreen, OpenStore
 from tokamac.app.tui.session import Session
-from tokamac.app.tui.theme import DARK, FALLBACKS, LIGHT, first_theme
+from tokamac.app.tui.theme import DARK, FALLBACKS, FIRST, LIGHT, TERMINAL
 
 
 class TokamacApp(App[int]):
@@ -24,17 +28,29 @@ class TokamacApp(App[int]):
         "screens/dialog.tcss",
         "screens/explain.tcss",
         "screens/whatif.tcss",
+        "screens/convert.tcss",
+        "screens/model.tcss",
+        "screens/native.tcss",
     ]
 
-    def __init__(self, session: Session, bridge: Bridge, memory: Memory, warnings: Iterable[str] = ()) -> None:
-        super().__init__()
-        self.chat = ChatScreen(session, bridge, memory)
+    def __init__(
+        self,
+        session: Session,
+        bridge: Bridge,
+        memory: Memory,
+        open_store: OpenStore = lambda: None,
+        warnings: Iterable[str] = (),
+    ) -> None:
+        # Without colours the terminal's own must not be turned into others first: they would come out as black on black.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
+        self.chat = ChatScreen(session, bridge, memory, open_store)
         self._memory = memory
-        self._warnings = tuple(warnings)
-        self.register_theme(DARK)
-        self.register_theme(LIGHT)
+        self._gate = LastGate()
+        self._warnings = (*warnings, *memory.keymap.warnings)
+        for theme in (TERMINAL, DARK, LIGHT):
+            self.register_theme(theme)
         chosen = memory.settings.theme
-        self.theme = chosen if chosen in self.available_themes else first_theme()
+        self.theme = chosen if chosen in self.available_themes else FIRST
         if chosen and chosen not in self.available_themes:
             self._warnings += (f"There is no theme {chosen!r}.",)
 
@@ -44,9 +60,26 @@ class TokamacApp(App[int]):
 
     def on_mount(self) -> None:
         """Say what was wrong with the settings; from here on a change of theme is a choice."""
+        self.set_keymap(self._memory.keymap.changed)
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         for warning in self._warnings:
             self.notify(warning, severity="warning", markup=False, timeout=12)
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """Show a notice. What it quotes, a path, a name or an error, is made safe here."""
+        super().notify(sanitise(message), title=sanitise(title), severity=severity, timeout=timeout, markup=markup)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Return what every row passes before it is written: Textual's filters, and ours as the last."""
+        return [*super().get_line_filters(), self._gate]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Give every theme the colours of prose, from what it has."""
@@ -56,7 +89,7 @@ class TokamacApp(App[int]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the palette's entries: the registry's actions, and the themes."""
         del screen  # the same everywhere: actions of the chat
-        for action in ACTIONS:
+        for action in self._memory.keymap.actions:
             if action.palette:
                 yield SystemCommand(
                     f"{action.label}  ({action.key_names.split(',', 1)[0]})", action.help, self._runner(action.id)
@@ -65,12 +98,12 @@ class TokamacApp(App[int]):
 
     def _runner(self, action: str) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
-            await self.chat.run_action(action)
+            self.chat.do(action)
 
         return run
 
     def _theme_chosen(self, _: object) -> None:
-        if self.theme != (self._memory.settings.theme or first_theme()):
+        if self.theme != (self._memory.settings.theme or FIRST):
             problem = self._memory.keep(replace(self._memory.settings, theme=self.theme))
             if problem:
                 self.notify(problem, severity="warning", markup=False)

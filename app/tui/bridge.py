@@ -29,6 +29,15 @@ class Bridge:
         self._process: EngineProcess | None = None
         self.life = 0
 
+    @property
+    def running(self) -> bool:
+        """Whether there is a process that would hear a request."""
+        return self._process is not None and self._process.alive
+
+    def another(self) -> "Bridge":
+        """Return a bridge to a process of its own, not yet started, of the same kind; its log stands beside this one's."""
+        return Bridge(self._command, self._log.with_stem(f"{self._log.stem}-guide"))
+
     def start(self) -> None:
         """Start the process, ending one that runs. What the old one still says has another ``life`` and can be told apart."""
         self.end()

@@ -12,18 +12,28 @@ TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
 
 def copy_text(app: App[object], text: str) -> str:
     """Copy ``text``; return a sentence that says what was done."""
-    size = f"{len(text):,} character{'' if len(text) == 1 else 's'}"
-    tool = None if os.environ.get("SSH_CONNECTION") else _tool()
+    tool = copy_by_tool(text)
     if tool is not None:
-        try:
-            subprocess.run(
-                tool, input=text.encode(), check=True, timeout=2, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            return f"Copied {size} ({tool[0]})."
-        except (OSError, subprocess.SubprocessError) as error:
-            app.log.warning(f"{tool[0]}: {error}")
+        return f"Copied {_size(text)} ({tool})."
     app.copy_to_clipboard(text)
-    return f"Copied {size} through the terminal (OSC 52), if it allows that."
+    return f"Copied {_size(text)} through the terminal (OSC 52), if it allows that."
+
+
+def copy_by_tool(text: str) -> str | None:
+    """Copy ``text`` by the system's own tool; return its name, or None where there is none here, or it failed."""
+    tool = None if os.environ.get("SSH_CONNECTION") else _tool()
+    if tool is None:
+        return None
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run(tool, input=text.encode(), check=True, timeout=2, stdout=quiet, stderr=quiet)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tool[0]
+
+
+def _size(text: str) -> str:
+    return f"{len(text):,} character{'' if len(text) == 1 else 's'}"
 
 
 def _tool() -> Sequence[str] | None:

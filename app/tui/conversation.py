@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tokamac.app.store.values import Attachment
+from tokamac.app.tui.attachments import whole
 from tokamac.engine.events import Message, TextKind
 from tokamac.engine.limits.diagnosis import Diagnosis
 from tokamac.engine.limits.gaps import Outlier
@@ -30,18 +32,20 @@ class Reply:
 
 
 class Growing:
-    """A reply while it is made: what was said so far, and how long the thinking took."""
+    """A reply while it is made: what was said so far, and how long the thinking took. begun: what it goes on from."""
 
-    def __init__(self) -> None:
-        self._text: dict[TextKind, list[str]] = {"answer": [], "thinking": []}
+    def __init__(self, begun: Reply | None = None) -> None:
+        begun = begun or Reply("")
+        self._text: dict[TextKind, list[str]] = {"answer": [begun.text], "thinking": [begun.thinking]}
         self._thinking_from: float | None = None
-        self._thinking_s: float | None = None
+        self._thinking_s = begun.thinking_s
 
     def add(self, text: str, kind: TextKind, now: float) -> None:
         """Append ``text``, which came at the time ``now``."""
         self._text[kind].append(text)
         if kind == "thinking" and self._thinking_from is None:
-            self._thinking_from = now
+            self._thinking_from = now - (self._thinking_s or 0.0)
+            self._thinking_s = None
         elif kind == "answer":
             self._stop_thinking(now)
 
@@ -65,6 +69,7 @@ class Turn:
     """A prompt, and its reply unless that is still to come.
 
     key, reply_key: of the messages in their tree; 0 is of none. place, reply_place: which of how many stand there, from 1.
+    attachments: what goes with the prompt.
     """
 
     prompt: str
@@ -73,6 +78,12 @@ class Turn:
     reply_key: int = 0
     place: tuple[int, int] = (1, 1)
     reply_place: tuple[int, int] = (1, 1)
+    attachments: tuple[Attachment, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The prompt as the model is given it, attachments and all."""
+        return whole(self.prompt, self.attachments)
 
 
 def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
@@ -84,8 +95,8 @@ def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
     out = [Message("system", system)] if system.strip() else []
     for turn in turns[:-1]:
         if turn.reply is not None and turn.reply.text:
-            out.append(Message("user", turn.prompt))
+            out += [Message("user", turn.asked)] if turn.asked else []
             out.append(Message("assistant", turn.reply.text, turn.reply.thinking))
     if turns:
-        out.append(Message("user", turns[-1].prompt))
+        out.append(Message("user", turns[-1].asked))
     return tuple(out)

@@ -1,5 +1,7 @@
 """What the gauges read off a session: figures the engine measured, picked and named. Rates come from limits.metrics alone."""
 
+from dataclasses import dataclass
+
 from tokamac.app.tui import units
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import Session
@@ -44,6 +46,50 @@ def out_of_sight(session: Session) -> int:
     used, capacity = context_used(session), capacity_of(session)
     rolled = max(0, used - capacity) if used is not None and capacity is not None else 0
     return session.left_out + rolled
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the tokens of the conversation are that the model sees, and what it no longer sees.
+
+    cached: found in the prompt cache. computed: read for this reply. written: by the reply. free: room that is left; None where
+    there is no bound.
+    """
+
+    cached: int
+    computed: int
+    written: int
+    free: int | None
+    out_of_sight: int
+
+    @property
+    def held(self) -> int:
+        """Tokens that the model sees."""
+        return self.cached + self.computed + self.written
+
+
+def context_of(session: Session) -> Context | None:
+    """Return what the context holds; None while nothing is known of it. What rolls out is the oldest: of the cached ones first."""
+    used, metrics, prefill = context_used(session), session.metrics, session.prefill
+    if used is None:
+        return None
+    cached = metrics.cached_tokens if metrics is not None else prefill.cached if prefill is not None else 0
+    written = metrics.generated_tokens if metrics is not None else 0
+    capacity = capacity_of(session)
+    gone = 0 if capacity is None else max(0, used - capacity)
+    seen = []
+    for part in (min(cached, used), max(0, used - cached - written), min(written, used)):
+        left = max(0, part - gone)
+        gone -= part - left
+        seen.append(left)
+    free = None if capacity is None else max(0, capacity - sum(seen))
+    return Context(seen[0], seen[1], seen[2], free, out_of_sight(session))
+
+
+def peak_bytes(session: Session) -> int | None:
+    """Return the most memory that was in use: during the reply, else since the model was loaded, else what is in use now."""
+    memory, metrics = session.memory, session.metrics
+    return (metrics.peak_memory_bytes if metrics is not None else None) or memory.peak_bytes or memory.active_bytes
 
 
 def capacity_of(session: Session) -> int | None:

@@ -1,25 +1,38 @@
-"""Models to offer: the embedded one, those on disk, and a few good ones to download. Names only; nothing is opened or fetched."""
+"""Models on this disk: the embedded one, folders the user opened, the Hugging Face cache. Only read, without the hub's library."""
 
 import os
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-RECOMMENDED = (
-    ("mlx-community/Qwen3-4B-Instruct-2507-4bit", "2.3 GB, quick and able"),
-    ("mlx-community/gemma-3-4b-it-4bit", "3.4 GB, many languages"),
-    ("mlx-community/Qwen3-8B-4bit", "4.6 GB, thinks before it answers"),
-    ("mlx-community/Llama-3.2-1B-Instruct-4bit", "0.7 GB, for small machines"),
-)
-LONGEST_LIST = 30
+GUIDE = "guide"
+
+Home = Literal["embedded", "folder", "cache"]
+"""Where a model is: what may be done with it follows from that. A folder is the user's own."""
+
+_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A model to choose: what to load, and what to say of it."""
+class OnDisk:
+    """A model on this disk. ``model``: what loads it. nbytes: of all its files. whole: nothing lacks."""
 
     model: str
-    note: str
+    home: Home
+    path: Path
+    nbytes: int
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What is on this disk. free_bytes: room where downloads go; None is unknown."""
+
+    models: tuple[OnDisk, ...] = ()
+    free_bytes: int | None = None
 
 
 def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
@@ -30,25 +43,96 @@ def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def choices(cache: Path) -> list[Choice]:
-    """Return what to offer, the models on disk first."""
-    found = _downloaded(cache)
-    ready = [
-        Choice("guide", "embedded: answers about tokamac and inference"),
-        *(Choice(model, "on disk") for model in found),
-    ]
-    return [*ready, *(Choice(model, f"download: {note}") for model, note in RECOMMENDED if model not in found)]
+def names_on_disk(cache: Path) -> list[str]:
+    """Return the ids in the cache that have weights, whole or not, and the embedded model first. Opens no file."""
+    ids = [_id(folder) for folder in _repositories(cache) if any(folder.glob("snapshots/*/*.safetensors"))]
+    return [GUIDE, *ids]
 
 
-def _downloaded(cache: Path) -> list[str]:
-    """Return the ids in the cache that have weights in at least one snapshot."""
+def look(cache: Path, folders: Iterable[str]) -> Disk:
+    """Return what is on disk. Reads configs and the headers of weights: some milliseconds a model."""
+    return Disk(tuple(_models(cache, folders)), _free_bytes(cache))
+
+
+def is_id(model: str) -> bool:
+    """Whether a text can be a Hugging Face id, ``org/name[@revision]``, and no folder is called so."""
+    return _ID.fullmatch(model) is not None and ".." not in model and not Path(model).is_dir()
+
+
+def is_folder(model: str) -> bool:
+    """Whether a text names a folder, and not the embedded model."""
+    return model != GUIDE and bool(model.strip()) and Path(model).expanduser().is_dir()
+
+
+def must_be_downloaded(model: str, cache: Path) -> bool:
+    """Whether ``model`` is an id that is not whole in the cache."""
+    return is_id(model) and not any(each.whole and each.model == model for each in _cached_as(cache, model))
+
+
+def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:
+    from tokamac.assets import asset_path
+
+    embedded = asset_path("guide", "model")
+    yield OnDisk(GUIDE, "embedded", embedded, _bytes(embedded.glob("*")))
+    for name in folders:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            yield OnDisk(name, "folder", path, _bytes(path.glob("*.*")))
+    for folder in _repositories(cache):
+        yield from _cached(folder)
+
+
+def _cached_as(cache: Path, model: str) -> Iterator[OnDisk]:
+    folder = cache / f"models--{model.partition('@')[0].replace('/', '--')}"
+    return _cached(folder) if folder.is_dir() else iter(())
+
+
+def _cached(folder: Path) -> Iterator[OnDisk]:
+    """Yield the revisions of a repository that are whole, or the repository if none is but something of a model is there."""
+    from tokamac.engine.hub_cache import is_whole, writes_text
+
+    nbytes, name = _bytes(folder.rglob("*")), _id(folder)
+    whole = [(revision, path) for revision, path in _revisions(folder) if is_whole(path) and writes_text(path)]
+    for revision, path in whole:
+        yield OnDisk(name if revision == "main" else f"{name}@{revision}", "cache", path, nbytes)
+    if not whole:
+        snapshots = [path for path in folder.glob("snapshots/*") if writes_text(path)]
+        begun = any(folder.glob("blobs/*.incomplete")) or any(
+            any(path.glob("model*.safetensors")) for path in snapshots
+        )
+        if snapshots and begun:
+            yield OnDisk(name, "cache", snapshots[-1], nbytes, whole=False)
+
+
+def _revisions(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the branches and tags that were downloaded, with their snapshots."""
+    references = folder / "refs"
+    for reference in sorted(path for path in references.rglob("*") if path.is_file()):
+        try:
+            commit = reference.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue  # not a reference: what it stands for can't be known
+        if commit and "/" not in commit:
+            yield reference.relative_to(references).as_posix(), folder / "snapshots" / commit
+
+
+def _repositories(cache: Path) -> list[Path]:
     try:
-        folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith("models--"))
+        return sorted(folder for folder in cache.iterdir() if folder.name.startswith("models--"))
     except OSError:
         return []  # no cache, or none that may be read: nothing to offer
-    ids = [
-        folder.name.removeprefix("models--").replace("--", "/", 1)
-        for folder in folders
-        if next(folder.glob("snapshots/*/*.safetensors"), None) is not None
-    ]
-    return ids[:LONGEST_LIST]
+
+
+def _id(folder: Path) -> str:
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _bytes(paths: Iterable[Path]) -> int:
+    """Return the bytes of files, links left out: they lead to files that are counted already."""
+    return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
+
+def _free_bytes(cache: Path) -> int | None:
+    """Return the free bytes of the disk where the cache is, or will be."""
+    there = next((path for path in (cache, *cache.parents) if path.exists()), None)
+    return None if there is None else shutil.disk_usage(there).free

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,12 @@ from tokamac.app import settings
 from tokamac.engine.options import KVSpec, Sampling
 
 if TYPE_CHECKING:
+    from tokamac.app.store.store import Store
     from tokamac.app.tui.app import TokamacApp
     from tokamac.app.tui.bridge import Bridge
+    from tokamac.app.tui.memory import Memory
+    from tokamac.app.tui.screens.chats import Pick
+    from tokamac.app.tui.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,8 @@ class ChatOptions:
     """What the command line asked for; None takes what the settings remember.
 
     ``prompt_cache`` False turns off the reuse of earlier turns. ``scripted`` plays a scenario instead of a model, for tests and
-    pictures. ``settings_path`` and ``log_path`` default to the user's own folders.
+    pictures. ``chat`` is the stored conversation to open, or the beginning of its id; ``resume`` opens the last one.
+    ``settings_path``, ``log_path`` and ``store_path`` default to the user's own folders.
     """
 
     model: str | None = None
@@ -28,8 +33,25 @@ class ChatOptions:
     prompt_cache: bool = True
     system: str | None = None
     scripted: bool = False
+    chat: str | None = None
+    resume: bool = False
+    store_path: Path | None = None
     settings_path: Path | None = None
     log_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A chat that is about to begin, on a screen or without. command: starts the engine's process; log: where that writes.
+
+    warnings: what was wrong with the settings.
+    """
+
+    session: "Session"
+    memory: "Memory"
+    command: list[str]
+    log: Path
+    warnings: tuple[str, ...]
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -45,27 +67,67 @@ def run_chat(options: ChatOptions) -> int:
 def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     """Return the app and its bridge, not yet running."""
     # Textual takes 0.2 s to import: not before it is known that a screen is wanted.
-    from tokamac.app.backend.client import child_command
-    from tokamac.app.backend.wire import Load
     from tokamac.app.tui.app import TokamacApp
     from tokamac.app.tui.bridge import Bridge
     from tokamac.app.tui.keys import teach_alt_enter
-    from tokamac.app.tui.memory import Memory
-    from tokamac.app.tui.session import Session
 
     teach_alt_enter()
+    begun = begin(options)
+    bridge = Bridge(begun.command, begun.log)
+    app = TokamacApp(begun.session, bridge, begun.memory, lambda: _open_picked(options), begun.warnings)
+    bridge.post = app.chat.post_message
+    return app, bridge
+
+
+def begin(options: ChatOptions) -> Begun:
+    """Return what every chat begins with: its session, and the settings that hold in it."""
+    from tokamac.app.backend.client import child_command
+    from tokamac.app.backend.wire import Load
+    from tokamac.app.tui.memory import Memory
+    from tokamac.app.tui.own import Own
+    from tokamac.app.tui.session import Session
+
     path = options.settings_path or settings.default_path()
     read = settings.load(path)
     known = read.settings
     load = Load(options.model or known.model, options.kv or known.kv, options.prompt_cache)
-    system = known.system if options.system is None else options.system
-    session = Session(load, options.sampling or known.sampling, system, time.monotonic)
+    memory = Memory(known, path, Own(options.sampling, options.system))
+    session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min = known.unload_after_min
-    log = options.log_path or _default_log()
-    bridge = Bridge(child_command(scripted=options.scripted), log)
-    app = TokamacApp(session, bridge, Memory(known, path), read.warnings)
-    bridge.post = app.chat.post_message
-    return app, bridge
+    command = child_command(scripted=options.scripted)
+    return Begun(session, memory, command, options.log_path or _default_log(), tuple(read.warnings))
+
+
+def found(options: ChatOptions) -> ChatOptions:
+    """Return ``options`` with the whole id of the chat that is asked for, before a screen opens. Raises StoreError."""
+    if options.chat is None:
+        return options
+    store, chosen = open_store(options)
+    store.close()
+    return replace(options, chat=chosen)
+
+
+def open_store(options: ChatOptions) -> "tuple[Store, str | None]":
+    """Return the store of conversations, and the one to begin with; None is a new one. Raises StoreError."""
+    from tokamac.app.store.errors import StoreError
+    from tokamac.app.store.store import Store
+
+    store = Store.open(options.store_path)
+    try:
+        chosen = store.chat(options.chat) if options.chat is not None else store.latest() if options.resume else None
+        if chosen is not None and chosen.deleted_at is not None:
+            raise StoreError(f"Chat {chosen.id} was deleted", "The list of conversations (Ctrl+L) has the others.")
+    except BaseException:
+        store.close()
+        raise
+    return store, None if chosen is None else chosen.id
+
+
+def _open_picked(options: ChatOptions) -> "tuple[Store, Pick | None]":
+    from tokamac.app.tui.screens.chats import Pick
+
+    store, chosen = open_store(options)
+    return store, None if chosen is None else Pick(chosen)
 
 
 def _default_log() -> Path:

@@ -8,36 +8,38 @@
 Every event of a reply carries its id; events of a reply that is over are late, and ignored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tokamac.app.backend import wire
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
-from tokamac.app.backend.wire import Cancel, Load, MemoryUse, ModelInfo, Send
+from tokamac.app.backend.wire import Cancel, Load, Send
+from tokamac.app.store.values import Attachment
 from tokamac.app.tui.ahead import Ahead
-from tokamac.app.tui.conversation import Ending, Turn
-from tokamac.app.tui.idle import Idle
+from tokamac.app.tui.attachments import Draft, joined
+from tokamac.app.tui.conversation import Ending, Reply, Turn
+from tokamac.app.tui.life import Life
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.prices import Prices, cut_here, questions, whole
 from tokamac.app.tui.squeezed import sentence
 from tokamac.app.tui.steps import (
     Ask,
     DraftReturned,
-    EndEngine,
     Moved,
     Notice,
     Opened,
     ReplyEnded,
     ReplyGrew,
-    StartEngine,
     Step,
     TurnBegun,
 )
 from tokamac.app.tui.talk import Talk
-from tokamac.app.tui.tree import Tree
-from tokamac.engine.events import Live
+from tokamac.app.tui.tree import Node, Tree
+from tokamac.engine.events import Live, Message
+from tokamac.engine.limits.diagnosis import Diagnosis
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import Sampling
 
 IMPATIENT_S = 1.0
 DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is ended
@@ -45,98 +47,65 @@ DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is 
 _OfReply = wire.LeftOut | wire.ShortOfMemory | wire.Prefill | wire.Text | wire.Stats | wire.Done | wire.Failed
 
 
-class Session:
+class Session(Life):
     """One conversation with one engine. Methods return what is to be done, in order; attributes are for reading."""
 
     def __init__(self, load: Load, sampling: Sampling, system: str, clock: Callable[[], float]) -> None:
-        self.load = load
+        super().__init__(load, clock)
         self.sampling = sampling
         self.system = system
-        self.phase = Phase.FAILED
         self.talk = Talk()
-        self.queued: str | None = None
-        self.problem = ""
-        self.info: ModelInfo | None = None
-        self.loading: wire.Loading | None = None
+        self.queued: list[Draft] = []
         self.prefill: wire.Prefill | None = None
         self.live: Live | None = None
         self.metrics: Metrics | None = None
         self.outliers: tuple[Outlier, ...] = ()
-        self.memory = MemoryUse()
-        self.ceiling_tps: float | None = None
+        self.diagnosis: Diagnosis | None = None
         self.ahead = Ahead()
-        self.idle = Idle(clock)
-        self._notices: set[str] = set()
-        self._clock = clock
-        self._alive = False
-        self._deaths = 0
-        self._working: Load | None = None
+        self.prices = Prices()
         self._id = 0
         self._begin_reply()
 
     def _begin_reply(self) -> None:
         self.phase_since = self._clock()
-        self.prefill = self.live = self.metrics = None
+        self.prefill = self.live = self.metrics = self.diagnosis = None
         self.outliers = ()
         self.memory = replace(self.memory, predicted_peak_bytes=None)
         self.left_out = 0
-
-    def _enter(self, phase: Phase) -> None:
-        if phase is not self.phase:
-            self.phase = phase
-            self.phase_since = self._clock()
 
     @property
     def turns(self) -> list[Turn]:
         """The conversation as it is read."""
         return self.talk.turns
 
-    @property
-    def replying(self) -> bool:
-        """Whether a reply runs."""
-        return self.phase in (Phase.PREFILL, Phase.DECODING, Phase.STOPPING)
-
-    @property
-    def busy(self) -> bool:
-        """Whether the engine's process is at work, so that it must be heard from."""
-        return self.replying or self.phase is Phase.LOADING
-
     # Wishes of the user ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> list[Step]:
-        """Load the model, starting the process if need be."""
-        steps: list[Step] = []
-        if not self._alive or self.phase is Phase.LOADING:
-            steps.append(StartEngine())
-        self._alive = True
-        self.loading = self.info = None
-        self.problem = ""
-        self.ahead.forget()
-        self._enter(Phase.LOADING)
-        return [*steps, Ask(self.load)]
-
-    def submit(self, text: str) -> list[Step]:
-        """Send ``text``, now or when the engine is ready for it."""
+    def submit(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
+        """Send ``text`` and what goes with it, now, or when the engine is ready and those that wait are answered."""
         self.idle.seen()
+        draft = Draft(text, attachments)
         if self.phase is Phase.IDLE:
-            return self._send(text)
-        if self.queued is not None:
-            return [DraftReturned(text), Notice("One prompt already waits; this one stays in the box.", "warning")]
-        self.queued = text
+            return self._send(draft)
+        self.queued.append(draft)
         if self.phase in (Phase.FAILED, Phase.UNLOADED):
             return self.start()
         return []
 
-    def pause(self, draft: str) -> list[Step]:
-        """Have ``draft``, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
+    def take_back(self) -> list[Step]:
+        """Return the prompt that would be sent last to the box."""
+        return self._returned([self.queued.pop()]) if self.queued else []
+
+    def pause(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
+        """Have the draft, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
 
         A model that was unloaded is loaded for it.
         """
         self.idle.seen()
+        asked = Draft(text.strip(), attachments).whole
         if self.phase is Phase.UNLOADED:
-            return self.start() if draft.strip() else []
-        free, text = self.phase is Phase.IDLE and self.load.prompt_cache, draft.strip()
-        return self.ahead.pause(text, self.talk.request(self.system, text)) if free else []
+            return self.start() if asked else []
+        free = self.phase is Phase.IDLE and self.load.prompt_cache
+        return self.ahead.pause(asked, self.talk.request(self.system, asked)) if free else []
 
     def regenerate(self, key: int | None = None) -> list[Step]:
         """Make a reply anew, beside what it was: the last one, or that of the message ``key``."""
@@ -146,17 +115,36 @@ class Session:
         prompt = self.talk.prompt_of(turns[-1].key if key is None else key)
         if refused := self._refuse("make the reply again"):
             return refused
-        if prompt.key == turns[-1].key:
-            return self._reply(self.talk.answer(prompt.key), again=True)
-        moved = Moved(tuple(self.talk.tree.turns_to(prompt.parent)))
-        return [moved, *self._reply(self.talk.answer(prompt.key))]
+        return self._answer(prompt)
 
-    def edit(self, key: int, text: str) -> list[Step]:
-        """Ask ``text`` in place of the prompt ``key``, which stays beside it."""
+    def continue_reply(self, key: int | None = None) -> list[Step]:
+        """Go on with a reply that was cut, in a copy beside it: the last one, or that of the message ``key``."""
+        node = self.talk.reply_at(key)
+        if node is None or node.reply is None:
+            return [Notice("There is no reply to go on with.", "warning")]
+        if refused := self._refuse("go on with the reply"):
+            return refused
+        if why := whole(node.reply, thinks=self.info is not None and self.info.thinks):
+            return [Notice(why, "warning")]
+        return self._answer(self.talk.prompt_of(node.key), cut_here(node.reply))
+
+    def _answer(self, prompt: Node, begun: Reply | None = None) -> list[Step]:
+        """Make another reply to a prompt of the path, from the beginning or on from what was ``begun``."""
+        last = prompt.key == self.turns[-1].key
+        moved = [] if last else [Moved(tuple(self.talk.tree.turns_to(prompt.parent)))]
+        return [*moved, *self._reply(self.talk.answer(prompt.key, begun), begun, again=last)]
+
+    def point(self, key: int | None) -> list[Step]:
+        """Ask what could be done with the message ``key``, at which the user points, and what it would take; None: at none."""
+        asked = [] if key is None or self.phase is not Phase.IDLE else questions(self.talk, self.system, key, self.info)
+        return self.prices.ask(asked)
+
+    def edit(self, key: int, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
+        """Ask ``text``, and what goes with it, in place of the prompt ``key``, which stays beside it."""
         if refused := self._refuse("send the edited message"):
             return refused
-        parent = self.talk.tree.nodes[key].parent
-        return [Moved(tuple(self.talk.tree.turns_to(parent))), *self._reply(self.talk.ask(text, parent))]
+        draft, parent = Draft(text, attachments), self.talk.tree.nodes[key].parent
+        return [Moved(tuple(self.talk.tree.turns_to(parent))), *self._reply(self.talk.ask(draft, parent))]
 
     def go(self, key: int) -> list[Step]:
         """Read the path through the message ``key``."""
@@ -169,18 +157,9 @@ class Session:
         """Hold another conversation; the model, its settings and the system prompt stay."""
         steps = self._abandon()
         self.talk = Talk(tree)
-        self.ahead.forget()
+        self._forget()
         self._begin_reply()
         return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._begin_ahead()]
-
-    def _refuse(self, what: str) -> list[Step]:
-        """Return what to say where no reply can begin now; nothing where it can."""
-        self.idle.seen()
-        if self.phase is Phase.UNLOADED:
-            return [*self.start(), Notice(f"The model loads again: {what} then.", "warning")]
-        if self.phase is not Phase.IDLE:
-            return [Notice("The engine is not ready: wait, or stop the reply with Esc.", "warning")]
-        return []
 
     def _begin_ahead(self) -> list[Step]:
         """Have the engine read, in idle time, the conversation that it finds new."""
@@ -189,11 +168,9 @@ class Session:
 
     def stop(self) -> list[Step]:
         """Stop what runs: a reply within a token, loading by ending the process. Asked twice, don't wait."""
-        back = self._return_queued()
         if self.phase is Phase.LOADING:
-            self._alive = False
-            self._fail("Loading was stopped. Ctrl+O chooses a model; sending a prompt loads this one.")
-            return [EndEngine(), *back, Notice(self.problem)]
+            return self._stop_loading()
+        back = self._return_queued()
         if self.phase is Phase.STOPPING:
             # A second Esc right after the first is a nervous finger, not a verdict on the engine.
             return [*back, *(self._restart_deaf() if self._clock() - self.phase_since > IMPATIENT_S else [])]
@@ -201,16 +178,6 @@ class Session:
             self._enter(Phase.STOPPING)
             return [Ask(Cancel(self._id)), *back]
         return back
-
-    def rest(self) -> list[Step]:
-        """Give the model's memory back if nobody has used it for as long as the user set. To be called now and then."""
-        if self.phase is not Phase.IDLE or not self.idle.due(self.phase_since):
-            return []
-        self._alive = False
-        self.ahead.forget()
-        self.memory = MemoryUse()
-        self._enter(Phase.UNLOADED)
-        return [EndEngine()]
 
     def tick(self) -> list[Step]:
         """Notice that a stop was not heard. To be called about once a second while stopping."""
@@ -222,35 +189,21 @@ class Session:
         """Begin another conversation; the model, its settings and the system prompt stay."""
         return self.open(Tree())
 
-    def choose(self, load: Load) -> list[Step]:
-        """Load another model, or the same with other KV settings. The conversation goes on."""
-        steps = self._abandon()
-        self.load = load
-        self._deaths = 0
-        return [*steps, *self.start()]
-
     # Events of the engine's process ---------------------------------------------------------------------------------------
 
     def on_event(self, event: BackendEvent) -> list[Step]:
         """Take what the process said, or that it died."""
         match event:
-            case Died():
-                return self._died(event)
-            case Garbled(error):
-                return [Notice(f"The engine sent a line that is no message; it was left out: {error}", "warning")]
-            case wire.Loading():
-                self.loading = event
-                return []
-            case wire.Loaded():
-                return self._loaded(event)
-            case wire.Failed(None, error, hint):
-                return self._load_failed(" ".join(f"{error}. {hint}".split()))
             case wire.Priced():
-                return self.ahead.priced(event)
-            case wire.Notice(text):
-                return self._told(text)
-            case wire.Unloaded() | wire.Heartbeat() | wire.WhatIf():  # answers go to the screen that asked
+                return [*self.prices.priced(event), *self.ahead.priced(event)]
+            case wire.WhatIf():  # goes to the screen that asked
                 return []
+            case (
+                Died() | Garbled() | wire.Loading() | wire.Loaded() | wire.Unloaded() | wire.Notice() | wire.Heartbeat()
+            ):
+                return self._of_process(event)
+            case wire.Failed(None):
+                return self._of_process(event)
             case _:
                 return self._of_reply(event) if event.id == self._id and self.replying else []
 
@@ -271,7 +224,8 @@ class Session:
                 return []
             case wire.Done():
                 self._deaths = 0
-                self.metrics, self.memory, self.outliers = event.metrics, event.memory, event.outliers
+                self.metrics, self.memory = event.metrics, event.memory
+                self.outliers, self.diagnosis = event.outliers, event.diagnosis
                 return self._end(event.reason, event)
             case wire.Failed(_, error, hint):
                 return [*self._end("failed"), Notice(" ".join(f"{error}. {hint}".split()), "error")]
@@ -282,61 +236,43 @@ class Session:
         self.talk.grow(step.text, step.kind, self._clock())
         return [step]
 
-    def _loaded(self, event: wire.Loaded) -> list[Step]:
-        if self.phase is not Phase.LOADING:
-            return []
-        self.info, self.memory, self.ceiling_tps = event.info, event.memory, event.ceiling_tps
-        self._working = self.load
-        self.loading = None
-        self._enter(Phase.IDLE)
-        remarks = event.info.notes if self.load.kv != KVSpec() else ()
-        return [*(Notice(remark) for remark in remarks), *(self._send_queued() or self._begin_ahead())]
-
-    def _load_failed(self, why: str) -> list[Step]:
-        if self.phase is not Phase.LOADING:
-            return [Notice(why, "error")]
-        if self._working is not None and self._working != self.load:
-            self.load = self._working
-            self._enter(Phase.FAILED)
-            return [Notice(f"{why} Going back to {self.load.model}.", "error"), *self.start()]
-        self._fail(why)
-        return [*self._return_queued(), Notice(why, "error")]
-
-    def _died(self, event: Died) -> list[Step]:
-        self._alive = False
-        why = f"The engine stopped ({event.why})." + (f" Its last words: {event.last_line}" if event.last_line else "")
-        ended = self._end("lost") if self.replying else []
-        self._deaths += 1
-        if self._deaths == 1:
-            return [*ended, Notice(f"{why} Starting it again; the chat is intact.", "warning"), *self.start()]
-        self._fail(f"{why} It starts again when you send a prompt; the chat is intact.")
-        return [*ended, *self._return_queued(), Notice(self.problem, "error")]
-
     # Steps shared by the above --------------------------------------------------------------------------------------------
 
-    def _send(self, text: str) -> list[Step]:
-        return self._reply(self.talk.ask(text, self.talk.tree.head))
+    def _send(self, draft: Draft) -> list[Step]:
+        return self._reply(self.talk.ask(draft, self.talk.tree.head))
 
-    def _reply(self, turn: Turn, *, again: bool = False) -> list[Step]:
+    def _reply(self, turn: Turn, begun: Reply | None = None, *, again: bool = False) -> list[Step]:
         self._id += 1
-        self.ahead.forget()
+        self._forget()
         self._begin_reply()
         self._enter(Phase.PREFILL)
-        return [TurnBegun(turn, again), Ask(Send(self._id, self.talk.request(self.system), self.sampling))]
+        messages, continues = self.talk.request(self.system), begun is not None
+        if begun is not None:
+            messages = (*messages, Message("assistant", begun.text, begun.thinking))
+        send = Send(self._id, messages, self.sampling, continues=continues)
+        return [TurnBegun(replace(turn, reply=begun), again), Ask(send)]
 
-    def _told(self, text: str) -> list[Step]:
-        """Say what the engine has to say: once, however many models and processes say the same."""
-        new = text not in self._notices
-        self._notices.add(text)
-        return [Notice(text, "warning")] if new else []
+    def _forget(self) -> None:
+        self.ahead.forget()
+        self.prices.forget()
+
+    def _ready(self) -> list[Step]:
+        return self._send_queued() or self._begin_ahead()
+
+    def _lost(self) -> list[Step]:
+        return self._end("lost") if self.replying else []
 
     def _send_queued(self) -> list[Step]:
-        text, self.queued = self.queued, None
-        return [] if text is None else self._send(text)
+        return self._send(self.queued.pop(0)) if self.queued else []
 
     def _return_queued(self) -> list[Step]:
-        text, self.queued = self.queued, None
-        return [] if text is None else [DraftReturned(text)]
+        drafts, self.queued = self.queued, []
+        return self._returned(drafts)
+
+    @staticmethod
+    def _returned(drafts: Sequence[Draft]) -> list[Step]:
+        back = joined(drafts)
+        return [DraftReturned(back.text, back.attachments)] if drafts else []
 
     def _end(self, ending: Ending, done: wire.Done | None = None) -> list[Step]:
         """Close the running reply with what was said so far, or what ``done`` says was said."""
@@ -360,8 +296,3 @@ class Session:
         steps = self._end("cancelled")
         self._alive = False
         return [*steps, Notice("The engine did not hear the stop; it is started again.", "warning"), *self.start()]
-
-    def _fail(self, why: str) -> None:
-        self.problem = why
-        self.loading = self.info = None
-        self._enter(Phase.FAILED)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokamac.app.backend.wire import Request
+from tokamac.app.store.values import Attachment
 from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.engine.events import TextKind
 
@@ -65,9 +66,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class DraftReturned:
-    """A prompt that waited will not be sent: it belongs in the prompt again."""
+    """Prompts that waited will not be sent: they belong in the box again."""
 
     text: str
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tokamac.app.backend import wire
+from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.conversation import Ending, Growing, Reply, Turn, messages
 from tokamac.app.tui.tree import Node, Tree
 from tokamac.engine.events import Message, TextKind
@@ -27,13 +28,13 @@ class Talk:
         """The running reply as far as it came."""
         return self._growing.so_far()
 
-    def ask(self, prompt: str, parent: int | None) -> Turn:
-        """Add ``prompt`` after the reply ``parent`` (None: at the beginning), and room for its reply."""
-        return self.answer(self.tree.ask(prompt, parent).key)
+    def ask(self, draft: Draft, parent: int | None) -> Turn:
+        """Add a prompt after the reply ``parent`` (None: at the beginning), and room for its reply."""
+        return self.answer(self.tree.ask(draft.text, parent, draft.attachments).key)
 
-    def answer(self, prompt: int) -> Turn:
-        """Make room for a reply to ``prompt``, the first or another one."""
-        self._growing = Growing()
+    def answer(self, prompt: int, begun: Reply | None = None) -> Turn:
+        """Make room for a reply to ``prompt``, the first or another one; ``begun``: what it goes on from."""
+        self._growing = Growing(begun)
         self._reply = self.tree.answer(prompt).key
         return self.turns[-1]
 
@@ -61,6 +62,12 @@ class Talk:
         """Return the prompt ``key``, or the one that the reply ``key`` answers."""
         node = self.tree.nodes[key]
         return node if node.parent is None or node.prompt is not None else self.tree.nodes[node.parent]
+
+    def reply_at(self, key: int | None) -> Node | None:
+        """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none."""
+        path = self.tree.path_to(self.tree.head)
+        replies = (node for node in reversed(path) if node.prompt is None)
+        return next((node for node in replies if key is None or key in (node.key, node.parent)), None)
 
     def request(self, system: str, draft: str | None = None) -> tuple[Message, ...]:
         """Return the conversation as the engine takes it, ``draft`` at its end where one is given."""

@@ -1,7 +1,9 @@
-"""Tokamac's own two themes, and which to begin with. Textual's are in the palette beside them."""
+"""Tokamac's own themes. Textual's are in the palette beside them.
 
-import os
-from collections.abc import Mapping
+``terminal`` is the first: it has no colours but the sixteen that the user has chosen for their terminal, on the terminal's own
+background, so it is light where that is light, and as readable as all else there. What is pointed at is reversed, which
+needs no colour. The two others are ours, in 24 bits, or in the nearest of 256 where a terminal has no more.
+"""
 
 from textual.theme import Theme
 
@@ -25,6 +27,43 @@ _LIGHT = {
     "screen-selection-background": "#c2410c 25%",
     "block-cursor-text-style": "none",
 }
+TERMINAL = Theme(
+    name="terminal",
+    ansi=True,
+    primary="ansi_magenta",  # blue, the usual choice, can't be read on the black of many terminals
+    secondary="ansi_cyan",
+    accent="ansi_blue",
+    warning="ansi_yellow",
+    error="ansi_red",
+    success="ansi_green",
+    foreground="ansi_default",
+    background="ansi_default",
+    surface="ansi_default",
+    panel="ansi_default",
+    boost="ansi_default",
+    variables={
+        "prose-code": "ansi_cyan",
+        "prose-faint": "ansi_default",  # bright black is invisible in some schemes
+        "prose-marker": "ansi_magenta",
+        "prose-heading": "ansi_magenta",
+        "footer-key-foreground": "ansi_magenta",
+        "border": "ansi_magenta",
+        "border-blurred": "ansi_default",
+        "ansi-background": "ansi_default",
+        "ansi-foreground": "ansi_default",
+        "block-cursor-foreground": "ansi_default",
+        "block-cursor-background": "ansi_default",
+        "block-cursor-text-style": "reverse",
+        "block-cursor-blurred-text-style": "bold",
+        "input-cursor-foreground": "ansi_default",
+        "input-cursor-background": "ansi_default",
+        "input-cursor-text-style": "reverse",
+        "input-selection-foreground": "ansi_black",
+        "input-selection-background": "ansi_cyan",
+        "screen-selection-foreground": "ansi_black",
+        "screen-selection-background": "ansi_cyan",
+    },
+)
 DARK = Theme(
     name="tokamac-dark",
     primary="#ff8f6b",
@@ -64,9 +103,5 @@ FALLBACKS = {
     "prose-marker": "primary",
     "prose-heading": "primary",
 }
-
-
-def first_theme(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the theme for a terminal that no one has chosen one for: light where it says that its background is."""
-    background = environment.get("COLORFGBG", "").rpartition(";")[2]
-    return LIGHT.name if background in ("7", "15") else DARK.name
+FIRST = TERMINAL.name
+"""The theme until one is chosen."""

@@ -8,6 +8,7 @@ prompt ─ reply ─ prompt ─ reply        a path from the first message to wh
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tokamac.app.store.values import Attachment
 from tokamac.app.tui.conversation import Reply, Turn
 
 
@@ -16,12 +17,14 @@ class Node:
     """A message. key: its own; parent: of the message before it, None at the beginning.
 
     prompt: what the user wrote; None for a reply. reply: what the model said; None for a prompt, and while it is being made.
+    attachments: what goes with the prompt.
     """
 
     key: int
     parent: int | None
     prompt: str | None = None
     reply: Reply | None = None
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(slots=True)
@@ -33,9 +36,9 @@ class Tree:
     _children: dict[int | None, list[int]] = field(default_factory=dict)
     _taken: dict[int | None, int] = field(default_factory=dict)  # the child that was on the path last
 
-    def ask(self, prompt: str, parent: int | None) -> Node:
+    def ask(self, prompt: str, parent: int | None, attachments: tuple[Attachment, ...] = ()) -> Node:
         """Add a prompt after ``parent``, and stand there."""
-        return self._add(Node(self._next(), parent, prompt=prompt))
+        return self._add(Node(self._next(), parent, prompt=prompt, attachments=attachments))
 
     def answer(self, parent: int) -> Node:
         """Add a reply that is still to be made to the prompt ``parent``, and stand there."""
@@ -66,15 +69,31 @@ class Tree:
         turns: list[Turn] = []
         for node in self.path_to(key):
             if node.prompt is not None:
-                turns.append(Turn(node.prompt, key=node.key, place=self.place(node.key)))
+                place, attachments = self.place(node.key), node.attachments
+                turns.append(Turn(node.prompt, key=node.key, place=place, attachments=attachments))
             else:
                 place = self.place(node.key)
+                if (
+                    not turns or turns[-1].reply_key
+                ):  # a conversation from elsewhere may begin with a reply, or hold two in a row
+                    turns.append(Turn(""))
                 turns[-1] = replace(turns[-1], reply=node.reply, reply_key=node.key, reply_place=place)
         return turns
 
     def siblings(self, key: int) -> list[int]:
         """Return the messages that stand at the same place, oldest first, ``key`` among them."""
         return self._children[self.nodes[key].parent]
+
+    def beside(self, key: int, by: int) -> int | None:
+        """Return another version: ``by`` places on, and round again, from ``key`` or the nearest one before it that has several.
+
+        None: there is one version of each.
+        """
+        several = next((node.key for node in reversed(self.path_to(key)) if len(self.siblings(node.key)) > 1), None)
+        if several is None:
+            return None
+        siblings = self.siblings(several)
+        return siblings[(siblings.index(several) + by) % len(siblings)]
 
     def place(self, key: int) -> tuple[int, int]:
         """Return which of how many siblings ``key`` is, from 1."""

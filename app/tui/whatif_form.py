@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tokamac.app.backend.whatif import Question, Wanted, Where
 from tokamac.app.tui import measures
-from tokamac.app.tui.models import choices, hub_cache
+from tokamac.app.tui.models import hub_cache, names_on_disk
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.whatif_tables import kv_bits
 from tokamac.engine.limits.catalogue import catalogue
@@ -43,9 +43,8 @@ def first_question(session: Session, model: str) -> Question:
 
 def known_names(model: str) -> list[str]:
     """Return models to complete what is typed: the chat's own, those on disk, those of the catalogue."""
-    offered = (choice.model for choice in choices(hub_cache()))
     catalogued = (repository.id for entry in catalogue() for repository in entry.repositories)
-    return list(dict.fromkeys([model, *offered, *catalogued]))
+    return list(dict.fromkeys([model, *names_on_disk(hub_cache()), *catalogued]))
 
 
 def written(question: Question) -> dict[str, str]:

@@ -18,7 +18,8 @@ FRAME = 4
 """Rows around what is drawn: the frame, numbers and the axis' name."""
 ROOMY = 14
 MARKER = "braille"
-Rgb = tuple[int, int, int]
+Colour = tuple[int, int, int] | int | str
+"""As plotext takes it: red, green and blue; one of the terminal's own by its number; or "default"."""
 
 
 class Plot(PlotextPlot):
@@ -27,6 +28,8 @@ class Plot(PlotextPlot):
     def render(self) -> RenderResult:
         """Draw, or leave the room empty where nothing is known; the line below says why."""
         self.plt.clear_figure()
+        # Textual's plots know no colours of the terminal's own: they would draw black on black.
+        self.set_reactive(PlotextPlot.theme, "clear" if self.app.native_ansi_color else "auto")
         return super().render() if self.draw(self.plt) else ""
 
     @abstractmethod
@@ -43,16 +46,19 @@ class Plot(PlotextPlot):
         rows = self.size.height - FRAME
         return rows / (rows - legend - 1) if self.roomy else 1.05
 
-    def line(self, plot: Any, points: Sequence[tuple[float, float]], label: str, colour: Rgb) -> None:
+    def line(self, plot: Any, points: Sequence[tuple[float, float]], label: str, colour: Colour) -> None:
         """Draw a line through ``points``, if there are any."""
         if points:
             xs, ys = zip(*points, strict=True)
             plot.plot(list(xs), list(ys), marker=MARKER, label=label if self.roomy else None, color=colour)
 
-    def colour(self, variable: str) -> Rgb:
+    def colour(self, variable: str) -> Colour:
         """Return a colour of the theme that is on, without transparency."""
         variables = self.app.theme_variables
-        named = Color.parse(variables.get(variable, variables["foreground"]))
+        # "ansi_default 50%": a share of the terminal's own colour is no colour by itself.
+        named = Color.parse(variables.get(variable, variables["foreground"]).split()[0])
+        if named.ansi is not None:
+            return named.ansi if named.ansi >= 0 else "default"
         return Color.parse(variables["surface"]).blend(named, named.a).rgb
 
 

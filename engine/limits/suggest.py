@@ -86,7 +86,7 @@ def suggestion(entry: Entry, repository: Repository, case: Case, place: Place) -
         traits=() if entry.config is None else traits_of(entry.config),
         outcome=found,
         verdict=verdict,
-        reason=_reason(found, verdict),
+        reason=reason_of(found, verdict),
     )
 
 
@@ -132,7 +132,8 @@ def rank(each: Suggestion) -> tuple[int, float, float]:
     return VERDICTS.index(each.verdict), -each.size, -float(each.outcome.weight_bytes or 0)
 
 
-def _reason(found: Outcome, verdict: Verdict) -> str:
+def reason_of(found: Outcome, verdict: Verdict) -> str:
+    """Return why, in one sentence."""
     memory = found.memory
     if memory is None:
         return found.reason or "its memory is not known"

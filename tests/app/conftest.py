@@ -99,8 +99,12 @@ class Chat:
 def chat(tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
     async def start(model: str = "fast", size: tuple[int, int] = (100, 30), **options: Any) -> AsyncIterator[Chat]:
-        chosen = {"settings_path": tmp_path / "settings.toml", "log_path": tmp_path / "engine.log", "scripted": True}
-        app, bridge = build(ChatOptions(model=model, **{**chosen, **options}))
+        chosen = {
+            "settings_path": tmp_path / "settings.toml",
+            "log_path": tmp_path / "engine.log",
+            "store_path": tmp_path / "chats" / "chats.db",
+        }
+        app, bridge = build(ChatOptions(model=model, **{**chosen, "scripted": True, **options}))
         try:
             async with app.run_test(size=size, notifications=True) as pilot:
                 yield Chat(app, pilot)

@@ -2,28 +2,53 @@
 
 from collections import Counter
 
-from tokamac.app.tui.actions import ACTIONS, bindings
-from tokamac.app.tui.screens.chat import ChatScreen
+from tokamac.app.tui.actions import ACTIONS, bindings, by_slash
 from tokamac.app.tui.screens.help import help_text
 from tokamac.app.tui.widgets.prompt import NEWLINE_KEYS
+from tokamac.app.tui.wishes.table import WISHES
 
 PROMISED = {
     "send": {"enter"},
     "newline": {"shift+enter", "ctrl+j", "alt+enter"},
     "stop": {"escape"},
     "new_chat": {"ctrl+n"},
+    "chats": {"ctrl+l"},
+    "open": set(),
+    "title": set(),
+    "export": set(),
+    "import": set(),
+    "branches": {"f6"},
     "regenerate": {"ctrl+r"},
     "choose_model": {"ctrl+o"},
+    "pull": set(),
+    "unload": set(),
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},
+    "convert": {"f4"},
     "explain": {"f2"},
     "what_if": {"f3"},
+    "attach": {"@"},
+    "detach": {"backspace"},
+    "earlier": {"up"},
+    "later": {"down"},
+    "editor": {"ctrl+g"},
     "toggle_panel": {"ctrl+b"},
     "palette": {"ctrl+p"},
+    "messages": {"tab"},
+    "gauges": set(),
+    "edit": {"e"},
+    "again": {"r"},
+    "continue": {"g"},
+    "older": {"["},
+    "newer": {"]"},
+    "fork": {"f"},
+    "copy_message": {"y"},
+    "copy_code": {"c"},
     "scroll_end": {"ctrl+end"},
     "page_up": {"pageup"},
     "page_down": {"pagedown"},
     "copy": {"ctrl+c"},
+    "ask_guide": {"f7"},
     "help": {"f1"},
     "leave": {"ctrl+q"},
 }
@@ -33,9 +58,15 @@ def test_the_keys_are_those_promised() -> None:
     assert {action.id: set(action.keys) for action in ACTIONS} == PROMISED
 
 
-def test_every_action_has_a_method_and_a_key_of_its_own() -> None:
-    assert all(callable(getattr(ChatScreen, f"action_{action.id}")) for action in ACTIONS)
-    assert max(Counter(key for action in ACTIONS for key in action.keys).values()) == 1
+def test_every_action_can_be_done_and_is_reached_by_a_key_or_a_command_of_its_own() -> None:
+    assert set(WISHES) == {action.id for action in ACTIONS}
+    assert all(action.keys or action.slash for action in ACTIONS)
+    for scope in ("chat", "message"):
+        keys = Counter(key for action in ACTIONS if action.scope in ("chat", scope) for key in action.keys)
+        assert max(keys.values()) == 1
+    commands = Counter(action.slash for action in ACTIONS if action.slash)
+    assert max(commands.values()) == 1
+    assert all(by_slash(command) is not None for command in commands)
 
 
 def test_every_action_is_in_the_help_with_its_keys() -> None:
@@ -43,9 +74,11 @@ def test_every_action_is_in_the_help_with_its_keys() -> None:
     for action in ACTIONS:
         assert action.help in text
         assert action.key_names in text
+        assert f"/{action.slash}" in text or not action.slash
 
 
 def test_what_is_bound_is_bound_and_the_prompt_does_the_rest() -> None:
-    assert len(bindings()) == sum(action.bound for action in ACTIONS)
+    bound = [action for action in ACTIONS if action.bound]
+    assert len(bindings()) + len(bindings("message")) == len(bound)
     (newline,) = (action for action in ACTIONS if action.id == "newline")
     assert newline.keys == NEWLINE_KEYS

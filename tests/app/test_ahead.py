@@ -183,7 +183,7 @@ class Broken(ScriptedEngine):
     def warm(self, messages: Sequence[Message]) -> None:
         raise self._error
 
-    def price(self, messages: Sequence[Message]) -> Price:
+    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
         self._free.wait()
         raise self._error
 

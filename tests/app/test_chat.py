@@ -137,7 +137,7 @@ async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) 
         await c.send("one")
         await c.phase(Phase.DECODING)
         await c.send("two")
-        await c.until(lambda: c.session.queued == "two")
+        await c.until(lambda: [draft.text for draft in c.session.queued] == ["two"])
         await c.until(lambda: "1 prompt waits" in c.screen_text())
         c.prompt.insert("draft")
         await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[1].reply)
@@ -239,15 +239,15 @@ async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: S
 async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.phase(Phase.IDLE)
-        for model, kept in (("missing", False), ("guide", True)):
+        for model, kept in (("missing", False), ("steady", True)):
             await c.pilot.press("ctrl+o")
             await c.pilot.pause()
             assert c.app.screen.query_one(OptionList).option_count >= 2
             c.app.screen.query_one(Input).value = model
             await c.pilot.press("enter")
             await c.until(lambda: not c.session.busy and isinstance(c.app.screen, type(c.app.chat)))
-            assert (tmp_path / "settings.toml").exists() is kept
-        assert c.session.info.name == "guide"
+            assert (f'model = "{model}"' in (tmp_path / "settings.toml").read_text()) is kept
+        assert c.session.info.name == "steady"
 
 
 async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
@@ -417,6 +417,6 @@ async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) ->
         c.session.sampling = Sampling(temperature=0.0)
         await c.send("on and on")
         await c.phase(Phase.DECODING)
-        c.app.chat.action_stop()
+        c.app.chat.do("stop")
         await c.phase(Phase.IDLE)
         assert c.session.turns[2].reply.ending == "cancelled"

@@ -163,3 +163,97 @@ def test_a_link_defined_after_its_use_is_right_in_the_end() -> None:
     reply.rows(60)
     reply.end(Reply(text))
     assert reply.rows(60)[1].row.content.plain == "see it (http://e.x)"
+
+
+class Counting(Lines):
+    """Lines that know how often they were laid out."""
+
+    laid = 0
+
+    def rows(self, width: int) -> list[PageRow]:
+        self.laid += 1
+        return self.all
+
+
+def long_page(heights: list[int], guesses: list[int]) -> tuple[Page, list[Counting]]:
+    messages = [Counting(*(f"{number}.{line}" for line in range(height))) for number, height in enumerate(heights)]
+    page = Page(40)
+    for message, rows in zip(messages, guesses, strict=True):
+        page.append_later(message, rows)
+    return page, messages
+
+
+def view(page: Page, top: int, height: int) -> list[str | None]:
+    return [None if (row := page.row(y)) is None else row.row.content.plain for y in range(top, top + height)]
+
+
+def test_only_what_is_in_view_is_laid_out() -> None:
+    page, messages = long_page([2] * 100, [5] * 100)
+    page.settle_end(9)
+    assert [message.laid for message in messages] == [0] * 97 + [1] * 3
+    assert view(page, page.height - 9, 9) == ["97.0", "97.1", "", "98.0", "98.1", "", "99.0", "99.1", ""]
+    assert page.height == 97 * 6 + 3 * 3
+
+
+def test_what_is_in_view_stays_there_when_what_is_above_it_proves_higher_or_lower() -> None:
+    for real in (1, 4, 9):
+        page, _ = long_page([real] * 9, [4] * 9)
+        page.settle_end(6)
+        top = page.height - 6
+        below = view(page, top, 6)
+        settled = page.settle(top - 3, 6)
+        assert view(page, settled + 3, 3) == below[:3]
+        assert None not in view(page, settled, 6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=20),
+    st.lists(st.integers(0, 400), max_size=8),
+    st.integers(1, 25),
+)
+def test_wherever_the_reader_goes_nothing_in_view_is_guessed(
+    sizes: list[tuple[int, int]], places: list[int], height: int
+) -> None:
+    page, _ = long_page([real for real, _ in sizes], [guessed for _, guessed in sizes])
+    page.settle_end(height)
+    for place in places:
+        page.settle(top := page.settle(min(place, max(0, page.height - height)), height), height)
+        shown = [row for row in view(page, top, height) if row is not None]
+        whole, _ = long_page([real for real, _ in sizes], [real for real, _ in sizes])
+        whole.settle(0, whole.height)
+        every = view(whole, 0, whole.height)
+        assert any(every[at : at + len(shown)] == shown for at in range(len(every)))
+    assert page.copy(everything) == whole_text(sizes)
+
+
+def whole_text(sizes: list[tuple[int, int]]) -> str:
+    page = Page(40)
+    for number, (real, _) in enumerate(sizes):
+        page.append(Lines(*(f"{number}.{line}" for line in range(real))))
+    return page.copy(everything)
+
+
+def test_another_width_lays_out_what_is_in_view_alone() -> None:
+    page, messages = long_page([6] * 50, [6] * 50)
+    page.settle_end(20)
+    page.fit(20)
+    assert page.row(page.height - 2) is BLANK
+    page.settle_end(20)
+    assert sum(message.laid for message in messages) == 6
+    assert view(page, page.height - 2, 2) == ["49.5", ""]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(st.sampled_from("ab \n🦊\t"), min_size=1, max_size=12), max_size=12), st.integers(4, 20))
+def test_code_that_grew_looks_like_code_that_came_at_once(pieces: list[str], width: int) -> None:
+    grown, source = Prose(), "```python\n"
+    grown.add(source)
+    for piece in pieces:
+        grown.add(piece)
+        source += piece
+        grown.look()
+        at_once = Prose()
+        at_once.add(source)
+        at_once.look()
+        assert all(a.is_same(b) for a, b in zip(grown.rows(width), at_once.rows(width), strict=True))

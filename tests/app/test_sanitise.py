@@ -6,10 +6,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
-from tokamac.app.sanitise import LONGEST_SEQUENCE, REPLACEMENT, Sanitiser, sanitise, sanitise_line
+from tokamac.app.sanitise import LONGEST_SEQUENCE, REPLACEMENT, Sanitiser, bare, sanitise, sanitise_line
 
-FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
+FORBIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]"
+)
 HOSTILE = st.lists(
     st.one_of(
         st.sampled_from(
@@ -45,7 +48,8 @@ def test_any_cutting_gives_the_same_text_and_nothing_forbidden(text: str, cuts: 
 
 
 @pytest.mark.parametrize(
-    "code", [*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xD800]
+    "code",
+    [*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x61C, 0xD800],
 )
 def test_every_control_is_replaced_alone(code: int) -> None:
     assert not FORBIDDEN.search(sanitise(f"a{chr(code)}b"))
@@ -62,6 +66,7 @@ def test_every_control_is_replaced_alone(code: int) -> None:
         ("open \x1b]0;title\nnext line", f"open {REPLACEMENT}\nnext line"),
         ("\x1b(Bok", f"{REPLACEMENT}ok"),
         ("a\x9b2Jb", f"a{REPLACEMENT}b"),
+        ("a family 👨‍👩‍👧 and a flag 🏳️‍🌈", "a family 👨‍👩‍👧 and a flag 🏳️‍🌈"),
     ],
 )
 def test_known_cases(raw: str, shown: str) -> None:
@@ -74,3 +79,12 @@ def test_a_sequence_without_end_does_not_swallow_the_reply() -> None:
 
 def test_a_line_stays_a_line() -> None:
     assert sanitise_line("a\n\x1b[2Jb\tc") == f"a {REPLACEMENT}b c"
+
+
+@settings(max_examples=300, deadline=None)
+@given(HOSTILE)
+def test_the_last_gate_takes_away_and_keeps_the_cells(text: str) -> None:
+    row = bare(text)
+    assert not FORBIDDEN.search(row)
+    assert not set(row) & {"\n", "\t"}
+    assert cell_len(row) == cell_len(text)

@@ -7,6 +7,7 @@ import pytest
 
 from tokamac.app.backend.client import Died, Garbled
 from tokamac.app.backend.wire import (
+    AskPrice,
     Cancel,
     Done,
     Failed,
@@ -19,6 +20,7 @@ from tokamac.app.backend.wire import (
     Send,
     Text,
 )
+from tokamac.app.store.values import Attachment
 from tokamac.app.tui import measures
 from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.app.tui.phase import Phase
@@ -45,6 +47,7 @@ METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, 
 LOADED = Loaded(ModelInfo("guide"))
 
 DIED = Died("exit status 7", "last words")
+NOTES = Attachment("notes.md", "keys and values " * 20, "markdown")
 
 
 class Clock:
@@ -130,11 +133,50 @@ def test_a_prompt_sent_while_loading_waits(clock: Clock) -> None:
     assert kinds(session.on_event(LOADED)) == [TurnBegun, Ask]
 
 
-def test_one_prompt_waits_while_a_reply_runs_a_second_goes_back(ready: Session) -> None:
+def test_prompts_wait_while_a_reply_runs_and_are_sent_in_their_order(ready: Session) -> None:
     ready.submit("one")
-    assert ready.submit("two") == []
-    assert kinds(ready.submit("three")) == [DraftReturned, Notice]
+    assert ready.submit("two") == ready.submit("three", (NOTES,)) == []
     assert kinds(ready.on_event(done(1))) == [ReplyEnded, TurnBegun, Ask]
+    assert kinds(ready.on_event(done(2))) == [ReplyEnded, TurnBegun, Ask]
+    assert kinds(ready.on_event(done(3))) == [ReplyEnded]
+    assert [(turn.prompt, turn.attachments) for turn in ready.turns] == [("one", ()), ("two", ()), ("three", (NOTES,))]
+
+
+def test_the_prompt_that_waits_last_is_taken_back_first(ready: Session) -> None:
+    ready.submit("one")
+    ready.submit("two")
+    ready.submit("three", (NOTES,))
+    assert ready.take_back() == [DraftReturned("three", (NOTES,))]
+    assert ready.take_back() == [DraftReturned("two")]
+    assert ready.take_back() == []
+
+
+def test_a_stop_gives_all_that_waits_back_as_one(ready: Session) -> None:
+    ready.submit("one")
+    ready.submit("two", (NOTES,))
+    ready.submit("three")
+    assert ready.stop() == [Ask(Cancel(1)), DraftReturned("two\n\nthree", (NOTES,))]
+    assert ready.queued == []
+
+
+def test_what_is_attached_stands_before_the_words_and_is_priced_as_it_is_sent(ready: Session) -> None:
+    (price,) = asked(ready.pause("What is this? ", (NOTES,)))
+    (send,) = asked(ready.submit("What is this?", (NOTES,)))
+    assert isinstance(price, AskPrice)
+    assert isinstance(send, Send)
+    assert price.messages == send.messages
+    assert send.messages[-1].content == f"File notes.md:\n```\n{NOTES.text}\n```\n\nWhat is this?"
+    assert ready.turns[-1].prompt == "What is this?"
+
+
+def test_an_edit_has_attachments_of_its_own(ready: Session) -> None:
+    ready.submit("one", (NOTES,))
+    ready.on_event(done(1))
+    (send,) = asked(ready.edit(ready.turns[0].key, "one, alone"))
+    assert isinstance(send, Send)
+    assert [message.content for message in send.messages] == ["one, alone"]
+    tree = ready.talk.tree
+    assert [tree.nodes[key].attachments for key in tree.children(None)] == [(NOTES,), ()]
 
 
 def test_stop_keeps_the_text_and_gives_the_waiting_prompt_back(ready: Session) -> None:

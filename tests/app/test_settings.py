@@ -1,17 +1,30 @@
 """Settings survive a round trip; what can't be used is said, kept, and never fatal."""
 
+import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.widgets import Input, OptionList, TextArea
 
+from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.settings import Settings
+from tokamac.app.store.store import Store
+from tokamac.app.tui.own import Own, as_settings, own_of
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.settings import SettingsScreen
+from tokamac.app.tui.screens.system import SystemScreen
+from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.options import KVSpec, Sampling
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
+Start = Callable[..., Any]
+TEXT = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from('\n"\\\r\t'), max_size=30)
+KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tuple)
 
 
 @given(
@@ -21,6 +34,8 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
         theme=TEXT,
         system=TEXT,
         panel=st.booleans(),
+        system_prompts=st.dictionaries(TEXT, TEXT, max_size=3),
+        keys=st.dictionaries(TEXT, KEYS, max_size=3),
         unknown=st.dictionaries(
             TEXT.map("x".__add__), st.integers() | TEXT | st.booleans() | st.lists(TEXT, max_size=2), max_size=3
         ),
@@ -72,6 +87,8 @@ def test_unknown_keys_are_named_and_kept(tmp_path: Path) -> None:
         ("[sampling]\ntemperature = -1", "temperature"),
         ('[sampling]\ntop_k = "many"', "top_k"),
         ("[kv]\nkey_bits = 7", "key_bits"),
+        ("sampling = 3", "sampling"),
+        ('keys = "f7"', "keys"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(tmp_path: Path, line: str, named: str) -> None:
@@ -86,3 +103,180 @@ def test_a_valid_value_beside_a_bad_one_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("[sampling]\ntemperature = -1\ntop_k = 5\n")
     assert settings.load(path).settings.sampling == Sampling(top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [("system_prompts.terse = 3", "terse"), ("keys.explain = [1]", "explain"), ('keys.help = [""]', "help")],
+)
+def test_an_entry_of_no_use_is_named_and_written_back(tmp_path: Path, line: str, named: str) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(f'{line}\nsystem_prompts.brief = "Be brief."\nkeys.leave = "f10"\n')
+    before = tomllib.loads(path.read_text())
+    read = settings.load(path)
+    (warning,) = read.warnings
+    assert named in warning
+    assert read.settings.system_prompts == {"brief": "Be brief."}
+    assert read.settings.keys == {"leave": ("f10",)}
+    settings.save(path, read.settings)
+    assert tomllib.loads(path.read_text()) == before
+
+
+def test_a_text_of_several_lines_is_written_as_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    settings.save(path, Settings(system_prompts={"Code review": 'Look for "bugs".\nSay \\n where.\n'}))
+    assert '"""\nLook for \\"bugs\\".\nSay \\\\n where.\n"""' in path.read_text()
+    assert settings.load(path).settings.system_prompts == {"Code review": 'Look for "bugs".\nSay \\n where.\n'}
+
+
+# In the chat ----------------------------------------------------------------------------------------------------------------
+
+
+async def ready(c: Chat) -> None:
+    await c.phase(Phase.IDLE)
+    await c.until(lambda: c.app.chat.recording is not None)
+
+
+async def choose(c: Chat, temperature: str, *, own: bool) -> str:
+    """Set the temperature in the form, for this chat only or not; return what the form said before."""
+    await c.pilot.press("ctrl+t")
+    await c.until(lambda: isinstance(c.app.screen, SettingsScreen))
+    screen = c.app.screen
+    screen.query_one("#own", Tick).value = own
+    await c.pilot.pause()
+    before: str = screen.query_one("#temperature", Input).value
+    screen.query_one("#temperature", Input).value = temperature
+    await c.pilot.press("ctrl+s")
+    await c.until(lambda: c.app.screen is c.app.chat)
+    return before
+
+
+async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        await choose(c, "0.25", own=True)
+        assert c.session.sampling.temperature == 0.25
+        await c.pilot.press("ctrl+n")
+        assert c.session.sampling == Sampling()
+        await choose(c, "0.5", own=False)
+        assert settings.load(tmp_path / "settings.toml").settings.sampling == Sampling(temperature=0.5)
+        with Store.open(tmp_path / "chats" / "chats.db") as store:
+            first = store.chats()[0].id
+    async with chat("fast", chat=first) as c:
+        await ready(c)
+        await c.until(lambda: c.session.turns)
+        assert c.session.sampling.temperature == 0.25
+        await c.pilot.press("ctrl+t")
+        await c.until(lambda: "This chat has its own" in c.screen_text())
+        await c.pilot.press("escape")
+        assert await choose(c, "0.5", own=False) == "0.5", (
+            "given up, it has what every chat has, not the other way round"
+        )
+        await c.pilot.press("ctrl+n")
+        assert c.session.sampling.temperature == 0.5
+    with Store.open(tmp_path / "chats" / "chats.db") as store:
+        assert store.chat(first).settings == {}
+
+
+async def test_what_a_chat_without_a_message_has_of_its_own_is_kept_with_its_first(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await choose(c, "0.25", own=True)
+        await c.ask("one")
+    with Store.open(tmp_path / "chats" / "chats.db") as store:
+        assert store.chats()[0].settings["sampling"]["temperature"] == 0.25
+    assert not (tmp_path / "settings.toml").exists() or "0.25" not in (tmp_path / "settings.toml").read_text()
+
+
+async def test_the_command_line_goes_before_what_a_chat_has_of_its_own_until_something_is_chosen(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        await choose(c, "0.25", own=True)
+    async with chat("fast", resume=True, sampling=Sampling(temperature=0.0), system="Shout.") as c:
+        await ready(c)
+        await c.until(lambda: c.session.turns)
+        assert (c.session.sampling.temperature, c.session.system) == (0.0, "Shout.")
+        await choose(c, "0.75", own=True)
+        assert (c.session.sampling.temperature, c.session.system) == (0.75, "Shout.")
+
+
+@pytest.mark.parametrize(
+    "stored", [{"sampling": {"temperature": 99}}, {"sampling": {"heat": 1}}, {"sampling": 3, "system": 4}]
+)
+def test_what_can_not_be_read_of_a_chats_own_does_not_hold(stored: dict[str, Any]) -> None:
+    assert own_of(stored) == Own()
+
+
+def test_what_a_chat_has_of_its_own_survives_json() -> None:
+    own = Own(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "")
+    assert own_of(json.loads(json.dumps(as_settings(own)))) == own
+    assert as_settings(Own()) == {"sampling": None, "system": None}
+
+
+async def library(c: Chat) -> SystemScreen:
+    await c.pilot.press("ctrl+s")
+    await c.until(lambda: isinstance(c.app.screen, SystemScreen))
+    screen = c.app.screen
+    assert isinstance(screen, SystemScreen)
+    return screen
+
+
+def named(screen: SystemScreen) -> list[str]:
+    listed = screen.query_one("#library", OptionList)
+    return [str(listed.get_option_at_index(i).prompt).split("  ")[0] for i in range(listed.option_count)]
+
+
+async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and_brought_back(
+    chat: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    async with chat("fast", size=(100, 40)) as c:
+        await ready(c)
+        screen = await library(c)
+        for name, text in (("terse", "Be brief."), ("[b]odd[/]", "Be\nodd.")):
+            screen.query_one("#system", TextArea).text = text
+            screen.query_one("#name", Input).value = name
+            screen.query_one("#name", Input).focus()
+            await c.pilot.press("enter")
+        assert named(screen) == ["[b]odd[/]", "terse"]
+        assert settings.load(file).settings.system_prompts == {"terse": "Be brief.", "[b]odd[/]": "Be\nodd."}
+        screen.query_one("#system", TextArea).text = "Be briefer."
+        screen.query_one("#name", Input).value = "terse"
+        await c.pilot.press("enter")
+        assert "Enter again replaces it" in c.screen_text()
+        assert settings.load(file).settings.system_prompts["terse"] == "Be brief."
+        await c.pilot.press("enter")
+        assert settings.load(file).settings.system_prompts["terse"] == "Be briefer."
+        screen.query_one("#library").focus()
+        await c.pilot.press("home", "ctrl+d")
+        assert named(screen) == ["terse"]
+        await c.pilot.press("ctrl+z")
+        assert named(screen) == ["[b]odd[/]", "terse"]
+        await c.pilot.press("escape")
+        assert c.session.system == "", "a library is not yet a choice"
+        screen = await library(c)
+        screen.query_one("#library").focus()
+        await c.pilot.press("end", "enter", "ctrl+s")
+        await c.until(lambda: c.session.system == "Be briefer.")
+    assert settings.load(file).settings.system == "Be briefer."
+
+
+async def test_a_chat_has_its_own_system_prompt(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        screen = await library(c)
+        screen.query_one("#system", TextArea).text = "Only here."
+        screen.query_one("#own", Tick).value = True
+        await c.pilot.press("ctrl+s")
+        await c.until(lambda: c.session.system == "Only here.")
+        await c.pilot.press("ctrl+n")
+        assert c.session.system == ""
+    async with chat("fast", resume=True) as c:
+        await ready(c)
+        await c.until(lambda: c.session.system == "Only here.")
+        screen = await library(c)
+        assert screen.query_one("#own", Tick).value
+    assert settings.load(tmp_path / "settings.toml").settings.system == ""

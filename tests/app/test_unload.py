@@ -152,7 +152,7 @@ async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
     async with chat() as it:
         await it.phase(Phase.IDLE)
         await it.ask("one")
-        it.app.chat.action_settings()
+        it.app.chat.do("settings")
         await it.until(lambda: isinstance(it.app.screen, SettingsScreen))
         box = it.app.screen.query_one("#unload_after_min")
         box.value = "soon"  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.events import Paste
 
 from tests.app.conftest import Chat
 from tokamac.app.backend.wire import AskPrice, Load, Request, Send, Warm
@@ -111,7 +112,7 @@ async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) 
         await c.paste(LONG)
         assert c.session.replying
         assert asked == []
-        c.app.chat.action_stop()
+        c.app.chat.do("stop")
         await c.until(lambda: any(isinstance(request, Warm) for request in asked), "reading")
         (warm,) = (request for request in asked if isinstance(request, Warm))
         assert [message.role for message in warm.messages] == ["user", "assistant", "user"]
@@ -169,7 +170,7 @@ async def test_the_real_engine_has_read_a_pasted_text_before_it_is_sent(chat: St
     assert len(text.split()) > 1_500
     async with chat("guide", scripted=False, sampling=Sampling(temperature=0.0, max_tokens=4)) as c:
         await c.phase(Phase.IDLE)
-        await c.paste(text)
+        c.app.post_message(Paste(text))  # so long that it is attached
         await c.until(lambda: c.session.ahead.price and is_ready(c.session.ahead.price), "ready", patience_s=180)
         c.prompt.submit()
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from textual.widgets import DataTable, Input, OptionList, Select, Static, TabbedContent
+from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 
 from tests.tiny import make_tiny
 from tokamac.app.backend import wire
@@ -28,6 +28,7 @@ from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.whatif import WhatIfScreen
 from tokamac.app.tui.whatif_form import FormError, first_question, read, written
 from tokamac.app.tui.whatif_plots import curve_text, even_steps, powers_of_ten, roof_text
+from tokamac.app.tui.widgets.model_list import ModelList
 from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.options import KVSpec
 
@@ -314,12 +315,12 @@ async def test_the_model_picker_leads_to_it(chat: Start) -> None:
         await c.phase(Phase.IDLE)
         await c.pilot.press("ctrl+o")
         await c.until(lambda: isinstance(c.app.screen, ModelScreen), "the picker")
-        offered = c.app.screen.query_one(OptionList)
-        offered.focus()
+        offered = c.app.screen.query_one(ModelList)
         offered.highlighted = offered.option_count - 1
+        named = offered.pointed.model
         await c.pilot.press("f3")
         await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "what if")
-        assert c.app.screen.query_one("#model", Input).value == "mlx-community/Llama-3.2-1B-Instruct-4bit"
+        assert c.app.screen.query_one("#model", Input).value == named
 
 
 async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start) -> None:

@@ -1,28 +1,19 @@
-"""``tokamac chat`` without a screen: through pipes, and on a terminal of lines."""
+"""``tokamac chat`` without a screen, through pipes."""
 
-import fcntl
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.cli.plain_chat import OBEYED, PATIENCE_S, last_path, piped, spawn
 from tokamac.app.plain.commands import COMMANDS
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Message
 from tokamac.app.tui.actions import ACTIONS
-
-PROGRAM = Path(__file__).with_name("scripted_chat.py")
-OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -30,95 +21,6 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the chats of a test are kept."""
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
     return tmp_path / "data" / "chats" / "chats.db"
-
-
-def spawn(*arguments: str, program: Path = PROGRAM, **options: Any) -> "subprocess.Popen[str]":
-    settings: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    }
-    return subprocess.Popen([sys.executable, program, "chat", *arguments], **{**settings, **options})
-
-
-def piped(lines: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
-    """Say ``lines`` to the chat; return its status, stdout and stderr."""
-    process = spawn(*arguments, **options)
-    out, err = process.communicate(lines, timeout=PATIENCE_S)
-    assert "Traceback" not in err
-    return process.returncode, out, err
-
-
-def last_path(data: Path) -> list[Message]:
-    with Store.open(data) as store:
-        chat = store.latest()
-        assert chat is not None
-        return store.path(chat.id)
-
-
-class Terminal:
-    """The chat on a terminal of its own, and all that it wrote there."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        self.leader, follower = pty.openpty()
-        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **environment}
-        self.shown = b""
-        self.seen = 0
-        self.process = spawn(
-            *arguments, stdin=follower, stdout=follower, stderr=follower, text=False, env=env,
-            preexec_fn=self._lead,
-        )  # fmt: skip
-        os.close(follower)
-
-    @staticmethod
-    def _lead() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it as a signal
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def until(self, text: str) -> None:
-        """Read on until ``text`` is written after what was waited for before."""
-        deadline = time.monotonic() + PATIENCE_S
-        while text.encode() not in self.shown[self.seen :]:
-            assert time.monotonic() < deadline, f"never: {text!r}; {self.shown.decode(errors='replace')}"
-            try:
-                self.shown += os.read(self.leader, 4096)
-            except OSError:
-                raise AssertionError(f"ended before {text!r}: {self.shown.decode(errors='replace')}") from None
-        self.seen = self.shown.index(text.encode(), self.seen) + len(text.encode())
-
-    def type(self, text: str) -> None:
-        os.write(self.leader, text.encode())
-
-    def left(self) -> int:
-        """Wait for the end; return the status."""
-        try:
-            while more := os.read(self.leader, 4096):
-                self.shown += more
-        except OSError:
-            pass  # the last writer has left
-        return self.process.wait(PATIENCE_S)
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    made: list[Terminal] = []
-
-    def start(*arguments: str, **environment: str) -> Terminal:
-        made.append(Terminal(*arguments, **environment))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        os.close(each.leader)
-
-
-# Pipes ------------------------------------------------------------------------------------------------------------------
 
 
 def test_each_line_is_answered_on_stdout_and_kept(data: Path) -> None:
@@ -265,6 +167,19 @@ def test_versions_forks_and_titles_are_as_in_the_full_chat(data: Path) -> None:
         assert [branch.preview for branch in store.tree(original.id) if branch.role == "user"] == ["one", "uno"]
 
 
+def test_a_reply_that_was_cut_is_gone_on_with_beside_it(data: Path) -> None:
+    status, _, err = piped("one\n/continue\n", "fast", "--max-tokens", "5")
+    assert (status, err) == (0, "")
+    cut, longer = (m for m in _siblings(data) if m.role == "assistant")
+    assert longer.text.startswith(cut.text)
+    assert len(longer.text) > len(cut.text)
+
+
+def _siblings(data: Path) -> list[Message]:
+    with Store.open(data) as store:
+        return store.siblings(store.path(store.chats()[0].id)[-1].id)
+
+
 def test_a_file_is_attached_and_stored_beside_the_words(data: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("# Notes\x1b[2J")
     piped(f"/attach {tmp_path}/notes.md\nwhat is it?\n/attach {tmp_path}\nand now?\n", "fast")
@@ -283,7 +198,9 @@ def test_settings_are_changed_and_a_bad_one_is_refused() -> None:
 
 
 def test_a_system_prompt_holds_in_its_chat_alone() -> None:
-    _, out, _ = piped("hi\n/system Be brief.\n/system\n/new\n/system\n/chats\n/open 1\n/system\n/system none\n/system\n", "fast")
+    _, out, _ = piped(
+        "hi\n/system Be brief.\n/system\n/new\n/system\n/chats\n/open 1\n/system\n/system none\n/system\n", "fast"
+    )
     told = [line for line in out.splitlines() if line in ("Be brief.", "No system prompt.")]
     assert told == ["Be brief.", "No system prompt.", "Be brief.", "No system prompt."]
 
@@ -298,92 +215,6 @@ def test_every_command_of_the_registry_is_done_or_says_what_it_needs(tmp_path: P
     for action in slashes:
         assert (action.id in COMMANDS) is (f"/{action.slash} needs the full screen" not in err)
         assert (action.id in COMMANDS) is (f"/{action.slash}" in out)  # the help lists it
-
-
-# A terminal -------------------------------------------------------------------------------------------------------------
-
-
-def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("fast", "--plain", TERM="dumb", NO_COLOR="1")
-    chat.until("you> ")
-    chat.type("hi\n")
-    chat.until("fast: Decode reads")
-    chat.until(" in all, of which")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
-    assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
-    assert re.search(r"tokamac chat --chat \w{8}", chat.shown.decode())
-
-
-def test_a_hostile_reply_brings_no_sequence_of_its_own_to_a_terminal(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("hostile", "--plain", TERM="dumb", NO_COLOR="1")
-    chat.type("hi\n/quit\n")
-    assert chat.left() == 0
-    assert "[bold]not markup[/]" in chat.shown.decode()
-    assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
-
-
-def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callable[..., Terminal], data: Path) -> None:
-    chat = terminal("steady", "--plain")
-    chat.until("you> ")
-    chat.type("hi\n")
-    chat.until("steady: Deco")
-    chat.type("\x03")
-    chat.until("(stopped")
-    chat.until("you> ")
-    chat.type("\x03")
-    chat.until("Ctrl-C again leaves")
-    chat.until("you> ")
-    chat.type("\x03")
-    assert chat.left() == 130
-    assert [m.state for m in last_path(data)] == ["complete", "stopped"]
-
-
-def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("fast", "--plain")
-    for text in ("\x03", "/stop\n", "\x03"):
-        chat.until("you> ")
-        chat.type(text)
-    chat.until("Ctrl-C again leaves")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
-
-
-def test_the_last_prompt_is_edited_on_the_line(terminal: Callable[..., Terminal], data: Path) -> None:
-    chat = terminal("fast", "--plain")
-    for text in ("one\n", "/edit\n", " and a half\n", "\x04"):
-        chat.until("you> ")
-        chat.type(text)
-    assert chat.left() == 0
-    assert [m.text for m in last_path(data) if m.role == "user"] == ["one and a half"]
-
-
-def test_an_unknown_chat_is_refused_before_a_screen_opens(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("fast", "--chat", "zzzzzzzz")
-    assert chat.left() == 1
-    assert b"\x1b" not in chat.shown
-    assert chat.shown.count(b"\n") == 1
-
-
-def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) -> None:
-    leader, follower = pty.openpty()
-    process = spawn("fast", stdout=follower, stderr=follower, env={**os.environ, "TERM": "dumb"})
-    os.close(follower)
-    assert process.stdin is not None
-    process.stdin.write("hi\n")
-    process.stdin.close()
-    shown = b""
-    try:
-        while more := os.read(leader, 4096):
-            shown += more
-    except OSError:
-        pass
-    os.close(leader)
-    assert process.wait(PATIENCE_S) == 0
-    assert b"fast: Decode reads" in shown
-    assert b"\x1b" not in shown
 
 
 @pytest.mark.e2e

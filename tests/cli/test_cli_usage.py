@@ -78,10 +78,9 @@ def test_the_general_help_lists_every_command(tokamac: Run) -> None:
         (["models", "eat"], "'eat'"),
         (["models", "pull"], "needs an ID"),
         (["models", "list", "org/name"], "takes no ID"),
-        (["chat"], "tokamac ask"),
-        ([], "tokamac ask"),
+        (["chat", "--continue", "--chat", "k3v7q2ab"], "--chat"),
         (["chat", "--temp", "99"], "--temp"),
-        (["--temp", "0.5"], "tokamac ask"),
+        (["--temp", "-1"], "--temp"),
     ],
 )
 def test_wrong_usage_is_one_line_that_names_the_mistake(tokamac: Run, arguments: list[str], said: str) -> None:

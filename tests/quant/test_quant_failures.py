@@ -225,7 +225,7 @@ def run(code, *, wait=True):
     return process
 
 
-@pytest.mark.parametrize("limit", [100, 5_000, 150_000])
+@pytest.mark.parametrize("limit", [100, 150_000])
 def test_a_disk_that_fills_up_on_the_way(tmp_path, limit):
     """RLIMIT_FSIZE stands in for the full disk: a write beyond it fails the same way, half way through a file."""
     source = make_source(tmp_path, "llama")

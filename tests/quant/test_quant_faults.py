@@ -40,13 +40,19 @@ def source(tmp_path):
     return make_source(tmp_path, "tied")
 
 
+@pytest.fixture(scope="module")
+def whole(converting, tmp_path_factory):
+    """What a conversion of the source writes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    converting.convert(make_source(folder, "tied"), folder / "out")
+    return contents(folder / "out")
+
+
 @pytest.fixture
-def begun(converting, source, tmp_path):
+def begun(converting, source, tmp_path, whole):
     """A conversion to ``out`` that was killed half way, and what it would have written."""
-    converting.convert(source, tmp_path / "whole")
-    expected = contents(tmp_path / "whole")
     assert converting.convert(source, tmp_path / "out", dies_at=HALF_WAY).signal == signal.SIGKILL
-    return expected
+    return whole
 
 
 def shards(out):

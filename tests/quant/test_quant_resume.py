@@ -26,7 +26,7 @@ def converting():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return make_source(tmp_path_factory.mktemp("a model"), "tied", shards=2)
+    return make_source(tmp_path_factory.mktemp("a model"), "tied", shards=2, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")

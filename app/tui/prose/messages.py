@@ -1,14 +1,15 @@
 """One turn as rows: what the user wrote, and the model's reply with its thinking, its text and its verdict."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from textual.content import Content
 
 from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
-from tokamac.app.tui.conversation import Ending, Reply
-from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow, keep_same
+from tokamac.app.store.values import Attachment
+from tokamac.app.tui.conversation import Ending, Reply, Turn
+from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow, guess, keep_same
 from tokamac.app.tui.prose.prose import Prose
 from tokamac.app.tui.prose.rows import Row, wrapped
 from tokamac.app.tui.units import seconds
@@ -40,10 +41,13 @@ Place = tuple[int, int]
 
 
 class UserMessage:
-    """What the user wrote, verbatim. ``chosen``: it is pointed at by the keyboard."""
+    """What the user wrote, verbatim, under the names of what goes with it. ``chosen``: it is pointed at by the keyboard."""
 
-    def __init__(self, text: str, key: int = 0, place: Place = (1, 1)) -> None:
+    def __init__(
+        self, text: str, key: int = 0, place: Place = (1, 1), attachments: tuple[Attachment, ...] = ()
+    ) -> None:
         self.text = sanitise(text)
+        self._attached = [f"+ {sanitise_line(each.name)}" for each in attachments]
         self.key = key
         self.chosen = False
         self._place = place
@@ -51,8 +55,14 @@ class UserMessage:
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells."""
         frame = USER_CHOSEN if self.chosen else USER
-        text = [PageRow(row, frame) for row in wrapped(Content(self.text), width - SIDES - len(BAR))]
+        names = Content("\n").join(Content.styled(name, "$primary") for name in self._attached)
+        parts = [part for part in (names, Content(self.text)) if part.plain]
+        text = [PageRow(row, frame) for part in parts for row in wrapped(part, width - SIDES - len(BAR))]
         return [*([PageRow(Row(_placed(self._place)), frame)] if self._place[1] > 1 else []), *text]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells."""
+        return guess(self.text, width) + len(self._attached)
 
 
 class Thinking:
@@ -166,6 +176,17 @@ class ReplyMessage:
             self.thinking.fold(self._clock() - self._thinking_from)
             self._thinking_from = None
 
+    def begin(self, said: Reply) -> None:
+        """Begin with what was ``said`` before the reply was cut, which is continued."""
+        thought = self._cleaners["thinking"].feed(said.thinking)
+        self._prose.add(self._cleaners["answer"].feed(said.text))
+        if thought:
+            self.thinking.add(thought)
+            if said.text:
+                self.thinking.fold(said.thinking_s)
+            else:
+                self._thinking_from = self._clock() - (said.thinking_s or 0.0)
+
     def end(self, reply: Reply) -> None:
         """Be the whole reply, and say what it cost."""
         self.reply = reply
@@ -179,6 +200,10 @@ class ReplyMessage:
         room = width - SIDES
         thinking = self.thinking.rows(room) if self.thinking else []
         return [self._name, *thinking, *self._prose.rows(room), *self._verdict(room)]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells, once it has ended."""
+        return 3 + guess(self.reply.text, width) if self.reply is not None else 0
 
     def _named(self) -> PageRow:
         name = Content.styled(self._model, "bold $accent" if self._chosen else "bold $primary")
@@ -198,6 +223,16 @@ class ReplyMessage:
         parts = [Content.styled(ending, "$warning"), Content(cost)]
         text = Content(" · ").join(part for part in parts if part.plain)
         return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
+
+
+def told(turns: Iterable[Turn]) -> Iterator[UserMessage | ReplyMessage]:
+    """Yield the messages of turns that are over."""
+    for turn in turns:
+        yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)
+        if turn.reply is not None:
+            message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
+            message.end(turn.reply)
+            yield message
 
 
 def _placed(place: Place) -> Content:

@@ -3,6 +3,7 @@
 from functools import cache
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 
 from tokamac.app.tui.prose.blocks import Block, Code, Flow, Inline, InlineStyle, Line, Rule, Section, Span, Table
@@ -17,9 +18,14 @@ def _parser() -> MarkdownIt:
     return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 
 
+def tokens(source: str) -> list[Token]:
+    """Return the parser's own view of ``source``."""
+    return _parser().parse(source)
+
+
 def parse(source: str) -> tuple[Section, ...]:
     """Return the top-level sections of ``source``, in order."""
-    tree = SyntaxTreeNode(_parser().parse(source))
+    tree = SyntaxTreeNode(tokens(source))
     lines = source.splitlines()
     return tuple(
         Section(*(node.map or (0, len(lines))), _Writer(lines).section(node), _items(node)) for node in tree.children

@@ -1,19 +1,50 @@
-"""F1: every action with its keys, from the registry."""
+"""F1: every action with its keys, from the registry, grouped by what one wants to do."""
+
+from collections.abc import Iterable, Iterator, Sequence
 
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.events import Resize
 from textual.widgets import Static
 
 from tokamac.app.tui.actions import ACTIONS, Action
+from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
 
 KEY_COLUMN = 12
+LEAST_TEXT = 24  # cells
+ALSO = "Also"
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Writing": ("send", "newline", "stop", "attach", "detach", "earlier", "later", "editor"),
+    "A message that is pointed at (Tab, then Up and Down)": (
+        "messages",
+        "edit",
+        "again",
+        "continue",
+        "older",
+        "newer",
+        "fork",
+        "copy_message",
+        "copy_code",
+    ),
+    "Conversations": ("new_chat", "chats", "open", "title", "regenerate", "branches", "export", "import"),
+    "Models and settings": ("choose_model", "pull", "unload", "convert", "system_prompt", "settings"),
+    "Speed and memory": ("toggle_panel", "gauges", "explain", "what_if"),
+    "Reading": ("scroll_end", "page_up", "page_down", "copy"),
+    ALSO: ("palette", "ask_guide", "help", "leave"),
+}
+"""Actions by id. One that is not named stands in the last group."""
 NOTES = (
-    "Following: scrolling up stops it, Ctrl+End takes it up again. Your place in the text is never moved.",
-    "Gauges: TTFT is the wait for the first token; prefill is the prompt being read, bound by arithmetic; decode is the reply "
-    "being written, bound by memory bandwidth. The ceiling is what the bandwidth allows: no program can be faster.",
+    "What stands behind a slash is the same as a command: written in the prompt, Enter does it.",
+    "Tab goes from the prompt to the messages, on to the gauges, and back to the prompt; Esc does so at once.",
+    "At a message, the line above the prompt says what making it again, going on or editing would cost: most of what was "
+    "read before is still in the prompt cache. Nothing is ever overwritten: every version stays beside the others.",
+    "At a figure of the gauges, Enter says how it is computed, from what, and where that comes from. TTFT is the wait for the "
+    "first token; prefill is the prompt being read, bound by arithmetic; decode is the reply being written, bound by memory "
+    "bandwidth. The ceiling is what the bandwidth allows: no program can be faster.",
+    "Scrolling up stops following, Ctrl+End takes it up again. Your place in the text is never moved.",
     "The engine runs in a process of its own. If it dies, the chat stays, and it is started again.",
 )
 
@@ -23,23 +54,61 @@ class HelpScreen(Dialog[None]):
 
     BINDINGS = [Binding("f1", "leave", "Close", id="help.leave", show=False)]  # noqa: RUF012 (Textual's way)
 
+    def __init__(self, actions: Sequence[Action]) -> None:
+        super().__init__()
+        self._actions = actions
+
     def compose(self) -> ComposeResult:
         """Yield the table and the notes."""
-        with VerticalScroll(classes="box") as box:
+        with VerticalScroll(classes="box", id="help") as box:
             box.border_title = "Help"
-            box.border_subtitle = "Esc closes"
-            yield Static(help_text(), markup=False)
+            box.border_subtitle = "F7 asks the guide · Esc closes"
+            yield Static(id="help-text", markup=False)
+
+    def on_resize(self, event: Resize) -> None:
+        """Lay out for the room there is now."""
+        del event
+        self.call_after_refresh(self._show)
+
+    def _show(self) -> None:
+        width = max(self.query_one("#help").content_size.width - 1, KEY_COLUMN + LEAST_TEXT)
+        self.query_one("#help-text", Static).update(help_text(self._actions, width))
 
 
-def help_text() -> Content:
-    """Return the whole help."""
-    rows = [_row(action) for action in ACTIONS]
-    notes = [Content.styled(note, "$foreground 70%") for note in NOTES]
-    return Content("\n").join([*rows, Content(""), *(part for note in notes for part in (note, Content("")))])
+def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240) -> Content:
+    """Return the whole help at ``width`` cells."""
+    lines: list[Content] = []
+    for title, members in _groups(actions):
+        lines += _wrapped(title, "bold", width)
+        lines += [*(row for each in members for row in _rows(each, width)), Content("")]
+    for note in NOTES:
+        lines += [*_wrapped(note, "$foreground 70%", width), Content("")]
+    return Content("\n").join(lines[:-1])
 
 
-def _row(action: Action) -> Content:
-    keys = action.key_names
-    if len(keys) < KEY_COLUMN:
-        return Content.styled(keys.ljust(KEY_COLUMN), "bold $primary") + action.help
-    return Content.styled(keys, "bold $primary") + Content(f"\n{' ' * KEY_COLUMN}{action.help}")
+def _wrapped(text: str, style: str, width: int) -> Iterator[Content]:
+    return (row.content for row in wrapped(Content.styled(text, style), width))
+
+
+def _groups(actions: Sequence[Action]) -> Iterator[tuple[str, list[Action]]]:
+    """Yield the groups that have members, in order; what is named nowhere comes last."""
+    by_id = {action.id: action for action in actions}
+    named = {name for names in GROUPS.values() for name in names}
+    rest = [action.id for action in actions if action.id not in named]
+    for title, names in GROUPS.items():
+        wanted: Iterable[str] = (*rest, *names) if title == ALSO else names
+        if members := [by_id[name] for name in wanted if name in by_id]:
+            yield title, members
+
+
+def _rows(action: Action, width: int) -> Iterator[Content]:
+    """Yield the keys, and beside them what they do and the command that does the same; long keys have a row of their own."""
+    keys, command = action.key_names, f"/{action.slash} {action.argument}".rstrip() if action.slash else ""
+    command = command.replace(" ", "\u00a0")  # it is not torn apart
+    does = Content(action.help) + (Content.styled(f"  {command}", "$foreground 55%") if command else Content(""))
+    beside = len(keys) < KEY_COLUMN
+    if not beside:
+        yield from _wrapped(keys, "bold $primary", width)
+    for index, row in enumerate(wrapped(does, width - KEY_COLUMN)):
+        lead = keys if beside and index == 0 else ""
+        yield Content.styled(lead.ljust(KEY_COLUMN), "bold $primary") + row.content

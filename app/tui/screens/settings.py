@@ -6,33 +6,43 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
-from textual.widgets import Button, Input, Label, Static
+from textual.widgets import Button, Checkbox, Input, Label, Static
 
 from tokamac.app.settings import Settings
 from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.screens.system import THIS_CHAT
+from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 UNLOAD = "unload_after_min"
 
 
+EVERY_CHAT = "These hold in every chat that has none of its own."
+OWN = "This chat has its own; in others, those of every chat hold."
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the form says, valid. unload_after_min: see ``Settings``."""
+    """What the form says, valid. own: the sampling is this chat's alone. unload_after_min: see ``Settings``."""
 
     sampling: Sampling
     kv: KVSpec
     unload_after_min: int
+    own: bool = False
 
 
 class SettingsScreen(Dialog[Chosen]):
     """Edits the settings; the result is the new ones, valid."""
 
+    AUTO_FOCUS = "Input"  # Enter saves there; on the box above, it ticks
     BINDINGS = [Binding("ctrl+t,ctrl+s", "save", "Save", id="settings.save", priority=True)]  # noqa: RUF012 (Textual's way)
 
-    def __init__(self, current: Chosen, recommended: Sampling) -> None:
+    def __init__(self, current: Chosen, recommended: Sampling, everywhere: Sampling) -> None:
+        """everywhere: the sampling that holds in every chat that has none of its own."""
         super().__init__()
+        self._everywhere = everywhere
         self._recommended = recommended
         self._current = current
 
@@ -43,6 +53,8 @@ class SettingsScreen(Dialog[Chosen]):
             box.border_subtitle = "Enter saves · Esc closes"
             yield Static("", id="problem", markup=False)
             yield Label("Sampling", classes="group")
+            yield Static(OWN if self._current.own else EVERY_CHAT, id="holds", classes="note", markup=False)
+            yield Tick(THIS_CHAT, value=self._current.own, id="own")
             for field in SAMPLING_FIELDS:
                 yield from _line(field, self._current.sampling, write(field, self._recommended))
             yield Label("KV cache (a change loads the model again)", classes="group later")
@@ -66,7 +78,7 @@ class SettingsScreen(Dialog[Chosen]):
         """Close with the settings, or say what is wrong with them."""
         texts = {box.name or "": box.value for box in self.query(Input)}
         try:
-            chosen = Chosen(read_sampling(texts), read_kv(texts), _read_minutes(texts[UNLOAD]))
+            chosen = Chosen(read_sampling(texts), read_kv(texts), _read_minutes(texts[UNLOAD]), self._own)
         except FieldError as error:
             self.query_one(f"#{error.name}", Input).focus()
             self._say(str(error))
@@ -74,6 +86,21 @@ class SettingsScreen(Dialog[Chosen]):
             self._say(error.one_line())
         else:
             self.dismiss(chosen)
+
+    @property
+    def _own(self) -> bool:
+        return self.query_one("#own", Tick).value
+
+    @on(Checkbox.Changed, "#own")
+    def scoped(self) -> None:
+        """Say where the sampling holds. A chat that gives its own up gets that of every chat, not the other way round."""
+        self.query_one("#holds", Static).update(OWN if self._own else EVERY_CHAT)
+        if self._current.own:
+            self._write(self._current.sampling if self._own else self._everywhere)
+
+    def _write(self, sampling: Sampling) -> None:
+        for field in SAMPLING_FIELDS:
+            self.query_one(f"#{field.name}", Input).value = write(field, sampling)
 
     def _say(self, problem: str) -> None:
         self.query_one("#problem", Static).update(problem)
@@ -83,8 +110,7 @@ class SettingsScreen(Dialog[Chosen]):
     @on(Button.Pressed, "#defaults")
     def defaults(self) -> None:
         """Write the defaults into the form."""
-        for field in SAMPLING_FIELDS:
-            self.query_one(f"#{field.name}", Input).value = write(field, Sampling())
+        self._write(Sampling())
         for field in KV_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
         self.query_one(f"#{UNLOAD}", Input).value = str(Settings().unload_after_min)

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from textual.content import Content
 
 TICKS = "▁▂▃▄▅▆▇█"
+EMPTY = "$foreground 25%"
 
 
 def bar(share: float | None, width: int, style: str = "$primary") -> Content:
-    """Return a bar filled to ``share`` (0…1); empty where it is unknown."""
+    """Return a bar filled to ``share`` (0…1); empty where it is unknown. What is empty is a thin line, also without colours."""
     filled = 0 if share is None else round(min(max(share, 0.0), 1.0) * width)
-    return Content.styled("━" * filled, style) + Content.styled("━" * (width - filled), "$foreground 15%")
+    return Content.styled("━" * filled, style) + Content.styled("─" * (width - filled), EMPTY)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

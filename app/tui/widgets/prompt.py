@@ -1,4 +1,4 @@
-"""Where the user writes: a box that grows with its text."""
+"""Where the user writes: a box that grows with its text, and holds what goes with it."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,10 @@ from textual.widget import Widget
 from textual.widgets import TextArea
 
 from tokamac.app.sanitise import sanitise
+from tokamac.app.store.values import Attachment
+from tokamac.app.tui.attachments import Draft, is_long, pasted
+from tokamac.app.tui.completion import naming
+from tokamac.app.tui.widgets.offers import Offers
 
 NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 PAUSE_S = 0.4  # longer than the gaps of a typist within a sentence
@@ -18,19 +22,28 @@ LONG_PASTE = 400  # characters, after which nobody need wait for a pause
 
 
 class Prompt(TextArea):
-    """Enter sends; Shift+Enter, Ctrl+J, Alt+Enter or a backslash at the end of the line make a new one."""
+    """Enter sends; Shift+Enter, Ctrl+J, Alt+Enter or a backslash at the end of the line make a new one.
+
+    attachments: what goes with the text. offers: the files that fit a word that begins with @, to be shown below.
+    """
 
     @dataclass
     class Submitted(Message):
-        """The user sent ``text``, which the box no longer holds."""
+        """The user sent ``draft``, which the box no longer holds."""
 
-        text: str
+        draft: Draft
 
     @dataclass
     class Paused(Message):
-        """The user rests; ``text`` is what they have written so far."""
+        """The user rests; ``draft`` is what they have written so far."""
 
-        text: str
+        draft: Draft
+
+    @dataclass
+    class Picked(Message):
+        """The user chose the file at ``path`` to go with the text."""
+
+        path: str
 
     def __init__(self) -> None:
         super().__init__(
@@ -41,8 +54,16 @@ class Prompt(TextArea):
             placeholder="Write a message",
             compact=True,
         )
+        self.attachments: tuple[Attachment, ...] = ()
+        self.offers = Offers(self._pick)
+        self._typing = False
         self._rest: Timer | None = None
         self._restyled = True
+
+    @property
+    def draft(self) -> Draft:
+        """What is written, and what goes with it."""
+        return Draft(self.text, self.attachments)
 
     def notify_style_update(self) -> None:
         """Note that the next drawing must look its colours up."""
@@ -56,37 +77,115 @@ class Prompt(TextArea):
             return super().render_lines(crop)
         return Widget.render_lines(self, crop)
 
-    def on_key(self, event: events.Key) -> None:
-        """Send, or break the line."""
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            if self._ends_in_backslash():
-                row, column = self.cursor_location
-                self.replace("\n", (row, column - 1), (row, column))
-            else:
-                self.submit()
+    # Keys -----------------------------------------------------------------------------------------------------------------
+
+    async def on_key(self, event: events.Key) -> None:
+        """Send, break the line, choose a file, go back in what was sent, or let go of an attachment; write everything else."""
+        self._typing = True
+        if self.offers.display and self._choose(event.key):
+            pass
+        elif event.key == "enter":
+            self._enter()
         elif event.key in NEWLINE_KEYS:
-            event.stop()
-            event.prevent_default()
             self.insert("\n")
+        elif (action := self._action_of(event.key)) is not None:
+            await self.run_action(f"screen.do('{action}')")
+        else:
+            return
+        event.stop()
+        event.prevent_default()
+
+    def _choose(self, key: str) -> bool:
+        """Do what ``key`` does to the files that are offered; return whether it does anything."""
+        match key:
+            case "up":
+                self.offers.action_cursor_up()
+            case "down":
+                self.offers.action_cursor_down()
+            case "enter" | "tab":
+                self.offers.action_select()
+            case _:
+                return False
+        return True
+
+    def _enter(self) -> None:
+        if self._ends_in_backslash():
+            row, column = self.cursor_location
+            self.replace("\n", (row, column - 1), (row, column))
+        else:
+            self.submit()
+
+    def _action_of(self, key: str) -> str | None:
+        """Return the action that ``key`` stands for where the cursor is; None where it is the text's."""
+        match key:
+            case "up" if self.navigator.is_first_wrapped_line(self.cursor_location):
+                return "earlier"
+            case "down" if self.navigator.is_last_wrapped_line(self.cursor_location):
+                return "later"
+            case "backspace" if not self.text and self.attachments:
+                return "detach"
+        return None
+
+    def _ends_in_backslash(self) -> bool:
+        row, column = self.cursor_location
+        line = self.document.get_line(row)
+        return column == len(line) and line.endswith("\\")
+
+    # What the box holds ---------------------------------------------------------------------------------------------------
 
     def submit(self) -> None:
         """Send what is written. The box is emptied here and now: what is typed next, however fast, is the next message."""
-        text = self.text
-        if text.strip():
-            self.clear()
-        self.post_message(self.Submitted(text))
+        draft = self.draft
+        if draft.text.strip() or draft.attachments:
+            self.put(Draft())
+        self.post_message(self.Submitted(draft))
+
+    def put(self, draft: Draft) -> None:
+        """Hold ``draft`` instead of what is there."""
+        self._typing = False
+        self.offers.withdraw()
+        self.text, self.attachments = sanitise(draft.text), draft.attachments
+        self.move_cursor(self.document.end)
+
+    def give_back(self, text: str, attachments: tuple[Attachment, ...] = ()) -> None:
+        """Put ``text``, and what goes with it, before what is written by now."""
+        both = f"{text}\n{self.text}" if text and self.text.strip() and self.text != text else text or self.text
+        mine = (each for each in self.attachments if each not in attachments)
+        self.put(Draft(both, (*attachments, *mine)))
+
+    def attach(self, attachment: Attachment) -> None:
+        """Let ``attachment`` go with the text, in place of an older one of the same name."""
+        others = (each for each in self.attachments if each.name != attachment.name)
+        self.attachments = (*others, attachment)
+        self._pause()
+
+    def detach(self, attachment: Attachment) -> None:
+        """Let ``attachment`` go."""
+        self.attachments = tuple(each for each in self.attachments if each is not attachment)
+        self.await_pause()
 
     def on_paste(self, event: events.Paste) -> None:
-        """Let no control character in: what stands in the box is written to the terminal as it is."""
+        """Let no control character in: what stands in the box is written to the terminal as it is. A long text is attached."""
+        self._typing = False
         event.text = sanitise(event.text)
-        if len(event.text) >= LONG_PASTE:
+        if is_long(event.text):
+            event.stop()
+            event.prevent_default()
+            self.attach(pasted(event.text, self.attachments))
+        elif len(event.text) >= LONG_PASTE:
             self.call_later(self._pause)  # once the text stands in the box
 
+    # Pauses and files -----------------------------------------------------------------------------------------------------
+
     def on_text_area_changed(self) -> None:
-        """Begin to wait for a pause."""
+        """Begin to wait for a pause; offer files where one is being named."""
         self.await_pause()
+        self._offer()
+
+    def on_text_area_selection_changed(self) -> None:
+        """Follow the cursor to another word."""
+        if self.offers.display:
+            self._offer()
 
     def await_pause(self) -> None:
         """Say ``Paused`` when nothing was written for a moment; called again, wait anew."""
@@ -95,14 +194,33 @@ class Prompt(TextArea):
         self._rest = self.set_timer(PAUSE_S, self._pause)
 
     def _pause(self) -> None:
-        self.post_message(self.Paused(self.text))
+        self.post_message(self.Paused(self.draft))
 
-    def give_back(self, text: str) -> None:
-        """Put ``text`` before what is written by now."""
-        self.text = f"{text}\n{self.text}" if self.text.strip() and self.text != text else text
-        self.move_cursor(self.document.end)
-
-    def _ends_in_backslash(self) -> bool:
+    def _offer(self) -> None:
+        """Offer the files that fit the word at the cursor. Only what is typed is taken for a path, not what was pasted."""
         row, column = self.cursor_location
-        line = self.document.get_line(row)
-        return column == len(line) and line.endswith("\\")
+        named = naming(self.document.get_line(row), column) if self._typing else None
+        if named is None:
+            self.offers.withdraw()
+        else:
+            self.offers.offer(named.part)
+
+    def name_file(self) -> None:
+        """Begin to name a file at the cursor."""
+        row, column = self.cursor_location
+        before = self.document.get_line(row)[:column]
+        self._typing = True
+        self.insert("@" if not before or before[-1].isspace() else " @")
+
+    def _pick(self, path: str) -> None:
+        """Write ``path`` in place of the word at the cursor; a file is attached, a folder looked into."""
+        row, column = self.cursor_location
+        named = naming(self.document.get_line(row), column)
+        if named is None:
+            return
+        self.offers.withdraw()
+        if path.endswith("/"):
+            self.replace(f"@{path}", (row, named.start), (row, column))
+        else:
+            self.replace(f"{path} ", (row, named.start), (row, column))
+            self.post_message(self.Picked(path))

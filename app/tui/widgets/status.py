@@ -1,13 +1,16 @@
 """Two lines: above the prompt what goes on now, below it the essentials and the keys."""
 
+from collections.abc import Sequence
+
 from textual.content import Content
 from textual.widgets import Static
 
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
-from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.ahead import is_ready
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.prices import Known
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar
 from tokamac.engine.limits import metrics as rates
@@ -16,6 +19,9 @@ BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence
 UNLOADED = "model unloaded; it loads again when you write"
 UNLOADED_SHORT = "model unloaded"
+ACTED = {"again": "make again", "continue": "go on", "edit": "edit"}
+"""What has a price, in a word or two, by the registry's ids."""
+INSTANT_S = 0.1
 
 
 class Activity(Static):
@@ -25,14 +31,17 @@ class Activity(Static):
         super().__init__(markup=False)
         self._shown: Content | None = None
 
-    def show(self, session: Session, now: float, *, following: bool) -> None:
-        """Show where ``session`` is."""
+    def show(self, session: Session, now: float, *, following: bool, aside: str = "") -> None:
+        """Show where ``session`` is, and what goes on aside."""
         parts = []  # what asks for the reader comes first: in a narrow window the rest is cut
         if not following:
             parts.append(Content.styled("▼ more below: Ctrl+End", "$secondary"))
-        if session.queued is not None:
-            parts.append(Content.styled("1 prompt waits", "$secondary"))
+        if waiting := len(session.queued):
+            text, back = ("1 prompt waits", "it") if waiting == 1 else (f"{waiting} prompts wait", "the last")
+            text += f": Up takes {back} back" if self.content_size.width >= ROOMY else ""
+            parts.append(Content.styled(text, "$secondary"))
         parts.append(_doing(session, now, self.content_size.width))
+        parts.append(Content.styled(aside, "$foreground 55%"))
         content = Content.styled(" · ", "$foreground 40%").join(part for part in parts if part.plain)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
@@ -63,7 +72,9 @@ def _doing(session: Session, now: float, width: int) -> Content:
 
 
 def _next(session: Session, width: int) -> Content:
-    """Say what the draft would take if it were sent now."""
+    """Say what could be done with the message that is pointed at, or what the draft would take if it were sent now."""
+    if known := session.prices.known:
+        return Content.styled(" · ".join(_price(each, width >= ROOMY) for each in known), "$foreground 70%")
     price = session.ahead.price
     if price is None:
         return Content("")
@@ -76,6 +87,18 @@ def _next(session: Session, width: int) -> Content:
         text = f"next: {units.count(price.tokens)} tokens to read"
     seconds = "" if price.seconds is None else f", about {units.seconds(price.seconds)}"
     return Content.styled(text + disk + seconds, "$foreground 70%")
+
+
+def _price(known: Known, roomy: bool) -> str:
+    """Return an action and what it would take: ``edit: up to 240 tokens, about 0.4 s``. What is instant needs no seconds."""
+    price, most = known.price, known.question.most
+    if not roomy:
+        return f"{ACTED[known.question.id]}: {'≤' if most else ''}{units.short(price.tokens)}"
+    tokens = f"{units.count(price.tokens)} token{'' if price.tokens == 1 else 's'}"
+    disk = f", {units.size(price.disk_bytes)} from disk" if price.disk_bytes else ""
+    instant = price.seconds is None or price.seconds < INSTANT_S
+    seconds = "" if instant else f", about {units.seconds(price.seconds)}"
+    return f"{ACTED[known.question.id]}: {'up to ' if most else ''}{tokens}{disk}{seconds}"
 
 
 def _loading(session: Session, width: int) -> Content:
@@ -105,10 +128,11 @@ def _bar(width: int) -> int:
 
 
 class StatusLine(Static):
-    """The last line: model and essentials at the left; keys at the right, as many as fit."""
+    """The last line: model and essentials at the left; the keys of ``actions`` at the right, as many as fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, actions: Sequence[Action] = ACTIONS) -> None:
         super().__init__(markup=False)
+        self._actions = sorted((action for action in actions if action.footer), key=_importance)
         self._shown: Content | None = None
 
     def show(self, session: Session, *, essentials: bool) -> None:
@@ -116,7 +140,7 @@ class StatusLine(Static):
         left = Content.styled("● ", _lamp(session)) + Content.styled(_name(session), "$foreground 80%")
         if essentials:
             left += Content.styled(_essentials(session), "$foreground 60%")
-        content = _beside(left, self.content_size.width)
+        content = _beside(left, self._actions, self.content_size.width)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
             self.update(content, layout=False)  # it is one line high
@@ -147,9 +171,9 @@ def _essentials(session: Session) -> str:
     return "".join(f" · {part}" for part in parts)
 
 
-def _beside(left: Content, width: int) -> Content:
+def _beside(left: Content, actions: Sequence[Action], width: int) -> Content:
     keys = Content("")
-    for action in sorted((a for a in ACTIONS if a.footer), key=_importance):
+    for action in actions:
         key = Content.styled(action.key_names.split(",", 1)[0], "$primary") + Content.styled(
             f" {action.label.lower()}", "$foreground 60%"
         )
@@ -160,7 +184,7 @@ def _beside(left: Content, width: int) -> Content:
     return left + " " * max(0, width - left.cell_length - keys.cell_length) + keys
 
 
-def _importance(action: object) -> int:
+def _importance(action: Action) -> int:
     """Where the line is short, these come first."""
-    order = ("help", "stop", "choose_model", "new_chat", "explain", "regenerate", "palette", "send")
-    return order.index(getattr(action, "id", ""))
+    order = ("help", "stop", "choose_model", "new_chat", "chats", "explain", "regenerate", "palette", "send")
+    return order.index(action.id)

@@ -1,0 +1,82 @@
+"""What the screen asks of the engine's process: one frozen dataclass a message."""
+
+from dataclasses import dataclass, field
+
+from tokamac.app.backend.whatif import Question
+from tokamac.engine.events import Message
+from tokamac.engine.options import KVSpec, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load ``model`` in place of whatever is loaded."""
+
+    model: str
+    kv: KVSpec = field(default_factory=KVSpec)
+    prompt_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Reply to a conversation. It is always whole: the engine's process remembers nothing that matters.
+
+    continues: it ends with a reply that was cut, and the rest of that is wanted.
+    """
+
+    id: int
+    messages: tuple[Message, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    continues: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End reply ``id`` within one token; it finishes with the reason ``cancelled``."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Compute in idle time what is certain of a conversation whose last message is still being written. Nothing is replied.
+
+    Any request ends it, and so does another ``Warm``. Where the prompt cache is off nothing is done.
+    """
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrice:
+    """Tell what a reply to a conversation would take until its first token: ``Priced`` comes when the engine is free.
+
+    A later question replaces one that still waits. continues: as for ``Send``.
+    """
+
+    id: int
+    messages: tuple[Message, ...]
+    continues: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskWhatIf:
+    """Tell what a model would do otherwise, or elsewhere: ``WhatIf`` comes when the engine is free.
+
+    A later question of the same kind replaces one that is not answered yet.
+    """
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Give the model's memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """End the process."""
+
+
+Request = Load | Send | Cancel | Warm | AskPrice | AskWhatIf | Unload | Quit

@@ -1,0 +1,159 @@
+"""``tokamac chats``: the conversations that are kept. List them, read one, take one out into a file, bring one in."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokamac.app.options import Parser
+from tokamac.app.output import ModelText, json_line, table
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.units import count
+
+if TYPE_CHECKING:
+    from tokamac.app.store.store import Store
+    from tokamac.app.store.values import Archive, Chat
+
+TARGETS = {"list": "", "show": "ID", "export": "ID", "import": "FILE", "delete": "ID", "restore": "ID"}
+"""What each action is done to."""
+Done = tuple[dict[str, Any], str]
+"""What came of an action, as the JSON has it and as a person reads it."""
+
+
+class _Parser(Parser):
+    """Takes flags between ACTION and its target too: argparse of Python 3.11 finds no target after them."""
+
+    def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse, in any order."""
+        return self.parse_intermixed_args(args, namespace)
+
+
+def parser() -> Parser:
+    """Return what the command takes."""
+    made = _Parser(
+        "chats",
+        "Conversations that are kept. show prints one; export writes it to a new file, as Markdown, JSON (with all its "
+        "branches), HTML or SVG, as the file's name ends; import reads Markdown or JSON into a new chat; a chat that was "
+        "deleted can be restored for 30 days. An ID may be cut short. TOKAMAC_DATA_DIR moves what is kept.",
+        "  tokamac chats\n"
+        "  tokamac chats show k3v7\n"
+        "  tokamac chats export k3v7 -o bandwidth.html\n"
+        "  tokamac chats import bandwidth.md",
+    )
+    made.add_argument("action", nargs="?", choices=tuple(TARGETS), default="list", help="(list)")
+    made.add_argument("target", nargs="?", metavar="ID|FILE", help="the id of a chat, or of import: a file")
+    made.add_argument("-o", "--output", metavar="FILE", help="of export: the new file (made of the title, .md)")
+    made.add_argument("--deleted", action="store_true", help="of list: those that were deleted")
+    made.add_argument("--json", action="store_true", help="one JSON object")
+    return made
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Do the action; return the exit status."""
+    action, target, wanted = options.action, options.target, TARGETS[options.action]
+    if wanted and not target:
+        parser.error(f"{action} needs {'an ID; `tokamac chats` lists them' if wanted == 'ID' else 'a FILE'}")
+    if target and not wanted:
+        parser.error(f"{action} takes neither ID nor FILE")
+    if options.output and action != "export":
+        parser.error(f"--output has no effect with {action}")
+    if options.deleted and action != "list":
+        parser.error(f"--deleted has no effect with {action}")
+    from tokamac.app.store.store import Store
+
+    with Store.open() as store:
+        plain, text = ACTIONS[action](store, options)
+    if options.json:
+        json_line(plain)
+    else:
+        out = ModelText(sys.stdout)
+        out.write(text)
+        out.end()
+    return 0
+
+
+def _list(store: "Store", options: argparse.Namespace) -> Done:
+    found = store.chats(limit=sys.maxsize, deleted=options.deleted)
+    return {"chats": [_plain(chat) for chat in found]}, _listed(found, deleted=options.deleted)
+
+
+def _show(store: "Store", options: argparse.Namespace) -> Done:
+    from tokamac.app.store.export import to_json
+    from tokamac.app.store.portable import loads
+
+    archive = store.archive(store.chat(options.target).id)
+    return {"id": archive.chat.id, **loads(to_json(archive))}, _read(archive)
+
+
+def _export(store: "Store", options: argparse.Namespace) -> Done:
+    from tokamac.app.export.formats import export, free_name
+
+    chat = store.chat(options.target)
+    path = Path(options.output).expanduser() if options.output else free_name(chat.title, Path.cwd())
+    export(store.archive(chat.id), path)
+    return {**_plain(chat), "path": str(path)}, f"exported {chat.id} to {sanitise_line(str(path))}"
+
+
+def _import(store: "Store", options: argparse.Namespace) -> Done:
+    from tokamac.app.export.incoming import bring
+
+    chat = store.adopt(bring(Path(options.target).expanduser(), now=time.time()))
+    return _plain(chat), f"imported as {chat.id}: {_title(chat)}"
+
+
+def _delete(store: "Store", options: argparse.Namespace) -> Done:
+    chat = store.delete(store.chat(options.target).id)
+    return _plain(chat), f"deleted {chat.id}: {_title(chat)}; bring it back with: tokamac chats restore {chat.id}"
+
+
+def _restore(store: "Store", options: argparse.Namespace) -> Done:
+    chat = store.undelete(store.chat(options.target).id)
+    return _plain(chat), f"restored {chat.id}: {_title(chat)}"
+
+
+ACTIONS: "dict[str, Callable[[Store, argparse.Namespace], Done]]" = {
+    "list": _list,
+    "show": _show,
+    "export": _export,
+    "import": _import,
+    "delete": _delete,
+    "restore": _restore,
+}
+
+
+def _plain(chat: "Chat") -> dict[str, Any]:
+    """Return a chat as the JSON has it."""
+    from tokamac.app.store.portable import chat_record
+
+    record = chat_record(chat)
+    return {"id": chat.id, **{key: record[key] for key in ("title", "created", "updated", "model")}}
+
+
+def _listed(chats: "list[Chat]", *, deleted: bool) -> str:
+    if not chats:
+        return "no chat was deleted" if deleted else "no chats yet; begin one with: tokamac"
+    rows = [["id", "last used", "model", "title"]]
+    for chat in chats:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated_at))
+        rows.append([chat.id, used, sanitise_line(chat.model).rpartition("/")[2], _title(chat)])
+    return f"{table(rows)}\n\n{count(len(chats))} chat{'' if len(chats) == 1 else 's'}"
+
+
+def _title(chat: "Chat") -> str:
+    return sanitise_line(chat.title) or "untitled"
+
+
+def _read(archive: "Archive") -> str:
+    """Return the branch on which the chat stands, to be read."""
+    from tokamac.app.export.entries import entries, title_of
+
+    said = [f"# {title_of(archive)}"]
+    for entry in entries(archive):
+        files = (f"[{each.name}]" for each in entry.files)
+        parts = (f"## {entry.who}", entry.text, *files, f"({entry.ending})" if entry.ending else "")
+        said += (part for part in parts if part)
+    return "\n\n".join(said)

@@ -1,0 +1,144 @@
+"""Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+
+from tokamac.app.output import dim, is_terminal, note
+from tokamac.app.sanitise import Sanitiser, sanitise
+from tokamac.engine.events import TextKind
+
+BLOCK = '"""'
+"""Alone on a line: what follows, up to another, is one prompt."""
+
+
+class Console:
+    """stdin and stdout. typed: a person writes the lines. shown: a person reads the text."""
+
+    def __init__(self) -> None:
+        self.typed = sys.stdin is not None and sys.stdin.isatty()
+        self.shown = sys.stdout.isatty()
+        self._edits = self.typed and self.shown
+        self._gate = Sanitiser()
+        self._last = "\n"
+        self._label = ""  # what still stands before the reply's first word
+        self._replies = 0
+        self._thought = False
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+
+    # Reading --------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, sent: Iterable[str], commands: Sequence[str]) -> None:
+        """Let the user go back in what was ``sent``, newest first, and complete ``commands`` with Tab."""
+        if not self._edits:
+            return
+        with suppress(ImportError):  # not every Python has it; the line is then as the terminal edits it
+            import readline
+
+            for text in reversed([text for text in sent if text.isprintable()]):
+                readline.add_history(text)
+            readline.set_completer(_completer(commands))
+            readline.set_completer_delims(" ")
+            is_libedit = "libedit" in (readline.__doc__ or "")
+            readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+    def read(self, prompt: str, draft: str = "") -> str:
+        """Return what the user asks: a line, made safe; several, where they end with a backslash or stand in a block.
+
+        draft: what they may go on from. Raises EOFError at the end of what is written, KeyboardInterrupt at Ctrl-C.
+        """
+        line = self._line(prompt, draft)
+        with suppress(EOFError):  # of an unfinished prompt: what is there is asked
+            if line.strip() == BLOCK:
+                line = ""
+                while (more := self._line("... ")).strip() != BLOCK:
+                    line += f"{more}\n"
+            while line.endswith("\\"):
+                line = f"{line[:-1]}\n"
+                line += self._line("... ")
+        return sanitise(line)
+
+    def _line(self, prompt: str, draft: str = "") -> str:
+        if self._edits:
+            with _begun_with(draft):
+                return input(prompt)
+        if self.typed:
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+        line = sys.stdin.readline() if sys.stdin is not None else ""
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+    # Writing --------------------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Write lines that were asked for."""
+        sys.stdout.write(f"{sanitise(text)}\n")
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Write one line about what goes on, beside the text; on a line of its own where both meet."""
+        if self._last != "\n" and self.shown:
+            self._write("\n")
+        note(text)
+
+    def aside(self, text: str) -> None:
+        """Write a line that is for a person alone; faint where that can be."""
+        if self.shown:
+            safe = sanitise(text)
+            self._write(f"{dim(safe) if safe and is_terminal(sys.stdout) else safe}\n")
+
+    def begin(self, name: str) -> None:
+        """Begin a reply: with a name where a person reads it, else after a blank line."""
+        self._gate = Sanitiser()
+        self._label = f"{sanitise(name)}: " if self.shown else "\n" if self._replies else ""
+        self._thought = False
+        self._replies += 1
+
+    def grow(self, text: str, kind: TextKind) -> None:
+        """Write more of the reply, at once. That it thinks is said once; the thinking is not read out."""
+        if kind == "thinking":
+            if not self._thought:
+                self._thought = True
+                self.aside("thinking …")
+            return
+        safe = self._gate.feed(text)
+        if safe:
+            self._write(self._label + safe)
+            self._label = ""
+
+    def end(self) -> None:
+        """End the reply's last line."""
+        if self._last != "\n":
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self._last = text[-1]
+
+
+@contextmanager
+def _begun_with(draft: str) -> Iterator[None]:
+    """Let the next line begin with ``draft``, where this Python can."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    readline.set_startup_hook((lambda: readline.insert_text(draft)) if draft else None)
+    try:
+        yield
+    finally:
+        readline.set_startup_hook(None)
+
+
+def _completer(commands: Sequence[str]) -> Callable[[str, int], str | None]:
+    def complete(text: str, state: int) -> str | None:
+        fits = [command for command in commands if text.startswith("/") and command.startswith(text)]
+        return fits[state] if state < len(fits) else None
+
+    return complete

@@ -1,0 +1,200 @@
+"""The session, its engine's process and what is kept of it, stepped on the main thread.
+
+session ─ steps ─▶ Driver ─▶ process, console, recording        process ─ reader's thread ─▶ events ─▶ Driver ─▶ session
+"""
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
+from tokamac.app.plain.console import Console
+from tokamac.app.tui import units
+from tokamac.app.tui.attachments import Draft
+from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.prose.messages import ENDINGS
+from tokamac.app.tui.recording import Recording
+from tokamac.app.tui.run import Begun
+from tokamac.app.tui.steps import (
+    Ask,
+    DraftReturned,
+    EndEngine,
+    Moved,
+    Notice,
+    Opened,
+    ReplyEnded,
+    ReplyGrew,
+    StartEngine,
+    Step,
+    TurnBegun,
+)
+from tokamac.app.verdict import sentence
+
+TICK_S = 1.0
+PROGRESS_S = 5.0
+"""How often it is said how far something has come: more would be read out over everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Interrupt:
+    """Ctrl-C."""
+
+
+class Driver:
+    """Does what the session asks. returned: a prompt that was not sent. failed: whether a reply was lost or failed."""
+
+    def __init__(self, begun: Begun, console: Console) -> None:
+        self.session = begun.session
+        self.memory = begun.memory
+        self.recording: Recording | None = None
+        self.returned = Draft()
+        self.failed = False
+        self._begun = begun
+        self._console = console
+        self._process: EngineProcess | None = None
+        self._life = 0
+        self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Interrupt] = queue.SimpleQueue()
+        self._told_s = time.monotonic()
+
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what the session asks, in order."""
+        for step in steps:
+            self._perform(step)
+        if self._process is not None:
+            self._process.set_busy(self.session.busy)
+
+    def _perform(self, step: Step) -> None:
+        match step:
+            case StartEngine():
+                self._start()
+            case EndEngine():
+                self._end()
+            case Ask(request):
+                if self._process is not None:
+                    self._process.send(request)
+            case TurnBegun(turn):
+                self._record(lambda recording: recording.begun(turn))
+                info = self.session.info
+                self._console.begin(info.name if info is not None else self.session.load.model)
+            case ReplyGrew(text, kind):
+                self._record(lambda recording: recording.grew())
+                self._console.grow(text, kind)
+            case ReplyEnded(reply):
+                self._record(lambda recording: recording.ended(reply))
+                self._ended(reply)
+            case Moved():
+                self._record(lambda recording: recording.moved())
+            case Opened():
+                self._record(lambda recording: recording.left())
+            case DraftReturned(text, attachments):
+                self.returned = Draft(text, attachments)
+            case Notice(text):
+                self._console.note(text)
+
+    def _record(self, write: Callable[[Recording], None]) -> None:
+        if self.recording is not None:
+            write(self.recording)
+
+    def _ended(self, reply: Reply) -> None:
+        self._console.end()
+        self.failed = self.failed or reply.ending in ("lost", "failed")
+        cost = "" if reply.metrics is None else sentence(reply.metrics, reply.diagnosis)
+        said = ", ".join(part for part in (ENDINGS[reply.ending], cost) if part)
+        if said:
+            self._console.aside(f"({said})")
+
+    # The engine's process -------------------------------------------------------------------------------------------------
+
+    def settle(self, *, loaded: bool = False) -> bool:
+        """Take what the engine says until nobody waits for a reply; return whether Ctrl-C stopped it.
+
+        loaded: wait for a model that is being loaded, too.
+        """
+        stopped = False
+        self._told_s = time.monotonic()
+        with self._interrupts():
+            while self.session.replying or (self.session.busy and (loaded or self.session.queued)):
+                match self._next():
+                    case None:
+                        self.perform(self.session.tick())
+                    case _Interrupt():
+                        stopped = True
+                        self.perform(self.session.stop())
+                    case (life, event):
+                        self._take(life, event)
+                self._tell_progress()
+        return stopped
+
+    def catch_up(self) -> None:
+        """Take what the engine has said by now."""
+        while not self._events.empty():
+            match self._events.get():
+                case (life, event):
+                    self._take(life, event)
+
+    def close(self) -> None:
+        """End the engine's process."""
+        process, self._process = self._process, None
+        self._life += 1
+        if process is not None:
+            process.close()
+
+    def _next(self) -> tuple[int, BackendEvent] | _Interrupt | None:
+        try:
+            return self._events.get(timeout=TICK_S)
+        except queue.Empty:
+            return None
+
+    def _take(self, life: int, event: BackendEvent) -> None:
+        if life == self._life:  # else it comes from a process that is no more
+            self.perform(self.session.on_event(event))
+
+    def _start(self) -> None:
+        self._end()
+        life = self._life
+        try:
+            self._process = EngineProcess(
+                self._begun.command, self._begun.log, lambda event: self._events.put((life, event))
+            )
+        except OSError as error:
+            self._events.put((life, Died(f"it could not be started: {error}", "")))
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        self._life += 1
+        if process is not None:
+            process.kill()
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Let Ctrl-C be an event among others: an exception could come in the middle of a step.
+
+        Without effect where the shell asked for Ctrl-C to be ignored (a job in the background).
+        """
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: self._events.put(_Interrupt()))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _tell_progress(self) -> None:
+        if time.monotonic() - self._told_s < PROGRESS_S:
+            return
+        self._told_s = time.monotonic()
+        session = self.session
+        if session.phase is Phase.LOADING and (loading := session.loading) is not None:
+            of = "" if loading.total is None else f" of {units.size(loading.total)}"
+            verb = "downloading" if loading.stage == "download" else "loading"
+            self._console.note(f"{verb} {session.load.model}: {units.size(loading.done)}{of}")
+        elif session.phase is Phase.PREFILL and (prefill := session.prefill) is not None:
+            done, total = units.count(prefill.done), units.count(prefill.total)
+            self._console.note(f"reading the prompt: {done} of {total} tokens")

@@ -1,0 +1,102 @@
+"""Plain commands about the model and its settings: read out, and changed."""
+
+from dataclasses import replace
+
+from tokamac.app.backend.wire import Load
+from tokamac.app.plain.repl import Repl
+from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
+from tokamac.engine.options import KVSpec, Sampling
+
+NONE = "none"
+"""Takes the system prompt away."""
+
+
+def model(repl: Repl, name: str) -> None:
+    """Load another model, or say which one is loaded. One that loads is the one to begin with from now on."""
+    driver = repl.driver
+    session = driver.session
+    if not name:
+        repl.console.say(session.load.model)
+        return
+    driver.perform(session.choose(replace(session.load, model=name)))
+    driver.settle(loaded=True)
+    if session.info is not None and session.load.model == name:
+        _tell(
+            repl, driver.memory.keep(replace(driver.memory.settings, model=name)) or f"{session.info.name} is loaded."
+        )
+
+
+def system(repl: Repl, text: str) -> None:
+    """Give this chat a system prompt, or read it out."""
+    driver = repl.driver
+    if not text:
+        repl.console.say(driver.session.system or "No system prompt.")
+        return
+    driver.memory.choose_system("" if text.lower() == NONE else text, own=True)
+    driver.session.system = driver.memory.system
+    if driver.recording is not None:
+        driver.recording.keep_own()
+    _tell(repl, "The system prompt holds in this chat from the next message on; /system none takes it away.")
+
+
+def settings(repl: Repl, written: str) -> None:
+    """Read out how tokens are chosen and how keys and values are kept, or change one of these."""
+    session = repl.driver.session
+    sampling, kv = _texts(SAMPLING_FIELDS, session.sampling), _texts(KV_FIELDS, session.load.kv)
+    name, _, value = written.partition(" ")
+    if not name:
+        notes = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS)}
+        lines = [f"{each}: {text or 'not set'} ({notes[each]})" for each, text in {**sampling, **kv}.items()]
+        repl.console.say("\n".join(lines))
+        return
+    try:
+        if name in sampling:
+            _choose_sampling(repl, read_sampling({**sampling, name: value}))
+        elif name in kv:
+            _choose_kv(repl, read_kv({**kv, name: value}))
+        else:
+            _tell(repl, f"There is no setting {name}. /settings lists them.")
+    except FieldError as error:
+        _tell(repl, str(error))
+
+
+def explain(repl: Repl, _: str) -> None:
+    """Say why the last reply that was measured took as long as it did."""
+    from tokamac.app import verdict, verdict_full
+
+    replies = [turn.reply for turn in repl.driver.session.turns if turn.reply is not None]
+    last = next((reply for reply in reversed(replies) if reply.metrics is not None), None)
+    if last is None or last.metrics is None:
+        _tell(repl, "There is no reply to explain yet.")
+        return
+    lines = [verdict.sentence(last.metrics, last.diagnosis)]
+    if last.diagnosis is not None:
+        lines += verdict_full.lines(last.diagnosis)
+    repl.console.say("\n".join(lines))
+
+
+def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
+    memory = repl.driver.memory
+    said = memory.choose_sampling(sampling, own=False)
+    repl.driver.session.sampling = memory.sampling
+    own = "It holds in every chat but those with settings of their own."
+    _tell(repl, said or own)
+
+
+def _choose_kv(repl: Repl, kv: KVSpec) -> None:
+    """Change how keys and values are kept, which loads the model again."""
+    driver = repl.driver
+    load = driver.session.load
+    if kv == load.kv:
+        return
+    said = driver.memory.keep(replace(driver.memory.settings, kv=kv))
+    driver.perform(driver.session.choose(Load(load.model, kv, load.prompt_cache)))
+    _tell(repl, said or "The model loads again with it.")
+
+
+def _texts(fields: tuple[Field, ...], options: Sampling | KVSpec) -> dict[str, str]:
+    return {field.name: write(field, options) for field in fields}
+
+
+def _tell(repl: Repl, text: str) -> None:
+    repl.console.note(text)

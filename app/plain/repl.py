@@ -1,0 +1,161 @@
+"""The plain chat's loop: a prompt, its reply, and so on; or a command of the registry, with a slash.
+
+Ctrl-C stops a reply; twice at the prompt it leaves with 130. The end of input leaves with 0, or with 1 where nobody types and
+a reply failed.
+"""
+
+import time
+from collections.abc import Callable
+
+from tokamac.app.output import note
+from tokamac.app.plain.console import Console
+from tokamac.app.plain.driver import Driver
+from tokamac.app.plain.reading import last_turn
+from tokamac.app.store.errors import StoreError
+from tokamac.app.tui.attachments import Draft, apart
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.recording import Recording
+from tokamac.app.tui.run import Begun, ChatOptions, begin, open_store
+
+INTERRUPTED = 130
+MOST_SENT = 200
+GREETING = "/help lists the commands. Ctrl-C stops a reply; /quit or Ctrl-D leaves."
+Obey = Callable[["Repl", str], bool]
+"""Does the slash command that a text is; returns whether it is one."""
+
+
+def run_plain(options: ChatOptions) -> int:
+    """Run the chat until the user leaves, or what is piped in ends; return the exit status.
+
+    Raises StoreError for a chat that is not there.
+    """
+    from tokamac.app.plain.commands import obey, slashes
+
+    console, begun = Console(), begin(options)
+    repl = Repl(begun, console)
+    try:
+        repl.open_store(options)
+        console.prepare(repl.sent(), slashes())
+        for warning in begun.warnings:
+            console.note(warning)
+        repl.driver.perform(repl.driver.session.start())
+        return repl.run(obey)
+    finally:
+        repl.close()
+
+
+class Repl:
+    """One plain chat. draft: what the next line begins with, and what goes with it. editing: the prompt it is asked in place of.
+
+    listed: ids of the chats that were listed last. leaving: the user has had enough.
+    """
+
+    def __init__(self, begun: Begun, console: Console) -> None:
+        self.driver = Driver(begun, console)
+        self.console = console
+        self.draft = Draft()
+        self.editing: int | None = None
+        self.listed: tuple[str, ...] = ()
+        self.leaving = False
+
+    # The loop -------------------------------------------------------------------------------------------------------------
+
+    def run(self, obey: Obey) -> int:
+        """Read and reply until the user leaves; return the exit status."""
+        self.console.aside(GREETING)
+        interrupts = 0
+        while not self.leaving:
+            self.driver.catch_up()
+            try:
+                text = self.console.read("you> ", self.draft.text if self.console.typed else "")
+            except EOFError:
+                self.console.aside("")
+                break
+            except KeyboardInterrupt:
+                self.console.aside("")
+                interrupts += 1
+                if interrupts > 1 or not self.console.typed:
+                    return INTERRUPTED
+                self.console.note("Ctrl-C again leaves, as /quit does.")
+                self._give_up()
+                continue
+            interrupts = 0
+            if not obey(self, text) and (text.strip() or self.draft.attachments):
+                self.ask(text.strip())
+            if self.driver.settle() and not self.console.typed:
+                return INTERRUPTED
+            if not self.console.typed and self.driver.session.phase is Phase.FAILED:
+                return 1  # nobody is there to choose another model
+            self._take_back()
+        recording = self.driver.recording
+        if recording is not None and recording.chat is not None:
+            self.console.aside(f"To go on: tokamac chat --chat {recording.chat}")
+        return int(self.driver.failed and not self.console.typed)
+
+    def ask(self, text: str) -> None:
+        """Send ``text``, with what is attached, in place of the prompt that is edited if there is one."""
+        session, attachments = self.driver.session, self.draft.attachments
+        key, self.editing, self.draft = self.editing, None, Draft()
+        if key is None:
+            self.driver.perform(session.submit(text, attachments))
+        else:
+            self.driver.settle(loaded=True)
+            self.driver.perform(session.edit(key, text, attachments))
+        if self.driver.recording is not None:
+            self.driver.recording.drafted("")
+
+    def _give_up(self) -> None:
+        """Let go of the message that is edited; what is attached stays."""
+        if self.editing is not None:
+            self.editing, self.draft = None, Draft()
+
+    def _take_back(self) -> None:
+        """Put what was not sent before the next line."""
+        returned, self.driver.returned = self.driver.returned, Draft()
+        if returned.whole:
+            self.draft = returned
+
+    # What is kept ---------------------------------------------------------------------------------------------------------
+
+    def open_store(self, options: ChatOptions) -> None:
+        """Open the store, and the chat to begin with. Raises StoreError where that one is not there."""
+        try:
+            store, chosen = open_store(options)
+        except StoreError as error:
+            if options.chat is not None:
+                raise
+            note(f"Chats are not kept: {error.one_line()}")
+            return
+        driver = self.driver
+        driver.recording = Recording(driver.session, store, driver.memory, self.console.note, time.monotonic)
+        if chosen is not None:
+            self.open(chosen)
+        elif options.resume:
+            self.console.note("No chat is kept yet: this is a new one.")
+
+    def open(self, chat: str) -> None:
+        """Hold the stored conversation ``chat``, and read out how it ended. Raises StoreError."""
+        driver, recording = self.driver, self.driver.recording
+        if recording is None:
+            return
+        (tree, draft), own = recording.read(chat), recording.own(chat)
+        driver.memory.own = own
+        driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
+        driver.perform(driver.session.open(tree))
+        recording.hold(chat, tree, draft)
+        self.draft, self.editing = apart(draft), None
+        if self.console.shown:
+            self.console.say(f"{recording.store.chat(chat).title} ({chat})\n{last_turn(driver.session.turns)}")
+
+    def sent(self) -> list[str]:
+        """Return what the user sent before, newest first."""
+        recording = self.driver.recording
+        return [] if recording is None else recording.store.history(MOST_SENT)
+
+    def close(self) -> None:
+        """Keep what was not sent and the reply that runs, and end the engine."""
+        try:
+            if self.driver.recording is not None:
+                self.driver.recording.close((Draft() if self.editing is not None else self.draft).whole)
+        finally:
+            self.driver.close()

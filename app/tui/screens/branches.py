@@ -1,0 +1,96 @@
+"""F6: the conversation as a tree. What goes on without another version stands in one column; versions open below each other."""
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.widgets import Tree as TreeView
+from textual.widgets.tree import TreeNode
+
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.prose.messages import ENDINGS
+from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.tree import Node, Tree
+
+WORDS = 60
+"""Characters of a message that are shown."""
+HERE, ELSEWHERE = "● ", "○ "
+
+
+class BranchesScreen(Dialog[int]):
+    """Shows all paths, and which one is read. The result is the message to go to."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        self._tree = tree
+
+    def compose(self) -> ComposeResult:
+        """Yield the tree."""
+        with Vertical(classes="box") as box:
+            box.border_title = "Branches"
+            box.border_subtitle = "Enter reads that path · Space folds · ● is read now · Esc closes"
+            view: TreeView[int] = TreeView("")
+            view.show_root = False
+            view.auto_expand = False  # Enter goes there
+            view.guide_depth = 2
+            yield view
+
+    def on_mount(self) -> None:
+        """Fill it, and point at where the conversation stands."""
+        view: TreeView[int] = self.query_one(TreeView)
+        found = fill(view.root, self._tree)
+        view.root.expand()
+        view.focus()
+        if (here := found.get(self._tree.head)) is not None:
+            self.call_after_refresh(view.move_cursor, here)
+
+    @on(TreeView.NodeSelected)
+    def chosen(self, event: TreeView.NodeSelected[int]) -> None:
+        """Close with the message."""
+        if event.node.data is not None:
+            self.dismiss(event.node.data)
+
+
+def fill(root: TreeNode[int], tree: Tree) -> dict[int | None, TreeNode[int]]:
+    """Add the whole conversation below ``root``; return its nodes by the messages they show."""
+    read = {node.key for node in tree.path_to(tree.head)}
+    made: dict[int | None, TreeNode[int]] = {}
+    todo: list[tuple[TreeNode[int], int | None]] = [(root, None)]
+    while todo:  # a loop: a path may have more versions on it than Python has stack
+        holder, at = todo.pop()
+        while len(after := tree.children(at)) == 1:
+            at = after[0]
+            made[at] = holder.add_leaf(line(tree, at, here=at in read), data=at)
+        for key in after:
+            goes_on = bool(tree.children(key))
+            made[key] = holder.add(line(tree, key, here=key in read), data=key, expand=True, allow_expand=goes_on)
+            todo.append((made[key], key))
+    return made
+
+
+def line(tree: Tree, key: int, *, here: bool) -> Text:
+    """Return the line of a message: whether it is read, who says it, which version it is, and how it begins."""
+    node, (number, many) = tree.nodes[key], tree.place(key)
+    who, said = _said(node)
+    version = f" ‹{number} of {many}›" if many > 1 else ""
+    return Text.assemble(
+        HERE if here else ELSEWHERE,
+        (f"{who}{version}", "bold" if here else ""),
+        (f"  {said}", "" if here else "dim"),
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def _said(node: Node) -> tuple[str, str]:
+    if node.prompt is not None:
+        return "you", _beginning(node.prompt)
+    if node.reply is None:
+        return "reply", "is being written"
+    who = sanitise_line(node.reply.model).rpartition("/")[2] or "reply"
+    return who, _beginning(node.reply.text) or ENDINGS[node.reply.ending] or "says nothing"
+
+
+def _beginning(text: str) -> str:
+    said = sanitise_line(text[: 4 * WORDS])
+    return said if len(said) <= WORDS else f"{said[: WORDS - 1]}…"

@@ -1,0 +1,136 @@
+"""A page that scrolls. It follows the end until the reader scrolls away, and again when they come back to it.
+
+One widget that draws its own rows: a layout of the screen for each new row, or a widget for each paragraph, would cost a model
+on the same cores a tenth of its speed.
+"""
+
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
+
+from tokamac.app.tui.prose.page import Page
+from tokamac.app.tui.widgets.painter import Canvas, Painter, selected_in
+
+SEEN_CELLS = 0.5  # a change of the scroll bar's length that the eye sees
+
+
+class PageView(ScrollView, can_focus=False):
+    """Shows ``_page``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._page = Page()
+        self._following = True
+        self._canvas = Canvas()
+
+    @property
+    def growing(self) -> bool:
+        """Whether it is redrawn often, so that what the eye does not see is spared."""
+        return False
+
+    @property
+    def following(self) -> bool:
+        """Whether the end stays in view."""
+        return self.max_scroll_y == 0 or self._following
+
+    def page(self, direction: int) -> None:
+        """Scroll a page up (−1) or down (1). Where all is in view there is nothing to scroll, and following goes on."""
+        if self.max_scroll_y > 0:
+            self.scroll_relative(y=direction * max(1, self.container_size.height - 1), animate=False)
+
+    def follow(self) -> None:
+        """Jump to the end and stay there."""
+        self._following = True
+        self._show()
+
+    # Place ----------------------------------------------------------------------------------------------------------------
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Scrolling away from the end stops following; scrolling to it follows on."""
+        self._settle()
+        self._following = round(self.scroll_y) >= self.max_scroll_y
+        self._move_bar(exact=not (self.growing and self._following))
+        if round(old_value) != round(new_value):
+            self.refresh()
+
+    def release_anchor(self) -> None:
+        """The reader takes the scroll bar, and must have it where the page is."""
+        super().release_anchor()
+        self._move_bar(exact=True)
+
+    def _move_bar(self, *, exact: bool) -> None:
+        """Set the scroll bar; unless ``exact``, only by steps that the eye sees, for it is drawn as a whole for the smallest."""
+        bar, height, rows = self.vertical_scrollbar, self.container_size.height, self._page.height
+        drawn, thumb = (height * height / max(1, high) for high in (bar.window_virtual_size, rows))
+        if self.show_vertical_scrollbar and (exact or abs(thumb - drawn) >= SEEN_CELLS):
+            bar.window_virtual_size, bar.position = rows, self.scroll_y
+
+    def _scroll(self, y: int) -> None:
+        self.scroll_target_y = self.scroll_y = y
+
+    def _settle(self) -> None:
+        """Have what comes into view laid out, and stay where the reader is: heights that were guessed are known now."""
+        top = self._page.settle(self.scroll_offset.y, self.size.height)
+        self._set_height()
+        if (top := min(top, self.max_scroll_y)) != self.scroll_offset.y:
+            self._let_go_of_selection()
+            self._scroll(top)
+
+    def _set_height(self) -> None:
+        """Tell Textual how high the page is. Only when the scroll bar comes or goes need the screen be laid out for that."""
+        size = Size(self.size.width, self._page.height)
+        if (size.height > self.container_size.height) != self.show_vertical_scrollbar:
+            self.virtual_size = size
+        else:
+            self.set_reactive(Widget.virtual_size, size)
+
+    def _show(self) -> None:
+        """Bring the page's height, the end and the rows that changed to the screen."""
+        if self._following:
+            self._page.settle_end(self.size.height)
+            self._set_height()
+            self._scroll(self.max_scroll_y)
+        else:
+            self._settle()
+        self._move_bar(exact=not self.growing)
+        top, height = self.scroll_offset.y, self.size.height
+        changed = [y for y in range(height) if not self._canvas.shows(self._page, top + y)]
+        if changed:
+            self.refresh(Region(0, changed[0], self.size.width, changed[-1] - changed[0] + 1))
+
+    # Drawing --------------------------------------------------------------------------------------------------------------
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Return the strips in ``crop``. What was painted before is taken as it is, its escape sequences included."""
+        painter, top = self._painter(), self.scroll_offset.y
+        rows = range(top + crop.y, top + crop.bottom)
+        strips = [self._canvas.strip(painter, self._page, y, selected_in(self, y)) for y in rows]
+        background = self.background_colors[1]
+        for line_filter in self.get_line_filters():
+            strips = [strip.apply_filter(line_filter, background) for strip in strips]
+        if crop.column_span == (0, self.size.width):
+            return strips
+        return [strip.crop(*crop.column_span) for strip in strips]
+
+    def render_line(self, y: int) -> Strip:
+        """Return line ``y`` for Textual to find out which character is under the mouse."""
+        y += self.scroll_offset.y
+        row = self._page.row(y)
+        return self._painter().blank() if row is None else self._painter().located(row, y)
+
+    def _painter(self) -> Painter:
+        width, room = self.size.width, self._page.width
+        return Painter(self.visual_style, self.app.theme, width, max(0, (width - room) // 2), room)
+
+    # Selection ------------------------------------------------------------------------------------------------------------
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """Return the selected text as it was written: rows that were only wrapped are joined again."""
+        return self._page.copy(selection.get_span), "\n"
+
+    def _let_go_of_selection(self) -> None:
+        """Rows have moved: what was selected is elsewhere now."""
+        if self.text_selection is not None:
+            self.screen.clear_selection()

@@ -1,0 +1,127 @@
+"""Which model, with which settings: the dialogs that change them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tokamac.app.backend.wire import Load
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.models import is_id
+from tokamac.engine.options import Sampling
+
+if TYPE_CHECKING:
+    from tokamac.app.tui.screens.chat import ChatScreen
+    from tokamac.app.tui.screens.settings import Chosen
+
+
+def choose_model(chat: "ChatScreen", name: str) -> None:
+    """Load the model ``name``, or ask for one. What is not here is downloaded first."""
+    from tokamac.app.tui.screens.model import ModelScreen
+
+    if name:
+        take_model(chat, name)
+        return
+
+    def chosen(model: str | None) -> None:
+        chat.what_ifs.asked_enough()
+        if model is not None:
+            take_model(chat, model)
+
+    screen = ModelScreen(chat.stock, chat.session, lambda model: what_if(chat, model), lambda: unload(chat, ""))
+    chat.app.push_screen(screen, chosen)
+
+
+def take_model(chat: "ChatScreen", model: str) -> None:
+    """Load a model that is here; have one downloaded that is not, and loaded then. The chat goes on meanwhile."""
+    if chat.stock.must_be_downloaded(model):
+        chat.stock.downloads.start(model, loads=True)
+        text = f"{sanitise_line(model)} is downloaded, then loaded. Ctrl+O shows how far it is."
+        chat.notify(text, markup=False, timeout=6)
+    else:
+        load_model(chat, model)
+
+
+def pull(chat: "ChatScreen", model: str) -> None:
+    """Have a model downloaded; it is not loaded."""
+    if not is_id(model):
+        chat.notify("Write /pull and a Hugging Face id, such as org/name.", severity="warning", markup=False)
+    elif not chat.stock.must_be_downloaded(model):
+        chat.notify(f"{sanitise_line(model)} is here already.", markup=False)
+    else:
+        chat.stock.downloads.start(model)
+
+
+def unload(chat: "ChatScreen", _: str) -> None:
+    """Give the model's memory back now."""
+    chat.perform(chat.session.unload())
+
+
+def load_model(chat: "ChatScreen", model: str) -> None:
+    """Load a model that is here; the conversation and the draft stay."""
+    chat.picked = model
+    chat.perform(chat.session.choose(replace(chat.session.load, model=model)))
+
+
+def what_if(chat: "ChatScreen", model: str) -> None:
+    """Ask what a model, this one or another, would do otherwise, or elsewhere."""
+    chat.what_ifs.open(chat.app, model or chat.session.load.model)
+
+
+def convert(chat: "ChatScreen", model: str) -> None:
+    """Pack a model, this one or another, into fewer bits; the result is loaded if it is wanted at once."""
+    from tokamac.app.tui.screens.convert import ConvertScreen
+
+    screen = ConvertScreen(model or chat.session.load.model)
+    chat.app.push_screen(screen, lambda folder: load_model(chat, folder) if folder is not None else None)
+
+
+def system_prompt(chat: "ChatScreen", _: str) -> None:
+    """Edit the system prompt."""
+    from tokamac.app.tui.screens.system import SystemScreen, Written
+
+    memory = chat.memory
+
+    def keep(prompts: Mapping[str, str]) -> None:
+        chat.keep(replace(memory.settings, system_prompts=dict(prompts)))
+
+    def chosen(written: Written | None) -> None:
+        if written is not None:
+            _kept(chat, memory.choose_system(written.text, own=written.own))
+            where = "in this chat" if written.own else "in every chat without its own"
+            text = f"The system prompt holds {where}, from the next message on."
+            chat.notify(text if written.text else f"No system prompt {where}.", markup=False, timeout=4)
+
+    current = Written(chat.session.system, memory.own.system is not None)
+    chat.app.push_screen(SystemScreen(current, memory.settings.system_prompts, keep), chosen)
+
+
+def _kept(chat: "ChatScreen", problem: str) -> None:
+    """Let what was chosen hold, keep it with the chat, and say why it could not be kept, if it could not."""
+    chat.session.sampling, chat.session.system = chat.memory.sampling, chat.memory.system
+    if chat.recording is not None:
+        chat.recording.keep_own()
+    if problem:
+        chat.notify(problem, severity="warning", markup=False)
+
+
+def settings(chat: "ChatScreen", _: str) -> None:
+    """Edit sampling, KV and memory settings."""
+    from tokamac.app.tui.screens.settings import Chosen, SettingsScreen
+
+    session = chat.session
+    recommended = session.info.recommended if session.info is not None else Sampling()
+    own = chat.memory.own.sampling is not None
+    current = Chosen(session.sampling, session.load.kv, session.idle.after_min, own)
+    screen = SettingsScreen(current, recommended, chat.memory.settings.sampling)
+    chat.app.push_screen(screen, lambda chosen: _take(chat, chosen))
+
+
+def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
+    if chosen is None:
+        return
+    session, kv, minutes = chat.session, chosen.kv, chosen.unload_after_min
+    session.idle.after_min = minutes
+    chat.keep(replace(chat.memory.settings, kv=kv, unload_after_min=minutes))
+    _kept(chat, chat.memory.choose_sampling(chosen.sampling, own=chosen.own))
+    if kv != session.load.kv:
+        chat.perform(session.choose(Load(session.load.model, kv, session.load.prompt_cache)))

@@ -1,0 +1,99 @@
+"""Writing: sending, stopping, slash commands, and an editor of the user's own."""
+
+from typing import TYPE_CHECKING
+
+from tokamac.app.tui.actions import by_slash
+from tokamac.app.tui.attachments import Draft
+from tokamac.app.tui.editor import EditorError, edit_text, editor_command
+from tokamac.app.tui.steps import TurnBegun
+from tokamac.app.tui.widgets.prompt import Prompt
+
+if TYPE_CHECKING:
+    from tokamac.app.tui.screens.chat import ChatScreen
+
+
+def send(chat: "ChatScreen", _: str) -> None:
+    """Send what is written."""
+    chat.query_one(Prompt).submit()
+
+
+def newline(chat: "ChatScreen", _: str) -> None:
+    """Start a new line."""
+    chat.query_one(Prompt).insert("\n")
+
+
+def stop(chat: "ChatScreen", _: str) -> None:
+    """Stop what is nearest: the offer of files, what runs; else let go of a selection, and of a message that is pointed at."""
+    prompt = chat.query_one(Prompt)
+    if prompt.offers.display:
+        prompt.offers.withdraw()
+    elif chat.session.busy:
+        chat.perform(chat.session.stop())
+    else:
+        chat.clear_selection()
+        chat.let_go_of_edit()
+        prompt.focus()
+
+
+def submit(chat: "ChatScreen", draft: Draft) -> None:
+    """Send ``draft``, in place of what is edited, or do the command that it is."""
+    prompt, words = chat.query_one(Prompt), Draft(draft.text.strip(), draft.attachments)
+    chat.history.forget()
+    if chat.reading:
+        prompt.give_back(draft.text, draft.attachments)
+        chat.notify("A file is still being read: Enter again in a moment.", markup=False, timeout=3)
+    elif not words.whole:
+        chat.notify("Write something first; Enter sends it.", markup=False, timeout=3)
+    elif chat.editing is not None:
+        _send_edit(chat, chat.editing, words)
+    elif is_command(draft.text.rstrip()):
+        prompt.attachments += draft.attachments  # they are not the command's
+        obey(chat, draft.text.rstrip())
+    else:
+        chat.perform(chat.session.submit(words.text, words.attachments))
+
+
+def _send_edit(chat: "ChatScreen", key: int, draft: Draft) -> None:
+    steps = chat.session.edit(key, draft.text, draft.attachments)
+    if any(isinstance(step, TurnBegun) for step in steps):
+        chat.end_edit()
+    else:
+        chat.query_one(Prompt).give_back(draft.text, draft.attachments)
+    chat.perform(steps)
+
+
+def is_command(text: str) -> bool:
+    """Return whether ``text`` is written as a slash command."""
+    word = text.partition(" ")[0]
+    return word.startswith("/") and word[1:].isalpha() and "\n" not in text
+
+
+def obey(chat: "ChatScreen", text: str) -> None:
+    """Do the slash command that ``text`` is."""
+    word, _, argument = text.partition(" ")
+    action = by_slash(word[1:].lower())
+    if action is None:
+        _refuse(chat, text, f"There is no command {word}. F1 lists them; a space before it sends it as it is.")
+    elif argument.strip() and not action.argument:
+        _refuse(chat, text, f"{word} stands alone: a space before it sends all of this as it is.")
+    else:
+        chat.do(action.id, argument.strip())
+
+
+def _refuse(chat: "ChatScreen", text: str, why: str) -> None:
+    chat.query_one(Prompt).give_back(text)
+    chat.notify(why, markup=False, timeout=6)
+
+
+def editor(chat: "ChatScreen", _: str) -> None:
+    """Write the prompt in the user's own editor."""
+    prompt = chat.query_one(Prompt)
+    try:
+        command = editor_command()
+        with chat.app.suspend():
+            text = edit_text(command, prompt.text)
+    except EditorError as error:
+        chat.notify(str(error), severity="warning", markup=False, timeout=8)
+    else:
+        prompt.put(Draft(text, prompt.attachments))
+        prompt.focus()

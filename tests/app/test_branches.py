@@ -1,0 +1,126 @@
+"""The tree of a conversation: versions below each other, the path that is read marked, and Enter goes to another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from textual.widgets import Tree as TreeView
+from textual.widgets.tree import TreeNode
+
+from tests.app.conftest import Chat
+from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.branches import BranchesScreen, fill
+from tokamac.app.tui.tree import Tree
+
+Start = Callable[..., Any]
+
+
+def outline(node: TreeNode[int], depth: int = 0) -> list[str]:
+    """Every line below ``node``, indented."""
+    lines = []
+    for child in node.children:
+        lines += [" " * depth + str(child.label), *outline(child, depth + 1)]
+    return lines
+
+
+def talk(*said: str) -> Tree:
+    """A conversation of one path: a prompt, a reply, and so on."""
+    tree = Tree()
+    for number, text in enumerate(said):
+        if number % 2 == 0:
+            tree.ask(text, tree.head)
+        else:
+            tree.end(tree.answer(tree.head or 0).key, Reply(text, model="org/m"))
+    return tree
+
+
+def test_one_path_is_one_column() -> None:
+    view: TreeView[int] = TreeView("")
+    fill(view.root, talk("a", "b", "c", "d"))
+    assert outline(view.root) == ["● you  a", "● m  b", "● you  c", "● m  d"]
+
+
+def test_versions_stand_below_each_other_with_what_follows_inside() -> None:
+    tree = talk("a", "b", "c", "d")
+    edited = tree.ask("c, but better", 2)
+    tree.end(tree.answer(edited.key).key, Reply("e", model="m"))
+    tree.end(tree.answer(edited.key).key, Reply("", ending="cancelled"))
+    view: TreeView[int] = TreeView("")
+    fill(view.root, tree)
+    assert outline(view.root) == [
+        "● you  a",
+        "● m  b",
+        "○ you ‹1 of 2›  c",
+        " ○ m  d",
+        "● you ‹2 of 2›  c, but better",
+        " ○ m ‹1 of 2›  e",
+        " ● reply ‹2 of 2›  stopped",
+    ]
+
+
+def test_foreign_text_is_one_safe_line_and_no_markup() -> None:
+    view: TreeView[int] = TreeView("")
+    fill(view.root, talk("[red]x[/]\n\x1b[2Jy \u202e" + "long " * 100, "z"))
+    first = outline(view.root)[0]
+    assert first.startswith("● you  [red]x[/] \ufffdy \ufffdlong long")
+    assert first.endswith("…")
+    assert len(first) < 80
+
+
+def test_a_thousand_versions_deep_is_no_matter() -> None:
+    tree = Tree()
+    for _ in range(1500):
+        parent = tree.head
+        tree.ask("other", parent)
+        tree.ask("read", parent)
+    view: TreeView[int] = TreeView("")
+    assert len(fill(view.root, tree)) == 3000
+
+
+async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
+    async with chat("fast", size=(100, 40)) as c:
+        await c.phase(Phase.IDLE)
+        await c.pilot.press("f6")
+        await c.until(lambda: "nothing to see yet" in c.notices)
+        await c.ask("one")
+        await edited(c, "one", "one, but better")
+        await c.pilot.press("f6")
+        await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
+        await c.until(lambda: "○ you ‹1 of 2›  one" in c.screen_text())
+        assert "● you ‹2 of 2›  one, but better" in c.screen_text()
+        await c.until(lambda: pointed(c) == c.session.talk.tree.head)
+        await c.pilot.press("escape")
+        assert [turn.prompt for turn in c.session.turns] == ["one, but better"]
+        await c.send("/branches")
+        await c.until(lambda: isinstance(c.app.screen, BranchesScreen) and pointed(c) == c.session.talk.tree.head)
+        await c.pilot.press("up", "up", "enter")
+        await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one"])
+        assert c.transcript.chosen == c.session.turns[0].reply_key
+
+
+@pytest.mark.parametrize("size", [(20, 5), (40, 12), (250, 80)])
+async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("fast", size=size) as c:
+        await c.phase(Phase.IDLE)
+        c.app.chat.perform(c.session.submit("hi"))
+        await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
+        await c.pilot.press("f6")
+        await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
+        await c.pilot.press("escape")
+        await c.until(lambda: c.app.screen is c.app.chat)
+
+
+def pointed(c: Chat) -> int | None:
+    node = c.app.screen.query_one(TreeView).cursor_node
+    return None if node is None else node.data
+
+
+async def edited(c: Chat, old: str, new: str) -> None:
+    """Write the last prompt anew, and wait for its reply."""
+    await c.pilot.press("tab", "up", "e")
+    await c.until(lambda: c.prompt.text == old)
+    c.prompt.text = new
+    await c.pilot.press("enter")
+    await c.until(lambda: c.session.turns[-1].prompt == new)
+    await c.phase(Phase.IDLE)

@@ -1,0 +1,283 @@
+"""Conversations as files: a page and a picture in which nothing runs and nothing is fetched, and the chat's own commands."""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.app.conftest import Chat as Running
+from tokamac.app.export.formats import export, free_name
+from tokamac.app.export.html import to_html
+from tokamac.app.export.incoming import with_system_apart
+from tokamac.app.export.svg import to_svg
+from tokamac.app.store.errors import StoreError
+from tokamac.app.store.export import parse, to_markdown
+from tokamac.app.store.values import Archive, Attachment, Chat, Message
+from tokamac.app.tui.kept import tree_of
+from tokamac.app.tui.phase import Phase
+
+Start = Callable[..., Any]
+METRICS = {
+    "ending": "length",
+    "thinking_s": 2.0,
+    "metrics": {
+        "prompt_tokens": 30, "cached_tokens": 10, "prefill_tokens": 20, "generated_tokens": 40, "ttft_s": 0.5,
+        "prefill_s": 0.4, "total_s": 4.5, "prefill_tps": 50.0, "decode_tps": 9.75,
+        "itl_ms": {"p50": 100.0, "p95": 110.0, "p99": 120.0, "max": 130.0}, "kv_bytes": 1, "weight_bytes_per_token": 1,
+        "kv_bytes_per_step": 1, "achieved_gbs": None, "ceiling_tps": None, "expected_tps": None, "peak_memory_bytes": None,
+    },
+    "outliers": [],
+    "diagnosis": None,
+}  # fmt: skip
+HOSTILE = """<script>alert(1)</script> <img src=http://track.er/x.png onerror=alert(1)>
+[click](javascript:alert(1)) [data](data:text/html,x) [web](https://example.org/?a=1&b="2") [local](notes.md) <tel:+1234>
+![pixel](http://track.er/pixel.png) [![in](http://track.er/in.png)](https://example.org/in)
+
+```py" onload="alert(1)
+</code></pre><script>alert(2)</script>
+```
+
+| left | right |
+| --- | ---: |
+| <b>1</b> | 2 |
+
+\x1b]52;c;ZWNobw==\x07 \x9b2J \u202eevil\u202c"""
+
+
+def conversation(reply: str, prompt: str = "Why?", **of_reply: Any) -> Archive:
+    chat = Chat("abcdefgh", "Bandwidth", "words", 1e9, 1e9, "org/model", head=2)
+    asked = Message(1, chat.id, None, "user", prompt, "", "complete", 1e9)
+    answered = Message(2, chat.id, 1, "assistant", reply, "", "complete", 1e9, model="org/model")
+    return Archive(chat, (asked, replace(answered, **of_reply)))
+
+
+class Page(HTMLParser):
+    """Every tag of a page with its attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def every(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+FETCHING = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "svg", "audio", "video", "source"}
+
+
+def harmless(page: Page) -> bool:
+    """Whether nothing in the page runs, nothing is fetched, and only the web can be clicked."""
+    names = {name for _, attributes in page.tags for name in attributes}
+    clickable = [attributes["href"] or "" for attributes in page.every("a")]
+    return (
+        not FETCHING & {tag for tag, _ in page.tags}
+        and not [name for name in names if name.startswith("on") or name in ("src", "srcset", "style", "background")]
+        and all(target.startswith(("http://", "https://")) for target in clickable)
+    )
+
+
+def test_a_page_shows_hostile_text_and_obeys_none_of_it() -> None:
+    made = to_html(conversation(HOSTILE, "<script>mine()</script>", thinking="</pre></details><script>t()</script>"))
+    page = Page(made)
+    assert harmless(page)
+    assert all(text in page.text for text in ("alert(1)", "alert(2)", "mine()", "t()", "<b>1</b>", "evil"))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", made)
+    assert [link["href"] for link in page.every("a")] == [
+        "https://example.org/?a=1&b=%222%22",
+        "https://example.org/in",
+    ]
+    for shown in ("javascript:alert(1)", "data:text/html,x", "(notes.md)", "(http://track.er/pixel.png)", "tel:+1234"):
+        assert shown in page.text
+    assert {"class": "right"} in page.every("td")
+
+
+def test_a_page_stands_alone_and_its_policy_allows_its_own_style_only() -> None:
+    made = to_html(conversation("hi"))
+    (policy,) = [tag["content"] or "" for tag in Page(made).every("meta") if "http-equiv" in tag]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "url(" not in made
+    assert "@import" not in made
+    assert "prefers-color-scheme: dark" in made
+
+
+def test_a_page_names_models_figures_thinking_and_endings() -> None:
+    made = conversation("Because.", thinking="Hm.", metrics=METRICS)
+    page = Page(to_html(made))
+    for text in ("Bandwidth", "org/model", "You", "Thought for 2.0 s", "Hm.", "cut at the token limit", "9.75 tok/s"):
+        assert text in page.text
+    assert "30 prompt tokens, 10 of them cached" in page.text
+    assert len(page.every("details")) == 1
+    unmeasured = Page(to_html(conversation("Because."))).text
+    assert "tok/s" not in unmeasured, "what was not measured is not named"
+
+
+def test_a_page_holds_the_system_prompt_and_files_with_leading_newlines_kept() -> None:
+    made = conversation("ok", attachments=(Attachment("a<b>.txt", "\n\ntwo above"),))
+    made = Archive(replace(made.chat, settings={"system": "Be <brief>."}), made.messages)
+    page = Page(to_html(made))
+    assert "Be <brief>." in page.text
+    assert "a<b>.txt" in page.text
+    assert "\n\n\ntwo above" in page.text  # HTML drops the first newline of a <pre>
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_said_a_page_is_harmless(prompt: str, reply: str) -> None:
+    assert harmless(Page(to_html(conversation(reply, prompt, thinking=prompt))))
+
+
+def test_a_picture_is_well_formed_shows_the_text_and_fetches_nothing() -> None:
+    made = to_svg(conversation(HOSTILE + "\ufffe", "What <is> it?", thinking="Hm.", metrics=METRICS))
+    root = ET.fromstring(made)
+    text = " ".join("".join(root.itertext()).split())  # its lines are broken where the picture's are
+    for shown in (
+        "Bandwidth",
+        "org/model",
+        "What <is> it?",
+        "alert(1)",
+        "9.75 tok/s",
+        "pixel (http://track.er/pixel.png)",
+    ):
+        assert shown in text, shown
+    assert "Hm." not in text
+    assert not [
+        node for node in root.iter() if node.tag.rpartition("}")[2] in ("script", "image", "a", "use", "foreignObject")
+    ]
+    attributes = [value for node in root.iter() for value in node.attrib.values()]
+    assert not [value for value in attributes if "http" in value]
+    assert "@font-face" not in made
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_said_a_picture_is_well_formed(reply: str) -> None:
+    ET.fromstring(to_svg(conversation(reply, reply)))
+
+
+def test_a_picture_is_the_same_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = to_svg(conversation("**bold**"))
+    for name, value in (("NO_COLOR", "1"), ("COLUMNS", "20"), ("TERM", "dumb"), ("FORCE_COLOR", "0")):
+        monkeypatch.setenv(name, value)
+    assert to_svg(conversation("**bold**")) == made
+
+
+def test_the_suffix_is_the_format_and_nothing_is_replaced(tmp_path: Path) -> None:
+    made = conversation("ok")
+    for suffix, begins in ((".md", "<!-- tokamac-chat"), (".json", "{"), (".html", "<!DOCTYPE"), (".SVG", "<svg")):
+        export(made, tmp_path / f"c{suffix}")
+        assert (tmp_path / f"c{suffix}").read_text().startswith(begins)
+        with pytest.raises(StoreError, match="exists"):
+            export(made, tmp_path / f"c{suffix}")
+    with pytest.raises(StoreError, match="names no format") as refused:
+        export(made, tmp_path / "c.docx")
+    assert ".md, .json, .html, .svg" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("Keys & values", "keys-values.md"),
+        ("../../etc/passwd", "etc-passwd.md"),
+        ("…", "chat.md"),
+        ("Größe 2", "größe-2.md"),
+    ],
+)
+def test_a_file_is_named_after_the_title_inside_its_folder(tmp_path: Path, title: str, name: str) -> None:
+    path = free_name(title, tmp_path)
+    assert path == tmp_path / name
+    path.write_text("taken")
+    assert free_name(title, tmp_path).name == name.replace(".md", "-2.md")
+
+
+def test_a_system_message_becomes_the_chats_own_system_prompt() -> None:
+    archive = with_system_apart(parse("## System\n\nBe brief.\n\n## User\n\nhi\n\n## Assistant\n\nhello\n", now=1.0))
+    assert archive.chat.settings["system"] == "Be brief."
+    tree = tree_of(archive.messages, archive.chat.head)
+    assert [(turn.prompt, turn.reply and turn.reply.text) for turn in tree.turns()] == [("hi", "hello")]
+
+
+def test_a_system_message_in_the_midst_is_passed_over_and_breaks_no_path() -> None:
+    said = [("user", "a"), ("assistant", "b"), ("system", "now shout"), ("user", "c"), ("system", "end")]
+    messages = tuple(
+        Message(n, "", n - 1 or None, role, text, "", "complete", 1.0)  # type: ignore[arg-type]
+        for n, (role, text) in enumerate(said, 1)
+    )
+    tree = tree_of(messages, 5)
+    assert [turn.prompt for turn in tree.turns()] == ["a", "c"]
+
+
+# In the chat ----------------------------------------------------------------------------------------------------------------
+
+
+async def ready(c: Running) -> None:
+    await c.phase(Phase.IDLE)
+    await c.until(lambda: c.app.chat.recording is not None)
+
+
+async def test_export_writes_asks_for_another_name_and_import_opens_it(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    async with chat("fast") as c:
+        await ready(c)
+        await c.send("/export")
+        await c.until(lambda: "nothing to export" in c.notices)
+        await c.ask("about apples")
+        await c.send("/export")
+        file = tmp_path / "here" / "about-apples.md"
+        await c.until(file.exists)
+        await c.until(lambda: "Exported to" in c.notices)
+        await c.send(f"/export {file}")
+        await c.until(lambda: c.prompt.text == f"/export {tmp_path / 'here' / 'about-apples-2.md'}")
+        await c.pilot.press("enter")
+        await c.until((tmp_path / "here" / "about-apples-2.md").exists)
+        await c.send("/export talk.json")
+        await c.until((tmp_path / "here" / "talk.json").exists)
+        first = c.app.chat.recording.chat
+        turns = [(turn.prompt, turn.reply.text) for turn in c.session.turns]
+        await c.pilot.press("ctrl+n")
+        await c.send("/import talk.json")
+        await c.until(lambda: c.app.chat.recording.chat not in (None, first))
+        assert [(turn.prompt, turn.reply.text) for turn in c.session.turns] == turns
+        assert c.session.turns[0].reply.metrics is not None
+        assert await c.ask("and on")
+
+
+async def test_what_can_not_be_exported_or_imported_is_said(chat: Start, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("hi")
+        for command, said in (
+            (f"/export {tmp_path}/x.docx", "names no format"),
+            (f"/export {tmp_path}/no/x.md", "can't be written"),
+            (f"/import {tmp_path}/none.md", "can't be read"),
+            (f"/import {tmp_path}/bad.json", "no conversation"),
+            ("/import", "/import chat.md"),
+        ):
+            await c.send(command)
+            await c.until(lambda said=said: said in c.notices, said)
+        assert [turn.prompt for turn in c.session.turns] == ["hi"]
+
+
+def test_our_markdown_holds_what_a_page_shows() -> None:
+    made = conversation("**ok**", metrics=METRICS)
+    back = parse(to_markdown(made), now=0.0)
+    assert to_html(back) == to_html(made)

@@ -1,0 +1,145 @@
+"""The user's own keys: taken where they can be had, named where not, and then bound, shown and heard."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokamac.app import settings
+from tokamac.app.settings import Settings
+from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.tui.keymap import keymap, one_name
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.branches import BranchesScreen
+from tokamac.app.tui.screens.explain import ExplainScreen
+from tokamac.app.tui.screens.help import HelpScreen, help_text
+
+Start = Callable[..., Any]
+KEYS = st.sampled_from(["f2", "f3", "f18", "ctrl+k", "ctrl+r", "x", "e", "[", "alt+x", "nonsense", "up", "ctrl+m", ""])
+
+
+def keys_of(actions: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
+    return {action.id: action.keys for action in actions}
+
+
+def test_nothing_chosen_changes_nothing() -> None:
+    made = keymap({})
+    assert (made.actions, made.warnings, made.changed) == (ACTIONS, (), {})
+
+
+def test_a_key_is_taken_and_shown() -> None:
+    made = keymap({"explain": ("f18", "ctrl+k"), "title": ("alt+t",)})
+    assert made.warnings == ()
+    assert made.changed == {"explain": "f18,ctrl+k", "title": "alt+t"}
+    text = help_text(made.actions).plain
+    assert "F18, Ctrl+K" in text
+    assert "Alt+T" in text
+    assert not any(line.startswith("F2 ") for line in text.splitlines())
+
+
+def test_two_actions_swap_their_keys() -> None:
+    made = keymap({"explain": ("f3",), "what_if": ("f2",)})
+    assert made.warnings == ()
+    assert made.changed == {"explain": "f3", "what_if": "f2"}
+
+
+def test_a_key_can_be_given_up_where_a_command_or_the_palette_is_left() -> None:
+    made = keymap({"explain": ()})
+    assert made.warnings == ()
+    assert dict(keys_of(made.actions))["explain"] == ()
+    assert "/explain" in help_text(made.actions).plain
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "why"),
+    [
+        ("explian", ("f18",), "no such action; explain is one"),
+        ("zzz", ("f18",), "no such action"),
+        ("send", ("f18",), "fixed"),
+        ("explain", ("f3",), "already a key of what_if"),
+        ("explain", ("enter",), "already a key of send"),
+        ("edit", ("ctrl+r",), "already a key of regenerate"),
+        ("explain", ("x",), "needed for writing"),
+        ("explain", ("shift+x",), "needed for writing"),
+        ("explain", ("left",), "needed for writing"),
+        ("explain", ("ctrl+m",), "as Enter"),
+        ("explain", ("hyper+x",), "no key"),
+        ("explain", ("f99",), "no key"),
+        ("explain", ("ctrl+",), "no key"),
+        ("page_up", (), "could not be reached"),
+    ],
+)
+def test_what_can_not_be_had_is_named_with_its_reason(name: str, keys: tuple[str, ...], why: str) -> None:
+    made = keymap({name: keys})
+    (warning,) = made.warnings
+    assert name in warning
+    assert why in warning
+    assert made.actions == ACTIONS
+
+
+def test_of_two_entries_that_want_one_key_the_first_has_it() -> None:
+    made = keymap({"explain": ("f18",), "what_if": ("f18",)})
+    (warning,) = made.warnings
+    assert "what_if: f18 is already a key of explain" in warning
+    assert made.changed == {"explain": "f18"}
+
+
+def test_one_key_by_two_names_is_one_key() -> None:
+    assert one_name("[") == "left_square_bracket"
+    assert one_name("shift+ctrl+x") == one_name("ctrl+shift+x")
+    assert "already a key of older" in keymap({"edit": ("left_square_bracket",)}).warnings[0]
+
+
+def test_keys_on_a_message_may_be_letters_and_are_apart_from_those_of_other_messages_only() -> None:
+    assert keymap({"edit": ("x",)}).changed == {"edit": "x"}
+    assert "already a key of again" in keymap({"edit": ("r",)}).warnings[0]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*(action.id for action in ACTIONS), "nobody"]), st.lists(KEYS, max_size=2).map(tuple)
+    )
+)
+def test_whatever_is_chosen_no_key_has_two_meanings_and_no_entry_is_lost_in_silence(
+    chosen: dict[str, tuple[str, ...]],
+) -> None:
+    made = keymap(chosen)
+    for scope in ("chat", "message"):
+        heard = [one_name(key) for each in made.actions if each.scope in ("chat", scope) for key in each.keys]
+        assert len(heard) == len(set(heard))
+    now = keys_of(made.actions)
+    held = {
+        name
+        for name, keys in chosen.items()
+        if now.get(name) is not None and set(map(one_name, now[name])) == set(map(one_name, filter(None, keys)))
+    }
+    named = {warning.split("[keys] ")[1].split(":")[0] for warning in made.warnings}
+    assert chosen.keys() - held <= named
+
+
+async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_path: Path) -> None:
+    chosen = {"explain": ("f18",), "branches": ("ctrl+k",), "again": ("x",), "nobody": ("f19",)}
+    settings.save(tmp_path / "settings.toml", Settings(keys=chosen))
+    async with chat("fast", size=(110, 90)) as c:
+        await c.until(lambda: "[keys] nobody: there is no such action" in c.notices)
+        await c.phase(Phase.IDLE)
+        await c.ask("hi")
+        await c.pilot.press("f2")
+        await c.pilot.pause()
+        assert c.app.screen is c.app.chat
+        assert "F18 explain" in c.screen_text()
+        await c.pilot.press("f18")
+        await c.until(lambda: isinstance(c.app.screen, ExplainScreen))
+        await c.pilot.press("escape", "ctrl+k")
+        await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
+        await c.pilot.press("escape", "f1")
+        await c.until(lambda: isinstance(c.app.screen, HelpScreen))
+        assert "F18" in c.screen_text()
+        await c.pilot.press("escape", "tab", "r")
+        await c.pilot.pause()
+        assert c.session.turns[0].reply_place == (1, 1)
+        await c.pilot.press("x")
+        await c.until(lambda: c.session.turns[0].reply_place == (2, 2) and c.session.turns[0].reply)

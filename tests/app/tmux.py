@@ -1,0 +1,85 @@
+"""A program in tmux, which is a terminal of its own: what a person would see and press."""
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PATIENCE_S = 60.0
+Size = tuple[int, int]
+
+
+class Tmux:
+    """``command`` in a window of ``size`` (columns, rows), in a server of its own whose socket lies in ``folder``."""
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, size: Size, term: str, environment: Mapping[str, str]
+    ) -> None:
+        self._call = ["tmux", "-S", str(folder / "tmux.sock"), "-f", "/dev/null"]
+        columns, rows = size
+        given = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
+        options = (
+            "set -g remain-on-exit on",
+            "set -sg escape-time 0",
+            "set -g status off",
+            f"set -g default-terminal {term}",
+        )
+        before = [part for option in options for part in (*option.split(), ";")]
+        # The command begins once the window has its size and its TERM: options hold for windows made after them.
+        start = ["new-session", "-d", "-x", str(columns), "-y", str(rows), *given, shlex.join(command)]
+        self._run(*before, *start)
+
+    def press(self, *keys: str) -> None:
+        """Press keys by tmux's names: ``Enter``, ``C-q``, ``Escape``."""
+        self._run("send-keys", *keys)
+
+    def write(self, text: str) -> None:
+        """Type ``text``."""
+        self._run("send-keys", "-l", text)
+
+    def resize(self, size: Size) -> None:
+        """Give the window another size."""
+        self._run("resize-window", "-x", str(size[0]), "-y", str(size[1]))
+
+    def screen(self, *, colours: bool = False) -> str:
+        """Return what is seen, with the escape sequences of its colours if wanted."""
+        return self._run("capture-pane", "-p", *(["-e"] if colours else []))
+
+    @property
+    def exit_status(self) -> int | None:
+        """What the program returned; None while it runs."""
+        dead, status = self._run("display-message", "-p", "#{pane_dead} #{pane_dead_status}").rstrip("\n").split(" ")
+        return int(status) if dead == "1" else None
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until something holds; fail with what is seen instead."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"never: {what}; on the screen:\n{self.screen()}"
+            time.sleep(0.05)
+
+    def shows(self, text: str) -> None:
+        """Wait until ``text`` is seen."""
+        self.until(lambda: text in self.screen(), text)
+
+    def close(self) -> None:
+        """End the program and the server."""
+        subprocess.run([*self._call, "kill-server"], check=False, capture_output=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, *parts: str) -> str:
+        # Not in the tmux that may be around this one, and in UTF-8 wherever this runs.
+        environment = {name: value for name, value in os.environ.items() if name not in ("TMUX", "TMUX_PANE")}
+        environment |= {"LC_ALL": "C.UTF-8"}
+        return subprocess.run([*self._call, *parts], check=True, capture_output=True, text=True, env=environment).stdout
