@@ -3,27 +3,34 @@
     from tokamac.quant import convert
 
     report = convert("path/or/hub-id", "out", bits=4, group_size=64)
+    report.bits_per_weight, report.quality
 
 Importing this package does no work: MLX is loaded by the first conversion.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokamac.quant.conversion import Conversion, TensorDone, convert
+    from tokamac.quant.conversion import Conversion, convert
     from tokamac.quant.options import Options
     from tokamac.quant.plan import Plan, TensorPlan
+    from tokamac.quant.quality import Quality
+    from tokamac.quant.report import Outcome, StageDone
+    from tokamac.quant.writing import TensorDone
 
-__all__ = ["Conversion", "Options", "Plan", "TensorDone", "TensorPlan", "convert"]
+__all__ = [
+    "Conversion", "Options", "Outcome", "Plan", "Quality", "StageDone", "TensorDone", "TensorPlan", "convert",
+]  # fmt: skip
+
+_HOMES = {
+    "Conversion": "conversion", "convert": "conversion", "Options": "options", "Plan": "plan", "TensorPlan": "plan",
+    "Quality": "quality", "Outcome": "report", "StageDone": "report", "TensorDone": "writing",
+}  # fmt: skip
+"""Which module of this package each public name is defined in."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Conversion", "TensorDone", "convert"):
-        from tokamac.quant import conversion as module
-    elif name == "Options":
-        from tokamac.quant import options as module  # type: ignore[no-redef]
-    elif name in ("Plan", "TensorPlan"):
-        from tokamac.quant import plan as module  # type: ignore[no-redef]
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

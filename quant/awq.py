@@ -28,13 +28,11 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.quant.calibrated import (
     FLOAT_BYTES,
+    OTHERWISE,
     Progress,
     Silent,
     attention_bytes,
-    check_finite,
     check_plain,
-    layer_paths,
-    leaves,
     packed_layer,
     running,
     taken_over,
@@ -43,7 +41,8 @@ from tokamac.quant.calibrated import (
 )
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
-from tokamac.quant.modules import Method, clone, override
+from tokamac.quant.finite import check_finite
+from tokamac.quant.modules import Method, clone, layer_paths, leaves, override
 from tokamac.quant.options import Options
 from tokamac.quant.packed import Packed
 from tokamac.quant.report import StageDone
@@ -55,8 +54,6 @@ sums of products, and it runs every block some sixty times."""
 
 STAGE = "scaling and packing by awq"
 
-HINT = "Use --method search."
-
 
 def check(config: Mapping[str, Any], module: Any, options: Options) -> None:
     """Raise OptionError where AWQ can't do what ``options`` ask for, or does not know the model."""
@@ -66,14 +63,14 @@ def check(config: Mapping[str, Any], module: Any, options: Options) -> None:
     kind = str(config.get("model_type"))
     if kind not in AWQ_MODEL_CONFIGS:
         known = ", ".join(sorted(AWQ_MODEL_CONFIGS))
-        raise OptionError(f"awq does not know the architecture {kind} (it knows {known})", HINT)
+        raise OptionError(f"awq does not know the architecture {kind} (it knows {known})", OTHERWISE)
     for layer in module.layers:
         if not _fits(layer, AWQ_MODEL_CONFIGS[kind]):
-            raise OptionError(f"awq's rules for {kind} do not fit the layers of this model", HINT)
+            raise OptionError(f"awq's rules for {kind} do not fit the layers of this model", OTHERWISE)
         for path, linear in leaves(layer):
             if _is_linear(linear) and linear.weight.shape[-1] % options.group:
                 width = f"{path} has rows of {linear.weight.shape[-1]} weights"
-                raise OptionError(f"awq needs rows that groups of {options.group} divide, and {width}", HINT)
+                raise OptionError(f"awq needs rows that groups of {options.group} divide, and {width}", OTHERWISE)
 
 
 def pack(
@@ -159,7 +156,7 @@ class _Blocks:
             # AWQ leaves the inputs it saw with a layer that it did not pack.
             if name in weights and name.removesuffix(".weight") not in packed:
                 self.changed[name] = array.astype(weights[name].dtype)
-                check_finite(name, self.changed[name])
+                check_finite(name, self.changed[name], hint=OTHERWISE)
 
 
 class _Blockwise(nn.Module):

@@ -11,14 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
-from mlx.utils import tree_flatten
 
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import ConversionError, OptionError, TokamacError
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import text_config
 from tokamac.quant.calibration import LENGTH
+from tokamac.quant.finite import check_finite
 from tokamac.quant.options import Options
 from tokamac.quant.packed import Packed
 from tokamac.quant.report import StageDone
@@ -30,6 +29,9 @@ FLOAT_BYTES = 4
 """Of a value while a calibrated method works: float32. GPTQ sums squares over all tokens, which half precision can't hold, and
 MLX's CPU backend runs half precision slowly."""
 
+OTHERWISE = "Use --method search."
+"""The way out where a calibrated method fails on what another one can pack."""
+
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """What mlx-lm's code raises for a model that it did not expect."""
 
@@ -40,7 +42,7 @@ def check_plain(method: str, options: Options) -> None:
         raise OptionError(f"{method} packs affine groups, not {options.mode}", "Use --method round, or --mode affine.")
     if options.recipe is not None or options.target_bpw is not None:
         asked = "a recipe" if options.recipe is not None else "a target for bits per weight"
-        raise OptionError(f"{method} packs everything alike, and {asked} does not", "Use --method search.")
+        raise OptionError(f"{method} packs everything alike, and {asked} does not", OTHERWISE)
 
 
 def uniform(options: Options) -> Packing:
@@ -54,18 +56,6 @@ def attention_bytes(config: Mapping[str, Any], sequences: int) -> int:
     return FLOAT_BYTES * 2 * sequences * heads * LENGTH**2
 
 
-def layer_paths(module: Any) -> list[str]:
-    """Return the paths of a model's layers (transformer blocks), in the order in which they run."""
-    paths = {id(part): path for path, part in module.named_modules()}
-    return [paths[id(layer)] for layer in module.layers]
-
-
-def leaves(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that hold no others, with their paths."""
-    found: list[tuple[str, Any]] = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
-    return found
-
-
 def working(name: str, weight: mx.array) -> mx.array:
     """Return a weight in float32, evaluated. Raises ConversionError where it is not finite: the effect would spread."""
     cast = weight.astype(mx.float32)
@@ -73,16 +63,10 @@ def working(name: str, weight: mx.array) -> mx.array:
     return cast
 
 
-def check_finite(name: str, *arrays: mx.array) -> None:
-    """Raise ConversionError, naming the tensor, unless all values are finite numbers."""
-    if not all(bool(mx.all(mx.isfinite(array)).item()) for array in arrays):
-        raise ConversionError(f"{name} holds values that are not finite numbers", "Use --method search.")
-
-
 def packed_layer(layer: Any, path: str, packing: Packing, dtype: mx.Dtype) -> Packed:
     """Return what an MLX layer packed by a method holds, its scales and biases in ``dtype``. Raises ConversionError."""
     arrays = (layer.weight, layer.scales.astype(dtype), layer.biases.astype(dtype))
-    check_finite(f"{path}.weight", *arrays[1:])
+    check_finite(f"{path}.weight", *arrays[1:], hint=OTHERWISE)
     mx.eval(*arrays)
     return Packed(packing, arrays)
 
@@ -107,7 +91,7 @@ def running(method: str, module: ModuleType, **standing_in: object) -> Iterator[
         raise
     except FAILURES as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConversionError(f"{method} fails on this model: {reason}", "Use --method search.") from error
+        raise ConversionError(f"{method} fails on this model: {reason}", OTHERWISE) from error
     finally:
         module.__dict__.update(before)
 

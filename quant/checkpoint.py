@@ -19,6 +19,7 @@ from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError
 from tokamac.engine.limits.cost import text_config
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.model import BUILD_ERRORS
+from tokamac.quant.modules import leaves
 from tokamac.quant.packed import PACKED_LEAVES, Packed, float_type, is_packed, taken, unpacked
 
 READ_ERRORS = (*BUILD_ERRORS, NameError)
@@ -47,13 +48,13 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any]) -> Checkpoint:
     """
     module = _loaded(folder, config)
     hollow = hollow_model(float_config(config), value_bytes=2)
-    floats = dict(_leaves(hollow))
+    floats = dict(leaves(hollow))
     # A class may be packed by nature (BitNet's): such layers stay what they are.
-    leaves = {path: leaf for path, leaf in _leaves(module) if is_packed(leaf) and not is_packed(floats[path])}
-    packed = {path: held for path, leaf in leaves.items() if (held := taken(leaf)) is not None}
-    found = dict(_float_weights(module, leaves, float_type(dict(config))))
+    held = {path: leaf for path, leaf in leaves(module) if is_packed(leaf) and not is_packed(floats[path])}
+    packed = {path: words for path, leaf in held.items() if (words := taken(leaf)) is not None}
+    found = dict(_float_weights(module, held, float_type(dict(config))))
     _refuse_integers(folder, config, found, hollow)
-    _empty(module, {path: floats[path] for path in leaves})
+    _empty(module, {path: floats[path] for path in held})
     weights = {name: found[name] for name, _ in tree_flatten(module.parameters())}
     return Checkpoint(module, weights, packed)
 
@@ -97,11 +98,6 @@ def _loaded(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     except READ_ERRORS as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise _unreadable(folder, config, " ".join(reason.split())[:240]) from error
-
-
-def _leaves(module: nn.Module) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
-    return found
 
 
 def _float_weights(module: nn.Module, packed: dict[str, Any], dtype: mx.Dtype) -> Iterator[tuple[str, mx.array]]:

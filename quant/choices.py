@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
-from mlx.utils import tree_flatten
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import PartName, Tensor, part_of
-from tokamac.quant.options import UNQUANTIZED, Options
+from tokamac.quant.modules import leaves
+from tokamac.quant.options import DEFAULT_GROUP_SIZE, UNQUANTIZED, Options
 from tokamac.quant.recipes import Recipe, find_recipe
 from tokamac.quant.source import Source
 
@@ -41,7 +41,7 @@ def choose(source: Source, options: Options) -> Choices:
 
 def packable(source: Source) -> Iterator[tuple[str, Any]]:
     """Yield every module that could be packed, by path: it knows how, and its weight is a floating one."""
-    for path, module in tree_flatten(source.module.leaf_modules(), is_leaf=nn.Module.is_module):
+    for path, module in leaves(source.module):
         weight = source.weights.get(f"{path}.weight")
         if "to_quantized" in dir(module) and weight is not None and mx.issubdtype(weight.dtype, mx.floating):
             yield path, module
@@ -80,16 +80,20 @@ def _width(source: Source, path: str) -> int:
 
 
 def _fitted(source: Source, options: Options, path: str, wish: Packing | None) -> Packing | None:
-    """Return what was wished for, with the bits asked for embedding and head, if its groups divide the rows."""
+    """Return what was wished for, with the bits asked for embedding and head, if its groups divide the rows.
+
+    Those bits are of affine groups: a microscaling format has bits of its own.
+    """
     if wish is None:
         return None
-    bits, group = wish.bits, wish.group_size
     if options.embed_bits is not None and part(source, path) in ("embedding", "head"):
-        bits = options.embed_bits
-    if _width(source, path) % group:
-        group = options.group
-    packs = bits != UNQUANTIZED and source.weights[f"{path}.weight"].ndim >= 2 and not _width(source, path) % group
-    return Packing(bits, group, wish.mode) if packs else None
+        group = wish.group_size if wish.mode == "affine" else DEFAULT_GROUP_SIZE
+        wish = Packing(options.embed_bits, group, "affine")
+    if _width(source, path) % wish.group_size and wish.mode == options.mode:
+        wish = replace(wish, group_size=options.group)
+    divided = not _width(source, path) % wish.group_size
+    packs = wish.bits != UNQUANTIZED and source.weights[f"{path}.weight"].ndim >= 2 and divided
+    return wish if packs else None
 
 
 def _model_rule(source: Source, options: Options) -> Rule:

@@ -19,7 +19,7 @@ from tokamac.quant.folder import check_space, check_target
 from tokamac.quant.options import Method, Options, Shipped
 from tokamac.quant.plan import Plan
 from tokamac.quant.preparing import check_method, foreseen, prepare
-from tokamac.quant.provenance import CARD, provenance
+from tokamac.quant.provenance import CARD, provenance, source_id
 from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
 from tokamac.quant.source import Source, locate, open_source
 from tokamac.quant.streamed import Streamed, streamable_folder, streamable_source
@@ -118,7 +118,7 @@ def convert(
     plan = foreseen(opened, options)
     if dry_run:
         return plan
-    check_space(target, plan.output_bytes)
+    check_space(target, plan.needed_bytes)
     with _lean_memory(), workplace(target, conversion_key(folder, options)) as place:
         ready = prepare(opened, options, place, tell)
         errors = write(ready.plan, ready.source, ready.quantizer, place, tell)
@@ -127,12 +127,15 @@ def convert(
         (place.folder / RECORD).write_bytes(record(ready.plan, errors, outcome, made))
         (place.folder / CARD).write_bytes(card(ready.plan, outcome, made))
         peak = mx.get_peak_memory()
-    return _report(ready.plan, target, time.perf_counter() - started_s, peak, outcome)
+    report = _report(ready.plan, target, time.perf_counter() - started_s, peak, outcome)
+    return replace(report, notes=(*report.notes, *place.notes))
 
 
 def _compared(source: Source, plan: Plan, errors: Mapping[str, WeightError], folder: Path, tell: Progress) -> Outcome:
     """Return how close the model that was written to ``folder`` is to its source, on a text that ships."""
-    outcome = Outcome(plan.bits_per_weight, relative_error(errors.values()))
+    # What awq packs, it has scaled before: none of it can be compared, and the rest alone would say little.
+    known = errors.values() if plan.options.how != "awq" else ()
+    outcome = Outcome(plan.bits_per_weight, relative_error(known))
     found = sample(source.folder, source.config, source.folder.name, text(None))
     if found.unable is not None:
         return replace(outcome, unable=found.unable)
@@ -148,7 +151,8 @@ def _compared(source: Source, plan: Plan, errors: Mapping[str, WeightError], fol
 
 def default_target(source: str | Path, options: Options) -> Path:
     """Return a folder in the working directory named after the source: ``Qwen/Qwen3-4B`` → ``Qwen3-4B-4bit``."""
-    name = Path(source).resolve().name if Path(source).is_dir() else str(source).rstrip("/").rpartition("/")[2]
+    known = source_id(Path(source)) if Path(source).is_dir() else str(source)
+    name = Path(source).resolve().name if known is None else known.rstrip("/").rpartition("/")[2]
     return Path(f"{name}-{_suffix(options)}")
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from tokamac.engine.errors import ConversionError
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.quant.finite import not_finite
 from tokamac.quant.method import Quantizer
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def relative_errors(
     weighed = mx.ones(1) if importance is None else mx.expand_dims(mx.array(importance, mx.float32), -2)
     whole = _sum(weighed * mx.square(exact))
     if not math.isfinite(whole):
-        raise ConversionError(
-            f"{path}.weight holds values that are not finite numbers", "Download the model again, or ask its author."
-        )
+        raise not_finite(f"{path}.weight")
     found = {}
     for packing in packings:
         error = _sum(weighed * mx.square(coarse(path, weight, packing, quantizer) - exact))

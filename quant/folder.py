@@ -39,8 +39,9 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
     What a crash left in the last steps of an earlier conversion to it is put right first.
     """
-    ours, theirs = target.resolve(), source.resolve()
-    if ours == theirs or theirs in ours.parents or ours in theirs.parents:
+    if target.name in ("", ".."):
+        raise ConversionError(f"{target} is no name for a new folder", "Name the folder itself, such as ./model-4bit.")
+    if _overlap(target.resolve(), source.resolve()):
         raise ConversionError(
             f"{target} and the source {source} overlap: a source is never written", "Choose another folder."
         )
@@ -54,11 +55,22 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
         raise ConversionError(f"{target} is not a model folder", "Only a model folder is replaced: choose another.")
 
 
-def check_space(target: Path, needed_bytes: int) -> None:
-    """Raise ConversionError where the disk of ``target`` has less room than needed, what is written already counted in."""
+def _overlap(target: Path, source: Path) -> bool:
+    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to."""
+    files = (file.resolve() for file in source.iterdir()) if source.is_dir() else ()
+    return target == source or source in target.parents or any(target in each.parents for each in (source, *files))
+
+
+def free_bytes(target: Path) -> int:
+    """Return the room on the disk of ``target``, what an unfinished conversion to it holds counted in."""
     place = next(parent for parent in target.absolute().parents if parent.exists())
     there = sum(file.lstat().st_size for file in partial_folder(target).rglob("*") if file.is_file())
-    free = shutil.disk_usage(place).free + there
+    return shutil.disk_usage(place).free + there
+
+
+def check_space(target: Path, needed_bytes: int) -> None:
+    """Raise ConversionError where the disk of ``target`` has less room than needed."""
+    free = free_bytes(target)
     if free < needed_bytes + SPARE_BYTES:
         raise ConversionError(
             f"{target} needs {needed_bytes / 1e9:.3f} GB and its disk has {free / 1e9:.3f} GB left",

@@ -8,6 +8,7 @@ What a layer reads comes from unpacked layers in either case, so the result is t
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,11 @@ from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.quant.calibrated import (
     FLOAT_BYTES,
+    OTHERWISE,
     Progress,
     Silent,
     attention_bytes,
     check_plain,
-    layer_paths,
-    leaves,
     packed_layer,
     running,
     taken_over,
@@ -33,10 +33,12 @@ from tokamac.quant.calibrated import (
 )
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
+from tokamac.quant.modules import layer_paths, leaves
 from tokamac.quant.observing import Inputs
 from tokamac.quant.options import Options
 from tokamac.quant.packed import Packed
-from tokamac.quant.report import StageDone
+from tokamac.quant.report import StageDone, WeightError
+from tokamac.quant.search import squared_error
 from tokamac.quant.source import Source, fresh
 from tokamac.quant.streamed import Streamed, streamable_source
 
@@ -58,7 +60,7 @@ def check(config: Mapping[str, Any], module: Any, options: Options) -> None:  # 
             "Choose one of these with --bits, or use --method search.",
         )
     if not any(_is_linear(layer) for _, layer in leaves(module)):
-        raise OptionError("gptq packs linear layers, and this model has none", "Use --method search.")
+        raise OptionError("gptq packs linear layers, and this model has none", OTHERWISE)
 
 
 def pack(
@@ -94,8 +96,8 @@ def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:
         for layer in layer_paths(source.module)
     ]
     of_layer = max(sum(math.prod(shape) + shape[-1] ** 2 for shape in layer) for layer in layers)
-    of_weight = max(4 * math.prod(shape) + 5 * shape[-1] ** 2 for shape in shapes.values())
-    activations = 5 * SEQUENCES * LENGTH * max(max(shape[-2:]) for layer in layers for shape in layer)
+    of_weight = max((4 * math.prod(shape) + 5 * shape[-1] ** 2 for shape in shapes.values()), default=0)
+    activations = 5 * SEQUENCES * LENGTH * max((max(shape[-2:]) for layer in layers for shape in layer), default=0)
     return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes(source.config, SEQUENCES)
 
 
@@ -123,14 +125,16 @@ class _Packer:
         for path in list(self._sums):
             name = f"{path}.weight"
             dtype = self._source.weights[name].dtype
-            layer = _layer(self._templates[path], working(name, self._left.pop(name)))
-            layer = _packed(layer, self._sums.pop(path), self._packing, dtype)
-            self.packed[path] = packed_layer(layer, path, self._packing, dtype)
+            weight = working(name, self._left.pop(name))
+            layer = _packed(_layer(self._templates[path], weight), self._sums.pop(path), self._packing, dtype)
+            packed = packed_layer(layer, path, self._packing, dtype)
+            error = WeightError(*squared_error(weight, packed.arrays, self._packing))
+            self.packed[path] = replace(packed, error=error)
 
     def check_all(self) -> None:
         """Raise ConversionError where a layer was never called: nothing is known of its inputs."""
         for path in sorted(self._wanted - self.packed.keys()):
-            raise ConversionError(f"gptq saw no input of {path} on this text", "Use --method search.")
+            raise ConversionError(f"gptq saw no input of {path} on this text", OTHERWISE)
 
 
 def _squares(rows: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Two things done to MLX modules: a copy that shares every array, and one instance that answers a method otherwise.
+"""What is done to MLX modules: walked, copied with every array shared, and one instance made to answer a method otherwise.
 
 mlx-lm's models look into their layers (``layer.is_sliding``, ``layers[i].self_attn``): a wrapper around a layer would break them.
 """
@@ -9,8 +9,21 @@ from functools import cache
 from typing import Any, cast
 
 from mlx import nn
+from mlx.utils import tree_flatten
 
 Method = Callable[..., Any]
+
+
+def leaves(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules that hold no others, with their paths."""
+    found: list[tuple[str, Any]] = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
+    return found
+
+
+def layer_paths(module: Any) -> list[str]:
+    """Return the paths of a model's layers (transformer blocks), in the order in which they run."""
+    paths = {id(part): path for path, part in module.named_modules()}
+    return [paths[id(layer)] for layer in module.layers]
 
 
 def clone(module: nn.Module) -> Any:

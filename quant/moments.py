@@ -4,6 +4,7 @@ A weight's rounding error matters as far as its channel is used: E‖(Ŵ − W) 
 uncorrelated. So these moments are the weights of a least-squares search for the codes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ def moments(model: Streamed, sequences: Sequence[Sequence[int]]) -> "dict[str, n
 
     An expert's are those of the tokens that were sent to it; where there were none, the mean over all rows of its stack.
     sequences: token ids, of equal length, run side by side, so that each weight is read once. Layers that ``observe`` tells nothing
-    of have no entry. Raises ModelError, and OptionError for tokens the model does not know.
+    of have no entry, nor have those whose inputs were not finite: a weight that is no number is refused by its own name later.
+    Raises ModelError, and OptionError for tokens the model does not know.
     """
     sums: dict[str, _Sum] = {}
 
@@ -31,7 +33,8 @@ def moments(model: Streamed, sequences: Sequence[Sequence[int]]) -> "dict[str, n
         sums[inputs.path].add(inputs)
 
     model.observe(sequences, note)
-    return {path: each.mean() for path, each in sums.items()}
+    means = {path: each.mean() for path, each in sums.items()}
+    return {path: mean for path, mean in means.items() if math.isfinite(float(mean.sum(dtype="float64")))}
 
 
 class _Sum:

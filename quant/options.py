@@ -14,8 +14,12 @@ UNQUANTIZED = 16
 Method = Literal["round", "search", "gptq", "awq"]
 METHODS: tuple[Method, ...] = ("round", "search", "gptq", "awq")
 
+CALIBRATED: tuple[Method, ...] = ("gptq", "awq")
+"""Methods that pack by what goes through the model: they always look at a text, and pack all layers alike."""
+
 Shipped = Literal["shipped"]
 """The calibration text that comes with Tokamac."""
+SHIPPED: Shipped = "shipped"
 
 MICROSCALING = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 """Modes whose bits and group size are part of the format: (bits, group size)."""
@@ -78,6 +82,8 @@ class Options:
         _one_of(f"mode {self.mode} is", self.mode, MODES)
         _one_of(f"method {self.method} is", self.method, METHODS)
         _one_of(f"dtype {self.dtype} is", self.dtype, DTYPES)
+        if isinstance(self.calibration, str) and self.calibration != SHIPPED:
+            raise OptionError(f"{self.calibration!r} is no calibration text", f'Give a Path, or "{SHIPPED}".')
         _one_of(f"{self.embed_bits} bits for the embedding is", self.embed_bits, (*BITS, UNQUANTIZED))
         if self.target_bpw is not None and not 2 < self.target_bpw <= UNQUANTIZED:
             raise OptionError(f"{self.target_bpw:g} bits per weight is out of range", "Use more than 2 and at most 16.")
@@ -102,7 +108,7 @@ class Options:
         planned = "a recipe" if self.recipe else "a target for bits per weight"
         if (self.recipe or self.target_bpw) and self.mode != "affine":
             raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use --mode affine.")
-        if (self.recipe or self.target_bpw) and self.how in ("gptq", "awq"):
+        if (self.recipe or self.target_bpw) and self.how in CALIBRATED:
             raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use --method search.")
         if self.target_bpw is not None and self.bits is not None:
             raise OptionError("--bits and --target-bpw contradict each other", "Give one of them.")

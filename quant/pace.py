@@ -72,9 +72,8 @@ def _packing_vps(weight: mx.array, tensor: TensorPlan, quantizer: Quantizer) -> 
     assert tensor.packing is not None
     rows = weight.reshape(-1, weight.shape[-1])
     path = tensor.name.rpartition(".")[0]
-    mx.eval(
-        *quantizer.pack(path, rows[:1], tensor.packing)
-    )  # what is compiled at the first call is not the tensor's doing
+    # What is compiled at the first call is not the tensor's doing.
+    mx.eval(*quantizer.pack(path, rows[:1], tensor.packing))
     taken, left_s, found = max(1, FIRST_VALUES // rows.shape[1]), SAMPLE_S, None
     while True:
         began_s = time.perf_counter()

@@ -9,6 +9,7 @@ from mlx import nn
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import text_config
 from tokamac.engine.model import DTYPES
+from tokamac.quant.report import WeightError
 
 PACKED_LEAVES = ("scales", "biases", "global_scale", "weight_scale")
 """What a packed module holds beside its words: gone when the weight is seen unpacked."""
@@ -16,10 +17,14 @@ PACKED_LEAVES = ("scales", "biases", "global_scale", "weight_scale")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight that is packed already: how, and its arrays, lazy: words, scales and, of affine groups, biases."""
+    """A weight that is packed already: how, and its arrays, lazy: words, scales and, of affine groups, biases.
+
+    error: of what a calibrated method has packed, where it can be compared with the source; None of what the source itself holds.
+    """
 
     packing: Packing
     arrays: tuple[mx.array, ...]
+    error: WeightError | None = None
 
 
 def is_packed(module: nn.Module) -> bool:

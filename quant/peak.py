@@ -3,7 +3,6 @@
 Bytes a weight were measured on MLX's CPU backend, where each stage was run alone on one large tensor; a GPU takes no more.
 """
 
-import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -15,8 +14,9 @@ from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
 from tokamac.quant.importance import TOKENS as MEASURED
 from tokamac.quant.method import BLOCK_WEIGHTS
+from tokamac.quant.modules import layer_paths
 from tokamac.quant.options import Options
-from tokamac.quant.shards import float_bytes
+from tokamac.quant.shards import type_bytes
 from tokamac.quant.source import Source
 from tokamac.quant.verify import TOKENS
 
@@ -44,8 +44,6 @@ LAYER_WEIGHT = 12
 PLACE_WORD = 16
 """Bytes for each word of the vocabulary at each place of a text: logits of two models, and what is computed of them."""
 
-_LAYER = re.compile(r"^(.*\blayers\.\d+)\.")
-
 
 def peak_bytes(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> int:
     """Return an upper estimate, in bytes, of what MLX will hold at once."""
@@ -60,18 +58,18 @@ def _stages(source: Source, options: Options, chosen: Choices, tensors: "tuple[T
         yield replay.peak_bytes(source, MEASURED)
     runs_text = options.target_bpw is not None or (options.how == "search" and options.calibration is not None)
     heads = text_config(source.config).get("num_attention_heads")
-    known = heads if isinstance(heads, int) else 1
+    known, paths = heads if isinstance(heads, int) else 1, frozenset(layer_paths(source.module))
     if runs_text:
-        yield _of_run(tensors, known, SEQUENCES, LENGTH, logits=False)
+        yield _of_run(paths, tensors, known, SEQUENCES, LENGTH, logits=False)
     if options.verify:
-        yield _of_run(tensors, known, 1, TOKENS, logits=True)
+        yield _of_run(paths, tensors, known, 1, TOKENS, logits=True)
 
 
 def _of_tensor(tensor: "TensorPlan", source: Source, options: Options) -> int:
     """Return the bytes for one tensor: as read and put together by mlx-lm, as cast, while it is packed, and packed."""
     packed_before = tensor.name.rpartition(".")[0] in source.packed
     read = UNPACKING * tensor.parameters if packed_before else 2 * tensor.source_bytes
-    cast = tensor.parameters * float_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
+    cast = tensor.parameters * type_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
     return read + cast + _packing(tensor.packing, tensor.parameters, options) + 2 * tensor.nbytes
 
 
@@ -82,21 +80,30 @@ def _packing(packing: Packing | None, weights: int, options: Options) -> int:
     return SEARCHING * weights if searched else ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
 
 
-def _of_run(tensors: "tuple[TensorPlan, ...]", heads: int, sequences: int, length: int, *, logits: bool) -> int:
-    """Return the bytes for sequences of so many tokens, run side by side with one layer's weights in memory."""
+def _of_run(
+    paths: frozenset[str], tensors: "tuple[TensorPlan, ...]", heads: int, sequences: int, length: int, *, logits: bool
+) -> int:
+    """Return the bytes for sequences of so many tokens, run side by side with one layer's weights in memory.
+
+    paths: of the layers. Attention's scores are counted as they are where no kernel fuses them.
+    """
     layers: dict[str, int] = {}
     ends, widest, words = 0, 0, 0
     for tensor in tensors:
-        found = _LAYER.match(tensor.name)
-        if found is not None:
-            layers[found[1]] = layers.get(found[1], 0) + tensor.parameters
+        layer = _layer(paths, tensor.name)
+        if layer is not None:
+            layers[layer] = layers.get(layer, 0) + tensor.parameters
             widest = max((widest, *tensor.shape[-2:]))
         else:
             ends += tensor.source_bytes + tensor.nbytes
             words = max(words, tensor.shape[0])
     tokens = sequences * length
-    activations = (
-        4 * 4 * tokens * widest + 2 * 4 * heads * tokens * length
-    )  # scores of attention, where it is not fused
+    activations = 4 * 4 * tokens * widest + 2 * 4 * heads * tokens * length
     largest = LAYER_WEIGHT * max(layers.values(), default=0)
     return largest + 2 * ends + activations + (PLACE_WORD * tokens * words if logits else 0)
+
+
+def _layer(paths: frozenset[str], name: str) -> str | None:
+    """Return which of the layers a tensor is part of."""
+    parts = name.split(".")
+    return next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in paths), None)

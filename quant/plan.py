@@ -14,7 +14,7 @@ from tokamac.engine.limits.cost import Tensor
 from tokamac.quant.choices import Choices, left_out
 from tokamac.quant.options import Options
 from tokamac.quant.peak import peak_bytes
-from tokamac.quant.shards import Shard, float_bytes, index_json, lay_out, type_name
+from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
 from tokamac.quant.source import Source
 
 COPIED = (
@@ -94,6 +94,13 @@ class Plan:
         return sum(shard.file_bytes for shard in self.shards) + len(self.config_json) + len(self.index_json) + copied
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes that those files may come to: a budget may spend more than a plan that was made before anything was measured."""
+        if self.options.target_bpw is None:
+            return self.output_bytes
+        return self.output_bytes + max(0, int(self.options.target_bpw * self.parameters / 8) - self.weight_bytes)
+
+    @property
     def config_json(self) -> bytes:
         """config.json as it will be written."""
         return (json.dumps(_tagged(self.config), indent=4, sort_keys=True) + "\n").encode()
@@ -148,17 +155,14 @@ def _tensor(source: Source, options: Options, name: str, array: mx.array, chosen
 
 def _outputs(path: str, shape: tuple[int, ...], packing: Packing, target: str) -> Iterator[Tensor]:
     """Yield the arrays that ``mx.quantize`` makes of a weight: asked of MLX itself, which computes nothing for it."""
-    of_type = mx.broadcast_to(mx.zeros((), _DTYPES[target]), shape)
+    of_type = mx.broadcast_to(mx.zeros((), FLOATS[target]), shape)
     arrays = mx.quantize(of_type, **asdict(packing))
     for leaf, made in zip(("weight", "scales", "biases"), arrays, strict=False):  # microscaling modes have no biases
         yield _described(f"{path}.{leaf}", type_name(made.dtype), tuple(made.shape))
 
 
 def _described(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(name, dtype, shape, math.prod(shape) * float_bytes(dtype))
-
-
-_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    return Tensor(name, dtype, shape, math.prod(shape) * type_bytes(dtype))
 
 
 def _target_type(source: Source, options: Options, name: str, array: mx.array) -> str:
@@ -170,8 +174,7 @@ def _target_type(source: Source, options: Options, name: str, array: mx.array) -
 
 def _config(config: dict[str, Any], options: Options, chosen: Choices) -> dict[str, Any]:
     """Return the converted model's config, in the form mlx-lm reads: one default, and an entry for every module that differs."""
-    left_out = ("_name_or_path", "auto_map", "model_file", "quantization", "quantization_config")
-    kept = {key: value for key, value in config.items() if key not in left_out}
+    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map", "model_file")}
     types = {"dtype": options.dtype, "torch_dtype": options.dtype} if options.dtype else {}
     if not any(chosen.values()):
         return {**kept, **types}

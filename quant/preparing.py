@@ -43,7 +43,9 @@ class Prepared:
 
 
 def check_method(source: Source, options: Options) -> None:
-    """Raise OptionError where the method can't do what ``options`` ask for with this model."""
+    """Raise OptionError where the method can't do what ``options`` ask for with this model, or has no text to look at."""
+    if isinstance(options.calibration, Path):
+        calibration.text(options.calibration)
     if options.how in CALIBRATED:
         CALIBRATED[options.how].check(source.config, source.module, options)
 
@@ -66,14 +68,19 @@ def foreseen(source: Source, options: Options) -> Plan:
 
 
 def prepare(source: Source, options: Options, place: Workplace, tell: Tell) -> Prepared:
-    """Return what is to be written, and how. Raises OptionError, ModelError and ConversionError."""
+    """Return what is to be written, and how; ``source`` is used up. Raises OptionError, ModelError and ConversionError.
+
+    The plan's notes go into the finished folder, so none tells of this run alone.
+    """
     quantizer = _quantizer(source, options, place, tell)
     chosen, notes = _choices(source, options, quantizer, place, tell)
     if options.how in CALIBRATED:
         method = CALIBRATED[options.how]
-        source = method.pack(source, options, chosen, sequences(source, options, method.SEQUENCES), tell)
+        packed = method.pack(source, options, chosen, sequences(source, options, method.SEQUENCES), tell)
+        source.weights.clear()  # arrays that both hold would stay in memory once they are read
+        source = packed
     plan = make_plan(source, options, chosen)
-    return Prepared(source, quantizer, replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes, *place.notes)))))
+    return Prepared(source, quantizer, replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes)))))
 
 
 def sequences(source: Source, options: Options, count: int = SEQUENCES) -> list[list[int]]:

@@ -15,14 +15,14 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from tokamac.engine.cpu import MEMORY_SHARE, DenseEmbedding, DenseHead, DenseLinear, unpack
 from tokamac.engine.device import device_kind
-from tokamac.engine.errors import ConversionError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.cost import text_config
-from tokamac.quant.modules import clone, override
+from tokamac.quant.finite import check_finite
+from tokamac.quant.modules import clone, leaves, override
 from tokamac.quant.source import Source, fresh
 
 FLOAT_BYTES = 4
@@ -72,7 +72,7 @@ class Replay:
         self._layers = len(self._model.layers)
         for number, layer in enumerate(self._model.layers):
             override(layer, __call__=partial(self._tape.call, number, type(layer).__call__))
-        self._modules = dict(_leaves(self._model))
+        self._modules = dict(leaves(self._model))
         self._exact = self._read(0)
 
     def weight(self, path: str) -> mx.array:
@@ -143,10 +143,7 @@ def _loaded(source: Source) -> Any:
         array = weights.pop(name)
         if mx.issubdtype(array.dtype, mx.floating):
             array = array.astype(mx.float32)
-            if not bool(mx.all(mx.isfinite(array)).item()):
-                raise ConversionError(
-                    f"{name} holds values that are not finite numbers", "Download the model again, or ask its author."
-                )
+            check_finite(name, array)
         mx.eval(array)
         model.update(tree_unflatten([(name, array)]))
     if device_kind() == "cpu":
@@ -157,7 +154,7 @@ def _loaded(source: Source) -> Any:
 
 def _multiply_rows(model: nn.Module) -> None:
     """Let NumPy multiply many rows at the output head too: engine/cpu.py leaves that to MLX, as prefill never asks for it."""
-    for path, module in _leaves(model):
+    for path, module in leaves(model):
         if isinstance(module, DenseHead):
             dense = DenseLinear(module.weight, module.get("bias"))
             model.update_modules(tree_unflatten([(path, dense)]))
@@ -187,8 +184,3 @@ def _with_weight(module: Any, weight: mx.array) -> nn.Module:
 
 def _is_head(module: nn.Module, path: str) -> bool:
     return path.endswith("lm_head") and not isinstance(module, nn.Embedding | DenseEmbedding)
-
-
-def _leaves(model: nn.Module) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return found

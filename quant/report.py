@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.limits.cost import PARTS, PartName, Tensor, part_of
+from tokamac.quant.options import CALIBRATED
 from tokamac.quant.quality import Quality, concerns
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class WeightError:
 class Outcome:
     """How close a converted model is to its source. None was not measured.
 
-    bits_per_weight: of the result, by which it is judged. relative_error: ‖W − Ŵ‖ ÷ ‖W‖ over all weights that were packed.
+    bits_per_weight: of the result, by which it is judged. relative_error: ‖W − Ŵ‖ ÷ ‖W‖ over all weights that were packed; None of
+    awq, which scales them first.
     quality: what both models said of a text; None: they were not compared, and ``unable`` says why where that was not wished.
     layers: relative error of every layer's output on that text, errors of the layers before it included; empty where unknown.
     """
@@ -130,19 +132,22 @@ def record(plan: "Plan", errors: Mapping[str, WeightError], result: Outcome | No
         "quality": None if result is None else _quality(result),
         "notes": list(plan.notes),
     }
+    # What a calibrated method has packed, the plan takes over as if the source had held it so.
+    packs = plan.options.how in CALIBRATED
     lines = [f' "{key}": {json.dumps(value, allow_nan=False)}' for key, value in facts.items()]
-    tensors = [f"  {json.dumps(_tensor(each, errors.get(each.name)), allow_nan=False)}" for each in plan.tensors]
+    rows = [_tensor(each, errors.get(each.name), kept=each.kept and not packs) for each in plan.tensors]
+    tensors = [f"  {json.dumps(row, allow_nan=False)}" for row in rows]
     lines.append(' "tensors": [\n' + ",\n".join(tensors) + "\n ]")
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def _tensor(tensor: "TensorPlan", error: WeightError | None) -> dict[str, Any]:
+def _tensor(tensor: "TensorPlan", error: WeightError | None, *, kept: bool) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,
         "packing": None if tensor.packing is None else asdict(tensor.packing),
-        "taken_over": tensor.kept,
+        "taken_over": kept,
         "bytes": tensor.nbytes,
         "relative_error": None if error is None else _rounded(error.relative),
     }

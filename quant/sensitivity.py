@@ -93,9 +93,7 @@ def _inputs(trial: Trial) -> "dict[str, np.ndarray]":
     def progress(done: int, total: int) -> None:
         trial.tell(StageDone("reading a text", done, total))
 
-    found = moments(Streamed(streamable_source(trial.source), progress=progress), [trial.ids])
-    # Inputs that are no numbers come from a weight that holds none, and it is refused by its own name.
-    return {path: means for path, means in found.items() if math.isfinite(float(means.sum()))}
+    return moments(Streamed(streamable_source(trial.source), progress=progress), [trial.ids])
 
 
 def _errors(trial: Trial, among: Alternatives, inputs: "Mapping[str, np.ndarray]") -> Errors:

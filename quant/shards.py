@@ -33,6 +33,9 @@ _TYPES: dict[Any, tuple[str, int]] = {
 }  # fmt: skip
 _BYTES = dict(_TYPES.values())
 
+FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+"""MLX types that weights are cast to, by safetensors name."""
+
 
 def type_name(dtype: Any) -> str:
     """Return the safetensors name of an MLX type."""
@@ -43,7 +46,7 @@ def type_name(dtype: Any) -> str:
     return _TYPES[dtype][0]
 
 
-def float_bytes(name: str) -> int:
+def type_bytes(name: str) -> int:
     """Return the bytes of one element of a safetensors type."""
     return _BYTES[name]
 

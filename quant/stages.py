@@ -60,9 +60,8 @@ class Block:
         override(module, __call__=self._call)
 
     def _call(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = self._compute(
-            *args, **kwargs
-        )  # in a function of its own, so that the weights are gone before the next
+        # Computed in a function of its own, so that the weights are gone before the next.
+        output = self._compute(*args, **kwargs)
         self.finished(output if isinstance(output, mx.array) else output[0])
         return output
 

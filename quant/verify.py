@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import ModelError
+from tokamac.engine.limits.cost import text_config
 from tokamac.engine.tokens import load_tokenizer
 from tokamac.quant.calibration import verification_ids
 from tokamac.quant.quality import Quality, compare, concerns
@@ -51,7 +52,7 @@ def sample(folder: Path, config: dict[str, Any], name: str, text: str, *, tokens
         ids = tuple(verification_ids(load_tokenizer(folder, config, name), text, tokens))
     except ModelError as error:
         return Sample((), error.message)
-    known = config.get("vocab_size")
+    known = text_config(config).get("vocab_size")
     if isinstance(known, int) and any(token >= known for token in ids):
         return Sample((), f"the tokenizer of {name} has tokens that the model does not know")
     return Sample(ids) if len(ids) > 1 else Sample((), "the text has fewer than two tokens")

@@ -9,17 +9,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from tokamac.engine.errors import ConversionError
+from tokamac.quant.finite import AGAIN, check_finite, not_finite
 from tokamac.quant.journal import Entry
 from tokamac.quant.method import Quantizer
 from tokamac.quant.plan import Plan, TensorPlan
 from tokamac.quant.report import WeightError
 from tokamac.quant.search import squared_error
-from tokamac.quant.shards import INDEX, Writer
+from tokamac.quant.shards import FLOATS, INDEX, Writer
 from tokamac.quant.source import Packed, Source
 from tokamac.quant.workplace import Workplace
-
-_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-AGAIN = "Download the model again, or ask its author."
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class TensorDone:
 class Converted:
     """What a tensor becomes: itself, cast, or packed words, scales and biases, evaluated.
 
-    error: where it was packed now; None where it was not, or is taken over as it was packed before.
+    error: where it was packed now, and can be compared with the source; None where it was not, or is taken over as it was.
     """
 
     arrays: tuple[mx.array, ...]
@@ -77,14 +75,14 @@ def write(
 def converted(plan: TensorPlan, source: Source, quantizer: Quantizer) -> Converted:
     """Return what a tensor becomes. Its entries in ``source`` are popped: they would keep what was read.
 
-    Raises ConversionError, naming the tensor, where it holds NaN or infinities.
+    Raises ConversionError, naming the tensor, where it can't be read, or holds NaN or infinities, packed or not.
     """
     weight, packed = _pop(plan, source)
     if plan.kept and packed is not None:
-        return Converted(_kept(plan, packed.arrays), None)
+        return Converted(_kept(plan, packed.arrays), packed.error)
     given = weight
     if plan.dtype != plan.source_dtype:
-        weight = weight.astype(_DTYPES[plan.dtype])
+        weight = weight.astype(FLOATS[plan.dtype])
     if plan.packing is None:
         _check(plan, given, weight)
         return Converted((weight,), None)
@@ -92,17 +90,16 @@ def converted(plan: TensorPlan, source: Source, quantizer: Quantizer) -> Convert
     arrays = quantizer.pack(plan.name.rpartition(".")[0], weight, plan.packing)
     mx.eval(*arrays)
     error = WeightError(*squared_error(weight, arrays, plan.packing))
-    if not math.isfinite(
-        error.squared_weights
-    ):  # a value that is no number makes the sum none: no pass of its own is needed
+    if not math.isfinite(error.squared_weights + error.squared_error):  # no pass of its own is needed to see that
         _check(plan, given, weight)
+        raise not_finite(f"{plan.name}, once packed,", "Its range is too wide: use another --mode, or --dequantize.")
     return Converted(arrays, error)
 
 
 def _check(plan: TensorPlan, given: mx.array, cast: mx.array) -> None:
     """Raise ConversionError where a tensor, as the source has it or as it was cast, holds what is no finite number."""
     if mx.issubdtype(given.dtype, mx.floating):
-        _check_finite(plan.name, given, AGAIN)
+        _check_finite(plan.name, given)
         if cast is not given:
             _check_finite(plan.name, cast, f"It does not fit {plan.dtype}: choose another --dtype.")
     _read(plan.name, cast)
@@ -140,10 +137,10 @@ def _pop(tensor: TensorPlan, source: Source) -> tuple[mx.array, Packed | None]:
 
 def _kept(plan: TensorPlan, arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
     words, *rest = arrays
-    floats = [each.astype(_DTYPES[plan.dtype]) if mx.issubdtype(each.dtype, mx.floating) else each for each in rest]
+    floats = [each.astype(FLOATS[plan.dtype]) if mx.issubdtype(each.dtype, mx.floating) else each for each in rest]
     for each in floats:
         if mx.issubdtype(each.dtype, mx.floating):
-            _check_finite(plan.name, each, AGAIN)
+            _check_finite(plan.name, each)
     mx.eval(words, *floats)
     return (words, *floats)
 
@@ -158,7 +155,6 @@ def _read(name: str, weight: mx.array) -> None:
         ) from error
 
 
-def _check_finite(name: str, weight: mx.array, hint: str) -> None:
+def _check_finite(name: str, weight: mx.array, hint: str = AGAIN) -> None:
     _read(name, weight)
-    if not bool(mx.all(mx.isfinite(weight)).item()):
-        raise ConversionError(f"{name} holds values that are not finite numbers", hint)
+    check_finite(name, weight, hint=hint)

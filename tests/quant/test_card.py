@@ -107,7 +107,7 @@ def test_the_record_says_what_was_done_and_nothing_of_this_machine(plan: Plan) -
 
 def test_a_text_of_the_users_is_known_by_its_hash(tmp_path: Path) -> None:
     text = tmp_path / "secret name.txt"
-    text.write_text("words")
+    text.write_text("words of a text " * 100)
     source = make_source(tmp_path, "llama")
     options = Options(calibration=text)
     made = provenance(source, options)
