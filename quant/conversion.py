@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import mlx.core as mx
 
+from tokamac.engine.errors import ModelError, OptionError
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
 from tokamac.quant.fingerprint import conversion_key
@@ -143,9 +144,12 @@ def _compared(source: Source, plan: Plan, errors: Mapping[str, WeightError], fol
     def shown(first: int) -> Callable[[int, int], None]:
         return lambda done, total: tell(StageDone("verifying", first * total + done, 2 * total))
 
-    sides = (streamable_source(source), streamable_folder(folder))
-    reference, other = (Streamed(side, progress=shown(number)) for number, side in enumerate(sides))
-    compared = verify(reference, other, found.ids)
+    try:
+        sides = (streamable_source(source), streamable_folder(folder))
+        reference, other = (Streamed(side, progress=shown(number)) for number, side in enumerate(sides))
+        compared = verify(reference, other, found.ids)
+    except (ModelError, OptionError) as error:  # what was written stays: it may be as good as its figures are unknown
+        return replace(outcome, unable=error.message)
     return replace(outcome, quality=compared.quality, layers=compared.layers)
 
 

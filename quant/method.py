@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.quant.options import SEARCHED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """For every group of an affine packing, the scale and bias of least squared error; other modes are rounded.
+    """For every group the scale, and of affine ones the bias, of least squared error; what has no gain in it is rounded.
 
     moments: by module path, the mean squared input of each channel over a text; errors weigh by it where it is known.
     """
@@ -54,8 +55,9 @@ class Search:
 
     def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
         """See Quantizer."""
-        from tokamac.quant.search import search
+        from tokamac.quant.search import search, search_scales
 
-        if packing.mode != "affine":
+        if packing.mode not in SEARCHED:
             return Round().pack(path, weight, packing)
-        return search(weight, packing, self.moments.get(path))
+        find = search if packing.mode == "affine" else search_scales
+        return find(weight, packing, self.moments.get(path))

@@ -24,6 +24,9 @@ SHIPPED: Shipped = "shipped"
 MICROSCALING = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 """Modes whose bits and group size are part of the format: (bits, group size)."""
 
+SEARCHED = ("affine", "mxfp4", "nvfp4")
+"""Modes in which search finds less error than rounding. The floats of mxfp8 reach so far that its scales hardly matter."""
+
 MODES = ("affine", *MICROSCALING)
 
 DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
@@ -74,7 +77,7 @@ class Options:
     @property
     def how(self) -> Method:
         """The method, the default put in."""
-        return self.method or ("search" if self.mode == "affine" else "round")
+        return self.method or ("search" if self.mode in SEARCHED else "round")
 
     def _check_values(self) -> None:
         _one_of(f"{self.bits} bits is", self.bits, BITS)
@@ -97,10 +100,8 @@ class Options:
                 f"{self.mode} has {bits} bits in groups of {group}",
                 "Leave --bits and --group-size, or use --mode affine.",
             )
-        if self.method not in (None, "round"):
-            raise OptionError(
-                f"{self.method} packs affine groups, not {self.mode}", "Use --method round, or --mode affine."
-            )
+        if self.method in CALIBRATED or (self.method == "search" and self.mode not in SEARCHED):
+            raise OptionError(f"{self.method} does not pack {self.mode}", "Use --method round, or --mode affine.")
 
     def _check_together(self) -> None:
         if self.recipe is not None and self.target_bpw is not None:

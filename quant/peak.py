@@ -15,7 +15,7 @@ from tokamac.quant.choices import Choices
 from tokamac.quant.importance import TOKENS as MEASURED
 from tokamac.quant.method import BLOCK_WEIGHTS
 from tokamac.quant.modules import layer_paths
-from tokamac.quant.options import Options
+from tokamac.quant.options import SEARCHED, Options
 from tokamac.quant.shards import type_bytes
 from tokamac.quant.source import Source
 from tokamac.quant.verify import TOKENS
@@ -34,6 +34,9 @@ ROUNDING = {"affine": 8, "mxfp4": 41, "nvfp4": 77, "mxfp8": 8}
 
 SEARCHING = 3
 """Bytes a weight beside the weight itself, while a tensor is searched."""
+
+SEARCHING_SCALES = 140
+"""Bytes a weight beside the weight itself, while a block of a microscaling format is searched."""
 
 UNPACKING = 18
 """Bytes a weight while a packed one is unpacked, at 3 bits; other bits take less."""
@@ -76,8 +79,9 @@ def _of_tensor(tensor: "TensorPlan", source: Source, options: Options) -> int:
 def _packing(packing: Packing | None, weights: int, options: Options) -> int:
     if packing is None:
         return weights
-    searched = options.how != "round" and packing.mode == "affine"
-    return SEARCHING * weights if searched else ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
+    if options.how == "round" or packing.mode not in SEARCHED:
+        return ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
+    return SEARCHING * weights if packing.mode == "affine" else SEARCHING_SCALES * min(weights, BLOCK_WEIGHTS)
 
 
 def _of_run(

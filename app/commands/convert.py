@@ -75,7 +75,7 @@ def _add_packing(made: Parser) -> None:
 
 def _add_finding(made: Parser) -> None:
     group = made.add_argument_group("how the packed values are found")
-    group.add_argument("--method", choices=METHODS, help="search; for microscaling formats round")
+    group.add_argument("--method", choices=METHODS, help="search; for mxfp8, which gains nothing from it, round")
     group.add_argument(
         "--calibration",
         nargs="?",

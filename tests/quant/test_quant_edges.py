@@ -49,7 +49,7 @@ def test_a_calibration_text_that_is_missing_is_refused_before_any_work(tmp_path:
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
 def test_bits_of_the_embedding_are_affine_beside_a_microscaling_format(tmp_path: Path, mode: str) -> None:
     source = make_source(tmp_path, "tied")
-    convert(source, tmp_path / "out", mode=mode, embed_bits=8, verify=False)
+    convert(source, tmp_path / "out", mode=mode, embed_bits=8, method="round", verify=False)
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     assert said["mode"] == mode
     assert said["model.embed_tokens"] == {"bits": 8, "group_size": 64, "mode": "affine"}
@@ -170,3 +170,14 @@ def test_what_a_calibrated_method_packs_is_told_from_what_the_source_held(tmp_pa
 )
 def test_layers_are_told_from_the_rest_whatever_they_are_called(name: str, layer: str | None) -> None:
     assert _layer(frozenset({"transformer.h.1", "transformer.h.11"}), name) == layer
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_the_scales_of_microscaling_formats_are_searched_unless_rounding_is_asked_for(tmp_path: Path, mode) -> None:
+    source = make_source(tmp_path, "llama")
+    errors = {}
+    for method in ("round", None):
+        report = convert(source, tmp_path / str(method), mode=mode, method=method)
+        assert report.quality is not None
+        errors[method] = report.quality.relative_error
+    assert errors[None] < 0.99 * errors["round"]
