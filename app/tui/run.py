@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tokamac.app.tui.session import Session
 
 
+OLD_THRESHOLD = 200
+"""So many collections of the middle generation until one of everything; Python's own is 10."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """What the command line asked for; None takes what the settings remember.
@@ -57,11 +61,21 @@ class Begun:
 def run_chat(options: ChatOptions) -> int:
     """Run the chat until the user leaves; return the exit status."""
     app, bridge = build(options)
-    gc.freeze()  # what was imported stays: looking through it for garbage, again and again, costs the model's time
+    look_for_garbage_rarely()
     try:
         return app.run() or app.return_code or 0
     finally:
         bridge.close()
+
+
+def look_for_garbage_rarely() -> None:
+    """Spare the screen's process pauses of 50 ms, in which no key echoes and which come, by Python's defaults, every few seconds.
+
+    What was imported stays, and is never looked through again; all the rest is, but not as often.
+    """
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, OLD_THRESHOLD)
 
 
 def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":

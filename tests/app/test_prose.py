@@ -126,3 +126,11 @@ def test_a_long_list_settles_as_it_grows_and_looks_the_same() -> None:
     assert longest < 30
     flows = [*shown, *look.blocks[look.settled :]]
     assert [row.content.plain.strip() for block in flows for row in rows(block, 40)] == source.strip().splitlines()
+
+
+def test_a_fence_is_open_until_its_mark_whatever_blank_lines_it_ends_with() -> None:
+    def closed(source: str) -> list[bool]:
+        return [block.closed for section in parse(source) for block in section.blocks if isinstance(block, Code)]
+
+    assert closed("```python\nif a:\n    ") == closed("```python\nif a:\n\n  \n") == closed("```") == [False]
+    assert closed("```python\nif a:\n```") == closed("> ```\n> a\n\nb") == closed("- ```\n  a\n- b") == [True]

@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ Size = tuple[int, int]
 
 
 class Tmux:
-    """``command`` in a window of ``size`` (columns, rows), in a server of its own whose socket lies in ``folder``."""
+    """``command`` in a window of ``size`` (columns, rows), in a server of its own. ``folder`` is for what it needs to write."""
 
     def __init__(
         self, command: Sequence[str], folder: Path, size: Size, term: str, environment: Mapping[str, str]
     ) -> None:
-        self._call = ["tmux", "-S", str(folder / "tmux.sock"), "-f", "/dev/null"]
+        self._sockets = tempfile.TemporaryDirectory(dir="/tmp", prefix="tmux-")  # a socket's path must be short
+        self._call = ["tmux", "-S", f"{self._sockets.name}/tmux", "-f", "/dev/null"]
         columns, rows = size
         given = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
         options = (
@@ -29,8 +31,12 @@ class Tmux:
             f"set -g default-terminal {term}",
         )
         before = [part for option in options for part in (*option.split(), ";")]
+        self._status = folder / f"status-{time.monotonic_ns()}"
+        # tmux tells no status of some programs that end by themselves, so the shell does, by a file that appears whole.
+        new = shlex.quote(f"{self._status}.new")
+        script = f"{shlex.join(command)}; echo $? > {new}; mv {new} {shlex.quote(str(self._status))}"
         # The command begins once the window has its size and its TERM: options hold for windows made after them.
-        start = ["new-session", "-d", "-x", str(columns), "-y", str(rows), *given, shlex.join(command)]
+        start = ["new-session", "-d", "-x", str(columns), "-y", str(rows), *given, script]
         self._run(*before, *start)
 
     def press(self, *keys: str) -> None:
@@ -52,8 +58,7 @@ class Tmux:
     @property
     def exit_status(self) -> int | None:
         """What the program returned; None while it runs."""
-        dead, status = self._run("display-message", "-p", "#{pane_dead} #{pane_dead_status}").rstrip("\n").split(" ")
-        return int(status) if dead == "1" else None
+        return int(self._status.read_text()) if self._status.exists() else None
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait until something holds; fail with what is seen instead."""
@@ -69,6 +74,7 @@ class Tmux:
     def close(self) -> None:
         """End the program and the server."""
         subprocess.run([*self._call, "kill-server"], check=False, capture_output=True)
+        self._sockets.cleanup()
 
     def __enter__(self) -> Self:
         return self

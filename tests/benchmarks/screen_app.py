@@ -11,7 +11,7 @@ from tests.benchmarks import long_child
 from tokamac.app.backend.client import Died, child_command
 from tokamac.app.backend.wire import Done, Failed, encode
 from tokamac.app.tui.bridge import EngineSaid
-from tokamac.app.tui.run import ChatOptions, build
+from tokamac.app.tui.run import ChatOptions, build, look_for_garbage_rarely
 from tokamac.engine.options import Sampling
 
 ENGINES = {"long": long_child.COMMAND, "scripted": child_command(scripted=True)}
@@ -42,6 +42,7 @@ def main(engine: str, model: str, tokens: int, folder: Path) -> int:
         return post(said)
 
     bridge.post = noting
+    look_for_garbage_rarely()
     try:
         return app.run() or 0
     finally:

@@ -128,12 +128,12 @@ class _Writer:
         )
 
     def _fence_closed(self, node: SyntaxTreeNode) -> bool:
-        """Whether the fence ends with its own marker rather than with the text."""
+        """Whether the fence ends with its own marker, or because something else begins, rather than with the text."""
         assert node.map is not None
         start, end = node.map
-        if end < len(self._source):
+        if any(line.strip(" \t>") for line in self._source[end:]):
             return True
-        return end - start > 1 and self._source[-1].strip(" >").startswith(node.markup)
+        return end - start > 1 and self._source[end - 1].strip(" \t>").startswith(node.markup)
 
 
 def _table(node: SyntaxTreeNode) -> Table:
