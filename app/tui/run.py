@@ -1,6 +1,7 @@
 """The door to the chat: what the command line calls."""
 
 import gc
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tokamac.app.tui.session import Session
 
 
+FRAMES_PER_S = 160
+"""At most. Textual may let two frames pass before it shows a key: at its own 60 that is longer than a hand takes for at once."""
 OLD_THRESHOLD = 200
 """So many collections of the middle generation until one of everything; Python's own is 10."""
 
@@ -80,6 +83,7 @@ def look_for_garbage_rarely() -> None:
 
 def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     """Return the app and its bridge, not yet running."""
+    os.environ.setdefault("TEXTUAL_FPS", str(FRAMES_PER_S))  # read when Textual is imported
     # Textual takes 0.2 s to import: not before it is known that a screen is wanted.
     from tokamac.app.tui.app import TokamacApp
     from tokamac.app.tui.bridge import Bridge

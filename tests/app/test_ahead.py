@@ -8,7 +8,8 @@ import pytest
 
 from tokamac.app.backend.child import Child
 from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
+from tokamac.app.backend.scenarios import SCENARIOS
+from tokamac.app.backend.scripted import ScriptedEngine
 from tokamac.app.backend.wire import (
     AskPrice,
     Done,

@@ -187,7 +187,8 @@ def test_the_time_left_follows_the_rate_so_far() -> None:
 
 
 def test_charts() -> None:
-    assert bar(None, 10).plain == "━" * 10
+    assert bar(None, 10).plain == "─" * 10
+    assert bar(0.5, 4).plain == "━━──"
     assert bar(1.5, 4).plain == "━━━━"
     assert sparkline([1, 2, 4, 8], 3) == "▃▅█"
     assert sparkline([], 5) == ""

@@ -19,7 +19,8 @@ from tokamac.app.backend import wire
 from tokamac.app.backend.advisor import Advisor
 from tokamac.app.backend.client import Died, EngineProcess, child_command
 from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
+from tokamac.app.backend.scenarios import SCENARIOS
+from tokamac.app.backend.scripted import ScriptedEngine
 from tokamac.app.backend.whatif import Answer, CaseLine, ChipLine, CurvePoint, Figures, ModelLine, Question, Where
 from tokamac.app.backend.whatif_answer import answers
 from tokamac.app.tui import whatif_tables as tables

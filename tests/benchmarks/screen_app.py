@@ -6,13 +6,16 @@ ENGINE is the engine's process, a name in ENGINES.
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.benchmarks import long_child
 from tokamac.app.backend.client import Died, child_command
 from tokamac.app.backend.wire import Done, Failed, encode
-from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.run import ChatOptions, build, look_for_garbage_rarely
 from tokamac.engine.options import Sampling
+
+if TYPE_CHECKING:
+    from tokamac.app.tui.bridge import EngineSaid  # it imports Textual, which only the door to the chat must do
 
 ENGINES = {"long": long_child.COMMAND, "scripted": child_command(scripted=True)}
 """A model that recites, and an engine without one, whose model is a scenario."""
@@ -32,7 +35,7 @@ def main(engine: str, model: str, tokens: int, folder: Path) -> int:
     bridge._command = ENGINES[engine]
     post = bridge.post
 
-    def noting(said: EngineSaid) -> object:
+    def noting(said: "EngineSaid") -> object:
         event = said.event
         if isinstance(event, Died):
             event = Failed(None, event.why, event.last_line)

@@ -203,13 +203,17 @@ def test_convert_json_is_the_contracts_lines(tokamac: Run, tiny: Path, tmp_path:
     done = tokamac("convert", tiny, "-o", tmp_path / "small", "--json")
     *before, last = lines(done.out)
     steps = [line for line in before if line["event"] == "tensor"]
-    assert (done.status, done.err) == (0, "")
+    assert done.status == 0
+    assert all(
+        line.startswith("warning: ") for line in done.err.splitlines()
+    )  # seeded weights at 4 bits say other things
     assert all(step.keys() == {"event", "name", "done", "total"} for step in steps)
     assert [step["done"] for step in steps] == list(range(1, len(steps) + 1))
     assert last.keys() == {
         *("event", "path", "weight_bytes", "bits_per_weight", "source_bytes", "seconds", "peak_memory_bytes", "quality")
     }
-    assert (last["event"], last["quality"]) == ("converted", None)
+    assert last["event"] == "converted"
+    assert {"relative_error", "kl", "perplexity_ratio"} <= last["quality"].keys()
     (plan,) = lines(tokamac("convert", tiny, "-o", tmp_path / "other", "--json", "--dry-run").out)
     assert plan["event"] == "plan"
     assert plan["weight_bytes"] == last["weight_bytes"]

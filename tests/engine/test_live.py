@@ -68,9 +68,9 @@ def test_the_ends_percentiles_are_those_of_all_gaps(engine: Engine):
     recorders = []
     core, answer = engine._core, engine._core.reply
 
-    def noted(prompt, sampling, recorder, cancelled):
+    def noted(prompt, sampling, recorder, cancelled, **more):
         recorders.append(recorder)
-        return answer(prompt, sampling, recorder, cancelled)
+        return answer(prompt, sampling, recorder, cancelled, **more)
 
     core.reply = noted
     _, end = reply(engine, 8, 60)

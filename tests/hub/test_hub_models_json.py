@@ -27,7 +27,8 @@ def listed(environment: dict[str, str]) -> list[dict[str, Any]]:
 def interrupt_at(hub: Hub, environment: dict[str, str], nbytes: int) -> None:
     """Begin a pull and end its process once so many bytes of the first weights were sent."""
     hub.stall_at = nbytes
-    process = subprocess.Popen([*COMMAND, "--json", "pull", "org/tiny"], env=environment, stdout=subprocess.PIPE)
+    impatient = {**environment, "HF_HUB_DOWNLOAD_TIMEOUT": "1"}  # what has arrived is written when the line goes quiet
+    process = subprocess.Popen([*COMMAND, "--json", "pull", "org/tiny"], env=impatient, stdout=subprocess.PIPE)
     assert hub.stalled.wait(30)
     assert process.stdout is not None
     while (line := understood(process.stdout.readline())) and isinstance(line, Progress) and line.done < nbytes:
