@@ -36,12 +36,16 @@ class Round:
         step = max(1, BLOCK_WEIGHTS // rows.shape[1])
         if rows.shape[0] <= step:
             return tuple(mx.quantize(weight, **asdict(packing)))
-        blocks = []
+        whole: list[mx.array] = []
         for begin in range(0, rows.shape[0], step):
-            blocks.append(mx.quantize(rows[begin : begin + step], **asdict(packing)))
-            mx.eval(*blocks[-1])
-        joined = (mx.concatenate(list(parts)) for parts in zip(*blocks, strict=True))
-        return tuple(part.reshape(*weight.shape[:-1], part.shape[-1]) for part in joined)
+            block = mx.quantize(rows[begin : begin + step], **asdict(packing))
+            whole = whole or [mx.zeros((rows.shape[0], part.shape[1]), part.dtype) for part in block]
+            for into, part in zip(whole, block, strict=True):
+                into[begin : begin + step] = (
+                    part  # in place, as nothing else holds it: joining blocks would hold all twice
+                )
+            mx.eval(*whole)
+        return tuple(part.reshape(*weight.shape[:-1], part.shape[-1]) for part in whole)
 
 
 @dataclass(frozen=True, slots=True)

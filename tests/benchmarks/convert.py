@@ -35,7 +35,7 @@ def measure(plan: Plan) -> Section:
         f"A seeded llama of {described} in shards of 100 MB of bfloat16, to 4 bits in groups of 64, each conversion in a "
         "process of its own, in turn with `mlx_lm.convert`; seconds without importing libraries, memory of the whole "
         "process with them. Without comparing at the end, as mlx_lm does not compare, but for the row that says so. "
-        f"KL divergence on held-out conversations of the guide, 4 × 256 tokens, between {_named()} and what it became; "
+        f"KL divergence on held-out conversations of the guide, 16 × 256 tokens, between {_named()} and what it became; "
         "the budget is as many bits per weight, for the whole model, as mlx_lm's packing takes for what it packs."
     )
     return Section("Conversion", rows, how)
@@ -95,7 +95,7 @@ def _embedded(plan: Plan, scratch: Path) -> list[Row]:
         "gptq": {"group_size": group, "method": "gptq"},
         "budget": {"target_bpw": 4 + 32 / group},
     }
-    with Remote(QualityLab, source, 256, plan.count(4, 1)) as lab:
+    with Remote(QualityLab, source, 256, plan.count(16, 1)) as lab:
         kl = {}
         for name, options in asked.items():
             out = scratch / "small"
