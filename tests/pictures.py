@@ -11,6 +11,8 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from tokamac.app.settings import Settings
+from tokamac.app.settings import save as save_settings
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Phase
@@ -18,7 +20,9 @@ from tokamac.app.tui.session import Phase
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURING_S = 10.0
 """An idle engine measures this machine's pace with the model, so that the pictures show an expected speed."""
-SCREENS = (("f1", "help", 0.5), ("f2", "explain", 0.5), ("f3", "whatif", 6.0))
+SCREENS = (("f1", "help", 0.5), ("f2", "explain", 0.5), ("f3", "whatif", 6.0), ("ctrl+o", "models", 20.0))
+THEME = "tokamac-dark"
+"""The theme that a terminal's own colours don't change: the pictures look the same whoever takes them."""
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 
 
@@ -36,6 +40,7 @@ async def take() -> None:
     """Chat, and save what the screen shows."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        save_settings(Path(scratch) / "settings.toml", Settings(theme=THEME, toured=True))
         options = ChatOptions(
             settings_path=Path(scratch) / "settings.toml",
             log_path=Path(scratch) / "engine.log",
