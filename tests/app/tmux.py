@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Self
 
 PATIENCE_S = 60.0
+OUTER = ("TMUX", "TMUX_PANE", "COLUMNS", "LINES")
+"""What tells of the terminal around the tests: a program would believe it and not ask the window for its size."""
 Size = tuple[int, int]
 
 
@@ -85,7 +87,7 @@ class Tmux:
         self.close()
 
     def _run(self, *parts: str) -> str:
-        # Not in the tmux that may be around this one, and in UTF-8 wherever this runs.
-        environment = {name: value for name, value in os.environ.items() if name not in ("TMUX", "TMUX_PANE")}
+        # Not in the terminal that may be around this one, and in UTF-8 wherever this runs.
+        environment = {name: value for name, value in os.environ.items() if name not in OUTER}
         environment |= {"LC_ALL": "C.UTF-8"}
         return subprocess.run([*self._call, *parts], check=True, capture_output=True, text=True, env=environment).stdout
