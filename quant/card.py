@@ -11,6 +11,7 @@ from tokamac.engine.limits.config_cost import Packing
 from tokamac.quant.options import Options
 from tokamac.quant.plan import Plan
 from tokamac.quant.provenance import Provenance
+from tokamac.quant.quality import with_error
 from tokamac.quant.report import RECORD, Outcome, PartRow, by_part
 
 CARD = "README.md"
@@ -126,20 +127,13 @@ def _quality(result: Outcome | None) -> Iterator[str]:
 
 
 def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
-    yield "relative error of the packed weights", _figure(result.relative_error)
+    yield "relative error of the packed weights", with_error(result.relative_error)
     if (found := result.quality) is not None:
-        yield "KL divergence, nats a token", _figure(found.kl, found.kl_se)
+        yield "KL divergence, nats a token", with_error(found.kl, found.kl_se)
         yield "the same token is likeliest", "unknown" if found.top1 is None else f"{100 * found.top1:.1f} %"
-        yield "perplexity", _figure(found.perplexity, found.perplexity_se)
-        yield "the source's perplexity", _figure(found.reference_perplexity, found.reference_perplexity_se)
-        yield "perplexity ÷ the source's", _figure(found.perplexity_ratio, found.perplexity_ratio_se)
-
-
-def _figure(value: float | None, error: float | None = None) -> str:
-    """Return a value, with its standard error where that is known."""
-    if value is None:
-        return "unknown"
-    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
+        yield "perplexity", with_error(found.perplexity, found.perplexity_se)
+        yield "the source's perplexity", with_error(found.reference_perplexity, found.reference_perplexity_se)
+        yield "perplexity ÷ the source's", with_error(found.perplexity_ratio, found.perplexity_ratio_se)
 
 
 def _use() -> Iterator[str]:

@@ -100,6 +100,13 @@ def compare(reference: "mx.array", other: "mx.array", ids: Sequence[int]) -> Qua
     )
 
 
+def with_error(value: float | None, error: float | None = None) -> str:
+    """Return a figure as people read it, with its standard error where that is known."""
+    if value is None:
+        return "unknown"
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
+
+
 def typical_kl(bits_per_weight: float) -> float:
     """Return the KL in nats that so many bits usually cost: between the rows of TYPICAL_KL on a logarithmic scale."""
     rows = TYPICAL_KL

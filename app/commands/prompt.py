@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokamac.app.fence import fence_for
 from tokamac.engine.errors import TokamacError
 
 STDIN = "-"
@@ -65,7 +66,5 @@ def _text(data: bytes, name: str) -> str:
 
 def _block(title: str, text: str) -> str:
     """Return text under its title, fenced by more backticks than it holds in a row, so that it can't end its own block."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
+    fence = fence_for(text)
     return f"{title}\n{fence}\n{text.strip(chr(10))}\n{fence}"

@@ -11,6 +11,7 @@ from tokamac.app.options import Parser, positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.tui.units import UNKNOWN, count
 from tokamac.engine.errors import OptionError
+from tokamac.quant.quality import with_error
 
 if TYPE_CHECKING:
     from tokamac.engine.tokens import Tokenizer
@@ -80,9 +81,9 @@ def report(names: Sequence[str], text: str, found: "Comparison") -> str:
         ("A", names[0]),
         ("B", names[1]),
         ("text", text),
-        ("perplexity of A", _with_error(quality.reference_perplexity, quality.reference_perplexity_se)),
-        ("perplexity of B", _with_error(quality.perplexity, quality.perplexity_se)),
-        ("B ÷ A", _with_error(quality.perplexity_ratio, quality.perplexity_ratio_se)),
+        ("perplexity of A", with_error(quality.reference_perplexity, quality.reference_perplexity_se)),
+        ("perplexity of B", with_error(quality.perplexity, quality.perplexity_se)),
+        ("B ÷ A", with_error(quality.perplexity_ratio, quality.perplexity_ratio_se)),
         ("KL divergence", _divergence(quality)),
         (
             "equal top-1",
@@ -145,14 +146,8 @@ def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison"
         bar.clear()
 
 
-def _with_error(value: float | None, error: float | None) -> str:
-    if value is None:
-        return UNKNOWN
-    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
-
-
 def _divergence(quality: "Quality") -> str:
-    return UNKNOWN if quality.kl is None else f"{_with_error(quality.kl, quality.kl_se)} nats a token"
+    return UNKNOWN if quality.kl is None else f"{with_error(quality.kl, quality.kl_se)} nats a token"
 
 
 def _layers(layers: Sequence[float | None]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from tokamac.app.fence import fence_for
 from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.store.values import Attachment
 
@@ -98,8 +99,7 @@ def kind_of(name: str) -> str:
 
 def _block(attachment: Attachment) -> str:
     """Return an attachment under its name, between fences with more backticks than it holds in a row."""
-    longest = max((len(run) for run in re.findall("`+", attachment.text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = fence_for(attachment.text)
     is_paste = attachment.kind == _PASTE and _NUMBER.fullmatch(attachment.name)
     title = attachment.name.capitalize() if is_paste else f"File {sanitise_line(attachment.name)}"
     return f"{title}:\n{fence}\n{attachment.text}\n{fence}"
