@@ -11,6 +11,7 @@ from textual.screen import Screen
 
 from tokamac.app.sanitise import sanitise
 from tokamac.app.tui.bridge import Bridge
+from tokamac.app.tui.clipboard import through_tmux
 from tokamac.app.tui.last_gate import LastGate
 from tokamac.app.tui.memory import Memory
 from tokamac.app.tui.screens.chat import ChatScreen, OpenStore
@@ -76,6 +77,12 @@ class TokamacApp(App[int]):
     ) -> None:
         """Show a notice. What it quotes, a path, a name or an error, is made safe here."""
         super().notify(sanitise(message), title=sanitise(title), severity=severity, timeout=timeout, markup=markup)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Ask the terminal to copy (OSC 52); in tmux also the one that it runs in, which tmux alone would not tell."""
+        super().copy_to_clipboard(text)
+        if "TMUX" in os.environ and self._driver is not None:
+            self._driver.write(through_tmux(text))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Return what every row passes before it is written: Textual's filters, and ours as the last."""

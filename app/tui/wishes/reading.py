@@ -74,7 +74,7 @@ def copy(chat: "ChatScreen", _: str) -> None:
     """Copy the selection, and say how."""
     text = chat.get_selected_text() or chat.query_one(Prompt).selected_text
     if text:
-        chat.notify(copy_text(chat.app, text), markup=False, timeout=3)
+        _copy(chat, text)
     else:
         chat.notify(
             "Nothing is selected: drag with the mouse. Ctrl+Q quits, Esc stops a reply.", markup=False, timeout=4
@@ -86,7 +86,7 @@ def copy_message(chat: "ChatScreen", _: str) -> None:
     node = chat.pointed()
     text = "" if node is None else node.prompt or (node.reply.text if node.reply is not None else "")
     if text:
-        chat.notify(copy_text(chat.app, sanitise(text)), markup=False, timeout=3)
+        _copy(chat, sanitise(text))
     else:
         chat.notify("There is no message to copy yet.", markup=False, timeout=3)
 
@@ -101,7 +101,12 @@ def copy_code(chat: "ChatScreen", _: str) -> None:
         return
     back = chat.code_back.again(node.key if node is not None else 0, len(blocks))
     which = "the last code block" if back == 1 else f"code block {len(blocks) - back + 1} of {len(blocks)}"
-    chat.notify(f"{copy_text(chat.app, sanitise(blocks[-back]))} It was {which}.", markup=False, timeout=4)
+    _copy(chat, sanitise(blocks[-back]), which)
+
+
+def _copy(chat: "ChatScreen", text: str, what: str = "") -> None:
+    said = copy_text(chat.app, text, chat.memory.home)
+    chat.notify(f"{what[:1].upper()}{what[1:]}. {said}" if what else said, markup=False, timeout=5)
 
 
 def leave(chat: "ChatScreen", _: str) -> None:
