@@ -43,21 +43,43 @@ class Parser(argparse.ArgumentParser):
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``-m MODEL``."""
-    parser.add_argument("-m", "--model", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="a folder, a Hugging Face id, or guide (the one picked last, at first guide)",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how tokens are chosen."""
-    group = parser.add_argument_group("generation (what is left out is the model's own recommendation)")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most")
-    group.add_argument("--temp", type=float, metavar="T", dest="temperature", help="temperature; 0 takes the likeliest")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up this share")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is off")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest one")
+    group = parser.add_argument_group("generation")
     group.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1, recent tokens become less likely"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="tokens to generate at most (in bench 128, else as many as the context holds)",
     )
-    group.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    group.add_argument(
+        "--temp",
+        type=float,
+        metavar="T",
+        dest="temperature",
+        help="temperature; 0 takes the likeliest (the model's own)",
+    )
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up this share (the model's own)"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is off (the model's own)")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest one (the model's own)"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1, recent tokens become less likely (1: off)"
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="same seed, same text on the same device (another each time)"
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 
 
@@ -66,7 +88,12 @@ def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: b
     group = parser.add_argument_group("keys and values")
     bits = "|".join(map(str, KV_BITS))
     group.add_argument("--kv-bits", type=kv_bits, metavar="BITS", help=f"{bits}, or K,V such as 8,4; 16 is unpacked")
-    group.add_argument("--kv-window", type=int, metavar="N", help="keep the last N tokens at most (rotating)")
+    group.add_argument(
+        "--kv-window",
+        type=int,
+        metavar="N",
+        help="hold N tokens at most: the first ones (--kv-keep) and the newest (rotating)",
+    )
     group.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, help="values that share a scale (64)")
     group.add_argument("--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4)")
     if full:

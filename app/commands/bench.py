@@ -56,13 +56,21 @@ def parser() -> Parser:
         "beside the ceiling and the expected rate. Several lengths make a sweep: a table, and with --plot a picture. "
         "With --kv-quality: what each KV setting costs in quality, what it saves, and which to use.",
         "  tokamac bench\n  tokamac bench mlx-community/Qwen3-4B-Instruct-2507-4bit --prompt 2048 --runs 3 --json\n"
-        "  tokamac bench guide --depth 128,1024,4000 --plot decode.svg\n"
+        "  tokamac bench guide --depth 128,1024,3900 --plot decode.svg\n"
         "  tokamac bench guide --prompt 64,512 --compare mlx-lm\n"
         "  tokamac bench guide --kv-quality --kv-window 2048",
     )
-    made.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a Hugging Face id, or guide")
     made.add_argument(
-        "--prompt", type=kv_quality.depth_list, metavar="N[,N…]", help=f"tokens to read ({PROMPT_TOKENS})"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, a Hugging Face id, or guide (the one picked last, at first guide)",
+    )
+    made.add_argument(
+        "--prompt",
+        type=kv_quality.depth_list,
+        metavar="N[,N…]",
+        help=f"tokens to read ({PROMPT_TOKENS}; with --depth none)",
     )
     made.add_argument(
         "--depth",

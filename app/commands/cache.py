@@ -42,7 +42,12 @@ def parser() -> Parser:
         "  tokamac cache\n  tokamac cache clear\n  tokamac cache check guide --kv-bits 8,4",
     )
     made.add_argument("action", nargs="?", choices=("show", "clear", "check"), default="show", help="(show)")
-    made.add_argument("model", nargs="?", metavar="MODEL", help="of check: a folder, a Hugging Face id, or guide")
+    made.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="of check: a folder, a Hugging Face id, or guide (the one picked last, at first guide)",
+    )
     made.add_argument("--json", action="store_true", help="one JSON object")
     add_kv_flags(made, cache=False)
     return made

@@ -21,7 +21,8 @@ def parser() -> Parser:
     made = Parser(
         "chat",
         "Open the full-screen chat. Without MODEL it is the one picked last, at first guide, the embedded one. "
-        "Where stdin or stdout is no terminal it is plain lines, as with --plain.",
+        "Where stdin or stdout is no terminal it is plain lines, as with --plain. Flags that are left out are "
+        "as the settings have them.",
         "  tokamac chat\n  tokamac chat --continue\n"
         "  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8,4 --kv-window 8192\n"
         "  tokamac chat --plain < questions.txt > answers.txt",

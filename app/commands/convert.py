@@ -75,13 +75,19 @@ def _add_packing(made: Parser) -> None:
 
 def _add_finding(made: Parser) -> None:
     group = made.add_argument_group("how the packed values are found")
-    group.add_argument("--method", choices=METHODS, help="search; for mxfp8, which gains nothing from it, round")
+    group.add_argument(
+        "--method",
+        choices=METHODS,
+        help="search: least squared error in MLX's format; round: MLX's own; gptq, awq: mlx-lm's, by a text (search; for "
+        "mxfp8 round)",
+    )
     group.add_argument(
         "--calibration",
         nargs="?",
         const=True,
         metavar="FILE",
-        help="a text to look at; without FILE the one that comes with tokamac (put it last, or write --calibration=FILE)",
+        help="a text for search, gptq or awq to look at; without FILE "
+        "the one that comes with tokamac (put it last, or write --calibration=FILE)",
     )
 
 

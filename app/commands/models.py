@@ -14,7 +14,8 @@ def parser() -> Parser:
     made = Parser(
         "models",
         "Models on disk, in the Hugging Face cache that other tools share (HF_HOME moves it). HF_TOKEN opens gated ones. "
-        "suggest names those of the catalogue that would run well, best first.",
+        "list says how large each is, whether it fits and how fast it should be here; suggest names those of "
+        "the catalogue that fit, or may fit, best first; pull also brings a model up to date.",
         "  tokamac models list\n"
         "  tokamac models suggest --context 16384\n"
         "  tokamac models pull mlx-community/Qwen3-4B-Instruct-2507-4bit\n"

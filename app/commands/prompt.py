@@ -1,4 +1,7 @@
-"""The prompt of ``tokamac ask``: the argument, then the files, then what is piped in, each in a block of its own."""
+"""The prompt of ``tokamac ask``: the files, what is piped in, each in a block of its own, and then the question.
+
+The question comes last, so that another one about the same file begins with what is computed already.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ def compose(argument: str | None, files: Sequence[str]) -> str:
     if piped.strip():
         # Alone it is the prompt itself; beside one it is what the prompt is about.
         blocks.append(_block("Input:", piped) if said or blocks else piped.strip())
-    return "\n\n".join([said, *blocks] if said else blocks)
+    return "\n\n".join([*blocks, said] if said else blocks)
 
 
 def _standard_input(*, wanted: bool) -> str:

@@ -125,7 +125,7 @@ def measure(plan: Plan) -> Section:
         "of the three. The embedded model ships packed at 4 bits in groups of 64, and the weights it was made from are not "
         "kept: what it unpacks to has 16 values a group, which any method packs again at 4 bits and 64 without loss. So "
         "its rows say what packing it to fewer bits, or in larger groups, loses. Rates: 4 bits, groups of 64, the Gaussian "
-        f"weights, in turn; the search by {by} on all cores, and `mx.quantize`, which on a CPU uses one."
+        f"weights, in turn; the search by {by} on all cores, and one call of `mx.quantize`, which on a CPU uses one."
     )
     return Section("Search: packing with less error", figures, how)
 

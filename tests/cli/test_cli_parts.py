@@ -61,11 +61,11 @@ def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def test_the_prompt_then_the_files_then_the_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_then_the_pipe_then_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     piped(monkeypatch, "café\n".encode())
     text = compose("Review this", [str(tmp_path / "a.py")])
-    assert text == f"Review this\n\nFile {tmp_path}/a.py:\n```\nx = 1\n```\n\nInput:\n```\ncafé\n```"
+    assert text == f"File {tmp_path}/a.py:\n```\nx = 1\n```\n\nInput:\n```\ncafé\n```\n\nReview this"
 
 
 @pytest.mark.parametrize("argument", [None, "-", "", " "])
