@@ -69,10 +69,12 @@ Block = Flow | Code | Table | Rule
 class Section:
     """One top-level part of a text: its blocks, its first source line, and the line after its last.
 
-    ``items``: of a list that may be cut between items without a trace, the first lines of its items.
+    ``items``: of a list or a table that may be cut before any of them without a trace, the first lines of its items, or of its
+    rows below the header. ``loose``: it is a list with space between its items.
     """
 
     start_line: int
     end_line: int
     blocks: tuple[Block, ...]
     items: tuple[int, ...] = ()
+    loose: bool = False

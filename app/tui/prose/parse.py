@@ -10,6 +10,7 @@ from tokamac.app.tui.prose.blocks import Block, Code, Flow, Inline, InlineStyle,
 
 BULLETS = "•◦▪"
 QUOTE = "▎ "
+LISTS = ("bullet_list", "ordered_list")
 _STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"}
 
 
@@ -28,13 +29,21 @@ def parse(source: str) -> tuple[Section, ...]:
     tree = SyntaxTreeNode(tokens(source))
     lines = source.splitlines()
     return tuple(
-        Section(*(node.map or (0, len(lines))), _Writer(lines).section(node), _items(node)) for node in tree.children
+        Section(
+            *(node.map or (0, len(lines))),
+            _Writer(lines).section(node),
+            _items(node),
+            node.type in LISTS and _loose(node),
+        )
+        for node in tree.children
     )
 
 
 def _items(node: SyntaxTreeNode) -> tuple[int, ...]:
-    """Return the first lines of a list's items, if the items after any of them make the same list by themselves."""
-    if node.type not in ("bullet_list", "ordered_list") or _loose(node):
+    """Return the first lines of a list's items, if the items after any of them make the same list by themselves, or of rows."""
+    if node.type == "table":
+        return tuple(row.map[0] for body in node.children[1:] for row in body.children if row.map)
+    if node.type not in LISTS:
         return ()
     if node.type == "ordered_list":
         last = int(node.attrs.get("start", 1)) + len(node.children) - 1

@@ -1,17 +1,12 @@
 """A text in Markdown that may grow, as rows. Each block is laid out once; only the open end is laid out again."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from textual.content import Content
-
-from tokamac.app.tui.prose.blocks import Block, Code, Flow
-from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow, keep_same
+from tokamac.app.tui.prose.blocks import Block
+from tokamac.app.tui.prose.laid import Laid
+from tokamac.app.tui.prose.page import PageRow
 from tokamac.app.tui.prose.parse import parse
-from tokamac.app.tui.prose.rows import rows
 from tokamac.app.tui.prose.tail import Tail
-
-CODE = Frame(Content(" ") + Content.styled(" ", "on $surface"), "on $surface")
 
 
 class Prose:
@@ -24,7 +19,7 @@ class Prose:
         self._settled: list[Block] = []
         self._open: Sequence[Block] = ()
         self._width = 0
-        self._laid: list[tuple[Block, list[PageRow]]] = []
+        self._laid: list[Laid] = []
 
     def add(self, text: str) -> None:
         """Append ``text``; ``look`` takes notice of it."""
@@ -56,30 +51,9 @@ class Prose:
         blocks = [*self._settled, *self._open]
         del self._laid[len(blocks) :]
         for index, block in enumerate(blocks):
-            if index == len(self._laid):
-                self._laid.append((block, _lay_out(block, width)))
-            elif (was := self._laid[index])[0] is not block:
-                self._laid[index] = (block, was[1] if was[0] == block else _lay_out_again(*was, block, width))
-        return [row for _, laid in self._laid for row in laid]
-
-
-def _lay_out_again(before: Block, laid: list[PageRow], block: Block, width: int) -> list[PageRow]:
-    """Return ``block`` laid out, which stands where ``before`` was laid out as ``laid``."""
-    if not (isinstance(before, Code) and isinstance(block, Code) and _goes_on(before, block)):
-        return keep_same(laid, _lay_out(block, width))
-    # A long block of code is laid out line by line as it comes, or each new token would cost more than the one before.
-    last = next(index for index in reversed(range(len(laid) - 1)) if laid[index].row.joint == "\n")
-    line = replace(block, text=block.text[before.text.rfind("\n") + 1 :])
-    return [*laid[:last], *keep_same(laid[last:], _lay_out(line, width))]
-
-
-def _goes_on(before: Code, block: Code) -> bool:
-    """Whether both are plain lines, and the lines of ``before`` but for its last are those of ``block``."""
-    return not block.closed and not before.closed and block.text.startswith(before.text)
-
-
-def _lay_out(block: Block, width: int) -> list[PageRow]:
-    code = isinstance(block, Code)
-    frame, room = (CODE, width - 2) if code else (PLAIN, width)
-    laid = [PageRow(row, frame) for row in rows(block, room)]
-    return laid if isinstance(block, Flow) and block.joined else [*laid, BLANK]
+            final = index < len(self._settled)
+            if index < len(self._laid):
+                self._laid[index].become(block, final=final)
+            else:
+                self._laid.append(Laid(block, width, final=final))
+        return [row for laid in self._laid for row in laid.rows]

@@ -1,0 +1,141 @@
+"""Tables to rows of a given width. One that grows is laid out row by row.
+
+A cell that is wider than those before it moves every column. Until the table is final that happens seldom, so that a frame's
+cost does not depend on the table's length: a cell that does not fit its column is wrapped meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from textual.content import Content
+from textual.content import Span as ContentSpan
+
+from tokamac.app.tui.prose.blocks import Inline, Table
+from tokamac.app.tui.prose.wrapping import STYLES, Row, content, wrapped
+
+NARROWEST_COLUMN = 4
+BAR, CROSSING = " │ ", "─┼─"
+SHORT = 24
+"""Rows of a table whose columns may move whenever they want to;"""
+OFTEN = 2
+"""so many times as long as it was when they last did, a longer one must be before they do again;"""
+LONG = 200
+"""and with more rows than this they stay until it is final."""
+
+Cells = tuple[Inline, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What changed: the first ``kept`` rows are as before, and ``rows`` follow them."""
+
+    kept: int
+    rows: list[Row]
+
+
+class Grid:
+    """A table as rows of ``width`` cells; ``right`` as in ``Table``. Where columns have no room, each cell is a line of its own."""
+
+    def __init__(self, right: tuple[bool, ...], width: int) -> None:
+        self._right = right
+        self._width = max(width, 2)
+        self._room = self._width - len(BAR) * (len(right) - 1)
+        self._widths: list[int] = []  # of the columns, as they are laid out
+        self._moved_at = 0  # rows of the table when the columns last moved
+        # Of each of the table's rows:
+        self._source: list[Cells] = []
+        self._cells: list[list[Content]] = []
+        self._needs: list[list[int]] = []  # what the columns need for it and all above it
+        self._ends: list[int] = []  # rows on the screen for it and all above it
+
+    def grow(self, table: Table, *, final: bool) -> Growth:
+        """Be ``table``. ``final``: it grows no more, and looks as if it had come at once."""
+        known = self._known(table.rows)
+        self._cut(known)
+        self._source = list(table.rows[:known])  # these objects are told apart by a glance next time
+        for row in table.rows[len(self._source) :]:
+            self._take(row)
+        settled = final or len(self._source) <= SHORT
+        widths = _column_widths(self._needs[-1 if settled else -2], self._room)  # the last row may be half a row yet
+        if widths != self._widths and (settled or self._may_move()):
+            self._widths, self._moved_at = widths, len(self._source)
+            self._ends.clear()
+        kept, rows = self._end(), list[Row]()
+        for index in range(len(self._ends), len(self._source)):
+            rows += self._laid_out(index)
+            self._ends.append(kept + len(rows))
+        return Growth(kept, rows)
+
+    def _known(self, rows: Sequence[Cells]) -> int:
+        """Return how many of ``rows``, from the first, are here already."""
+        pairs = zip(self._source, rows, strict=False)
+        changed = (index for index, (was, row) in enumerate(pairs) if was is not row and was != row)
+        return next(changed, min(len(self._source), len(rows)))
+
+    def _cut(self, count: int) -> None:
+        for of_rows in (self._source, self._cells, self._needs, self._ends):
+            del of_rows[count:]
+
+    def _take(self, row: Cells) -> None:
+        cells = [content(cell) for cell in row]
+        above = self._needs[-1] if self._needs else [NARROWEST_COLUMN] * len(cells)
+        self._source.append(row)
+        self._cells.append(cells)
+        self._needs.append([max(need, cell.cell_length) for need, cell in zip(above, cells, strict=True)])
+
+    def _may_move(self) -> bool:
+        return not self._moved_at or OFTEN * self._moved_at <= len(self._source) <= LONG
+
+    def _end(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _laid_out(self, index: int) -> Iterator[Row]:
+        if not self._widths:
+            yield from self._record(index)
+            return
+        lines = [_lines(cell, size) for cell, size in zip(self._cells[index], self._widths, strict=True)]
+        for height in range(max(map(len, lines))):
+            yield Row(self._joined([line[height] if height < len(line) else Content("") for line in lines]))
+        if index == 0:
+            yield Row(Content.styled(CROSSING.join("─" * size for size in self._widths), STYLES["faint"]))
+
+    def _joined(self, cells: Sequence[Content]) -> Content:
+        """Return one line of each cell, side by side. (Content's own ``pad`` and ``join`` take several times as long.)"""
+        text, spans = "", list[ContentSpan]()
+        for column, (cell, size, right) in enumerate(zip(cells, self._widths, self._right, strict=True)):
+            if column:
+                spans.append(ContentSpan(len(text), len(text) + len(BAR), STYLES["faint"]))
+                text += BAR
+            gap = " " * (size - cell.cell_length)
+            start = len(text) + (len(gap) if right else 0)
+            spans += (ContentSpan(start + span.start, start + span.end, span.style) for span in cell.spans)
+            text += gap + cell.plain if right else cell.plain + gap
+        return Content(text, spans, strip_control_codes=False)
+
+    def _record(self, index: int) -> Iterator[Row]:
+        """A row of a table that is too wide for the window, as ``header: cell`` lines."""
+        if index > 1:
+            yield Row(Content(""))
+        for name, cell in zip(self._cells[0], self._cells[index], strict=True) if index else ():
+            yield from wrapped(name.stylize("bold") + ": " + cell, self._width)
+
+
+def _lines(cell: Content, size: int) -> list[Content]:
+    """Return ``cell`` in lines of at most ``size`` cells; one that fits, as most do, is not asked where it would break."""
+    plain = cell.plain
+    if cell.cell_length <= size and "\n" not in plain and "\t" not in plain:
+        return [cell]
+    return cell.wrap(size)
+
+
+def _column_widths(needs: Sequence[int], room: int) -> list[int]:
+    """Return the columns' widths: what they need, the widest shortened first; none where ``room`` does not do."""
+    widths = list(needs)
+    if room < NARROWEST_COLUMN * len(widths):
+        return []
+    while (excess := sum(widths) - room) > 0:
+        widest = max(widths)
+        second = max([w for w in widths if w < widest], default=NARROWEST_COLUMN)
+        index = widths.index(widest)
+        widths[index] -= max(1, min(excess, widest - max(second, NARROWEST_COLUMN)))
+    return widths
