@@ -31,7 +31,10 @@ class NumbaSearch:
         """See Implementation."""
         bits, size = packing.bits or 0, packing.group_size
         groups = Groups.of(weight, size)
-        words = np.empty((groups.count, size * bits // 32), np.uint32)
+        made = mx.zeros((weight.shape[0], weight.shape[1] * bits // 32), mx.uint32)
+        words = np.asarray(made).reshape(
+            groups.count, -1
+        )  # MLX's memory, filled in place: a copy would double the peak
         scales, biases = np.empty(groups.count, np.float32), np.empty(groups.count, np.float32)
         drawn = np.array(DRAWN_IN, np.float32)
         parts = [None] if importance is None else list(importance.reshape(len(importance), -1, size))
@@ -45,7 +48,7 @@ class NumbaSearch:
         _in_threads(work, ((p, *c) for n, p in enumerate(parts) for c in _chunks(n * share, (n + 1) * share, step)))
         shape = (weight.shape[0], -1)
         scale, bias = (mx.array(each.reshape(shape)).astype(weight.dtype) for each in (scales, biases))
-        return mx.array(words.reshape(shape)), scale, bias
+        return made, scale, bias
 
     def squared_error(self, weight: mx.array, arrays: Sequence[mx.array], packing: Packing) -> tuple[float, float]:
         """See Implementation."""

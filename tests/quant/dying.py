@@ -148,6 +148,8 @@ def _child(answer, job):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dies_at, by = job.pop("dies_at", None), job.pop("by", signal.SIGKILL)
     if (file_bytes := job.pop("file_bytes", None)) is not None:
+        # Python would put a module's bytecode in place even where only its beginning could be written.
+        sys.dont_write_bytecode = True
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     write = os.write
@@ -168,7 +170,10 @@ def _warm_up():
 
     import tokamac.quant.conversion
     import tokamac.quant.workplace  # noqa: F401
+    from tokamac.engine.config import check_config, model_classes, read_config
 
+    config = read_config(ROOT / "tests" / "golden" / "llama")
+    check_config(config, model_classes(config)[1])  # what it finds in mlx-lm's sources is remembered
     if find_spec("numba") is not None:
         import numpy as np
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.quant.dying import interpreter
 from tests.quant.quant_models import make_source, names_in
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
 from tokamac.quant import convert, folder
@@ -215,44 +216,25 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         convert(tmp_path / "source", tmp_path / "locked" / "out")
 
 
-def run(code, *, wait=True):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    if wait:
-        out, err = process.communicate(timeout=60)
-        return process.returncode, out, err
-    return process
+@pytest.fixture(scope="module")
+def converting():
+    with interpreter() as started:
+        yield started
 
 
 @pytest.mark.parametrize("limit", [100, 150_000])
-def test_a_disk_that_fills_up_on_the_way(tmp_path, limit):
+def test_a_disk_that_fills_up_on_the_way(converting, tmp_path, limit):
     """RLIMIT_FSIZE stands in for the full disk: a write beyond it fails the same way, half way through a file."""
     source = make_source(tmp_path, "llama")
-    code, out, err = run(
-        f"""
-        import resource, signal
-        from tokamac.engine.errors import ConversionError
-        from tokamac.quant import convert
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        import mlx_lm.utils
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-        try:
-            convert({str(source)!r}, {str(tmp_path / "out")!r})
-        except ConversionError as error:
-            print(error.one_line())
-        """
-    )
-    assert code == 0, err
-    assert "can't be written: File too large" in out
+    full = converting.convert(source, tmp_path / "out", whole=True, file_bytes=limit)
+    assert "can't be written: File too large" in full.error
     assert "out" not in names_in(tmp_path)
 
 
 @pytest.mark.parametrize("stop", [1, 7])
 def test_ctrl_c_in_the_middle(tmp_path, stop):
     source = make_source(tmp_path, "llama")
-    process = run(
-        f"""
+    code = f"""
         import signal, sys, time
         from tokamac.quant import convert
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -264,8 +246,9 @@ def test_ctrl_c_in_the_middle(tmp_path, stop):
             convert({str(source)!r}, {str(tmp_path / "out")!r}, progress=step)
         except KeyboardInterrupt:
             sys.exit(130)
-        """,
-        wait=False,
+        """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "half way\n"
     assert names_in(tmp_path) == {"source", ".out.partial"}
