@@ -49,8 +49,14 @@ def modules(module: ModuleType) -> tuple[ModuleType, ...]:
     return tuple(found.values())
 
 
-def _uses(module: ModuleType) -> Iterator[str]:
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
+@functools.cache
+def _uses(module: ModuleType) -> frozenset[str]:
+    """Parsed once: to parse a module takes longer than all else that is done with a config."""
+    return frozenset(_names(ast.parse(inspect.getsource(module))))
+
+
+def _names(source: ast.Module) -> Iterator[str]:
+    for node in ast.walk(source):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -11,9 +11,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tokamac.engine.limits.leaves import leaf_modules
 from tokamac.engine.shards import find_shards, read_header
 
 PartName = Literal["embedding", "attention", "mlp", "experts", "head", "norms and other"]
@@ -25,6 +27,9 @@ FORMS: tuple[Form, ...] = get_args(Form)
 unpacked to float32 for NumPy (engine/cpu.py), except stacks of matrices (experts, MLA's heads), which stay packed."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+NAMES_KEPT = 1 << 14
+"""Names of tensors whose part is remembered: those of some twenty models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,7 @@ def tensors_of(model: Any) -> list[Tensor]:
 
 def groups_of(model: Any) -> dict[str, int]:
     """Return how many weights share a scale, by the path of every packed module."""
-    from mlx import nn
-    from mlx.utils import tree_flatten
-
-    modules = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return {name: module.group_size for name, module in modules if "scales" in module}
+    return {name: module.group_size for name, module in leaf_modules(model) if "scales" in module}
 
 
 def cost_of_folder(folder: Path, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
@@ -171,19 +172,24 @@ def cost_of_tensors(
 
 def part_of(tensor: Tensor, config: Mapping[str, Any]) -> PartName:
     """Return which part of a model a tensor belongs to, by its name; an expert stack also by its first axis."""
-    owner = tensor.name.rpartition(".")[0]
-    if re.search(r"norm|(^|\.)ln_\w*$", owner):
+    part = _part_named(tensor.name)
+    return "experts" if part == "mlp" and _stacked(tensor, config) else part
+
+
+@lru_cache(maxsize=NAMES_KEPT)
+def _part_named(name: str) -> PartName:
+    """Return what a name tells. Each is asked about several times for a model, and again for the next of its family."""
+    if _NORM.search(name.rpartition(".")[0]):
         return "norms and other"
-    for part, pattern in _PATTERNS.items():
-        if pattern.search(tensor.name):
-            return "experts" if part == "mlp" and _stacked(tensor, config) else part
-    return "norms and other"
+    return next((part for part, pattern in _PATTERNS.items() if pattern.search(name)), "norms and other")
 
 
 _DTYPES = {
     "mlx.core.float64": "F64", "mlx.core.float32": "F32", "mlx.core.float16": "F16", "mlx.core.bfloat16": "BF16",
     "mlx.core.uint32": "U32", "mlx.core.uint8": "U8", "mlx.core.int32": "I32",
 }  # fmt: skip
+
+_NORM = re.compile(r"norm|(^|\.)ln_\w*$")
 
 _PATTERNS: dict[PartName, re.Pattern[str]] = {
     "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)(\.|$)|^(model\.)?output\."),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.limits.attention_work import reusing_layers
 from tokamac.engine.limits.cost import Tensor, part_of
+from tokamac.engine.limits.leaves import leaf_modules
 
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan
@@ -36,12 +37,9 @@ def launches(model: Any, config: Mapping[str, Any], plan: "CachePlan") -> int:
     scale queries and keys first, and write them back: two more each. Queries, keys and values of one product are cut apart:
     three copies.
     """
-    from mlx import nn
-    from mlx.utils import tree_flatten
-
     count = PER_STEP + PER_LAYER * len({layer.index for layer in plan.layers})
     count += PER_REUSING_LAYER * reusing_layers(config)
-    modules = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    modules = leaf_modules(model)
     return count + sum(_of_module(path.rpartition(".")[2], module) for path, module in modules if not _is_head(path))
 
 
@@ -51,14 +49,20 @@ def _is_head(path: str) -> bool:
 
 def _of_module(name: str, module: Any) -> int:
     """Return the kernels of one module. name: the last of its path."""
-    from mlx.utils import tree_flatten
-
     kind = type(module)
     if kind.__name__ in SCALING_ROTATIONS:
         return 4
-    if "mbedding" in kind.__name__ or not tree_flatten(module.parameters()):
+    if "mbedding" in kind.__name__ or not _has_weights(module):
         return 0  # a row of a table is looked up: one of PER_STEP
     if "norm" in name and not kind.__module__.startswith("mlx."):
         return 2
     stack = PER_STACK if "SwitchLinear" in kind.__name__ else 0
     return 1 + stack + (len("qkv") if name in FUSED else 0)
+
+
+def _has_weights(module: Any) -> bool:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    plain = any(isinstance(value, mx.array) and not name.startswith("_") for name, value in module.items())
+    return plain or bool(tree_flatten(module.parameters()))

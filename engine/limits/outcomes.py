@@ -163,8 +163,7 @@ def points_of(loaded: Loaded, contexts: Iterable[int]) -> tuple[Point, ...]:
 
 def load(weighed: Weighed, kv: KVSpec, place: Place) -> Loaded:
     """Return the model with its caches planned. Raises OptionError for flags that they can't take."""
-    plan = weighed.plan(kv)
-    return Loaded(weighed, plan, weighed.work(plan), place, None).at(place)
+    return Loaded(weighed, *weighed.planned(kv), place, None).at(place)
 
 
 def outcome_of(weighed: Weighed | str, case: Case, place: Place) -> Outcome:

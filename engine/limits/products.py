@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from tokamac.engine.limits.cost import Tensor, active_share, cost_of_tensors, part_of
+from tokamac.engine.limits.leaves import leaf_modules
 
 TERNARY = "ternary"
 """The mode of BitNet's matrices: four weights of three values each to a byte, stacked along the rows, with one scale for all."""
@@ -55,11 +56,8 @@ class Product:
 def products_of(model: Any, config: Mapping[str, Any]) -> tuple[Product, ...]:
     """Return the products of mlx-lm's module, loaded or hollow. A mixture that does not say how many of its experts a token chooses
     gets one of each stack."""
-    from mlx import nn
-    from mlx.utils import tree_flatten
-
-    leaves = dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module))
-    matrices = {path: module for path, module in leaves.items() if "weight" in module and module.weight.ndim in (2, 3)}
+    leaves = leaf_modules(model)
+    matrices = {path: module for path, module in leaves if "weight" in module and module.weight.ndim in (2, 3)}
     parts = {path: part_of(_tensor(path, module), config) for path, module in matrices.items()}
     used, experts = active_share(config) or (1, 1)
     found: dict[Product, Fraction] = {}

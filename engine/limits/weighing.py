@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.peak_shape import Order, Shape
     from tokamac.engine.limits.work import Work
 
+MODELS_KEPT = 12
+"""Models that stay on the scales: one in all its packings, which are asked for again with each other context, cache or chip."""
+
 ORDERS: "Mapping[Form, Order]" = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
 """In which order arrays are computed (peak_shape.Order), by the form of the weights."""
 
@@ -33,6 +37,16 @@ class Weighed:
     form: Form
     value_bytes: int
     module: Any = field(repr=False, compare=False)
+    _planned: "dict[KVSpec, tuple[CachePlan, Work]]" = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def planned(self, kv: KVSpec) -> "tuple[CachePlan, Work]":
+        """Return the plan of its caches and its work with them. Raises OptionError for a flag that they can't take."""
+        if kv not in self._planned:
+            plan = self.plan(kv)
+            self._planned[kv] = plan, self.work(plan)
+        return self._planned[kv]
 
     def plan(self, kv: KVSpec) -> "CachePlan":
         """Return the plan of its caches. Raises OptionError for a flag that they can't take."""
@@ -72,12 +86,36 @@ def weigh(
 
     packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
     """
+    if folder is not None and packing is None:
+        return _weigh(config, device, memory_bytes, None, folder)  # files come and go
+    return _weigh_shape(_Shape(repr(config), config), device, memory_bytes, packing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A config, known by all that is written in it."""
+
+    text: str
+    config: Mapping[str, Any] = field(compare=False)
+
+
+@lru_cache(maxsize=MODELS_KEPT)
+def _weigh_shape(shape: _Shape, device: DeviceKind, memory_bytes: int | None, packing: Packing | None) -> Weighed | str:
+    return _weigh(shape.config, device, memory_bytes, packing, None)
+
+
+def _weigh(
+    config: Mapping[str, Any],
+    device: DeviceKind,
+    memory_bytes: int | None,
+    packing: Packing | None,
+    files: Path | None,
+) -> Weighed | str:
     if names_unknown_layers(config):
         return "its config names kinds of layers that are not known here"
     value_bytes = 2 if packing else value_bytes_of(config)
     try:
         module = module_of(config, packing=packing)
-        files = folder if packing is None else None
         stored = _cost(module, config, "stored", files)
         form = form_on(stored, device, memory_bytes)
         if form == "stored":

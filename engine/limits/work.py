@@ -16,6 +16,7 @@ from tokamac.engine.limits.cost import Cost, Form
 from tokamac.engine.limits.family import Trait, traits_of
 from tokamac.engine.limits.kv_cost import value_bytes_of
 from tokamac.engine.limits.launches import launches
+from tokamac.engine.limits.leaves import leaf_modules
 from tokamac.engine.limits.products import Product, products_of
 from tokamac.engine.options import KVSpec
 
@@ -166,10 +167,8 @@ def module_of(config: Mapping[str, Any], *, packing: "Packing | None" = None, fo
 def _plain(model: Any) -> list[tuple[str, Any]]:
     """Return the modules, by path, that a plain CPU unpacks (engine/cpu.py): not the expert stacks, nor the stacks of heads."""
     from mlx import nn
-    from mlx.utils import tree_flatten
 
-    modules = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return [(path, module) for path, module in modules if type(module) in (nn.Linear, nn.Embedding)]
+    return [(path, module) for path, module in leaf_modules(model) if type(module) in (nn.Linear, nn.Embedding)]
 
 
 def _share(part: int, whole: int) -> float:
