@@ -1,6 +1,7 @@
-# Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one.
+# Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one; FROM=shipped trains the guide on.
 PYTHON ?= python3
 BACKEND ?= cpu
+FROM ?= scratch
 VENV := .venv
 BIN := $(VENV)/bin
 EDITABLE := --config-settings editable_mode=strict -e
@@ -32,7 +33,7 @@ bench: $(DEV)
 
 guide: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0 safetensors
-	.ci/make-guide $(BIN)
+	.ci/make-guide $(BIN) $(FROM)
 
 golden: $(DEV)
 	$(BIN)/pip install --quiet torch==2.13.0

@@ -10,6 +10,9 @@ import pytest
 
 from tokamac.app.cli import COMMANDS
 from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.tui.screens.chats import ChatsScreen
+from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.system import SystemScreen
 from tokamac.assets.guide.corpus import read_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +36,12 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():
                 yield from options_of(child)
+
+
+def keys_of_lists() -> set[str]:
+    """Keys of the screens that a list or a text is worked on in, as a person reads them."""
+    bound = (binding.key for screen in (ChatsScreen, ModelScreen, SystemScreen) for binding in screen.BINDINGS)
+    return {"+".join(part.capitalize() for part in key.split("+")) for keys in bound for key in keys.split(",")}
 
 
 def named(pattern: re.Pattern[str], answers: list[tuple[str, str]]) -> set[tuple[str, str]]:
@@ -60,7 +69,8 @@ def test_flags_are_told_of_commands_that_have_them(answers: list[tuple[str, str]
 
 
 def test_every_key_exists(answers: list[tuple[str, str]]) -> None:
-    keys = {name.strip() for action in ACTIONS for name in action.key_names.split(",")} | FOREIGN_KEYS
+    keys = {name.strip() for action in ACTIONS for name in action.key_names.split(",")}
+    keys |= keys_of_lists() | FOREIGN_KEYS
     assert {(key, entry) for key, entry in named(KEY, answers) if key not in keys} == set()
 
 
