@@ -22,7 +22,7 @@ COMMANDS = {
     "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
     "models": "what is on disk; download, remove, suggest",
     "cache": "the prompt cache on disk: show, clear, check",
-    "chats": "conversations that are kept: list, show, export, import, delete",
+    "chats": "conversations that are kept: list, show, export, import, delete, restore, repair",
 }
 
 INTERRUPTED = 130

@@ -4,10 +4,11 @@ A bad value is wrong usage (exit 2) and names its flag. A flag that would have n
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
+from tokamac.app.output import note
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, KVSpec, PromptCacheSpec, Sampling
 
@@ -180,10 +181,18 @@ def any_given(options: argparse.Namespace, names: tuple[str, ...]) -> bool:
 
 
 def default_model() -> str:
-    """Return the model that the user picked last, else the embedded one."""
+    """Return the model that the user picked last, else the embedded one; say on stderr what of the settings can't be used."""
     from tokamac.app import settings
 
-    return settings.load(settings.default_path()).settings.model
+    read = settings.load(settings.default_path())
+    warn(read.warnings)
+    return read.settings.model
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Say each on a line of stderr."""
+    for warning in warnings:
+        note(f"warning: {warning}")
 
 
 def _changed(parser: argparse.ArgumentParser, flag: str, base: Any, given: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@
     theme = "tokamac-dark"
     system = ""
     unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never
+    titles = "model"        # who gives a chat its title: the model, once the screen is idle, or "words": the first ones stay
 
     [sampling]          # the fields of tokamac.engine.Sampling
     temperature = 0.7
@@ -15,8 +16,8 @@
     terse = "Answer in one sentence."
 
     [keys]              # an action's id (app/tui/actions.py) and its keys; [] takes them away
-    explain = "f7"
-    new_chat = ["ctrl+n", "f8"]
+    explain = "f8"
+    new_chat = ["ctrl+n", "f9"]
 
 Nothing in the file is dropped in silence: an unknown key is named and written back, a value that can't be used is named and
 its default taken, and a file that is not TOML is moved aside, not overwritten. Whether keys can be had is for app/tui/keymap.py to
@@ -38,17 +39,23 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 FILE = "settings.toml"
-PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "toured")
+MOST_ASIDE = 100
+"""Damaged files that are kept beside it; after that the damaged one stays where it is."""
+PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "titles", "toured")
 """Settings that are one value, not a table."""
+TITLES = ("model", "words")
+"""Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
 OPTIONS = ("sampling", "kv")
 """Tables that are a dataclass of the engine's."""
+DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
 
-    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. Raises OptionError below 0.
+    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. titles: who gives a chat its
+    title, one of ``TITLES``. Raises OptionError for what these can't be.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. keys: of actions
     by id, as they were written.
     """
@@ -58,6 +65,7 @@ class Settings:
     system: str = ""
     panel: bool = True
     unload_after_min: int = 0
+    titles: str = "model"
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     kv: KVSpec = field(default_factory=KVSpec)
@@ -70,6 +78,8 @@ class Settings:
             raise OptionError(
                 f"unload_after_min is {self.unload_after_min}, which is no number of minutes.", "Use 0 for never."
             )
+        if self.titles not in TITLES:
+            raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +98,22 @@ def default_path() -> Path:
 
 
 def load(path: Path) -> Loaded:
-    """Read the settings; a missing file gives the defaults."""
+    """Read the settings; a missing file gives the defaults, and so does one that can't be used."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Loaded(Settings())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        return Loaded(Settings(), (_set_aside(path, error),))
+        return read(path)
+    except DAMAGED as error:
+        return Loaded(Settings(), (set_aside(path, error),))
     except OSError as error:
         return Loaded(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
-    return _read(table, path)
+
+
+def read(path: Path) -> Loaded:
+    """Read the settings; a missing file gives the defaults. Raises OSError, and ``DAMAGED`` for what is no TOML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Loaded(Settings())
+    return _read(tomllib.loads(text), path)
 
 
 def save(path: Path, settings: Settings) -> None:
@@ -135,13 +151,17 @@ def dumps(settings: Settings) -> str:
     return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + _toml(table)
 
 
-def _set_aside(path: Path, error: Exception) -> str:
-    aside = path.with_suffix(".damaged.toml")
+def set_aside(path: Path, error: Exception) -> str:
+    """Move a damaged file out of the way, to a name that is free; return what to say of it."""
+    names = (path.with_suffix(f".damaged{number}.toml") for number in ("", *range(2, MOST_ASIDE)))
+    aside = next((name for name in names if not (name.exists() or name.is_symlink())), None)
+    if aside is None:
+        return f"{path} is damaged ({error}) and too many are set aside beside it already; default settings are used."
     try:
         path.replace(aside)
     except OSError as problem:
         return f"{path} is damaged ({error}) and can't be moved aside ({problem.strerror}); default settings are used."
-    return f"{path} was damaged ({error}); it is now {aside.name} and default settings are used."
+    return f"{path} was damaged ({error}); it is now {aside.name}, and a new one takes its place."
 
 
 def _read(table: dict[str, Any], path: Path) -> Loaded:

@@ -20,20 +20,21 @@ from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.pacing import Pacing
+from tokamac.engine.pieces import LEAST, LONGEST_S
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.request import Reply, check_room
+from tokamac.engine.request import Reply, check_room, paced
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.squeeze import make_room
 
 LOGPROBS_CHUNK = 2048
 IDLE_CHUNK_S = 0.1
 """What is computed in idle time can be interrupted so often."""
-LEAST_CHUNK, FIRST_CHUNK = 16, 64
-"""Tokens; the first chunk tells how long one takes."""
+IDLE_LEAST = 16
+"""Tokens computed at once in idle time, at least."""
 FLUSH_S = 3.0
 """How long closing may take to finish writing the prompt cache."""
 
@@ -104,8 +105,10 @@ class Core:
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
-    def warm(self, prompt: Prompt, cancelled: Callable[[], bool], *, chunk_s: float | None = None) -> Iterator[Event]:
-        """Compute a prompt into the prompt cache, all but its last token, in chunks of about ``chunk_s`` seconds."""
+    def warm(
+        self, prompt: Prompt, cancelled: Callable[[], bool], *, longest_s: float = LONGEST_S, least: int = LEAST
+    ) -> Iterator[Event]:
+        """Compute a prompt into the prompt cache, all but its last token, in pieces of ``longest_s`` seconds, ``least`` tokens."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
@@ -119,7 +122,8 @@ class Core:
         with self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            for _ in self._paced(run, request.ids[cached:-1], chunk_s, room.chunk):
+            pieces = paced(self.runtime, self._store, slot, room.chunk, longest_s=longest_s, least=least)
+            for _ in pieces.compute(run, request.ids[cached:-1]):
                 yield PrefillProgress(len(run.held), total, cached)
                 if cancelled():
                     break
@@ -137,7 +141,7 @@ class Core:
             ids = self._prompting.stable(messages) if self._store.keeps else []
             known = self._store.known(ids, self._prompting.pinned(messages))
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                for _ in self.warm(ids, cancelled, chunk_s=IDLE_CHUNK_S):
+                for _ in self.warm(ids, cancelled, longest_s=IDLE_CHUNK_S, least=IDLE_LEAST):
                     if cancelled():
                         return
         except (OptionError, TemplateError, ContextError, MemoryLimitError):
@@ -160,18 +164,6 @@ class Core:
     def check_cache(self, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
         """Compute what is stored on disk for this model again, and compare."""
         yield from check(self.runtime, self._store, cancelled)
-
-    def _paced(self, run: Run, ids: list[int], chunk_s: float | None, most: int) -> Iterator[None]:
-        """Compute ``ids`` in chunks of ``most``; where ``chunk_s`` is given, of as many as take that long, as the last tells."""
-        at = 0
-        size = most if chunk_s is None else min(most, FIRST_CHUNK)
-        while at < len(ids):
-            began = time.perf_counter()
-            for _ in run.prefill(ids[at : at + size], size):
-                yield
-            at += size
-            if chunk_s is not None:
-                size = max(LEAST_CHUNK, min(most, round(size * chunk_s / (time.perf_counter() - began))))
 
     def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
         """ids (n,) → (n, V) float32 log-probabilities of what follows each. Raises OptionError for ids that are none."""

@@ -122,13 +122,15 @@ def remove_model(model: str) -> int:
 
 
 def discard_unfinished(model: str) -> int:
-    """Delete what has arrived of a download that did not end, and return the bytes freed. A revision that is whole stays.
+    """Delete what has arrived of a download that did not end, and return the bytes freed: none where nothing has arrived.
 
-    Raises like ``remove_model``.
+    A revision that is whole stays. Raises DownloadError where something can't be deleted.
     """
     from tokamac.engine.hub import repo_of
 
     repo = repo_of(model)
+    if not repo.folder.is_dir():
+        return 0  # it failed, or was given up, before its first byte
     if not any(is_whole(folder) for folder in (repo.folder / "snapshots").glob("*")):
         return remove_model(model)
     arrived = list((repo.folder / "blobs").glob("*.incomplete"))

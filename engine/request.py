@@ -17,6 +17,7 @@ from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent
 from tokamac.engine.limits.process import ProcessWatch
 from tokamac.engine.limits.thermal import ThermalWatch
 from tokamac.engine.options import Sampling
+from tokamac.engine.pieces import LEAST, LONGEST_S, Pieces
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
@@ -56,6 +57,7 @@ class Reply:
         self._cancelled = cancelled
         self._slot: Slot | None = None
         self._room: Room | None = None
+        self._pieces: Pieces | None = None
         self._cut_off = False
         self._thermal = ThermalWatch(macos.throttled if macos.is_mac() else None)
 
@@ -75,7 +77,8 @@ class Reply:
         runtime = self._runtime
         run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
         with self._store.lending(slot), self._thermal:
-            yield from self._prefill(run, slot, room.chunk)
+            self._pieces = paced(runtime, self._store, slot, room.chunk)
+            yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
             raise ContextError(
@@ -114,12 +117,12 @@ class Reply:
         generated = len(self._request.recorder.token_times)
         return self._room.peak_with(generated).total if self._room is not None and generated else None
 
-    def _prefill(self, run: Run, slot: Slot, chunk: int) -> Iterator[Event]:
+    def _prefill(self, run: Run, slot: Slot, pieces: Pieces) -> Iterator[Event]:
         ids, cached = self._request.ids, len(run.held)
         yield PrefillProgress(cached, len(ids), cached)
         last = len(ids) - 1  # the last token is the first decode step's
         for stop in (*(mark for mark in self._request.marks if cached < mark < last), last):
-            for _ in run.prefill(ids[len(run.held) : stop], chunk):
+            for _ in pieces.compute(run, ids[len(run.held) : stop]):
                 self._request.recorder.prefilled = len(run.held) - cached
                 if self._cancelled():
                     return
@@ -158,7 +161,8 @@ class Reply:
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine
-        situation = runtime.situation(keeps_prompts=self._store.keeps)
+        chunk = runtime.prefill_chunk if self._pieces is None else self._pieces.largest
+        situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
         return diagnose(metrics, runtime.work, machine.chip, machine.pace, situation)
 
     def _token_limit(self) -> int | None:
@@ -166,6 +170,15 @@ class Reply:
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
+
+
+def paced(
+    runtime: Runtime, store: Store, slot: Slot, most: int, *, longest_s: float = LONGEST_S, least: int = LEAST
+) -> Pieces:
+    """Return how to read a prompt after what ``slot`` holds: at first by the pace measured so far, else by the one foretold."""
+    measured_s = store.rates.prefill_s(1)
+    token_s = runtime.prompt_token_s(most, len(slot.ids)) if measured_s is None else measured_s
+    return Pieces(most, token_s, longest_s=longest_s, least=least)
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

@@ -9,7 +9,7 @@ from tokamac.engine.limits.bandwidth import believed
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.limits.peak_shape import Shape
-from tokamac.engine.limits.prediction import Pace, decode_phase
+from tokamac.engine.limits.prediction import Pace, decode_phase, prefill_phase
 from tokamac.engine.limits.situation import Situation
 from tokamac.engine.limits.work import KVLayer, Work
 from tokamac.engine.options import KVSpec
@@ -17,7 +17,7 @@ from tokamac.engine.recorder import StepCost
 from tokamac.engine.tokens import Tokenizer
 
 PREFILL_CHUNK: dict[DeviceKind, int] = {"metal": 512, "cuda": 2048, "cpu": 256}
-"""Prompt tokens computed at once, and so how long a cancellation can wait. Meant to keep a GPU busy; not tuned on one here."""
+"""Prompt tokens computed at once, at most: fewer where they take long (pieces.py). To keep a GPU busy; not tuned on one here."""
 
 
 SETTLED_TOKENS = 16
@@ -61,7 +61,7 @@ class Runtime:
 
     @property
     def prefill_chunk(self) -> int:
-        """Prompt tokens computed at once."""
+        """Prompt tokens computed at once, at most."""
         return PREFILL_CHUNK[self.device]
 
     def new_caches(self, keep: int | None) -> list[Any]:
@@ -78,9 +78,15 @@ class Runtime:
         capacity = self.capacity
         return None if capacity is None or self.kv.rolls else capacity - prompt_tokens
 
-    def situation(self, *, keeps_prompts: bool) -> Situation:
-        """Return what could be changed about a reply."""
-        return Situation(self.packed_kv, self.bits_per_weight, keeps_prompts, self.prefill_chunk)
+    def situation(self, *, keeps_prompts: bool, chunk: int) -> Situation:
+        """Return what could be changed about a reply whose prompt was computed ``chunk`` tokens at a time."""
+        return Situation(self.packed_kv, self.bits_per_weight, keeps_prompts, chunk)
+
+    def prompt_token_s(self, tokens: int, cached: int) -> float | None:
+        """Return the seconds that each of so many prompt tokens, computed at once, should take; None is unknown."""
+        chip, pace = self.machine.chip, self.machine.pace
+        expected_s = prefill_phase(self.work, chip, pace, tokens, cached, chunk=tokens).expected_s
+        return None if expected_s is None else expected_s / tokens
 
     def step_cost(self, context: int) -> StepCost:
         """Return what decoding one token reads at a context of so many tokens, and how fast that should be."""

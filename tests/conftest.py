@@ -16,6 +16,7 @@ for variable, folder in {
     "XDG_STATE_HOME": "state",
 }.items():
     os.environ[variable] = str(Path(_HOME.name) / folder)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes begin: what they import is compiled once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
@@ -30,6 +31,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.engine.seeded import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bandwidth_file() -> Path:
+    """Where this machine's memory bandwidth is kept, measured once: a busy machine keeps none, and every load would measure."""
+    from tokamac.engine.limits import bandwidth
+    from tokamac.engine.limits.hardware import detect
+
+    chip, size = detect(), bandwidth.SMALLEST
+    if chip.bandwidth_gbs is None and (gbs := bandwidth.measure_bandwidth(size)) is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bandwidth, "is_busy", lambda: False)
+            patch.setattr(bandwidth, "measure_bandwidth", lambda _, device: gbs)
+            while size <= bandwidth.LARGEST:  # no working set is read faster than the smallest
+                bandwidth.with_bandwidth(chip, size)
+                size *= 2
+    return bandwidth.store_file()
 
 
 @pytest.fixture

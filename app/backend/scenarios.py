@@ -41,6 +41,8 @@ CODE = "```python\n" + "\n\n".join(FUNCTION.format(number) for number in range(2
 """One long block, 2,000 tokens."""
 LIST = "".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300))
 """4,000 tokens."""
+TITLE = "Title: **Where decode spends its time.**"
+"""Also what it says after its first word, with which the chat has it begin when it asks for a title."""
 FAST_S = 1 / 500
 """Between tokens, at the rate that the benchmarks ask the screen to keep up with."""
 
@@ -58,6 +60,7 @@ class Scenario:
     load_steps: int = 0
     load_step_s: float = 0.1
     load_error: str = ""
+    packs: bool = True  # keys and values; else loading with them packed fails
     dies_on: str = ""  # load, send, decode, idle
     freezes_on: str = ""  # send: the whole process stops, its heartbeat too
     deaf: bool = False  # does not hear cancel
@@ -78,7 +81,10 @@ SCENARIOS = {
     "list": Scenario(answer=LIST, gap_s=FAST_S),
     "hostile": Scenario(answer="before \x1b]52;c;ZWNobw==\x07 [bold]not markup[/] \x1b[2J\u202eafter <b>html</b>"),
     "slow-load": Scenario(load_steps=20),
+    "entitles": Scenario(answer=TITLE, gap_s=0.0, prefill_step_s=0.0),
+    "entitles-slowly": Scenario(answer=TITLE, gap_s=0.3, prefill_step_s=0.0),
     "missing": Scenario(load_error="no model is called 'missing'"),
+    "unpackable": Scenario(packs=False),
     "dies-loading": Scenario(load_steps=2, dies_on="load"),
     "dies-idle": Scenario(dies_on="idle"),
     "dies-sending": Scenario(dies_on="send"),

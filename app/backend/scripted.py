@@ -18,7 +18,7 @@ from tokamac.app.backend.port import EnginePort
 from tokamac.app.backend.scenarios import SCENARIOS, Scenario
 from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
-from tokamac.engine.errors import ContextError, ModelNotFoundError
+from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgress, Message, PrefillProgress, TextChunk
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import diagnose
@@ -233,4 +233,6 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> En
         _die("load")
     if scenario.load_error:
         raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with Ctrl+O.")
+    if request.kv.quantized and not scenario.packs:
+        raise OptionError("the keys and values of this model can't be packed", "Keep them at 16 bits.")
     return ScriptedEngine(request.model, scenario, keeps=request.prompt_cache)

@@ -2,6 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from tokamac.app.options import (
     SAMPLING_FLAGS,
@@ -11,7 +14,12 @@ from tokamac.app.options import (
     any_given,
     kv_spec,
     sampling,
+    warn,
 )
+from tokamac.engine.errors import TokamacError
+
+if TYPE_CHECKING:
+    from tokamac.app.settings import Loaded
 
 _KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
@@ -45,28 +53,39 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error("MODEL is empty")
     sampling_given = any_given(options, tuple(SAMPLING_FLAGS.values()))
     kv_given = any_given(options, _KV_FIELDS)
+    read = None
     if (
         sampling_given or kv_given
     ):  # flags change what the settings remember, one by one; checked before the screen opens
         from tokamac.app import settings
 
-        known = settings.load(settings.default_path()).settings
-        chosen_sampling = sampling(parser, options, known.sampling) if sampling_given else None
-        chosen_kv = kv_spec(parser, options, known.kv) if kv_given else None
-    else:
-        chosen_sampling, chosen_kv = None, None
+        read = settings.load(settings.default_path())
+    plain = options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
     from tokamac.app.tui.run import ChatOptions, found, run_chat
 
-    chosen = ChatOptions(
-        model=options.model,
-        sampling=chosen_sampling,
-        kv=chosen_kv,
-        prompt_cache=not options.no_prompt_cache,
-        chat=options.chat,
-        resume=options.resume,
-    )
-    if options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
+    with _warned(read):
+        chosen = ChatOptions(
+            model=options.model,
+            sampling=sampling(parser, options, read.settings.sampling) if read and sampling_given else None,
+            kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
+            prompt_cache=not options.no_prompt_cache,
+            chat=options.chat,
+            resume=options.resume,
+            read=read,
+        )
+        chosen = chosen if plain else found(chosen)
+    if plain:
         from tokamac.app.plain.repl import run_plain
 
         return run_plain(chosen)
-    return run_chat(found(chosen))
+    return run_chat(chosen)
+
+
+@contextmanager
+def _warned(read: "Loaded | None") -> Iterator[None]:
+    """Where no chat begins that would say it: say what of the settings can't be used."""
+    try:
+        yield
+    except (TokamacError, SystemExit):
+        warn(() if read is None else read.warnings)
+        raise

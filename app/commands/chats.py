@@ -1,4 +1,4 @@
-"""``tokamac chats``: the conversations that are kept. List them, read one, take one out into a file, bring one in."""
+"""``tokamac chats``: the conversations that are kept. List them, read one, take one out into a file, bring one in, mend."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.app.options import Parser
-from tokamac.app.output import ModelText, json_line, table
+from tokamac.app.output import ModelText, json_line, note, table
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import count
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokamac.app.store.store import Store
     from tokamac.app.store.values import Archive, Chat
 
-TARGETS = {"list": "", "show": "ID", "export": "ID", "import": "FILE", "delete": "ID", "restore": "ID"}
+TARGETS = {"list": "", "show": "ID", "export": "ID", "import": "FILE", "delete": "ID", "restore": "ID", "repair": ""}
 """What each action is done to."""
 Done = tuple[dict[str, Any], str]
 """What came of an action, as the JSON has it and as a person reads it."""
@@ -38,7 +38,8 @@ def parser() -> Parser:
         "chats",
         "Conversations that are kept. show prints one; export writes it to a new file, as Markdown, JSON (with all its "
         "branches), HTML or SVG, as the file's name ends; import reads Markdown or JSON into a new chat; a chat that was "
-        "deleted can be restored for 30 days. An ID may be cut short. TOKAMAC_DATA_DIR moves what is kept.",
+        "deleted can be restored for 30 days; repair makes the search index anew, checks the whole file, and sets it aside where "
+        "it is beyond repair and --set-aside is given. An ID may be cut short. TOKAMAC_DATA_DIR moves what is kept.",
         "  tokamac chats\n"
         "  tokamac chats show k3v7\n"
         "  tokamac chats export k3v7 -o bandwidth.html\n"
@@ -48,6 +49,7 @@ def parser() -> Parser:
     made.add_argument("target", nargs="?", metavar="ID|FILE", help="the id of a chat, or of import: a file")
     made.add_argument("-o", "--output", metavar="FILE", help="of export: the new file (made of the title, .md)")
     made.add_argument("--deleted", action="store_true", help="of list: those that were deleted")
+    made.add_argument("--set-aside", action="store_true", help="of repair: move a file beyond repair away, whole")
     made.add_argument("--json", action="store_true", help="one JSON object")
     return made
 
@@ -63,10 +65,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error(f"--output has no effect with {action}")
     if options.deleted and action != "list":
         parser.error(f"--deleted has no effect with {action}")
-    from tokamac.app.store.store import Store
-
-    with Store.open() as store:
-        plain, text = ACTIONS[action](store, options)
+    if options.set_aside and action != "repair":
+        parser.error(f"--set-aside has no effect with {action}")
+    plain, text = _repair(set_aside=options.set_aside) if action == "repair" else _on_store(options)
     if options.json:
         json_line(plain)
     else:
@@ -74,6 +75,45 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         out.write(text)
         out.end()
     return 0
+
+
+def _on_store(options: argparse.Namespace) -> Done:
+    from tokamac.app.store.store import Store
+
+    with Store.open() as store:
+        done = ACTIONS[options.action](store, options)
+        if options.action in WRITE:
+            _purge(store)
+        return done
+
+
+def _purge(store: "Store") -> None:
+    """Remove what was deleted long ago; what was asked for is done, whether that fails or not."""
+    from tokamac.app.store.errors import StoreError
+
+    try:
+        store.purge()
+    except StoreError as error:
+        note(f"Chats that were deleted long ago could not be removed: {error.one_line()}")
+
+
+def _repair(*, set_aside: bool) -> Done:
+    """Mend a file that may be too broken to be opened as it is. set_aside: one that is beyond that is moved away."""
+    from tokamac.app.store.errors import StoreDamagedError
+    from tokamac.app.store.files import default_path
+    from tokamac.app.store.store import Store
+
+    path = default_path()
+    try:
+        messages = Store.repair(path)
+    except StoreDamagedError as error:
+        if not set_aside:
+            raise
+        kept = Store.set_aside(path)
+        said = f"{error.message}\nset aside, whole, as {kept}; the next chat begins a new file"
+        return {"path": str(path), "set_aside": str(kept)}, "\n".join(map(sanitise_line, said.split("\n")))
+    said = f"{sanitise_line(str(path))} is whole; its search index is made anew: {count(messages)} messages"
+    return {"path": str(path), "messages": messages}, said
 
 
 def _list(store: "Store", options: argparse.Namespace) -> Done:
@@ -123,6 +163,10 @@ ACTIONS: "dict[str, Callable[[Store, argparse.Namespace], Done]]" = {
     "delete": _delete,
     "restore": _restore,
 }
+
+
+WRITE = ("import", "delete", "restore")
+"""Actions that change what is kept: what was deleted long ago goes with them. Not repair: what is broken is not thinned out."""
 
 
 def _plain(chat: "Chat") -> dict[str, Any]:

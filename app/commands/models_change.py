@@ -33,6 +33,8 @@ def remove(model: str, *, unfinished: bool, json: bool) -> int:
     freed = hub_cache.discard_unfinished(model) if unfinished else hub_cache.remove_model(model)
     if json:
         json_line({"event": "removed", "id": model, "freed_bytes": freed})
+    elif unfinished and not freed:
+        print(f"nothing of {sanitise_line(model)} is unfinished on this disk")
     else:
         print(f"removed {sanitise_line(model)}: {size(freed)} freed")
     return 0

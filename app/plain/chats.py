@@ -6,7 +6,6 @@ from pathlib import Path
 from tokamac.app.plain.repl import Repl
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.values import Hit
-from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.listing import ago, flat
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.recording import Recording
@@ -18,11 +17,12 @@ MOST_LISTED = 20
 
 def new(repl: Repl, _: str) -> None:
     """Begin another conversation; this one is kept."""
-    driver = repl.driver
+    driver, unkept = repl.driver, repl.keep_draft()
+    repl.tell_left(unkept)
     driver.memory.own = Own()
     driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
     driver.perform(driver.session.new_chat())
-    repl.draft = Draft()
+    repl.draft, repl.editing = unkept, None
     repl.console.note("New chat. The model stays loaded.")
 
 
@@ -84,12 +84,13 @@ def export(repl: Repl, written: str) -> None:
     from tokamac.app.export import formats
 
     recording = _recording(repl)
+    lacking = recording.lacking()
     if recording.chat is None:
         raise NOTHING_YET
     archive = recording.store.archive(recording.chat)
     path = Path(written).expanduser() if written else formats.free_name(archive.chat.title, Path())
     formats.export(archive, path)
-    repl.console.note(f"Exported to {path}.")
+    repl.console.note(f"Exported to {path}. {lacking}".strip())
 
 
 def imported(repl: Repl, written: str) -> None:

@@ -99,6 +99,9 @@ def _edit(repl: Repl, text: str) -> None:
         repl.console.note("There is no message to edit yet.")
         return
     prompt = repl.driver.session.talk.prompt_of(node.key)
+    if prompt is None:
+        repl.console.note("There is no prompt to edit here.")
+        return
     repl.editing, repl.draft = prompt.key, Draft(sanitise(prompt.prompt or ""), prompt.attachments)
     if text:
         repl.ask(text)

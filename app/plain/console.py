@@ -25,6 +25,7 @@ class Console:
         self._label = ""  # what still stands before the reply's first word
         self._replies = 0
         self._thought = False
+        self._held: list[str] | None = None  # notes that wait for the end of the line that is read
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
 
@@ -49,6 +50,25 @@ class Console:
 
         draft: what they may go on from. Raises EOFError at the end of what is written, KeyboardInterrupt at Ctrl-C.
         """
+        with self._holding():
+            return sanitise(self._lines(prompt, draft))
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Keep notes back while a line is written: they would stand in the middle of it."""
+        self._held = []
+        try:
+            yield
+        except (EOFError, KeyboardInterrupt):
+            if self._held:
+                self.aside("")  # the line has no end of its own
+            raise
+        finally:
+            held, self._held = self._held, None
+            for text in held:
+                self.note(text)
+
+    def _lines(self, prompt: str, draft: str) -> str:
         line = self._line(prompt, draft)
         with suppress(EOFError):  # of an unfinished prompt: what is there is asked
             if line.strip() == BLOCK:
@@ -58,7 +78,7 @@ class Console:
             while line.endswith("\\"):
                 line = f"{line[:-1]}\n"
                 line += self._line("... ")
-        return sanitise(line)
+        return line
 
     def _line(self, prompt: str, draft: str = "") -> str:
         if self._edits:
@@ -80,7 +100,10 @@ class Console:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Write one line about what goes on, beside the text; on a line of its own where both meet."""
+        """Write one line about what goes on, beside the text; on a line of its own where both meet, so after one that is read."""
+        if self._held is not None:
+            self._held.append(text)
+            return
         if self._last != "\n" and self.shown:
             self._write("\n")
         note(text)

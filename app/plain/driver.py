@@ -113,9 +113,11 @@ class Driver:
     def settle(self, *, loaded: bool = False) -> bool:
         """Take what the engine says until nobody waits for a reply; return whether Ctrl-C stopped it.
 
-        loaded: wait for a model that is being loaded, too.
+        loaded: wait for a model that is being loaded, too; one that was unloaded is loaded.
         """
         stopped = False
+        if loaded and self.session.phase is Phase.UNLOADED:
+            self.perform(self.session.start())
         self._told_s = time.monotonic()
         with self._interrupts():
             while self.session.replying or (self.session.busy and (loaded or self.session.queued)):
@@ -136,6 +138,18 @@ class Driver:
             match self._events.get():
                 case (life, event):
                     self._take(life, event)
+
+    def rest(self) -> None:
+        """Take what the engine has said, and have an unused model give its memory back.
+
+        To be called now and then while a line is waited for, from any thread: no reply runs then, so that nothing is recorded.
+        """
+        self.catch_up()
+        if steps := self.session.rest():
+            self.perform(steps)
+            self._console.note(
+                "The model was not used for a while and gave its memory back; it loads again when you ask."
+            )
 
     def close(self) -> None:
         """End the engine's process."""

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from tokamac.app.backend.wire import Load
 from tokamac.app.plain.repl import Repl
+from tokamac.app.settings import Settings
+from tokamac.app.tui.models import lasting
 from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -18,6 +20,7 @@ def model(repl: Repl, name: str) -> None:
     if not name:
         repl.console.say(session.load.model)
         return
+    name = lasting(name)
     driver.perform(session.choose(replace(session.load, model=name)))
     driver.settle(loaded=True)
     if session.info is not None and session.load.model == name:
@@ -84,18 +87,25 @@ def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
 
 
 def _choose_kv(repl: Repl, kv: KVSpec) -> None:
-    """Change how keys and values are kept, which loads the model again."""
+    """Change how keys and values are kept, which loads the model again; one that loads so is remembered."""
     driver = repl.driver
     load = driver.session.load
     if kv == load.kv:
         return
-    said = driver.memory.keep(replace(driver.memory.settings, kv=kv))
+    _tell(repl, "The model loads again with it.")
     driver.perform(driver.session.choose(Load(load.model, kv, load.prompt_cache)))
-    _tell(repl, said or "The model loads again with it.")
+    driver.settle(loaded=True)
+    if driver.session.info is not None and driver.session.load.kv == kv:
+        _keep(repl, replace(driver.memory.settings, kv=kv))
 
 
 def _texts(fields: tuple[Field, ...], options: Sampling | KVSpec) -> dict[str, str]:
     return {field.name: write(field, options) for field in fields}
+
+
+def _keep(repl: Repl, settings: Settings) -> None:
+    if problem := repl.driver.memory.keep(settings):
+        _tell(repl, problem)
 
 
 def _tell(repl: Repl, text: str) -> None:

@@ -11,14 +11,18 @@ from tokamac.app.output import note
 from tokamac.app.plain.console import Console
 from tokamac.app.plain.driver import Driver
 from tokamac.app.plain.reading import last_turn
+from tokamac.app.plain.waiting import Meanwhile
 from tokamac.app.store.errors import StoreError
-from tokamac.app.tui.attachments import Draft, apart
+from tokamac.app.tui.attachments import Draft, apart, joined
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.recording import Recording
+from tokamac.app.tui.purging import purge
+from tokamac.app.tui.recording import LEFT, Recording
 from tokamac.app.tui.run import Begun, ChatOptions, begin, open_store
 
 INTERRUPTED = 130
 MOST_SENT = 200
+LOOK_S = 10.0
+"""How often it is asked, while a line is waited for, whether an unused model is to give its memory back."""
 GREETING = "/help lists the commands. Ctrl-C stops a reply; /quit or Ctrl-D leaves."
 Obey = Callable[["Repl", str], bool]
 """Does the slash command that a text is; returns whether it is one."""
@@ -34,10 +38,10 @@ def run_plain(options: ChatOptions) -> int:
     console, begun = Console(), begin(options)
     repl = Repl(begun, console)
     try:
-        repl.open_store(options)
-        console.prepare(repl.sent(), slashes())
         for warning in begun.warnings:
             console.note(warning)
+        repl.open_store(options)
+        console.prepare(repl.sent(), slashes())
         repl.driver.perform(repl.driver.session.start())
         return repl.run(obey)
     finally:
@@ -57,6 +61,7 @@ class Repl:
         self.editing: int | None = None
         self.listed: tuple[str, ...] = ()
         self.leaving = False
+        self._meanwhile = Meanwhile(LOOK_S, self.driver.rest)
 
     # The loop -------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +72,8 @@ class Repl:
         while not self.leaving:
             self.driver.catch_up()
             try:
-                text = self.console.read("you> ", self.draft.text if self.console.typed else "")
+                with self._meanwhile.waiting():
+                    text = self.console.read("you> ", self.draft.text if self.console.typed else "")
             except EOFError:
                 self.console.aside("")
                 break
@@ -138,14 +144,33 @@ class Repl:
         driver, recording = self.driver, self.driver.recording
         if recording is None:
             return
+        unkept = self.keep_draft()  # before it is read: the chat may be the one that is held
+        left = recording.chat
         (tree, draft), own = recording.read(chat), recording.own(chat)
+        if chat != left:
+            self.tell_left(unkept)
         driver.memory.own = own
         driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
         driver.perform(driver.session.open(tree))
         recording.hold(chat, tree, draft)
-        self.draft, self.editing = apart(draft), None
+        self.draft, self.editing = joined([apart(draft), unkept]), None
         if self.console.shown:
             self.console.say(f"{recording.store.chat(chat).title} ({chat})\n{last_turn(driver.session.turns)}")
+
+    @property
+    def unsent(self) -> Draft:
+        """What was not sent. A message that is edited is not."""
+        return Draft() if self.editing is not None else self.draft
+
+    def keep_draft(self) -> Draft:
+        """Keep what was not sent with the chat that is held; return what nothing keeps."""
+        recording = self.driver.recording
+        return Draft() if recording is not None and recording.drafted(self.unsent.whole) else self.unsent
+
+    def tell_left(self, unkept: Draft) -> None:
+        """Say where the draft is when another chat is held, if there is one and it was kept."""
+        if self.unsent.whole and not unkept.whole:
+            self.console.note(LEFT)
 
     def sent(self) -> list[str]:
         """Return what the user sent before, newest first."""
@@ -153,9 +178,12 @@ class Repl:
         return [] if recording is None else recording.store.history(MOST_SENT)
 
     def close(self) -> None:
-        """Keep what was not sent and the reply that runs, and end the engine."""
+        """Keep what was not sent and the reply that runs, remove what was deleted long ago, and end the engine."""
         try:
-            if self.driver.recording is not None:
-                self.driver.recording.close((Draft() if self.editing is not None else self.draft).whole)
+            if (recording := self.driver.recording) is not None:
+                recording.close(self.unsent.whole)
+                if problem := purge(recording.store.file):
+                    self.console.note(problem)
         finally:
+            self._meanwhile.close()
             self.driver.close()

@@ -128,8 +128,8 @@ def change_settings(connection: sqlite3.Connection, name: str, changes: Mapping[
 
 
 def touch(connection: sqlite3.Connection, name: str, head: int, now: float, words: str) -> None:
-    """Note that a message came: the chat now stands at it, and is titled by its first ``words`` if it has no title."""
-    connection.execute("UPDATE chats SET head = ?, updated_at = ? WHERE id = ?", (head, now, name))
+    """Note that a message came: the chat stands at it, is not deleted, and is titled by its first ``words`` if by nothing else."""
+    connection.execute("UPDATE chats SET head = ?, updated_at = ?, deleted_at = NULL WHERE id = ?", (head, now, name))
     if words:
         connection.execute(
             "UPDATE chats SET title = ?, title_origin = 'words' WHERE id = ? AND title = ''",

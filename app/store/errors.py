@@ -19,9 +19,10 @@ class StoreError(TokamacError):
 
 
 class StoreDamagedError(StoreError):
-    """The file of chats is broken: ``Store.repair_search`` mends its index, and failing that, ``Store.set_aside`` keeps it."""
+    """The file of chats is broken: ``Store.repair`` mends its index, and failing that, ``Store.set_aside`` keeps it."""
 
 
+_ASIDE = "`tokamac chats repair --set-aside` sets the file aside, whole, and a new one is begun."
 _FULL = "Free some disk space; what was stored before is safe."
 _DENIED = "Check the permissions of the folder, or set TOKAMAC_DATA_DIR to another."
 _AGAIN = "Try again; if it stays so, close the other program."
@@ -66,8 +67,14 @@ def explained(error: sqlite3.Error, path: Path) -> StoreError:
 def damaged(path: Path, finding: str) -> StoreDamagedError:
     """Return the error for a file that is no longer whole."""
     return StoreDamagedError(
-        f"{path} is damaged ({finding})", "It can be set aside, whole, under another name; a new one is then begun."
+        f"{path} is damaged ({finding})",
+        f"`tokamac chats repair` mends its search index; failing that, {_ASIDE}",
     )
+
+
+def beyond_repair(error: StoreDamagedError) -> StoreDamagedError:
+    """Return the error for a file of which more than the search index is broken."""
+    return StoreDamagedError(error.message, f"A new search index does not mend that: {_ASIDE}")
 
 
 def refused(path: Path, problem: OSError) -> StoreError:

@@ -42,7 +42,10 @@ def insert(connection: sqlite3.Connection, draft: Message, *, owner: str | None 
 
 
 def add(connection: sqlite3.Connection, draft: Message, *, owner: str | None = None) -> Message:
-    """Add a message where it says, and let the chat stand at it. Raises StoreError for a chat or parent that is not there."""
+    """Add a message where it says, and let the chat stand at it; one that was deleted is back: what is said now must not be lost.
+
+    Raises StoreError for a chat or parent that is not there.
+    """
     chats.get(connection, draft.chat)
     if draft.parent is not None:
         tree.require_within(connection, draft.chat, draft.parent)

@@ -32,6 +32,11 @@ class Questions:
         with self._database.reading() as connection:
             return chats.find(connection, name)
 
+    def known(self, chat: str) -> Chat | None:
+        """Return the chat of exactly this id, a deleted one too; None where there is none, or none any more."""
+        rows = self._database.read("SELECT * FROM chats WHERE id = ?", (chat,))
+        return chats.chat_of(rows[0]) if rows else None
+
     def latest(self) -> Chat | None:
         """Return the chat that was used last; None where there is none."""
         return next(iter(self.chats(limit=1)), None)
@@ -84,6 +89,10 @@ class Questions:
         """
         with self._database.reading() as connection:
             return search.search(connection, parse(typed), limit)
+
+    def searchable(self) -> int:
+        """Return how many messages a search looks through, those of deleted chats among them."""
+        return int(self._database.read(f"SELECT count(*) FROM messages m WHERE {search.SEARCHED}")[0][0])
 
     def history(self, limit: int = 100, chat: str | None = None) -> list[str]:
         """Return what the user sent, newest first, each text once; with ``chat``, in that chat alone."""

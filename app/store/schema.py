@@ -80,6 +80,9 @@ CREATE TRIGGER finished_stays BEFORE UPDATE ON messages WHEN old.state <> 'parti
 END""",
 )
 
+EMPTY_INDEX = "REPLACE INTO search_data (id, block) VALUES (1, x''), (10, x'00000000000000')"
+"""FTS5's own rows of totals and of structure, as in an index of nothing: with broken ones SQLite opens none, even to mend it."""
+
 STEPS: tuple[Step, ...] = (
     (
         _CHATS,

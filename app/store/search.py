@@ -14,15 +14,17 @@ _BEFORE_CHARS = 40
 
 Mark = tuple[int, int]
 
+SEARCHED = "m.state <> 'partial' AND m.role <> 'system'"
+"""What is looked through. A system message that came with an import is shown nowhere, so that there is nothing to go to."""
 _COLUMNS = "m.id, m.chat, m.role, m.created_at, c.title"
 _INDEXED = f"""
 SELECT {_COLUMNS}, highlight(search, 0, :open, :close) AS shown
 FROM search CROSS JOIN messages m ON m.id = search.rowid CROSS JOIN chats c ON c.id = m.chat
-WHERE search MATCH :match AND c.deleted_at IS NULL"""
+WHERE search MATCH :match AND {SEARCHED} AND c.deleted_at IS NULL"""
 _SCANNED = f"""
 SELECT {_COLUMNS}, m.text AS shown
 FROM messages m CROSS JOIN chats c ON c.id = m.chat
-WHERE m.state <> 'partial' AND c.deleted_at IS NULL"""
+WHERE {SEARCHED} AND c.deleted_at IS NULL"""
 
 
 def search(connection: sqlite3.Connection, query: Query, limit: int) -> list[Hit]:

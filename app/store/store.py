@@ -23,8 +23,9 @@ from typing import Any, Self
 
 from tokamac.app.store import chats, claims, files, messages, search, tree
 from tokamac.app.store.database import Database
-from tokamac.app.store.errors import StoreError
+from tokamac.app.store.errors import StoreDamagedError, StoreError, beyond_repair
 from tokamac.app.store.questions import Questions
+from tokamac.app.store.schema import EMPTY_INDEX
 from tokamac.app.store.text import storable
 from tokamac.app.store.values import Archive, Attachment, Chat, FinalState, Json, Message, TitleOrigin
 from tokamac.engine.events import Role
@@ -61,6 +62,23 @@ class Store(Questions):
             store.close()
             raise
         return store
+
+    @classmethod
+    def repair(cls, path: Path | None = None, *, clock: Clock = time.time) -> int:
+        """Make the search index anew, then read the whole file; return how many messages can be searched.
+
+        path, clock: as for ``open``. Raises StoreDamagedError where more than the index is broken; its messages are as they were.
+        """
+        try:
+            with cls(
+                Database(path or files.default_path()), clock
+            ) as store:  # not ``open``: a reply that is ended is indexed
+                store.repair_search()
+                store.check()  # after it: SQLite from 3.44 on finds a broken index here
+                store.recover()
+                return store.searchable()
+        except StoreDamagedError as error:
+            raise beyond_repair(error) from error
 
     @staticmethod
     def set_aside(path: Path | None = None) -> Path:
@@ -233,6 +251,7 @@ class Store(Questions):
         Raises StoreDamagedError where the messages can't be read either. Seconds, for a hundred thousand messages.
         """
         with self._database.writing() as connection:
+            connection.execute(EMPTY_INDEX)
             connection.execute("INSERT INTO search (search) VALUES ('rebuild')")
 
     def recover(self) -> int:

@@ -37,6 +37,11 @@ class Action:
         return self.shown or ", ".join(_name(key) for key in self.keys) or f"/{self.slash}"
 
     @property
+    def key_name(self) -> str:
+        """The first of the keys as a person reads it, or the command where there are none: how a text names the action."""
+        return _name(self.keys[0]) if self.keys else f"/{self.slash}"
+
+    @property
     def bound_keys(self) -> str:
         """The keys as Textual binds them; where there are none, one that no terminal sends, so that a keymap can give one."""
         return ",".join(_KEYS.get(key, key) for key in self.keys) or f"none_{self.id}"
@@ -69,7 +74,12 @@ ACTIONS: tuple[Action, ...] = (
         bound=False,
     ),
     Action(
-        "stop", ("escape",), "Stop", "Stop the reply within a token; what was written stays.", footer=True, slash="stop"
+        "stop",
+        ("escape",),
+        "Stop",
+        "Stop the reply within a token, or after the piece of the prompt being read; what was written stays.",
+        footer=True,
+        slash="stop",
     ),
     Action("new_chat", ("ctrl+n",), "New chat", "Start a new chat; the model stays loaded.", footer=True, slash="new"),
     Action(

@@ -98,9 +98,7 @@ class TokamacApp(App[int]):
         del screen  # the same everywhere: actions of the chat
         for action in self._memory.keymap.actions:
             if action.palette:
-                yield SystemCommand(
-                    f"{action.label}  ({action.key_names.split(',', 1)[0]})", action.help, self._runner(action.id)
-                )
+                yield SystemCommand(f"{action.label}  ({action.key_name})", action.help, self._runner(action.id))
         yield SystemCommand("Theme", "Choose the colours.", self.search_themes)
 
     def _runner(self, action: str) -> Callable[[], Awaitable[None]]:

@@ -102,6 +102,12 @@ class Downloads:
             self._at_work = True
             self._spawn(self._work())
 
+    def only_bring(self) -> None:
+        """Load none of them once it is here: another model is wanted now."""
+        for model in self._all:
+            self._all[model] = replace(self._all[model], loads=False)
+        self._changed()
+
     def pause(self, model: str) -> None:
         """Stop a download; it can go on from there."""
         match self._stage(model):
@@ -114,13 +120,19 @@ class Downloads:
                 pass
 
     def cancel(self, model: str) -> None:
-        """Stop a download and delete what has arrived, also of one that an earlier run of the app left."""
+        """Stop a download and delete what has arrived, also of one that an earlier run of the app left.
+
+        One that has not begun in this run is only called off: what an earlier one left of it is on the list again.
+        """
         match self._stage(model):
             case Stage.RUNNING | Stage.PAUSING:
                 self._set(model, stage=Stage.CANCELLING)
                 self._spawn(self._puller.interrupt())
             case Stage.CANCELLING:
                 pass
+            case Stage.WAITING if self._all[model].done is None:
+                del self._all[model]
+                self._changed()
             case _:
                 self._all[model] = Download(model, Stage.CANCELLING)
                 self._changed()
@@ -189,7 +201,9 @@ class Downloads:
                 refused.append(f"{line.error}. {line.hint}")
 
         try:
-            await Puller(self._command).run(remove_arguments(model, unfinished=True), take)
+            end = await Puller(self._command).run(remove_arguments(model, unfinished=True), take)
+            if end.status and not refused:
+                refused.append(end.last_line or f"exit status {end.status}")
         except OSError as error:
             refused.append(str(error))
         if refused:

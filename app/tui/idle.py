@@ -17,5 +17,8 @@ class Idle:
 
     def due(self, since_s: float) -> bool:
         """Whether the user was away long enough, and the engine has had nothing to do since ``since_s`` for as long."""
-        quiet_s = self._clock() - max(since_s, self._seen_s)
-        return self.after_min > 0 and quiet_s >= 60 * self.after_min
+        return self.after_min > 0 and self.quiet_s(since_s) >= 60 * self.after_min
+
+    def quiet_s(self, since_s: float) -> float:
+        """Return how long neither the user wanted anything nor the engine had anything to do, which it had until ``since_s``."""
+        return self._clock() - max(since_s, self._seen_s)

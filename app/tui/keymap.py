@@ -27,6 +27,10 @@ class Keymap:
     actions: tuple[Action, ...] = ACTIONS
     warnings: tuple[str, ...] = ()
 
+    def key(self, action: str) -> str:
+        """Return how a text names what the action of this id is done with: its first key, or its command."""
+        return next(each.key_name for each in self.actions if each.id == action)
+
     @property
     def changed(self) -> dict[str, str]:
         """The keys that differ from the registry's, as Textual takes a keymap."""

@@ -7,13 +7,17 @@ from tokamac.app.backend import wire
 from tokamac.app.backend.client import Died, Garbled
 from tokamac.app.backend.wire import Load, MemoryUse, ModelInfo
 from tokamac.app.tui.idle import Idle
+from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.steps import Ask, EndEngine, Notice, StartEngine, Step
 from tokamac.engine.options import KVSpec
 
 
 class Life(ABC):
-    """One process after another, and the model that is loaded in it. problem: why there is none; empty while all is well."""
+    """One process after another, and the model that is loaded in it. problem: why there is none; empty while all is well.
+
+    keymap: the keys that hold, for what is said to name them.
+    """
 
     def __init__(self, load: Load, clock: Callable[[], float]) -> None:
         self.load = load
@@ -26,6 +30,7 @@ class Life(ABC):
         self.ceiling_tps: float | None = None
         self.bandwidth_gbs: float | None = None
         self.idle = Idle(clock)
+        self.keymap = Keymap()
         self._clock = clock
         self._alive = False
         self._deaths = 0
@@ -101,7 +106,9 @@ class Life(ABC):
             case Phase.UNLOADED | Phase.FAILED:
                 return [Notice("No model is loaded.")]
             case _:
-                return [Notice("A reply is being written: wait, or stop it with Esc.", "warning")]
+                return [
+                    Notice(f"A reply is being written: wait, or stop it with {self.keymap.key('stop')}.", "warning")
+                ]
 
     def _give_back(self) -> list[Step]:
         self._alive = False
@@ -115,13 +122,22 @@ class Life(ABC):
         self.idle.seen()
         if self.phase is Phase.UNLOADED:
             return [*self.start(), Notice(f"The model loads again: {what} then.", "warning")]
-        if self.phase is not Phase.IDLE:
-            return [Notice("The engine is not ready: wait, or stop the reply with Esc.", "warning")]
-        return []
+        stops, chooses = self.keymap.key("stop"), self.keymap.key("choose_model")
+        match self.phase:
+            case Phase.IDLE:
+                return []
+            case Phase.LOADING:
+                why = f"The model is still loading: {what} then."
+            case Phase.FAILED:
+                why = f"No model is loaded: {chooses} chooses one; sending a prompt loads this one."
+            case _:
+                why = f"The engine is not ready: wait, or stop the reply with {stops}."
+        return [Notice(why, "warning")]
 
     def _stop_loading(self) -> list[Step]:
         self._alive = False
-        self._fail("Loading was stopped. Ctrl+O chooses a model; sending a prompt loads this one.")
+        chooses = self.keymap.key("choose_model")
+        self._fail(f"Loading was stopped. {chooses} chooses a model; sending a prompt loads this one.")
         return [EndEngine(), *self._return_queued(), Notice(self.problem)]
 
     def _of_process(

@@ -80,6 +80,6 @@ def diagnosis(session: Session) -> Explained:
             for part in parts
         ),
         "computed from the reply's metrics and what this machine allows",
-        "Why the reply took as long as it did; F2 shows all of it, and what would help.",
+        f"Why the reply took as long as it did; {session.keymap.key('explain')} shows all of it, and what would help.",
         "" if done else "a reply is being made" if session.replying else NO_REPLY,
     )

@@ -1,10 +1,11 @@
 """The settings as the screen holds them: changed in one place, written at once. A chat may have some of its own."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tokamac.app import settings as store
-from tokamac.app.settings import Settings
+from tokamac.app.settings import DAMAGED, Settings, read
+from tokamac.app.settings_change import change, merged
 from tokamac.app.tui.keymap import keymap
 from tokamac.app.tui.own import Own
 from tokamac.engine.options import Sampling
@@ -14,10 +15,14 @@ class Memory:
     """The current settings and the file they live in. What the command line gave goes before them, until something is chosen.
 
     own: what the chat that is held has of its own. keymap: the actions with the user's keys, as they were at the start.
+    told: what was said of the file already, and need not be said again. What another window changes holds there: only its system
+    prompts are taken over, into the library.
     """
 
-    def __init__(self, settings: Settings, path: Path, given: Own | None = None) -> None:
+    def __init__(self, settings: Settings, path: Path, given: Own | None = None, told: Iterable[str] = ()) -> None:
         self.settings = settings
+        self._written = settings
+        self._told = set(told)
         self.own = Own()
         self.keymap = keymap(settings.keys)
         self._given = given or Own()
@@ -51,11 +56,25 @@ class Memory:
         self.own = replace(self.own, system=system if own else None)
         return "" if own else self.keep(replace(self.settings, system=system))
 
+    def library(self) -> Mapping[str, str]:
+        """Return the system prompts by name, with what other windows made of them since."""
+        try:
+            now = read(self._path).settings
+        except (OSError, *DAMAGED):  # that is said when the next change is written
+            return self.settings.system_prompts
+        prompts = merged(now, self._written, self.settings).system_prompts
+        self.settings = replace(self.settings, system_prompts=prompts)
+        self._written = replace(self._written, system_prompts=now.system_prompts)
+        return prompts
+
     def keep(self, settings: Settings) -> str:
-        """Hold and write ``settings``; return why they could not be written, or nothing."""
+        """Hold ``settings``, and write what is changed in them; return why they could not be written, what else to say, or ""."""
         self.settings = settings
         try:
-            store.save(self._path, settings)
+            said = change(self._path, self._written, settings)
         except OSError as error:
             return f"The settings could not be written to {self._path}: {error.strerror}."
-        return ""
+        self._written = settings
+        new = [each for each in said if each not in self._told]
+        self._told.update(new)
+        return " ".join(new)

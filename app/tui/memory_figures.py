@@ -72,7 +72,7 @@ def out_of_sight(session: Session) -> Explained:
         + (
             "when the context is full the oldest go."
             if rolls
-            else "what happens at a full context is a setting (Ctrl+T)."
+            else f"what happens at a full context is a setting ({session.keymap.key('settings')})."
         ),
     )
 
@@ -87,7 +87,7 @@ def kv(session: Session) -> Explained:
         "the bytes of all keys and values that are held",
         (
             Input("tokens held", units.count(measures.context_held(session)), COUNTED),
-            Input("keys and values", bits, "settings (Ctrl+T)"),
+            Input("keys and values", bits, f"settings ({session.keymap.key('settings')})"),
         ),
         "counted from the caches",
         "What the context takes in memory; a step reads it as well as the weights, so long contexts are slower.",

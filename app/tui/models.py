@@ -64,6 +64,11 @@ def is_folder(model: str) -> bool:
     return model != GUIDE and bool(model.strip()) and Path(model).expanduser().is_dir()
 
 
+def lasting(model: str) -> str:
+    """Return what names the same model from every working directory: of a folder its whole path, all else as it is."""
+    return str(Path(model).expanduser().absolute()) if is_folder(model) else model
+
+
 def must_be_downloaded(model: str, cache: Path) -> bool:
     """Whether ``model`` is an id that is not whole in the cache."""
     return is_id(model) and not any(each.whole and each.model == model for each in _cached_as(cache, model))

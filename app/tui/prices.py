@@ -75,7 +75,7 @@ class Prices:
 
 def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:
     """Return what could be done with the message ``key``: make its reply again, go on with it, write its prompt anew."""
-    if key not in talk.tree.nodes or (prompt := talk.prompt_of(key)).prompt is None:
+    if key not in talk.tree.nodes or (prompt := talk.prompt_of(key)) is None:
         return []
     reply = talk.reply_at(key)
     asked = messages(system, talk.tree.turns_to(prompt.key))

@@ -31,7 +31,8 @@ class ChatOptions:
 
     ``prompt_cache`` False turns off the reuse of earlier turns. ``scripted`` plays a scenario instead of a model, for tests and
     pictures. ``chat`` is the stored conversation to open, or the beginning of its id; ``resume`` opens the last one.
-    ``settings_path``, ``log_path`` and ``store_path`` default to the user's own folders.
+    ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and ``store_path`` default to the
+    user's own folders.
     """
 
     model: str | None = None
@@ -42,6 +43,7 @@ class ChatOptions:
     scripted: bool = False
     chat: str | None = None
     resume: bool = False
+    read: settings.Loaded | None = None
     store_path: Path | None = None
     settings_path: Path | None = None
     log_path: Path | None = None
@@ -102,16 +104,17 @@ def begin(options: ChatOptions) -> Begun:
     from tokamac.app.backend.client import child_command
     from tokamac.app.backend.wire import Load
     from tokamac.app.tui.memory import Memory
+    from tokamac.app.tui.models import lasting
     from tokamac.app.tui.own import Own
     from tokamac.app.tui.session import Session
 
     path = options.settings_path or settings.default_path()
-    read = settings.load(path)
+    read = options.read or settings.load(path)
     known = read.settings
-    load = Load(options.model or known.model, options.kv or known.kv, options.prompt_cache)
-    memory = Memory(known, path, Own(options.sampling, options.system))
+    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache)
+    memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
-    session.idle.after_min = known.unload_after_min
+    session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap
     command = child_command(scripted=options.scripted)
     return Begun(session, memory, command, options.log_path or _default_log(), tuple(read.warnings))
 
@@ -134,7 +137,7 @@ def open_store(options: ChatOptions) -> "tuple[Store, str | None]":
     try:
         chosen = store.chat(options.chat) if options.chat is not None else store.latest() if options.resume else None
         if chosen is not None and chosen.deleted_at is not None:
-            raise StoreError(f"Chat {chosen.id} was deleted", "The list of conversations (Ctrl+L) has the others.")
+            raise StoreError(f"Chat {chosen.id} was deleted", "`tokamac chats` lists the others.")
     except BaseException:
         store.close()
         raise

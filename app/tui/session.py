@@ -15,12 +15,12 @@ from tokamac.app.backend import wire
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
 from tokamac.app.backend.wire import Cancel, Load, Send
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.ahead import Ahead
 from tokamac.app.tui.attachments import Draft, joined
+from tokamac.app.tui.beside import Beside
 from tokamac.app.tui.conversation import Ending, Reply, Turn
-from tokamac.app.tui.life import Life
+from tokamac.app.tui.hearing import IMPATIENT_S, Hearing
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import Prices, cut_here, questions, whole
+from tokamac.app.tui.prices import cut_here, whole
 from tokamac.app.tui.squeezed import sentence
 from tokamac.app.tui.steps import (
     Ask,
@@ -41,33 +41,30 @@ from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.options import Sampling
 
-IMPATIENT_S = 1.0
-DEAF_S = 5.0  # a stop that takes longer than this is not heard: the process is ended
+NO_PROMPT = "There is no prompt to answer again."
 
 _OfReply = wire.LeftOut | wire.ShortOfMemory | wire.Prefill | wire.Text | wire.Stats | wire.Done | wire.Failed
 
 
-class Session(Life):
+class Session(Beside):
     """One conversation with one engine. Methods return what is to be done, in order; attributes are for reading."""
 
     def __init__(self, load: Load, sampling: Sampling, system: str, clock: Callable[[], float]) -> None:
-        super().__init__(load, clock)
+        super().__init__(load, system, clock)
         self.sampling = sampling
-        self.system = system
-        self.talk = Talk()
         self.queued: list[Draft] = []
         self.prefill: wire.Prefill | None = None
         self.live: Live | None = None
         self.metrics: Metrics | None = None
         self.outliers: tuple[Outlier, ...] = ()
         self.diagnosis: Diagnosis | None = None
-        self.ahead = Ahead()
-        self.prices = Prices()
         self._id = 0
+        self._hearing = Hearing(clock)
         self._begin_reply()
 
     def _begin_reply(self) -> None:
         self.phase_since = self._clock()
+        self._hearing.begin()
         self.prefill = self.live = self.metrics = self.diagnosis = None
         self.outliers = ()
         self.memory = replace(self.memory, predicted_peak_bytes=None)
@@ -95,24 +92,13 @@ class Session(Life):
         """Return the prompt that would be sent last to the box."""
         return self._returned([self.queued.pop()]) if self.queued else []
 
-    def pause(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
-        """Have the draft, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
-
-        A model that was unloaded is loaded for it.
-        """
-        self.idle.seen()
-        asked = Draft(text.strip(), attachments).whole
-        if self.phase is Phase.UNLOADED:
-            return self.start() if asked else []
-        free = self.phase is Phase.IDLE and self.load.prompt_cache
-        return self.ahead.pause(asked, self.talk.request(self.system, asked)) if free else []
-
     def regenerate(self, key: int | None = None) -> list[Step]:
         """Make a reply anew, beside what it was: the last one, or that of the message ``key``."""
-        turns = self.turns
-        if not turns:
+        at = self.talk.tree.head if key is None else key
+        if at is None:
             return [Notice("There is no reply to make again.", "warning")]
-        prompt = self.talk.prompt_of(turns[-1].key if key is None else key)
+        if (prompt := self.talk.prompt_of(at)) is None:
+            return [Notice(NO_PROMPT, "warning")]
         if refused := self._refuse("make the reply again"):
             return refused
         return self._answer(prompt)
@@ -122,22 +108,19 @@ class Session(Life):
         node = self.talk.reply_at(key)
         if node is None or node.reply is None:
             return [Notice("There is no reply to go on with.", "warning")]
+        if (prompt := self.talk.prompt_of(node.key)) is None:
+            return [Notice(NO_PROMPT, "warning")]
         if refused := self._refuse("go on with the reply"):
             return refused
         if why := whole(node.reply, thinks=self.info is not None and self.info.thinks):
             return [Notice(why, "warning")]
-        return self._answer(self.talk.prompt_of(node.key), cut_here(node.reply))
+        return self._answer(prompt, cut_here(node.reply))
 
     def _answer(self, prompt: Node, begun: Reply | None = None) -> list[Step]:
         """Make another reply to a prompt of the path, from the beginning or on from what was ``begun``."""
         last = prompt.key == self.turns[-1].key
         moved = [] if last else [Moved(tuple(self.talk.tree.turns_to(prompt.parent)))]
         return [*moved, *self._reply(self.talk.answer(prompt.key, begun), begun, again=last)]
-
-    def point(self, key: int | None) -> list[Step]:
-        """Ask what could be done with the message ``key``, at which the user points, and what it would take; None: at none."""
-        asked = [] if key is None or self.phase is not Phase.IDLE else questions(self.talk, self.system, key, self.info)
-        return self.prices.ask(asked)
 
     def edit(self, key: int, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Ask ``text``, and what goes with it, in place of the prompt ``key``, which stays beside it."""
@@ -149,7 +132,9 @@ class Session(Life):
     def go(self, key: int) -> list[Step]:
         """Read the path through the message ``key``."""
         if self.replying:
-            return [Notice("A reply is being written here: wait, or stop it with Esc.", "warning")]
+            return [
+                Notice(f"A reply is being written here: wait, or stop it with {self.keymap.key('stop')}.", "warning")
+            ]
         self.talk.tree.go(key)
         return [Moved(tuple(self.turns)), *self._begin_ahead()]
 
@@ -157,23 +142,19 @@ class Session(Life):
         """Hold another conversation; the model, its settings and the system prompt stay."""
         steps = self._abandon()
         self.talk = Talk(tree)
+        self.titles.opened()
         self._forget()
         self._begin_reply()
         return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._begin_ahead()]
 
-    def _begin_ahead(self) -> list[Step]:
-        """Have the engine read, in idle time, the conversation that it finds new."""
-        ready = self.phase is Phase.IDLE and self.load.prompt_cache
-        return self.ahead.begin(self.talk.request(self.system, "")) if ready else []
-
     def stop(self) -> list[Step]:
-        """Stop what runs: a reply within a token, loading by ending the process. Asked twice, don't wait."""
+        """Stop what runs: a reply within a token, the reading of its prompt after the piece being read, loading by ending the
+        process. Asked twice, wait less."""
         if self.phase is Phase.LOADING:
             return self._stop_loading()
         back = self._return_queued()
         if self.phase is Phase.STOPPING:
-            # A second Esc right after the first is a nervous finger, not a verdict on the engine.
-            return [*back, *(self._restart_deaf() if self._clock() - self.phase_since > IMPATIENT_S else [])]
+            return [*back, *self._insist()]
         if self.replying:
             self._enter(Phase.STOPPING)
             return [Ask(Cancel(self._id)), *back]
@@ -181,9 +162,18 @@ class Session(Life):
 
     def tick(self) -> list[Step]:
         """Notice that a stop was not heard. To be called about once a second while stopping."""
-        if self.phase is Phase.STOPPING and self._clock() - self.phase_since > DEAF_S:
+        if self.phase is Phase.STOPPING and self._hearing.is_deaf(self.phase_since, insists=False):
             return self._restart_deaf()
         return []
+
+    def _insist(self) -> list[Step]:
+        # A second Esc right after the first is a nervous finger, not a verdict on the engine.
+        if self._clock() - self.phase_since <= IMPATIENT_S:
+            return []
+        if self._hearing.is_deaf(self.phase_since, insists=True):
+            return self._restart_deaf()
+        at = "a piece of the prompt is being read" if self._hearing.reading else "a token is being computed"
+        return [Notice(f"The engine is at work: {at}, and the stop acts after it.")]
 
     def new_chat(self) -> list[Step]:
         """Begin another conversation; the model, its settings and the system prompt stay."""
@@ -193,9 +183,10 @@ class Session(Life):
 
     def on_event(self, event: BackendEvent) -> list[Step]:
         """Take what the process said, or that it died."""
+        self._hearing.heard()
         match event:
             case wire.Priced():
-                return [*self.prices.priced(event), *self.ahead.priced(event)]
+                return self._priced(event)
             case wire.WhatIf():  # goes to the screen that asked
                 return []
             case (
@@ -205,7 +196,8 @@ class Session(Life):
             case wire.Failed(None):
                 return self._of_process(event)
             case _:
-                return self._of_reply(event) if event.id == self._id and self.replying else []
+                mine = event.id == self._id and self.replying
+                return self._of_reply(event) if mine else self.titles.take(event)
 
     def _of_reply(self, event: _OfReply) -> list[Step]:
         match event:
@@ -215,6 +207,7 @@ class Session(Life):
             case wire.ShortOfMemory(_, done):
                 return [Notice(sentence(done), "warning")]
             case wire.Prefill():
+                self._hearing.progress(reading=True)
                 self.prefill = event
                 return []
             case wire.Text(_, text, kind):
@@ -231,6 +224,7 @@ class Session(Life):
                 return [*self._end("failed"), Notice(" ".join(f"{error}. {hint}".split()), "error")]
 
     def _grew(self, step: ReplyGrew) -> list[Step]:
+        self._hearing.progress(reading=False)
         if self.phase is Phase.PREFILL:
             self._enter(Phase.DECODING)
         self.talk.grow(step.text, step.kind, self._clock())
@@ -243,6 +237,7 @@ class Session(Life):
 
     def _reply(self, turn: Turn, begun: Reply | None = None, *, again: bool = False) -> list[Step]:
         self._id += 1
+        way = self.titles.stop()
         self._forget()
         self._begin_reply()
         self._enter(Phase.PREFILL)
@@ -250,11 +245,7 @@ class Session(Life):
         if begun is not None:
             messages = (*messages, Message("assistant", begun.text, begun.thinking))
         send = Send(self._id, messages, self.sampling, continues=continues)
-        return [TurnBegun(replace(turn, reply=begun), again), Ask(send)]
-
-    def _forget(self) -> None:
-        self.ahead.forget()
-        self.prices.forget()
+        return [*way, TurnBegun(replace(turn, reply=begun), again), Ask(send)]
 
     def _ready(self) -> list[Step]:
         return self._send_queued() or self._begin_ahead()
@@ -275,24 +266,26 @@ class Session(Life):
         return [DraftReturned(back.text, back.attachments)] if drafts else []
 
     def _end(self, ending: Ending, done: wire.Done | None = None) -> list[Step]:
+        """Close the running reply, and send what waits, if only since a stop; after a failure it is given back."""
+        ended = self._close(ending, done)
+        return [ended, *(self._return_queued() if ending in ("lost", "failed") else self._send_queued())]
+
+    def _close(self, ending: Ending, done: wire.Done | None = None) -> ReplyEnded:
         """Close the running reply with what was said so far, or what ``done`` says was said."""
         model = self.load.model if self.info is None else self.info.name
         reply = self.talk.end(ending, self._clock(), model, done)
-        stopped = self.phase is Phase.STOPPING
+        self.titles.ended(node.reply for node in self.talk.tree.nodes.values() if node.reply is not None)
         self._enter(Phase.IDLE)
-        return [
-            ReplyEnded(reply),
-            *(self._return_queued() if stopped or ending in ("lost", "failed") else self._send_queued()),
-        ]
+        return ReplyEnded(reply)
 
     def _abandon(self) -> list[Step]:
         """Cancel a running reply and go on at once; the process ends it on its own."""
-        back = self._return_queued()
+        back = [*self.titles.stop(), *self._return_queued()]
         if not self.replying:
             return back
         return [Ask(Cancel(self._id)), *self._end("cancelled"), *back]
 
     def _restart_deaf(self) -> list[Step]:
-        steps = self._end("cancelled")
+        ended = self._close("cancelled")  # what waits is for the next engine
         self._alive = False
-        return [*steps, Notice("The engine did not hear the stop; it is started again.", "warning"), *self.start()]
+        return [ended, Notice("The engine did not hear the stop; it is started again.", "warning"), *self.start()]

@@ -65,6 +65,13 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Titled:
+    """The model gave the conversation a title: plain text on one line, safe to show."""
+
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
 class DraftReturned:
     """Prompts that waited will not be sent: they belong in the box again."""
 
@@ -80,4 +87,16 @@ class Notice:
     severity: Literal["information", "warning", "error"] = "information"
 
 
-Step = StartEngine | EndEngine | Ask | TurnBegun | ReplyGrew | ReplyEnded | Moved | Opened | DraftReturned | Notice
+Step = (
+    StartEngine
+    | EndEngine
+    | Ask
+    | TurnBegun
+    | ReplyGrew
+    | ReplyEnded
+    | Moved
+    | Opened
+    | Titled
+    | DraftReturned
+    | Notice
+)

@@ -22,6 +22,9 @@ from tokamac.engine.limits import metrics as rates
 if TYPE_CHECKING:
     from tokamac.app.tui.screens.chat import ChatScreen
 
+REST_S = 0.3
+"""The list is up for so long before anything is weighed: who knows what they want is gone by then, and loads it undelayed."""
+
 REPLY_LOOK_S = 0.5
 """How often it is asked whether the reply has ended that a new model waits for."""
 
@@ -39,6 +42,7 @@ class Stock:
         self.disk = Disk()
         self.looked = False
         self.watcher: Callable[[], None] | None = None
+        self._wanted: str | None = None  # a model that has arrived, and is loaded once no reply runs
         self.estimates = Estimates(chat.what_ifs.ask)
         self.downloads = Downloads(
             models_command(),
@@ -65,6 +69,11 @@ class Stock:
         """Take a folder off the list; its files stay."""
         self._folders.forget(folder)
         self.look()
+
+    def choose_another(self) -> None:
+        """Load nothing that was wanted earlier: the user chooses a model now."""
+        self._wanted = None
+        self.downloads.only_bring()
 
     def remove(self, model: str) -> None:
         """Take a model of the cache off the disk, aside, and say how that went."""
@@ -98,9 +107,11 @@ class Stock:
     async def _look(self) -> None:
         self.disk = await asyncio.to_thread(look, hub_cache(), self._folders.all())
         self.looked = True
+        self._tell()
+        await asyncio.sleep(REST_S)
         if self.watcher is not None:
             self._want()
-        self._tell()
+            self._tell()
 
     async def _remove(self, model: str) -> None:
         said = f"{short_name(model)} was not removed."
@@ -157,15 +168,23 @@ class Stock:
         elif download.stage is Stage.CANCELLING:
             self._chat.notify(f"{name}: what had arrived is removed.", markup=False, timeout=4)
         elif download.loads:
+            self._wanted = download.model
             self._chat.run_worker(self._load(download.model), group="downloads")
         else:
-            self._chat.notify(f"{name} is here. Ctrl+O loads it.", markup=False, timeout=8)
+            self._tell_here(download.model)
+
+    def _tell_here(self, model: str) -> None:
+        loads = self._chat.session.keymap.key("choose_model")
+        self._chat.notify(f"{short_name(model)} is here. {loads} loads it.", markup=False, timeout=8)
 
     async def _load(self, model: str) -> None:
         """Have a model loaded that has arrived; a reply that is being written is not cut off for it."""
         while self._chat.session.replying:
             await asyncio.sleep(REPLY_LOOK_S)
-        load_model(self._chat, model)
+        if model == self._wanted:
+            load_model(self._chat, model)
+        else:
+            self._tell_here(model)
 
 
 def _minutes(seconds: float) -> str:

@@ -58,10 +58,11 @@ class Talk:
         self.tree.end(self._reply, reply)
         return reply
 
-    def prompt_of(self, key: int) -> Node:
-        """Return the prompt ``key``, or the one that the reply ``key`` answers."""
+    def prompt_of(self, key: int) -> Node | None:
+        """Return the prompt ``key``, or the one that the reply ``key`` answers; None where there is none."""
         node = self.tree.nodes[key]
-        return node if node.parent is None or node.prompt is not None else self.tree.nodes[node.parent]
+        before = None if node.parent is None else self.tree.nodes[node.parent]
+        return next((each for each in (node, before) if each is not None and each.prompt is not None), None)
 
     def reply_at(self, key: int | None) -> Node | None:
         """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none."""

@@ -21,6 +21,11 @@ from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 
 PATIENCE_S = 60.0  # a machine that is busy with other work takes its time
+OFTEN_S, SOON_S, SELDOM_S = (
+    0.01,
+    1.0,
+    0.05,
+)  # to look at the screen is work too, which what is waited for has to wait for
 
 
 class Chat:
@@ -47,12 +52,11 @@ class Chat:
         return self.transcript.replies
 
     async def until(self, condition: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
-        deadline = time.monotonic() + patience_s
+        begun = time.monotonic()
         while not condition():
-            assert time.monotonic() < deadline, (
-                f"never: {what or condition}; {self.session.phase} {self.session.problem}"
-            )
-            await asyncio.sleep(0.01)
+            waited = time.monotonic() - begun
+            assert waited < patience_s, f"never: {what or condition}; {self.session.phase} {self.session.problem}"
+            await asyncio.sleep(OFTEN_S if waited < SOON_S else SELDOM_S)
         await self.pilot.pause()
 
     async def phase(self, phase: Phase) -> None:

@@ -112,7 +112,8 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
 
 
 def pointed(c: Chat) -> int | None:
-    node = c.app.screen.query_one(TreeView).cursor_node
+    views = c.app.screen.query(TreeView)  # none until the screen, which is on top at once, has its parts
+    node = views.first().cursor_node if views else None
     return None if node is None else node.data
 
 

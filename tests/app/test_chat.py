@@ -351,7 +351,7 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
     async with chat("guide", size=size) as c:
         c.app.chat.perform(c.session.submit("hi"))
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
-        for key in ("f1", "ctrl+o", "ctrl+s", "ctrl+t"):
+        for key in ("f1", "ctrl+s", "ctrl+t", "ctrl+o"):
             await c.pilot.press(key)
             await c.until(lambda: c.app.screen is not c.app.chat, key)
             await c.pilot.press("escape")

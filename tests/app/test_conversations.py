@@ -67,6 +67,23 @@ async def test_a_chat_is_opened_again_with_its_figures_and_goes_on(chat: Start, 
         assert database.execute("SELECT count(*) FROM chats").fetchone() == (1,)
 
 
+async def test_the_list_names_the_model_that_replied_last(chat: Start, kept: Any) -> None:
+    async with chat("fast", size=(100, 40)) as c:
+        await ready(c)
+        await c.ask("one")
+        assert kept()[0].model == "fast"
+        c.app.chat.do("choose_model", "steady")
+        await c.until(lambda: c.session.info and c.session.info.name == "steady")
+        assert kept()[0].model == "fast"  # nothing was asked of the other yet
+        await c.ask("two")
+        stored, messages = kept()
+        assert stored.model == "steady"
+        assert [m.model for m in messages if m.role == "assistant"] == ["fast", "steady"]
+        await c.pilot.press("ctrl+l")
+        await c.until(lambda: isinstance(c.app.screen, ChatsScreen))
+        await c.until(lambda: "· steady ·" in c.screen_text())
+
+
 async def test_a_draft_survives_a_restart(chat: Start) -> None:
     async with chat("fast") as c:
         await ready(c)

@@ -27,6 +27,8 @@ if action == "remove":
     if "kept" in model:
         say(event="error", error="it can't be deleted", hint="Check its permissions.")
         sys.exit(1)
+    if "crash" in model:
+        sys.exit("it broke")
     say(event="removed", id=model, freed_bytes=5)
     sys.exit(0)
 if "full" in model:
@@ -135,6 +137,37 @@ async def test_what_is_cancelled_is_removed_from_the_disk(bench: Bench) -> None:
     await bench.until(lambda: not bench.downloads.all)
     assert bench.asked == ["--json -- pull org/slow", "--unfinished --json -- remove org/slow"]
     assert [each.stage for each in bench.ended] == [Stage.CANCELLING]
+
+
+async def test_one_that_waits_is_called_off_and_nothing_is_deleted(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    bench.downloads.start("org/kept")  # which could not be deleted
+    bench.downloads.cancel("org/kept")
+    assert [each.model for each in bench.downloads.all] == ["org/slow"]
+    (bench.folder / "go").touch()
+    await bench.until(lambda: not bench.downloads.all)
+    assert [each.model for each in bench.ended] == ["org/slow"]
+    assert bench.asked == ["--json -- pull org/slow"]
+
+
+async def test_one_that_waits_again_has_what_arrived_removed(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    bench.downloads.pause("org/slow")
+    await bench.stage("org/slow", Stage.PAUSED)
+    bench.downloads.start("org/slow-too")
+    await bench.begun("org/slow-too")
+    bench.downloads.start("org/slow")
+    bench.downloads.cancel("org/slow")
+    await bench.until(lambda: bench.downloads.of("org/slow") is None)
+    assert bench.asked[-1] == "--unfinished --json -- remove org/slow"
+
+
+async def test_a_removal_that_ends_without_a_word_is_no_success(bench: Bench) -> None:
+    bench.downloads.cancel("org/crash")
+    failed = await bench.stage("org/crash", Stage.FAILED)
+    assert failed.problem == "it broke"
 
 
 async def test_what_an_earlier_run_left_can_be_cancelled_and_a_refusal_is_told(bench: Bench) -> None:

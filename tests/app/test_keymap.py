@@ -1,5 +1,7 @@
 """The user's own keys: taken where they can be had, named where not, and then bound, shown and heard."""
 
+import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokamac.app import settings
+from tokamac.app.backend.wire import Load, Loaded, ModelInfo
 from tokamac.app.settings import Settings
+from tokamac.app.tui import keymap as keymap_module
 from tokamac.app.tui.actions import ACTIONS
-from tokamac.app.tui.keymap import keymap, one_name
+from tokamac.app.tui.keymap import Keymap, keymap, one_name
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.branches import BranchesScreen
 from tokamac.app.tui.screens.explain import ExplainScreen
 from tokamac.app.tui.screens.help import HelpScreen, help_text
+from tokamac.app.tui.session import Session
+from tokamac.app.tui.steps import Notice
+from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
 KEYS = st.sampled_from(["f2", "f3", "f18", "ctrl+k", "ctrl+r", "x", "e", "[", "alt+x", "nonsense", "up", "ctrl+m", ""])
@@ -143,3 +150,78 @@ async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_p
         assert c.session.turns[0].reply_place == (1, 1)
         await c.pilot.press("x")
         await c.until(lambda: c.session.turns[0].reply_place == (2, 2) and c.session.turns[0].reply)
+
+
+CHANGED = {
+    "choose_model": ("f18",),
+    "help": ("f19",),
+    "stop": ("ctrl+k",),
+    "leave": (),
+    "scroll_end": ("alt+e",),
+    "edit": ("x",),
+}
+
+
+def test_an_action_is_named_by_its_first_key_or_its_command() -> None:
+    made = keymap({**CHANGED, "older": (",",)})
+    assert made.key("choose_model") == "F18"
+    assert made.key("leave") == "/quit"
+    assert made.key("older") == ","
+    assert Keymap().key("newline") == "Shift+Enter"
+
+
+@pytest.mark.parametrize("event", ["stop_loading", "unload", "regenerate", "go"])
+def test_the_session_names_the_keys_that_hold(event: str) -> None:
+    session = Session(Load("guide"), Sampling(), "", lambda: 100.0)
+    session.keymap = keymap(CHANGED)
+    session.start()
+    if event == "stop_loading":
+        steps = session.stop()
+        assert "F18 chooses a model" in session.problem
+    else:
+        session.on_event(Loaded(ModelInfo("guide")))
+        session.submit("hi")
+        wishes: dict[str, Callable[[], Any]] = {
+            "unload": session.unload,
+            "regenerate": session.regenerate,
+            "go": lambda: session.go(1),
+        }
+        steps = wishes[event]()
+        assert any("Ctrl+K" in step.text for step in steps if isinstance(step, Notice))
+    assert not any(key in step.text for step in steps if isinstance(step, Notice) for key in ("Esc", "Ctrl+O"))
+
+
+async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Path) -> None:
+    settings.save(tmp_path / "settings.toml", Settings(keys=CHANGED, toured=True))
+    async with chat("slow", size=(110, 30)) as c:
+        await c.phase(Phase.IDLE)
+        shown = c.screen_text()
+        assert "F18  chooses a model" in shown
+        assert "F19  shows every key" in shown
+        await c.send("/nosuch")
+        await c.until(lambda: "There is no command /nosuch. F19 lists them" in c.notices)
+        c.app.chat.do("copy")
+        await c.until(lambda: "/quit quits, Ctrl+K stops a reply" in c.notices)
+        c.prompt.text = ""
+        await c.send("hi")
+        await c.until(lambda: "Ctrl+K stops" in c.screen_text())
+        await c.pilot.press("ctrl+k")
+        await c.phase(Phase.IDLE)
+        c.app.chat.do("help")
+        await c.until(lambda: isinstance(c.app.screen, HelpScreen))
+        assert "Alt+E takes it up again" in help_text(c.app.chat.memory.keymap.actions).plain
+
+
+def test_no_text_names_a_key_that_can_be_changed() -> None:
+    """A key's name may stand in a text only where it is a dialog's own, or not the user's to change."""
+    changeable = {action.key_name for action in ACTIONS if action.bound and action.scope == "chat"} - {"Esc"}
+    own = {"F3", "F4", "F5", "F6", "F7", "Ctrl+S"}  # of dialogs, which have them by themselves
+    pattern = re.compile(r"(?:Ctrl|Alt)\+[A-Z][a-z]*|\bF[0-9]{1,2}\b")
+    named = set()
+    for file in sorted(Path(keymap_module.__file__).parent.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                named |= {(file.name, key) for key in pattern.findall(node.value) if key in changeable - own}
+    assert named == set()

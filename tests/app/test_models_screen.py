@@ -13,10 +13,11 @@ from tests.hub.hub_server import Hub, safetensors, serve
 from tests.tiny import make_tiny
 from tokamac.app.backend.whatif import Answer, Question
 from tokamac.app.backend.whatif_answer import answers
-from tokamac.app.tui.downloads import Stage
+from tokamac.app.tui.downloads import Download, Stage
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.widgets.model_list import ModelList
+from tokamac.app.tui.wishes.model import take_model
 
 Start = Callable[..., Any]
 WEIGHTS = safetensors(600_000)
@@ -208,6 +209,34 @@ async def test_enter_on_what_is_not_here_downloads_it_then_loads_it_and_keeps_th
         await c.until(lambda: "called 'org/tiny'" in c.notices, "the load, which this engine refuses")
         assert (cache / "models--org--tiny" / "refs" / "main").exists()
         assert c.prompt.text == "a draft"
+
+
+async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
+    chat: Start, hub: Hub, cache: Path
+) -> None:
+    async with chat("fast") as c:
+        hub.stall_at = 200_000
+        await c.phase(Phase.IDLE)
+        take_model(c.app.chat, "org/tiny")
+        await c.until(lambda: partial(cache).exists(), "some bytes")
+        take_model(c.app.chat, "steady")
+        await c.phase(Phase.IDLE)
+        hub.stall_at = None
+        hub.resume.set()
+        await c.until(lambda: "tiny is here" in c.notices, "the model")
+        assert c.session.load.model == "steady"
+
+
+async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(chat: Start) -> None:
+    async with chat("slow") as c:
+        await c.phase(Phase.IDLE)
+        await c.send("hello")
+        await c.until(lambda: c.session.replying, "a reply")
+        c.app.chat.stock._ended(Download("org/tiny", loads=True))
+        take_model(c.app.chat, "steady")
+        await c.until(lambda: "tiny is here" in c.notices, "a notice")
+        await c.phase(Phase.IDLE)
+        assert c.session.load.model == "steady"
 
 
 async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: Hub) -> None:

@@ -11,6 +11,7 @@ from tokamac.app.backend.wire import (
     Cancel,
     Done,
     Failed,
+    Heartbeat,
     LeftOut,
     Load,
     Loaded,
@@ -23,8 +24,9 @@ from tokamac.app.backend.wire import (
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui import measures
 from tokamac.app.tui.conversation import Reply, Turn
+from tokamac.app.tui.hearing import DEAF_S, IMPATIENT_S, READING_DEAF_S, READING_IMPATIENT_S
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import DEAF_S, IMPATIENT_S, Session
+from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import (
     Ask,
     DraftReturned,
@@ -202,10 +204,77 @@ def test_a_deaf_engine_is_replaced(ready: Session, clock: Clock) -> None:
 
 def test_a_second_esc_is_patient_for_a_moment(ready: Session, clock: Clock) -> None:
     ready.submit("one")
+    ready.on_event(Text(1, "par"))
     ready.stop()
     assert ready.stop() == []
     clock.now += IMPATIENT_S + 0.1
     assert StartEngine() in ready.stop()
+
+
+def wait(session: Session, clock: Clock, seconds: float, *, beats: bool = True) -> list[Step]:
+    """Let seconds pass, in each of which the engine's pulse beats; return what came of it."""
+    steps: list[Step] = []
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.now = min(clock.now + 1, until)
+        steps += session.on_event(Heartbeat()) if beats else []
+        steps += session.tick()
+    return steps
+
+
+def test_an_engine_that_reads_a_long_piece_of_a_prompt_is_not_killed_for_it(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.on_event(Prefill(1, 0, 5000, 0))
+    ready.stop()
+    assert wait(ready, clock, DEAF_S + 3) == []
+    (told,) = ready.stop()
+    assert isinstance(told, Notice)
+    assert "acts after it" in told.text
+    assert kinds(ready.on_event(done(1, "", "cancelled"))) == [ReplyEnded]
+    assert ready.phase is Phase.IDLE
+
+
+def test_an_engine_may_take_some_times_as_long_as_its_pieces_took(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    for read in (0, 512, 1024):
+        ready.on_event(Prefill(1, read, 5000, 0))
+        clock.now += 20
+    ready.stop()
+    assert wait(ready, clock, 75) == []
+    assert StartEngine() in wait(ready, clock, 10)
+
+
+def test_an_engine_that_never_stops_reading_is_replaced_though_its_pulse_beats(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.stop()
+    assert wait(ready, clock, READING_DEAF_S) == []
+    assert StartEngine() in wait(ready, clock, 2)
+
+
+def test_who_insists_waits_less_for_an_engine_that_reads(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.stop()
+    assert wait(ready, clock, READING_IMPATIENT_S + 1) == []
+    assert StartEngine() in ready.stop()
+
+
+def test_an_engine_without_a_pulse_is_soon_deaf_while_it_reads(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    ready.on_event(Prefill(1, 0, 5000, 0))
+    ready.stop()
+    assert StartEngine() in wait(ready, clock, DEAF_S + 1, beats=False)
+
+
+def test_a_piece_of_an_earlier_prompt_gives_no_time_to_a_later_reply(ready: Session, clock: Clock) -> None:
+    ready.submit("one")
+    for read in (0, 512):
+        ready.on_event(Prefill(1, read, 5000, 0))
+        clock.now += 60
+    ready.on_event(done(1))
+    ready.submit("two")
+    ready.on_event(Text(2, "a"))
+    ready.stop()
+    assert StartEngine() in wait(ready, clock, DEAF_S + 1)
 
 
 def test_esc_while_loading_ends_the_process(clock: Clock) -> None:

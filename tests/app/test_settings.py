@@ -70,6 +70,27 @@ def test_a_damaged_file_is_moved_aside(tmp_path: Path) -> None:
     assert (tmp_path / "settings.damaged.toml").read_bytes() == b"model = \xff"
 
 
+def test_a_second_damaged_file_does_not_replace_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    (tmp_path / "settings.damaged3.toml").symlink_to(tmp_path / "gone")
+    asides = ["settings.damaged.toml", "settings.damaged2.toml", "settings.damaged4.toml"]
+    for number, name in enumerate(asides):
+        path.write_text(f"theme = [{number}")
+        (warning,) = settings.load(path).warnings
+        assert f"it is now {name}," in warning
+    assert [(tmp_path / name).read_text() for name in asides] == [f"theme = [{number}" for number in range(3)]
+
+
+def test_where_too_many_are_set_aside_the_damaged_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "MOST_ASIDE", 2)
+    path = tmp_path / "settings.toml"
+    for _ in range(2):
+        path.write_text("theme = [")
+        (warning,) = settings.load(path).warnings
+    assert "too many" in warning
+    assert path.read_text() == "theme = ["
+
+
 def test_unknown_keys_are_named_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('modle = "x"\nsampling = {temprature = 1}\n[future]\na = 2020-01-01\n')

@@ -30,6 +30,8 @@ Start = Callable[..., Any]
 FOLDER = Path(__file__).parent / "snapshots"
 RENEW = os.environ.get("TOKAMAC_SNAPSHOTS") == "renew"
 DAY_S = 86400.0
+STILL_S, DIFFERENT_S = 0.4, 3.0
+"""How long nothing may move until a picture is taken: as it was before, or not."""
 ANSWER = """Decode reads **every weight once per token**.
 
 1. Prefill: *bound by arithmetic*.
@@ -52,7 +54,6 @@ SCREENS = {
     "chat": "",
     "help": "help",
     "explain": "explain",
-    "model": "choose_model",
     "settings": "settings",
     "system": "system_prompt",
     "chats": "chats",
@@ -60,8 +61,11 @@ SCREENS = {
     "what-if": "what_if",
     "what-if-curve": "what_if",
     "what-if-roof": "what_if",
+    "model": "choose_model",
 }
 """The action that opens each."""
+QUICK = tuple(name for name in SCREENS if name != "model")
+"""Those after which the engine's process has nothing left to do: that one has it weigh the whole catalogue."""
 CHANGING = [(re.compile(r"(?<= · )[a-z2-7]{8}\b"), "chat-id-")]
 """What differs from run to run, and what of the same width stands for it."""
 
@@ -130,14 +134,21 @@ def drawn(c: Chat) -> str:
     return "\n".join([*rows, "", *runs, "", *legend]) + "\n"
 
 
-async def settled(c: Chat) -> str:
-    """What is drawn once nothing moves."""
-    for box in [*c.app.screen.query(Input), *c.app.screen.query(TextArea)]:
-        box.cursor_blink = False
+def still(c: Chat) -> None:
+    """Every cursor that there is by now is seen, and does not blink."""
+    for screen in c.app.screen_stack:
+        for box in [*screen.query(Input), *screen.query(TextArea)]:
+            box.cursor_blink = False
+            box._cursor_visible = True  # else as it was when it ceased to blink
+
+
+async def settled(c: Chat, expected: str | None) -> str:
+    """What is drawn once nothing moves. What differs from ``expected`` is given more time: a machine that is busy draws late."""
     c.app.clear_notifications()
     last, same_since = "", time.monotonic()
-    while time.monotonic() - same_since < 0.4:
-        await c.pilot.pause(0.1)
+    while time.monotonic() - same_since < (STILL_S if expected in (None, last) else DIFFERENT_S):
+        still(c)
+        await c.pilot.pause(STILL_S / 4)
         if (now := drawn(c)) != last:
             last, same_since = now, time.monotonic()
     return last
@@ -152,21 +163,40 @@ async def ask_elsewhere(c: Chat) -> None:
     await c.until(lambda: screen.query_one("#case-table", DataTable).row_count > 3, "cases")
 
 
-async def shown(c: Chat, name: str) -> str:
-    """Open the screen ``name`` on the conversation, and return what is drawn."""
-    await c.phase(Phase.IDLE)
-    await c.until(lambda: len(c.session.turns) == 1, "the conversation")
-    c.session.metrics = figures()
-    c.app.chat.show()
-    if SCREENS[name]:
-        c.app.chat.do(SCREENS[name])
+async def opened(c: Chat, name: str) -> None:
+    """The screen ``name`` over the conversation, and no other; what is asked there, asked."""
+    action = SCREENS[name]
+    if c.app.screen is not c.app.chat:
+        if name.startswith("what-if-"):  # another side of the same answer
+            c.app.screen.query_one(TabbedContent).active = name.removeprefix("what-if-")
+            return
+        await c.app.pop_screen()
+    if action:
+        c.app.chat.do(action)
         await c.until(lambda: c.app.screen is not c.app.chat, name)
     if name == "model":
         await c.pilot.press(*"org/x")  # what it lists is of this machine; filtered, none of that is left
-    if name.startswith("what-if"):
+    if name == "what-if":
         await ask_elsewhere(c)
-        c.app.screen.query_one(TabbedContent).active = name.removeprefix("what-if-") if name != "what-if" else "cases"
-    return await settled(c)
+
+
+async def pictures(c: Chat, theme: str, *sizes: tuple[int, int]) -> dict[str, str]:
+    """Every screen at these sizes, by the name of its file."""
+    await c.phase(Phase.IDLE)
+    await c.until(lambda: len(c.session.turns) == 1, "the conversation")
+    c.session.metrics = figures()
+    found = {}
+    for size, names in [*((size, QUICK) for size in sizes), *((size, ("model",)) for size in sizes)]:
+        await c.pilot.resize_terminal(*size)
+        c.app.chat.show()
+        for name in names:
+            file = f"{name}-{size[0]}x{size[1]}-{theme}.txt"
+            before = FOLDER / file
+            expected = before.read_text(encoding="utf-8") if before.exists() and not RENEW else None
+            await opened(c, name)
+            found[file] = await settled(c, expected)
+        await c.app.pop_screen()
+    return found
 
 
 def colours(picture: str) -> set[str]:
@@ -176,36 +206,38 @@ def colours(picture: str) -> set[str]:
 
 
 @pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize("name", SCREENS)
 @pytest.mark.usefixtures("fixed")
-async def test_a_screen_is_drawn_as_before_and_the_terminals_theme_by_its_sixteen_colours(
-    chat: Start, tmp_path: Path, name: str, size: tuple[int, int], theme: str
+async def test_every_screen_is_drawn_as_before_and_the_terminals_theme_by_its_sixteen_colours(
+    chat: Start, tmp_path: Path, theme: str
 ) -> None:
     written(theme, tmp_path / "settings.toml")
-    async with chat("fast", size=size, resume=True) as c:
-        now = await shown(c, name)
-    file = FOLDER / f"{name}-{size[0]}x{size[1]}-{theme}.txt"
+    async with chat("fast", size=SIZES[0], resume=True) as c:
+        found = await pictures(c, theme, *SIZES)
+    assert len(found) == len(SCREENS) * len(SIZES)
     if RENEW:
         FOLDER.mkdir(exist_ok=True)
-        file.write_text(now, encoding="utf-8")
-    assert now.splitlines() == file.read_text(encoding="utf-8").splitlines()
+        for name, picture in found.items():
+            (FOLDER / name).write_text(picture, encoding="utf-8")
+    before = {name: (FOLDER / name).read_text(encoding="utf-8") for name in found}
+    different = [name for name in found if found[name] != before[name]]
+    assert [found[name].splitlines() for name in different] == [before[name].splitlines() for name in different]
     if theme == "terminal":
-        assert colours(now) <= {f"color({number})" for number in range(16)}
+        assert set().union(*map(colours, found.values())) <= {f"color({number})" for number in range(16)}
 
 
-@pytest.mark.parametrize("name", SCREENS)
 @pytest.mark.usefixtures("fixed")
 async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     written("tokamac-dark", tmp_path / "settings.toml")
-    async with chat("fast", size=(120, 40), resume=True) as c:
-        picture = await shown(c, name)
-    assert not colours(picture)
-    if name not in ("help", "explain", "what-if-curve", "what-if-roof"):  # there is nothing to point at
-        assert re.search("reverse|bold underline", picture.rpartition("\n\n")[2])
+    async with chat("fast", size=SIZES[1], resume=True) as c:
+        found = await pictures(c, "no-color", SIZES[1])
+    assert len(found) == len(SCREENS)
+    for name, picture in found.items():
+        assert not colours(picture), name
+        if not name.startswith(("help", "explain", "what-if-curve", "what-if-roof")):  # there is nothing to point at
+            assert re.search("reverse|bold underline", picture.rpartition("\n\n")[2]), name
 
 
 async def test_the_terminals_own_theme_is_the_first(chat: Start) -> None:

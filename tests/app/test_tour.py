@@ -16,8 +16,9 @@ from tokamac.app.backend.scenarios import SCENARIOS
 from tokamac.app.backend.wire import Done, Failed, Load, Loaded, ModelInfo, Send, Text
 from tokamac.app.tui.actions import ACTIONS
 from tokamac.app.tui.guidance import Guidance
+from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.welcome import HINTS, TOUR, Welcome, tour_lines
+from tokamac.app.tui.prose.welcome import HINTS, TOUR, Welcome, told
 from tokamac.app.tui.screens.guide import GuideScreen
 from tokamac.app.tui.screens.help import GROUPS, help_text
 from tokamac.engine.events import Message
@@ -26,12 +27,13 @@ Start = Callable[..., Any]
 
 
 def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() -> None:
-    assert [action for action, _ in TOUR] == ["help", "choose_model", "chats", "toggle_panel", "settings"]
+    actions = ["help", "choose_model", "chats", "toggle_panel", "settings"]
+    assert [key for key, _ in TOUR] == [f"{{{action}}}" for action in actions]
     keys = {action.id: action.key_names for action in ACTIONS}
-    for (action, _), (key, text) in zip(TOUR, tour_lines(), strict=True):
+    for action, (key, text) in zip(actions, told(TOUR, Keymap()), strict=True):
         assert keys[action].startswith(key)
         assert 0 < len(text) <= 27
-    assert keys["ask_guide"] in tour_lines()[0][1]
+    assert keys["ask_guide"] in told(TOUR, Keymap())[0][1]
     rows = Welcome(12, tour=True).rows(36)
     assert len(rows) <= 12
     below = [row.row.content.cell_length for row in rows[-len(TOUR) :]]
@@ -41,12 +43,12 @@ def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() 
 async def test_the_tour_is_shown_at_the_first_start_alone(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.phase(Phase.IDLE)
-        assert all(text in c.screen_text() for _, text in tour_lines())
+        assert all(text in c.screen_text() for _, text in told(TOUR, Keymap()))
     assert tomllib.loads((tmp_path / "settings.toml").read_text())["toured"] is True
     async with chat("fast") as c:
         await c.phase(Phase.IDLE)
-        assert not any(text in c.screen_text() for _, text in tour_lines())
-        assert all(text in c.screen_text() for _, text in HINTS)
+        assert not any(text in c.screen_text() for _, text in told(TOUR, Keymap()))
+        assert all(text in c.screen_text() for hint in told(HINTS, Keymap()) for text in hint)
 
 
 def test_that_it_was_shown_is_remembered(tmp_path: Path) -> None:

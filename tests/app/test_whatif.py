@@ -252,33 +252,38 @@ async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Appl
     chat.app.screen.query_one("#memory", Input).value = "64"
 
 
-@pytest.mark.parametrize("size", [(120, 36), (60, 20), (40, 12)])
-async def test_every_tab_shows_its_answer_at_every_size(chat: Start, size: tuple[int, int]) -> None:
-    async with chat("fast", size=size) as c:
-        await open_screen(c)
-        cases = c.app.screen.query_one("#case-table", DataTable)
-        await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
-        tabs = c.app.screen.query_one("#tabs", TabbedContent)
-        for tab, said_there in (
-            ("curve", "ceiling 128 tok/s"),
-            ("roof", "bound by arithmetic"),
-            ("chips", "every chip"),
-        ):
-            tabs.active = tab
-            await c.until(lambda said_there=said_there: said_there in note(c), tab)
-        assert c.app.screen.query_one("#chip-table", DataTable).row_count > 30
-        await c.pilot.press("escape")
-        assert not isinstance(c.app.screen, WhatIfScreen)
-
-
-async def test_a_plot_is_drawn_with_axes(chat: Start) -> None:
+async def test_every_tab_shows_its_answer_at_every_size_and_plots_have_axes(chat: Start) -> None:
     async with chat("fast", size=(120, 36)) as c:
-        await open_screen(c)
-        c.app.screen.query_one("#tabs", TabbedContent).active = "roof"
-        await c.until(lambda: "operations a byte" in c.screen_text(), "the roofline")
-        assert "decode, bound by memory" in c.screen_text()
-        c.app.screen.query_one("#tabs", TabbedContent).active = "curve"
-        await c.until(lambda: "context, tokens" in c.screen_text(), "the curve")
+        for size in ((120, 36), (60, 20), (40, 12)):
+            await c.pilot.resize_terminal(*size)
+            await open_screen(c)
+            await see_every_tab(c)
+            if size == (120, 36):
+                await see_the_axes(c)
+            await c.pilot.press("escape")
+            assert not isinstance(c.app.screen, WhatIfScreen)
+
+
+async def see_every_tab(c: Any) -> None:
+    cases = c.app.screen.query_one("#case-table", DataTable)
+    await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+    tabs = c.app.screen.query_one("#tabs", TabbedContent)
+    for tab, said_there in (
+        ("curve", "ceiling 128 tok/s"),
+        ("roof", "bound by arithmetic"),
+        ("chips", "every chip"),
+    ):
+        tabs.active = tab
+        await c.until(lambda said_there=said_there: said_there in note(c), tab)
+    assert c.app.screen.query_one("#chip-table", DataTable).row_count > 30
+
+
+async def see_the_axes(c: Any) -> None:
+    c.app.screen.query_one("#tabs", TabbedContent).active = "roof"
+    await c.until(lambda: "operations a byte" in c.screen_text(), "the roofline")
+    assert "decode, bound by memory" in c.screen_text()
+    c.app.screen.query_one("#tabs", TabbedContent).active = "curve"
+    await c.until(lambda: "context, tokens" in c.screen_text(), "the curve")
 
 
 async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) -> None:
@@ -292,7 +297,7 @@ async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) 
 
 
 async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> None:
-    async with chat("steady") as c:
+    async with chat("slow") as c:
         await c.phase(Phase.IDLE)
         await c.send("hi")
         await c.until(lambda: c.session.replying, "a reply")
@@ -300,6 +305,9 @@ async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> No
         await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "the screen")
         assert "computed after the reply" in note(c)
         c.app.screen.query_one("#model", Input).value = "Qwen3-8B-4bit"
+        assert c.session.replying
+        assert c.app.screen.query_one("#case-table", DataTable).row_count == 0
+        c.app.chat.do("stop")  # so that nobody need wait for its end
         await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
         assert c.session.turns[-1].reply is not None
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.plain_chat import OBEYED, PATIENCE_S, last_path, piped, spawn
 from tokamac.app.plain.commands import COMMANDS
-from tokamac.app.store.store import Store
+from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import Message
 from tokamac.app.tui.actions import ACTIONS
 
@@ -29,6 +29,17 @@ def test_each_line_is_answered_on_stdout_and_kept(data: Path) -> None:
     assert out.count("every weight once per token") == 2
     assert [message.text for message in last_path(data) if message.role == "user"] == ["one", "two"]
     assert all(message.state == "complete" for message in last_path(data))
+
+
+def test_what_was_deleted_long_ago_is_removed_at_the_end(data: Path) -> None:
+    with Store.open(data, clock=lambda: time.time() - UNDO_S - 60) as store:
+        old = store.new_chat().id
+        store.delete(old)
+        kept = store.new_chat().id
+    assert piped("", "fast") == (0, "", "")
+    with Store.open(data) as store:
+        assert store.known(old) is None
+        assert store.known(kept) is not None
 
 
 def test_lines_belong_together_after_a_backslash_and_in_a_block(data: Path) -> None:
@@ -187,6 +198,13 @@ def test_a_file_is_attached_and_stored_beside_the_words(data: Path, tmp_path: Pa
     assert (first.text, second.text) == ("what is it?", "and now?")
     assert [attachment.text for attachment in first.attachments] == ["# Notes�"]
     assert second.attachments == ()
+
+
+def test_the_list_names_the_model_that_replied_last(data: Path) -> None:
+    assert piped("one\n/model steady\ntwo\n/model fast\n", "fast")[0] == 0
+    with Store.open(data) as store:
+        (chat,) = store.chats()
+    assert chat.model == "steady"
 
 
 def test_settings_are_changed_and_a_bad_one_is_refused() -> None:

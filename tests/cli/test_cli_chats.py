@@ -1,15 +1,19 @@
-"""``tokamac chats``: list, show, export, import, delete and restore, for people and for programs."""
+"""``tokamac chats``: list, show, export, import, delete, restore and repair, for people and for programs."""
 
 import json
+import sqlite3
 import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Result, Run
-from tokamac.app.store.store import Store
+from tokamac.app.store.errors import StoreDamagedError
+from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import Chat
 
 HEAVY = {"mlx", "mlx.core", "numpy", "textual", "transformers", "huggingface_hub"}
@@ -112,6 +116,101 @@ def test_what_was_deleted_is_listed_apart_and_restored(tokamac: Run) -> None:
     assert "no chat was deleted" in tokamac("chats", "list", "--deleted").out
 
 
+def test_repair_makes_a_broken_index_anew(tokamac: Run, tmp_path: Path) -> None:
+    said("about apples", "yes")
+    file = tmp_path / "data" / "chats" / "chats.db"
+    assert tokamac("chats", "repair") == Result(0, f"{file} is whole; its search index is made anew: 2 messages\n", "")
+    with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        connection.execute("UPDATE search_data SET block = x'ffffffffffffffffffff' WHERE id = 10")
+    with Store.open() as store, pytest.raises(StoreDamagedError):
+        store.search("apples")
+    assert one(tokamac("chats", "repair", "--json")) == {"path": str(file), "messages": 2}
+    with Store.open() as store:
+        assert [hit.snippet for hit in store.search("apples")] == ["about apples"]
+
+
+def test_repair_of_what_is_no_store_is_one_line_and_leaves_it(tokamac: Run, tmp_path: Path) -> None:
+    file = tmp_path / "data" / "chats" / "chats.db"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"somebody's own" * 1000)
+    done = tokamac("chats", "repair", "--json")
+    assert failed(done, 1, "is damaged")
+    assert "`tokamac chats repair --set-aside`" in json.loads(done.out)["hint"]
+    assert file.read_bytes() == b"somebody's own" * 1000
+
+
+def test_what_is_beyond_repair_is_set_aside_when_asked_and_a_new_file_is_begun(tokamac: Run, tmp_path: Path) -> None:
+    file = tmp_path / "data" / "chats" / "chats.db"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"somebody's own" * 1000)
+    done = one(tokamac("chats", "repair", "--set-aside", "--json"))
+    kept = Path(done["set_aside"])
+    assert done == {"path": str(file), "set_aside": str(kept)}
+    assert not file.exists()
+    assert kept.read_bytes() == b"somebody's own" * 1000
+    said("about apples", "yes")
+    file.write_bytes(b"broken again")
+    second = tokamac("chats", "repair", "--set-aside")
+    assert (second.status, second.err) == (0, "")
+    assert f"set aside, whole, as {tmp_path}" in second.out
+    assert (kept.exists(), len(list(file.parent.rglob("chats.db")))) == (True, 2)
+
+
+def test_a_file_that_another_window_has_open_is_set_aside_with_its_log(tokamac: Run, tmp_path: Path) -> None:
+    file = tmp_path / "data" / "chats" / "chats.db"
+    with Store.open() as store:
+        chat = store.new_chat().id
+        for number in range(200):
+            store.add_message(chat, None, "user", f"{number} " * 200)
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with file.open("r+b") as raw:
+            raw.seek(file.stat().st_size // 4096 // 2 * 4096)
+            raw.write(b"\xff" * 64)
+        store.set_draft(chat, "only in the log so far")
+        kept = Path(one(tokamac("chats", "repair", "--set-aside", "--json"))["set_aside"])
+        assert kept.with_name("chats.db-wal").stat().st_size > 0
+        assert [path.name for path in file.parent.glob("chats.db*")] == []
+        with closing(sqlite3.connect(kept)) as connection:
+            assert connection.execute("SELECT draft FROM chats").fetchone() == ("only in the log so far",)
+
+
+def test_a_file_that_can_be_mended_is_not_set_aside(tokamac: Run, tmp_path: Path) -> None:
+    chat = said("about apples", "yes")
+    file = tmp_path / "data" / "chats" / "chats.db"
+    with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        connection.execute("UPDATE search_data SET block = x'ffffffffffffffffffff' WHERE id = 10")
+    assert one(tokamac("chats", "repair", "--set-aside", "--json")) == {"path": str(file), "messages": 2}
+    with Store.open() as store:
+        assert [each.id for each in store.chats()] == [chat.id]
+    assert list(file.parent.glob("set-aside*")) == []
+
+
+@pytest.mark.parametrize("action", ["delete", "restore", "import", "list"])
+def test_what_was_deleted_long_ago_is_removed_by_what_writes(tokamac: Run, tmp_path: Path, action: str) -> None:
+    with Store.open(clock=lambda: time.time() - UNDO_S - 60) as store:
+        old = store.new_chat()
+        store.add_message(old.id, None, "user", "about apples")
+        store.delete(old.id)
+    other = said("about pears", "no")
+    (tmp_path / "chat.md").write_text("# Title\n\n## User\n\nhi\n\n## Assistant\n\nhello\n")
+    target = {"import": [tmp_path / "chat.md"], "list": []}.get(action, [other.id])
+    done = tokamac("chats", action, *target)
+    assert (done.status, done.err) == (0, "")
+    with Store.open() as store:
+        assert (store.known(old.id) is None) == (action != "list")
+        assert store.known(other.id) is not None
+
+
+def test_a_chat_that_was_deleted_long_ago_and_is_still_there_is_restored(tokamac: Run, tmp_path: Path) -> None:
+    old = said("about apples", "yes")
+    with Store.open(clock=lambda: 1.0) as store:
+        store.delete(old.id)
+    assert one(tokamac("chats", "restore", old.id, "--json"))["id"] == old.id
+    with Store.open() as store:
+        assert [each.id for each in store.chats()] == [old.id]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -119,8 +218,11 @@ def test_what_was_deleted_is_listed_apart_and_restored(tokamac: Run) -> None:
         ("show", "show needs an ID"),
         ("import", "import needs a FILE"),
         ("list abc", "takes neither"),
+        ("repair abc", "takes neither"),
         ("show abc -o x.md", "--output has no effect with show"),
         ("export abc --deleted", "--deleted has no effect with export"),
+        ("list --set-aside", "--set-aside has no effect with list"),
+        ("delete abc --set-aside", "--set-aside has no effect with delete"),
         ("show abc def", "unrecognized"),
     ],
 )

@@ -38,12 +38,8 @@ def build(case: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def loaded(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, Engine, dict[str, Any]]]:
+def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Engine, dict[str, Any]]]:
     stored = build(request.param, tmp_path)
-    # Speed is not what is tested here, and measuring it takes longer than everything else.
-    monkeypatch.setattr("tokamac.engine.loading.with_bandwidth", lambda chip, bytes_read: chip)
     with Engine.load(tmp_path, dtype="float32") as engine:
         yield request.param, engine, stored
 

@@ -6,19 +6,17 @@ import os
 import random
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.engine.prompt_writer import MODEL, writers
 from tests.tiny import make_tiny
 from tokamac.engine import KVSpec
 from tokamac.engine.prompt_cache.folder import Budgets, Entry, Folder, FullError, least_used_first
 from tokamac.engine.prompt_cache.names import child_name, fingerprint, root_name
 
-MODEL = "ab" * 16
 ROOT = root_name(MODEL, None)
 
 
@@ -103,59 +101,41 @@ def test_clearing_removes_all_models(tmp_path: Path) -> None:
     assert Folder(tmp_path / "nowhere").clear() == 0
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from tokamac.engine.prompt_cache.folder import Folder
-from tokamac.engine.prompt_cache.names import child_name, root_name
-model = "ab" * 16
-folder, parent = Folder(Path(sys.argv[1])), root_name(model, None)
-folder.tidy()
-print("ready", flush=True)
-for number in range(10**6):
-    folder.write(model, "m", parent, child_name(parent, [number]), bytes([number % 256]) * (20000 + number % 977))
-"""
-
-
 def test_killed_at_any_moment_nothing_half_done_counts_as_whole(tmp_path: Path) -> None:
     chance = random.Random(5)
     folder = Folder(tmp_path / "cache")
     seen = 0
-    for _ in range(200):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder.root)], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
-        time.sleep(chance.random() * 0.02)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-        for entry in folder.entries(MODEL):
-            data = folder.read(entry)
-            assert data is not None
-            assert data == data[:1] * len(data)
-            assert len(data) >= 20000
-            seen += 1
-        folder.tidy()
-        assert not list((folder.root / MODEL).glob(".new-*"))
-        with contextlib.suppress(FileNotFoundError):
-            folder.clear()
+    with writers(folder.root) as each:
+        for _ in range(200):
+            writer, least = each.begin(), chance.randrange(3)
+            while sum(1 for _ in folder.entries(MODEL)) < least:
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.02)
+            os.kill(writer, signal.SIGKILL)
+            assert each.ended() == signal.SIGKILL
+            for entry in folder.entries(MODEL):
+                data = folder.read(entry)
+                assert data is not None
+                assert data == data[:1] * len(data)
+                assert len(data) >= 20000
+                seen += 1
+            folder.tidy()
+            assert not list((folder.root / MODEL).glob(".new-*"))
+            with contextlib.suppress(FileNotFoundError):
+                folder.clear()
     assert seen > 100
 
 
 def test_two_processes_share_the_folder(tmp_path: Path) -> None:
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    folder, deadline = Folder(tmp_path), time.monotonic() + 20
-    while sum(1 for _ in folder.entries(MODEL)) < 50 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        folder.tidy()
-    for writer in writers:
-        assert writer.poll() is None  # neither failed
-        writer.kill()
-        writer.wait()
-        assert writer.stdout is not None
-        writer.stdout.close()
+    with writers(tmp_path) as one, writers(tmp_path) as other:
+        begun = [(each, each.begin()) for each in (one, other)]
+        folder, deadline = Folder(tmp_path), time.monotonic() + 20
+        while sum(1 for _ in folder.entries(MODEL)) < 50 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            folder.tidy()
+        for each, writer in begun:
+            os.kill(writer, signal.SIGKILL)
+            assert each.ended() == signal.SIGKILL  # neither had failed
     entries = list(folder.entries(MODEL))
     assert len(entries) >= 50
     assert all(folder.read(entry) is not None for entry in entries)

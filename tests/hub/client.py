@@ -28,6 +28,8 @@ def main() -> None:
         import resource
         import signal
 
+        # Python would put a module's bytecode in place even where only its beginning could be written.
+        sys.dont_write_bytecode = True
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_limit, options.file_limit))
     before = set(sys.modules)

@@ -87,6 +87,14 @@ def test_what_is_unfinished_is_removed_and_what_is_whole_stays(hub: Hub, environ
     assert listed(environment)[0]["whole"]
 
 
+def test_where_nothing_has_arrived_there_is_nothing_to_discard(environment: dict[str, str]) -> None:
+    status, written = lines(environment, "remove", "org/none", "--unfinished")
+    assert (status, [understood(line) for line in written]) == (0, [Removed("org/none", 0)])
+    status, written = lines(environment, "remove", "org/none")
+    assert status == 1
+    assert isinstance(understood(written[-1]), Refused)
+
+
 def test_a_refusal_is_the_last_line(hub: Hub, environment: dict[str, str]) -> None:
     hub.gated = True
     status, written = lines(environment, "pull", "org/tiny")

@@ -166,8 +166,21 @@ def test_a_chat_that_another_window_went_on_with_is_not_purged_yet(file: Path) -
         store.delete(chat)
         now += 100
         store.add_message(chat, None, "user", "still here")
+        assert store.chat(chat).deleted_at is None
+        assert [one.id for one in store.chats()] == [chat]
         assert store.purge(50) == 0
-        assert store.undelete(chat).head is not None
+        assert store.chat(chat).head is not None
+
+
+def test_a_reply_that_is_begun_brings_a_deleted_chat_back_but_a_draft_does_not(store: Store) -> None:
+    chat = chat_about(store, "a")
+    store.delete(chat)
+    store.set_draft(chat, "half a thought")
+    assert store.chats() == []
+    store.begin_reply(chat, None)
+    assert [one.id for one in store.chats()] == [chat]
+    assert store.known("aaaaaaaa") is None
+    assert store.known(chat) == store.chat(chat)
 
 
 def test_a_chat_in_which_a_reply_is_written_is_not_purged(store: Store) -> None:

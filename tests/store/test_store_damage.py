@@ -1,11 +1,13 @@
 """Files that are broken: said in one line, never lost, and mended where they can be."""
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.store.test_store_crash import check_whole, writing
 from tests.store.test_store_file import mode, write_some
 from tokamac.app.store.errors import StoreDamagedError, StoreError
 from tokamac.app.store.store import Store
@@ -16,7 +18,7 @@ def test_what_is_no_database_is_kept_and_set_aside_when_asked(file: Path) -> Non
     file.write_bytes(b"not a database, but somebody's" * 100)
     with pytest.raises(StoreDamagedError, match="not a database") as caught:
         Store.open(file)
-    assert "set aside" in caught.value.hint
+    assert "`tokamac chats repair --set-aside`" in caught.value.hint
     assert file.read_bytes().startswith(b"not a database")
     kept = Store.set_aside(file)
     file.write_bytes(b"another")
@@ -78,6 +80,46 @@ def test_a_damaged_index_costs_no_message(file: Path) -> None:
         assert [hit.snippet for hit in store.search("kept")] == ["kept words"]
         store.add_message(chat, None, "user", "more words")
         assert len(store.search("words")) == 2
+
+
+def test_repair_opens_what_open_can_not(file: Path) -> None:
+    """A reply that a dead process left is indexed when it is ended, and that fails on a broken index."""
+    with writing("replies", file) as process:
+        assert process.stdout is not None
+        said = [json.loads(process.stdout.readline()) for _ in range(5)]  # a prompt, and all but the end of its reply
+        process.kill()
+    spoil(file, "UPDATE search_data SET block = x'ffffffffffffffffffff' WHERE id = 10")
+    with pytest.raises(StoreDamagedError, match="damaged") as caught:
+        Store.open(file)
+    assert "tokamac chats repair" in caught.value.hint
+    before = _texts(file)
+    assert Store.repair(file) == len(before)
+    with Store.open(file) as store:
+        assert store.message(said[-1]["id"]).state == "stopped"
+        assert {hit.message for hit in store.search("part")} >= {said[-1]["id"]}
+        assert {hit.message for hit in store.search("prompt")} >= {said[0]["id"]}
+    assert _texts(file) == before
+    check_whole(file)
+
+
+def test_repair_of_what_is_beyond_it_says_so_and_changes_no_message(file: Path) -> None:
+    chat = write_some(file)
+    with Store.open(file) as store:
+        for number in range(200):
+            store.add_message(chat, None, "user", f"{number} " * 200)
+    data = bytearray(file.read_bytes())
+    at = len(data) // 4096 // 2 * 4096
+    data[at : at + 64] = b"\xff" * 64
+    file.write_bytes(data)
+    with pytest.raises(StoreDamagedError, match="damaged") as caught:
+        Store.repair(file)
+    assert "`tokamac chats repair --set-aside`" in caught.value.hint
+    assert "`tokamac chats repair`" not in caught.value.hint
+
+
+def _texts(file: Path) -> list[tuple[str]]:
+    with closing(sqlite3.connect(file)) as connection:
+        return connection.execute("SELECT text FROM messages ORDER BY id").fetchall()
 
 
 def test_text_that_is_no_text_any_more_is_said_to_be_damaged(file: Path) -> None:

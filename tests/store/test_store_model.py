@@ -71,7 +71,7 @@ class Operations(RuleBasedStateMachine):
         assert name > max(self.nodes, default=0)
         self.nodes[name] = node
         room = self.rooms[node.chat]
-        room.head, room.used = name, used
+        room.head, room.used, room.deleted = name, used, False  # a chat in which something is said is back
 
     @rule(target=messages, chat=chats, text=TEXTS)
     def begin(self, chat: str, text: str) -> int:

@@ -160,3 +160,12 @@ def test_marks_are_taken_out_joined_and_kept_in_sight() -> None:
     long = "x" * 1000
     assert window(long, (500, 510)) == (460, 460 + SNIPPET_CHARS)
     assert window(long, (0, 900)) == (0, SNIPPET_CHARS)
+
+
+def test_a_system_message_of_an_import_is_not_found(store: Store) -> None:
+    chat = store.new_chat().id
+    system = store.add_message(chat, None, "system", "Be a marmot. 😀")
+    asked = store.add_message(chat, system.id, "user", "What does a marmot eat? 😀")
+    assert [hit.message for hit in store.search("marmot")] == [asked.id]
+    assert [hit.message for hit in store.search("😀")] == [asked.id]
+    assert store.searchable() == 1

@@ -228,7 +228,8 @@ class ReplyMessage:
 def told(turns: Iterable[Turn]) -> Iterator[UserMessage | ReplyMessage]:
     """Yield the messages of turns that are over."""
     for turn in turns:
-        yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)
+        if turn.key or turn.asked:  # else the reply has no prompt
+            yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)
         if turn.reply is not None:
             message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
             message.end(turn.reply)

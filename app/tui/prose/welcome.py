@@ -2,34 +2,36 @@
 
 from textual.content import Content
 
-from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow
 from tokamac.app.tui.prose.rows import Row
 
+Hints = tuple[tuple[str, str], ...]
 WORDMARK = "▀█▀ █▀█ █▄▀ █▀█ █▀▄▀█ █▀█ █▀▀\n █  █▄█ █ █ █▀█ █ ▀ █ █▀█ █▄▄"
 PROMISE = "A model on this machine. Nothing leaves it."
 HINTS = (
     ("Enter", "sends"),
     ("Ctrl+J", "starts a new line"),
-    ("Ctrl+O", "chooses a model"),
-    ("F1", "shows every key"),
+    ("{choose_model}", "chooses a model"),
+    ("{help}", "shows every key"),
 )
+"""Keys, those that the user may change by the action's id, and what they do."""
 TOUR = (
-    ("help", "all keys; {ask_guide} asks the guide"),
-    ("choose_model", "choose or get a model"),
-    ("chats", "earlier chats, and search"),
-    ("toggle_panel", "how fast it is, and why"),
-    ("settings", "sampling, memory, keys"),
+    ("{help}", "all keys; {ask_guide} asks the guide"),
+    ("{choose_model}", "choose or get a model"),
+    ("{chats}", "earlier chats, and search"),
+    ("{toggle_panel}", "how fast it is, and why"),
+    ("{settings}", "sampling, memory, keys"),
 )
-"""Actions of the registry, and what to say of each: at most 27 characters, so that the smallest window shows it whole."""
+"""As ``HINTS``. What is said of each has at most 27 characters, so that the smallest window shows it whole."""
 
 
 class Welcome:
     """The name, and the first keys to know, in the middle of ``height`` rows. tour: it is the very first start."""
 
-    def __init__(self, height: int, *, tour: bool = False) -> None:
+    def __init__(self, height: int, *, tour: bool = False, keymap: Keymap | None = None) -> None:
         self._height = height
-        self._lines = _lines(tour_lines() if tour else HINTS)
+        self._lines = _lines(told(TOUR if tour else HINTS, keymap or Keymap()))
 
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells."""
@@ -39,13 +41,13 @@ class Welcome:
         return [BLANK] * above + [PageRow(Row(line), frame) for line in self._lines]
 
 
-def tour_lines() -> tuple[tuple[str, str], ...]:
-    """Return the tour as keys and what they lead to."""
-    keys = {action.id: action.key_names.partition(",")[0] for action in ACTIONS}
-    return tuple((keys[action], text.format(**keys)) for action, text in TOUR)
+def told(hints: Hints, keymap: Keymap) -> Hints:
+    """Return ``hints`` with the keys that hold."""
+    keys = {action.id: action.key_name for action in keymap.actions}
+    return tuple((key.format(**keys), text.format(**keys)) for key, text in hints)
 
 
-def _lines(hints: tuple[tuple[str, str], ...]) -> list[Content]:
+def _lines(hints: Hints) -> list[Content]:
     keys = [
         Content.styled(key.rjust(7), "$primary") + "  " + Content.styled(does, "$foreground 70%") for key, does in hints
     ]

@@ -18,8 +18,9 @@ from tokamac.app.sanitise import sanitise
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.tui.actions import bindings
-from tokamac.app.tui.attachments import Draft, joined
+from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.bridge import Bridge, EngineSaid
+from tokamac.app.tui.composer import Composer
 from tokamac.app.tui.history import History
 from tokamac.app.tui.memory import Memory
 from tokamac.app.tui.pace import share_on
@@ -39,6 +40,7 @@ from tokamac.app.tui.steps import (
     ReplyGrew,
     StartEngine,
     Step,
+    Titled,
     TurnBegun,
 )
 from tokamac.app.tui.stock import Stock
@@ -53,12 +55,12 @@ from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.app.tui.wishes.beginning import begin
 from tokamac.app.tui.wishes.table import WISHES
 from tokamac.app.tui.wishes.writing import submit
+from tokamac.engine.options import KVSpec
 
 NARROW = 90  # below this many columns the gauges would take the room that the text needs
 SMALLEST = (40, 12)
 REFRESH_S = 0.4
-REST_LOOK_S = 10.0  # how often it is asked whether an unused model is to give its memory back
-
+REST_LOOK_S = 10.0  # how often it is asked whether an unused model is to give the chat a title, or its memory back
 
 OpenStore = Callable[[], tuple[Store, Pick | None] | None]
 """Opens the store of conversations, and says which one to begin with; None: nothing is kept. Raises StoreError."""
@@ -78,19 +80,19 @@ class ChatScreen(Screen[None]):
         self.stock = Stock(self)
         self.recording: Recording | None = None
         self.picked: str | None = None
-        self.editing: int | None = None
+        self.picked_kv: KVSpec | None = None
         self.code_back = Back()
         self.history = History()
         self.reading: list[str] = []  # files that are about to be attached
         self._prompt = Prompt()
-        self._aside = Draft()
+        self.composer = Composer(self._prompt, session)
         self.open_store = open_store
 
     def compose(self) -> ComposeResult:
         """Yield the parts."""
         with Columns(id="main"):
             with Stack(id="talk"):
-                yield Transcript(tour=not self.memory.settings.toured)
+                yield Transcript(tour=not self.memory.settings.toured, keymap=self.memory.keymap)
                 yield Activity()
                 yield Chips()
                 yield self._prompt
@@ -115,8 +117,7 @@ class ChatScreen(Screen[None]):
 
     def on_unmount(self) -> None:
         """Keep what stands in the prompt, and close the store: a reply that runs is kept as far as it came."""
-        if self.recording is not None:
-            self.recording.close(self._unsent.whole)
+        self._record(lambda recording: recording.close(self.composer.unsent.whole))
 
     def on_resize(self, event: Resize) -> None:
         """Fit what is shown to the room there is."""
@@ -127,9 +128,8 @@ class ChatScreen(Screen[None]):
             self.query_one(Prompt).focus()  # it lost the focus when it was hidden
         self.set_class(height < 30, "-short")
         if tiny:
-            self.query_one("#too-small", Static).update(
-                Content(f"{width}×{height} is too small: tokamac needs {SMALLEST[0]}×{SMALLEST[1]}.")
-            )
+            said = f"{width}×{height} is too small: tokamac needs {SMALLEST[0]}×{SMALLEST[1]}."
+            self.query_one("#too-small", Static).update(Content(said))
         self.show_panel()
         self.call_after_refresh(self.show)
 
@@ -172,13 +172,17 @@ class ChatScreen(Screen[None]):
             case Opened(turns):
                 transcript.show_turns(turns)
                 self._record(lambda recording: recording.left())
+            case Titled(title):
+                self._record(lambda recording: recording.entitled(title))
             case DraftReturned(text, attachments):
-                self._prompt.give_back(text, attachments)
+                self.composer.give_back(Draft(text, attachments))
+                if self.composer.editing is not None:
+                    self.notify("What waited was not sent; it is in the box again after the edit.", markup=False)
             case Notice(text, severity):
                 seconds = 5 if severity == "information" else 12
                 self.notify(sanitise(text), severity=severity, markup=False, timeout=seconds)
 
-    def _record(self, write: Callable[[Recording], None]) -> None:
+    def _record(self, write: Callable[[Recording], object]) -> None:
         if self.recording is not None:
             write(self.recording)
 
@@ -187,8 +191,8 @@ class ChatScreen(Screen[None]):
         message.stop()
         if message.life == self.bridge.life:
             was = self.session.phase
-            if isinstance(message.event, Loaded) and self.picked == self.session.load.model:
-                self.keep(replace(self.memory.settings, model=self.picked))
+            if isinstance(message.event, Loaded):
+                self._keep_picked()
             steps = self.session.on_event(message.event)
             self.what_ifs.take(self.app, message.event)
             if self.session.busy and self.session.phase is was and all(isinstance(s, ReplyGrew) for s in steps):
@@ -203,11 +207,19 @@ class ChatScreen(Screen[None]):
             if self.session.phase is Phase.IDLE and was is not Phase.IDLE:
                 self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
 
+    def _keep_picked(self) -> None:
+        """Keep what was picked, now that it is known to load: the next start begins with it."""
+        load, known = self.session.load, self.memory.settings
+        model = load.model if load.model == self.picked else known.model
+        kv = load.kv if load.kv == self.picked_kv else known.kv
+        if (model, kv) != (known.model, known.kv):
+            self.keep(replace(known, model=model, kv=kv))
+
     def _tick(self) -> None:
         self.perform(self.session.tick()) if self.session.phase is Phase.STOPPING else self.show()
 
     def _rest(self) -> None:
-        if steps := self.session.rest():
+        if steps := self.session.rest() or (self.recording.entitle() if self.recording is not None else []):
             self.perform(steps)
 
     def show(self) -> None:
@@ -253,13 +265,12 @@ class ChatScreen(Screen[None]):
     def read_ahead(self, message: Prompt.Paused) -> None:
         """Have what is written read while the user writes on, and keep it."""
         self.perform(self.session.pause(message.draft.text, message.draft.attachments))
-        if self.recording is not None:
-            self.recording.drafted(self._unsent.whole)
+        self._record(lambda recording: recording.drafted(self.composer.unsent.whole))
 
-    @property
-    def _unsent(self) -> Draft:
-        """What is written and not sent: the prompts that wait, and the box, or what it held before a message was edited."""
-        return joined([*self.session.queued, self._prompt.draft if self.editing is None else self._aside])
+    @on(Prompt.Changed)
+    def written(self) -> None:
+        """Know that the user writes."""
+        self.session.idle.seen()
 
     def pointed(self) -> Node | None:
         """Return the message that is pointed at, or else the last one; None where there is none."""
@@ -269,24 +280,16 @@ class ChatScreen(Screen[None]):
 
     def begin_edit(self, key: int, draft: Draft) -> None:
         """Write the prompt ``key`` anew in the box, which holds ``draft`` for that; what it held comes back after."""
-        if self.editing is None:
-            self._aside = self._prompt.draft
-        self.editing = key
-        self._prompt.put(draft)
+        self.composer.begin_edit(key, draft)
         self._prompt.focus()
         self.show()
         self.notify("Enter sends it in place of the old one, which stays beside it. Esc gives it up.", markup=False)
 
     def let_go_of_edit(self) -> None:
         """Leave the message that is edited as it is."""
-        if self.editing is not None:
-            self.end_edit()
+        if self.composer.editing is not None:
+            self.composer.end_edit()
             self.show()
-
-    def end_edit(self) -> None:
-        """Give the box back to what it held before a message was edited."""
-        self.editing = None
-        self._prompt.put(self._aside)
 
     def keep(self, settings: Settings) -> None:
         """Hold and write the settings."""

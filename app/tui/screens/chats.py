@@ -15,6 +15,7 @@ from textual.widgets.option_list import Option
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.values import Chat, Hit
+from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.listing import Found, Library, ago, excerpt, flat
 from tokamac.app.tui.screens.dialog import Dialog
 
@@ -40,8 +41,11 @@ class ChatsScreen(Dialog[Pick]):
         Binding("ctrl+e", "rename", "Rename", id="chats.rename", priority=True),
     ]
 
-    def __init__(self, library: Library, held: str | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, library: Library, held: str | None, keymap: Keymap, clock: Callable[[], float] = time.time
+    ) -> None:
         super().__init__()
+        self._keymap = keymap
         self._library = library
         self._held = held
         self._clock = clock
@@ -155,7 +159,7 @@ class ChatsScreen(Dialog[Pick]):
         if chat is None:
             return
         if chat.id == self._held:
-            self._say("This chat is open: start a new one first (Ctrl+N).")
+            self._say(f"This chat is open: start a new one first ({self._keymap.key('new_chat')}).")
             return
         if self._try(lambda: self._library.delete(chat.id)):
             self._deleted.append(chat.id)

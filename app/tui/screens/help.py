@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ALSO: ("palette", "ask_guide", "help", "leave"),
 }
 """Actions by id. One that is not named stands in the last group."""
-NOTES = (
+NOTES = (  # keys that the user may change by the action's id
     "What stands behind a slash is the same as a command: written in the prompt, Enter does it.",
     "Tab goes from the prompt to the messages, on to the gauges, and back to the prompt; Esc does so at once.",
     "At a message, the line above the prompt says what making it again, going on or editing would cost: most of what was "
@@ -44,7 +44,7 @@ NOTES = (
     "At a figure of the gauges, Enter says how it is computed, from what, and where that comes from. TTFT is the wait for the "
     "first token; prefill is the prompt being read, bound by arithmetic; decode is the reply being written, bound by memory "
     "bandwidth. The ceiling is what the bandwidth allows: no program can be faster.",
-    "Scrolling up stops following, Ctrl+End takes it up again. Your place in the text is never moved.",
+    "Scrolling up stops following, {scroll_end} takes it up again. Your place in the text is never moved.",
     "The engine runs in a process of its own. If it dies, the chat stays, and it is started again.",
 )
 
@@ -62,7 +62,8 @@ class HelpScreen(Dialog[None]):
         """Yield the table and the notes."""
         with VerticalScroll(classes="box", id="help") as box:
             box.border_title = "Help"
-            box.border_subtitle = "F7 asks the guide · Esc closes"
+            asks = next(action.key_name for action in self._actions if action.id == "ask_guide")
+            box.border_subtitle = f"{asks} asks the guide · Esc closes"
             yield Static(id="help-text", markup=False)
 
     def on_resize(self, event: Resize) -> None:
@@ -81,8 +82,9 @@ def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240) -> Content:
     for title, members in _groups(actions):
         lines += _wrapped(title, "bold", width)
         lines += [*(row for each in members for row in _rows(each, width)), Content("")]
+    keys = {action.id: action.key_name for action in actions}
     for note in NOTES:
-        lines += [*_wrapped(note, "$foreground 70%", width), Content("")]
+        lines += [*_wrapped(note.format(**keys), "$foreground 70%", width), Content("")]
     return Content("\n").join(lines[:-1])
 
 

@@ -1,6 +1,6 @@
 """Two lines: above the prompt what goes on now, below it the essentials and the keys."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from textual.content import Content
 from textual.widgets import Static
@@ -35,7 +35,7 @@ class Activity(Static):
         """Show where ``session`` is, and what goes on aside."""
         parts = []  # what asks for the reader comes first: in a narrow window the rest is cut
         if not following:
-            parts.append(Content.styled("▼ more below: Ctrl+End", "$secondary"))
+            parts.append(Content.styled(f"▼ more below: {session.keymap.key('scroll_end')}", "$secondary"))
         if waiting := len(session.queued):
             text, back = ("1 prompt waits", "it") if waiting == 1 else (f"{waiting} prompts wait", "the last")
             text += f": Up takes {back} back" if self.content_size.width >= ROOMY else ""
@@ -59,12 +59,12 @@ def _doing(session: Session, now: float, width: int) -> Content:
             tokens = "" if not written else f" {units.count(written)} tokens"
             rate = measures.decode_now(session)
             speed = "" if rate is None else f" at {units.rate(rate)}"
-            hint = " · Esc stops" if width >= ROOMY else ""
+            hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
             return Content.styled(f"writing{tokens}{speed}{hint}", "$foreground 70%")
         case Phase.STOPPING:
             return Content.styled("stopping …", "$warning")
         case Phase.FAILED:
-            return Content.styled("no model is loaded · Ctrl+O chooses one", "$error")
+            return Content.styled(f"no model is loaded · {session.keymap.key('choose_model')} chooses one", "$error")
         case Phase.UNLOADED:
             return Content.styled(UNLOADED if width >= len(UNLOADED) else UNLOADED_SHORT, "$foreground 70%")
         case Phase.IDLE:
@@ -128,16 +128,22 @@ def _bar(width: int) -> int:
 
 
 class StatusLine(Static):
-    """The last line: model and essentials at the left; the keys of ``actions`` at the right, as many as fit."""
+    """The last line: model and essentials at the left; the keys of ``actions`` at the right, as many as fit.
+
+    unsaved: tells whether anything that was said is not kept.
+    """
 
     def __init__(self, actions: Sequence[Action] = ACTIONS) -> None:
         super().__init__(markup=False)
+        self.unsaved: Callable[[], bool] = lambda: False
         self._actions = sorted((action for action in actions if action.footer), key=_importance)
         self._shown: Content | None = None
 
     def show(self, session: Session, *, essentials: bool) -> None:
         """Show ``session``'s model, and its figures if the panel does not."""
         left = Content.styled("● ", _lamp(session)) + Content.styled(_name(session), "$foreground 80%")
+        if self.unsaved():
+            left += Content.styled(" · not saved", "$error")
         if essentials:
             left += Content.styled(_essentials(session), "$foreground 60%")
         content = _beside(left, self._actions, self.content_size.width)
@@ -174,7 +180,7 @@ def _essentials(session: Session) -> str:
 def _beside(left: Content, actions: Sequence[Action], width: int) -> Content:
     keys = Content("")
     for action in actions:
-        key = Content.styled(action.key_names.split(",", 1)[0], "$primary") + Content.styled(
+        key = Content.styled(action.key_name, "$primary") + Content.styled(
             f" {action.label.lower()}", "$foreground 60%"
         )
         longer = keys + ("  " if keys.plain else "") + key

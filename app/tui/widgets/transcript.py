@@ -7,6 +7,7 @@ from textual.reactive import var
 
 from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.conversation import Reply, Turn
+from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.pace import SHARE_BESIDE_GPU, Pace
 from tokamac.app.tui.prose.messages import ReplyMessage, UserMessage, told
 from tokamac.app.tui.prose.page import Message
@@ -28,9 +29,9 @@ class Transcript(PageView, can_focus=False):
     chosen: var[int | None] = var(None)
     """The key of the message that is pointed at by the keyboard."""
 
-    def __init__(self, *, tour: bool = False) -> None:
+    def __init__(self, *, tour: bool = False, keymap: Keymap | None = None) -> None:
         super().__init__()
-        self._tour = tour
+        self._tour, self._keymap = tour, keymap
         self._reply: ReplyMessage | None = None
         self._grown = False
         self._pace = Pace(SHARE_BESIDE_GPU)
@@ -55,10 +56,11 @@ class Transcript(PageView, can_focus=False):
 
     def begin(self, turn: Turn, model: str, *, share: float, again: bool) -> None:
         """Show a prompt and room for its reply, drawn with ``share`` of a core; ``again``: in place of the last reply."""
-        if again and self.replies:
-            self._page.pop()
+        if again:
+            if isinstance(self.messages[-1], ReplyMessage):  # else it is the first to this prompt
+                self._page.pop()
         else:
-            if not self.replies:
+            if not self._choosable:
                 self._page.clear()
             self._page.append(UserMessage(turn.prompt, turn.key, turn.place, turn.attachments))
         self._reply = ReplyMessage(model, turn.reply_key, turn.reply_place)
@@ -108,7 +110,7 @@ class Transcript(PageView, can_focus=False):
     def on_resize(self) -> None:
         """Lay out for the room there is now; the reader keeps their place."""
         width = max(NARROWEST, min(WIDEST, self.size.width - 2 * SIDE))
-        if not self.replies:
+        if not self._choosable:
             self._page.clear()
             self._page.fit(width)
             self._welcome()
@@ -123,7 +125,7 @@ class Transcript(PageView, can_focus=False):
         self._show()
 
     def _welcome(self) -> None:
-        self._page.append(Welcome(self.size.height, tour=self._tour))
+        self._page.append(Welcome(self.size.height, tour=self._tour, keymap=self._keymap))
 
     def _update(self, message: Message) -> None:
         self._page.update(message)

@@ -56,7 +56,10 @@ def detach(chat: "ChatScreen", name: str) -> None:
 def earlier(chat: "ChatScreen", _: str) -> None:
     """Take back the prompt that waits, the last one first; else show what was sent before."""
     prompt = chat.query_one(Prompt)
-    if chat.session.queued:
+    if chat.session.queued and chat.composer.editing is not None:
+        said = "The prompt that waits goes on waiting: send or give up the edit, then take it back."
+        chat.notify(said, markup=False, timeout=5)
+    elif chat.session.queued:
         chat.perform(chat.session.take_back())
     elif (before := chat.history.older(prompt.draft, lambda: _sent(chat))) is not None:
         prompt.put(before)

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from tokamac.app.store.errors import StoreError
-from tokamac.app.tui.attachments import Draft, apart
+from tokamac.app.tui.attachments import Draft, apart, joined
 from tokamac.app.tui.own import Own
+from tokamac.app.tui.recording import LEFT
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 
@@ -19,8 +20,10 @@ def new_chat(chat: "ChatScreen", _: str) -> None:
     """Begin another conversation; this one is kept."""
     if chat.session.turns:
         chat.notify("New chat. The model stays loaded.", markup=False, timeout=3)
+    unkept = _leave(chat)
     hold_own(chat, Own())
     chat.perform(chat.session.new_chat())
+    chat.composer.hold(unkept)
     chat.query_one(Prompt).focus()
 
 
@@ -33,7 +36,7 @@ def chats(chat: "ChatScreen", _: str) -> None:
     if recording is None:
         chat.notify(NOT_KEPT, severity="warning", markup=False)
         return
-    screen = ChatsScreen(Library(recording.store.file), recording.chat)
+    screen = ChatsScreen(Library(recording.store.file), recording.chat, chat.session.keymap)
     chat.app.push_screen(screen, lambda pick: open_chat(chat, pick) if pick is not None else None)
 
 
@@ -52,25 +55,37 @@ def open_(chat: "ChatScreen", name: str) -> None:
     open_chat(chat, Pick(found.id))
 
 
-def open_chat(chat: "ChatScreen", pick: "Pick") -> None:
-    """Open a stored conversation, at a message of it if one was found."""
+def _leave(chat: "ChatScreen") -> Draft:
+    """Have what is not sent stay with the chat that is left; return what nothing keeps. An edit ends."""
+    unsent, recording = chat.composer.unsent, chat.recording
+    kept = recording is not None and recording.drafted(unsent.whole)
+    if kept and unsent.whole:
+        chat.notify(LEFT, markup=False, timeout=4)
+    chat.composer.hold(Draft())
+    return Draft() if kept else unsent
+
+
+def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None:
+    """Open a stored conversation, at a message of it if one was found.
+
+    leaving: what is not sent stays with the chat before; else there was none, and it goes into this one.
+    """
     recording = chat.recording
     if recording is None:
         return
     try:
-        held = recording.chat == pick.chat
+        again, held = recording.chat == pick.chat, recording.holds(pick.chat)
         tree, draft = (chat.session.talk.tree, "") if held else recording.read(pick.chat)
         own = recording.own(pick.chat)
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
         return
     if not held:
+        unkept = _leave(chat) if leaving and not again else chat.composer.unsent
         hold_own(chat, own)
         chat.perform(chat.session.open(tree))
         recording.hold(pick.chat, tree, draft)
-        if draft:
-            kept = apart(draft)
-            chat.query_one(Prompt).give_back(kept.text, kept.attachments)
+        chat.composer.hold(unkept if again else joined([apart(draft), unkept]))
     if pick.message is not None:
         jump(chat, pick.message if not held else recording.held(pick.message))
 
@@ -140,6 +155,9 @@ def edit(chat: "ChatScreen", _: str) -> None:
         chat.notify("There is no message to edit yet.", markup=False, timeout=3)
         return
     prompt = chat.session.talk.prompt_of(node.key)
+    if prompt is None:
+        chat.notify("There is no prompt to edit here.", markup=False, timeout=3)
+        return
     chat.begin_edit(prompt.key, Draft(prompt.prompt or "", prompt.attachments))
 
 
@@ -158,7 +176,9 @@ def _step(chat: "ChatScreen", by: int) -> None:
     node = chat.pointed()
     other = None if node is None else chat.session.talk.tree.beside(node.key, by)
     if other is None:
-        chat.notify("There is one version only: edit (e) or make again (r) to have another.", markup=False, timeout=4)
+        edits, makes = (chat.session.keymap.key(action) for action in ("edit", "again"))
+        text = f"There is one version only: edit ({edits}) or make again ({makes}) to have another."
+        chat.notify(text, markup=False, timeout=4)
         return
     chat.perform(chat.session.go(other))
     transcript = chat.query_one(Transcript)

@@ -17,4 +17,5 @@ def gauges(chat: "ChatScreen", _: str) -> None:
     if panel.display:
         chat.query_one(Gauges).focus()
     else:
-        chat.notify("The window is too narrow for the gauges: F2 explains the last reply.", markup=False, timeout=5)
+        text = f"The window is too narrow for the gauges: {chat.session.keymap.key('explain')} explains the last reply."
+        chat.notify(text, markup=False, timeout=5)

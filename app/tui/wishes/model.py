@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.backend.wire import Load
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.models import is_id
+from tokamac.app.tui.models import is_id, lasting
 from tokamac.engine.options import Sampling
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ def choose_model(chat: "ChatScreen", name: str) -> None:
 def take_model(chat: "ChatScreen", model: str) -> None:
     """Load a model that is here; have one downloaded that is not, and loaded then. The chat goes on meanwhile."""
     if chat.stock.must_be_downloaded(model):
+        chat.stock.choose_another()
         chat.stock.downloads.start(model, loads=True)
-        text = f"{sanitise_line(model)} is downloaded, then loaded. Ctrl+O shows how far it is."
+        shows = chat.session.keymap.key("choose_model")
+        text = f"{sanitise_line(model)} is downloaded, then loaded. {shows} shows how far it is."
         chat.notify(text, markup=False, timeout=6)
     else:
         load_model(chat, model)
@@ -57,8 +59,9 @@ def unload(chat: "ChatScreen", _: str) -> None:
 
 
 def load_model(chat: "ChatScreen", model: str) -> None:
-    """Load a model that is here; the conversation and the draft stay."""
-    chat.picked = model
+    """Load a model that is here; the conversation and the draft stay. What is on its way here replaces it no more."""
+    chat.stock.choose_another()
+    chat.picked = model = lasting(model)
     chat.perform(chat.session.choose(replace(chat.session.load, model=model)))
 
 
@@ -92,7 +95,7 @@ def system_prompt(chat: "ChatScreen", _: str) -> None:
             chat.notify(text if written.text else f"No system prompt {where}.", markup=False, timeout=4)
 
     current = Written(chat.session.system, memory.own.system is not None)
-    chat.app.push_screen(SystemScreen(current, memory.settings.system_prompts, keep), chosen)
+    chat.app.push_screen(SystemScreen(current, memory.library(), keep), chosen)
 
 
 def _kept(chat: "ChatScreen", problem: str) -> None:
@@ -121,7 +124,10 @@ def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
         return
     session, kv, minutes = chat.session, chosen.kv, chosen.unload_after_min
     session.idle.after_min = minutes
-    chat.keep(replace(chat.memory.settings, kv=kv, unload_after_min=minutes))
+    chat.picked_kv = kv
+    loads = kv == session.load.kv and session.info is not None
+    kept = kv if loads else chat.memory.settings.kv  # else once a model has loaded with it
+    chat.keep(replace(chat.memory.settings, kv=kept, unload_after_min=minutes))
     _kept(chat, chat.memory.choose_sampling(chosen.sampling, own=chosen.own))
     if kv != session.load.kv:
         chat.perform(session.choose(Load(session.load.model, kv, session.load.prompt_cache)))

@@ -76,9 +76,9 @@ def copy(chat: "ChatScreen", _: str) -> None:
     if text:
         _copy(chat, text)
     else:
-        chat.notify(
-            "Nothing is selected: drag with the mouse. Ctrl+Q quits, Esc stops a reply.", markup=False, timeout=4
-        )
+        quits, stops = (chat.session.keymap.key(action) for action in ("leave", "stop"))
+        text = f"Nothing is selected: drag with the mouse. {quits} quits, {stops} stops a reply."
+        chat.notify(text, markup=False, timeout=4)
 
 
 def copy_message(chat: "ChatScreen", _: str) -> None:

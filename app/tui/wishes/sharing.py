@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from textual.notifications import SeverityLevel
+
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
@@ -19,17 +21,24 @@ def export(chat: "ChatScreen", written: str) -> None:
     recording = chat.recording
     if recording is None:
         chat.notify(NOT_KEPT, severity="warning", markup=False)
-    elif recording.chat is None or not chat.session.turns:
+    elif not chat.session.turns:
         chat.notify("There is nothing to export yet.", markup=False, timeout=3)
     elif chat.session.replying:
-        chat.notify("A reply is being written: wait, or stop it with Esc, then export.", markup=False, timeout=4)
+        stops = chat.session.keymap.key("stop")
+        chat.notify(f"A reply is being written: wait, or stop it with {stops}, then export.", markup=False, timeout=4)
     else:
-        file, name = recording.store.file, recording.chat
+        file, lacking, name = recording.store.file, recording.lacking(), recording.chat
         path = Path(written).expanduser() if written else None
-        chat.run_worker(lambda: _write(chat, file, name, path), thread=True, group="files")
+        if name is None:
+            chat.notify(
+                "Nothing of this chat is saved, so there is nothing to export.", severity="warning", markup=False
+            )
+        else:
+            chat.run_worker(lambda: _write(chat, file, name, path, lacking), thread=True, group="files")
 
 
-def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None) -> None:
+def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, lacking: str) -> None:
+    """Export what is stored. lacking: what to say of that which is not; or nothing."""
     from tokamac.app.export import formats
 
     try:
@@ -44,8 +53,9 @@ def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None) -> None
     except StoreError as error:
         chat.app.call_from_thread(_refuse, chat, error)
     else:
-        said = f"Exported to {sanitise_line(str(path))}."
-        chat.app.call_from_thread(chat.notify, said, markup=False, timeout=8)
+        said = f"Exported to {sanitise_line(str(path))}. {lacking}".strip()
+        grave: SeverityLevel = "warning" if lacking else "information"
+        chat.app.call_from_thread(chat.notify, said, severity=grave, markup=False, timeout=8)
 
 
 def _ask_again(chat: "ChatScreen", path: Path) -> None:

@@ -44,8 +44,8 @@ def submit(chat: "ChatScreen", draft: Draft) -> None:
         chat.notify("A file is still being read: Enter again in a moment.", markup=False, timeout=3)
     elif not words.whole:
         chat.notify("Write something first; Enter sends it.", markup=False, timeout=3)
-    elif chat.editing is not None:
-        _send_edit(chat, chat.editing, words)
+    elif chat.composer.editing is not None:
+        _send_edit(chat, chat.composer.editing, words)
     elif is_command(draft.text.rstrip()):
         prompt.attachments += draft.attachments  # they are not the command's
         obey(chat, draft.text.rstrip())
@@ -56,7 +56,7 @@ def submit(chat: "ChatScreen", draft: Draft) -> None:
 def _send_edit(chat: "ChatScreen", key: int, draft: Draft) -> None:
     steps = chat.session.edit(key, draft.text, draft.attachments)
     if any(isinstance(step, TurnBegun) for step in steps):
-        chat.end_edit()
+        chat.composer.end_edit()
     else:
         chat.query_one(Prompt).give_back(draft.text, draft.attachments)
     chat.perform(steps)
@@ -73,7 +73,8 @@ def obey(chat: "ChatScreen", text: str) -> None:
     word, _, argument = text.partition(" ")
     action = by_slash(word[1:].lower())
     if action is None:
-        _refuse(chat, text, f"There is no command {word}. F1 lists them; a space before it sends it as it is.")
+        lists = chat.session.keymap.key("help")
+        _refuse(chat, text, f"There is no command {word}. {lists} lists them; a space before it sends it as it is.")
     elif argument.strip() and not action.argument:
         _refuse(chat, text, f"{word} stands alone: a space before it sends all of this as it is.")
     else:

@@ -1,0 +1,75 @@
+"""What is chosen is remembered as what it was, and only once it is known to load."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.plain_chat import piped
+from tokamac.app import settings
+from tokamac.app.tui.models import lasting
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.run import ChatOptions, begin
+from tokamac.app.tui.screens.settings import Chosen
+from tokamac.app.tui.wishes import model as wishes
+from tokamac.engine.options import KVSpec, Sampling
+
+Start = Callable[..., Any]
+PACKED = KVSpec(key_bits=8, value_bits=8)
+
+
+def kept(folder: Path) -> KVSpec:
+    return settings.load(folder / "settings.toml").settings.kv
+
+
+@pytest.mark.parametrize(("model", "remembered"), [("unpackable", KVSpec()), ("fast", PACKED)])
+async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
+    chat: Start, tmp_path: Path, model: str, remembered: KVSpec
+) -> None:
+    async with chat(model) as c:
+        await c.phase(Phase.IDLE)
+        wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
+        assert c.session.phase is Phase.LOADING
+        assert kept(tmp_path) == KVSpec()
+        await c.phase(Phase.IDLE)
+        assert c.session.load.kv == remembered
+        assert kept(tmp_path) == remembered
+    assert settings.load(tmp_path / "settings.toml").settings.unload_after_min == 7
+
+
+async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast", kv=PACKED) as c:
+        await c.phase(Phase.IDLE)
+        assert kept(tmp_path) == KVSpec()  # flags are for one run
+        wishes._take(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
+        assert c.session.phase is Phase.IDLE
+        assert kept(tmp_path) == PACKED
+
+
+@pytest.mark.parametrize(("model", "remembered"), [("unpackable", KVSpec()), ("fast", PACKED)])
+def test_the_same_in_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, remembered: KVSpec
+) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    environment = {**os.environ, "TEST_SETTINGS": str(tmp_path / "settings.toml")}
+    status, out, err = piped("hi\n/settings key_bits 8\n/settings value_bits 8\nhi\n", model, env=environment)
+    assert (status, "every weight once" in out) == (0, True), err
+    assert kept(tmp_path) == remembered
+
+
+async def test_a_folder_is_remembered_by_its_whole_path(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    whole = str(tmp_path / "models" / "mine")
+    assert lasting("models/mine") == lasting("./models/mine/") == lasting(whole) == whole
+    assert [lasting(name) for name in ("guide", "org/name", "models/none")] == ["guide", "org/name", "models/none"]
+    begun = begin(ChatOptions(model="./models/mine", settings_path=tmp_path / "settings.toml"))
+    assert begun.session.load.model == whole
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        wishes.take_model(c.app.chat, "models/mine")
+        assert (c.app.chat.picked, c.session.load.model) == (whole, whole)

@@ -1,0 +1,159 @@
+"""What was written and not sent, when another chat is begun or opened: it stays with the chat in which it was written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.conftest import Chat
+from tokamac.app.store.store import Store
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.chat import ChatScreen
+from tokamac.app.tui.widgets.prompt import Prompt
+from tokamac.app.tui.wishes import beginning
+
+Start = Callable[..., Any]
+
+
+async def ready(c: Chat) -> None:
+    await c.phase(Phase.IDLE)
+    await c.until(lambda: c.app.chat.recording is not None)
+
+
+async def edit(c: Chat, text: str) -> None:
+    """Begin to edit the last prompt, which is ``text``."""
+    await c.pilot.press("tab", "e")
+    await c.until(lambda: c.prompt.text == text)
+
+
+async def open_chat(c: Chat, name: str) -> None:
+    c.app.chat.do("open", name)
+    await c.until(lambda: c.app.chat.recording.chat == name)
+
+
+def held(c: Chat) -> str:
+    """The id of the chat that is held."""
+    return c.app.chat.recording.chat
+
+
+def drafts(c: Chat) -> list[str]:
+    """The drafts of all chats, as another program reads them."""
+    with Store.open(c.app.chat.recording.store.file) as store:
+        return sorted(chat.draft for chat in store.chats())
+
+
+def prompts(c: Chat) -> list[str]:
+    return [turn.prompt for turn in c.session.turns]
+
+
+async def test_a_new_chat_ends_an_edit(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        await edit(c, "one")
+        await c.pilot.press("ctrl+n")
+        assert c.prompt.text == ""
+        await c.ask("two")
+        assert prompts(c) == ["two"]
+        assert drafts(c) == ["", ""]  # the edit changed nothing
+
+
+async def test_an_edit_does_not_reach_the_chat_that_is_opened(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        first = held(c)
+        await c.pilot.press("ctrl+n")
+        await c.ask("two")
+        second = held(c)
+        await edit(c, "two")
+        c.prompt.text = "two, but better"
+        await open_chat(c, first)
+        assert c.prompt.text == ""
+        await c.ask("three")
+        assert prompts(c) == ["one", "three"]
+        await open_chat(c, second)
+        assert (prompts(c), c.prompt.text) == (["two"], "two, but better")
+
+
+async def test_a_fork_ends_an_edit(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        first = held(c)
+        await edit(c, "one")
+        c.app.chat.do("fork")
+        await c.until(lambda: held(c) != first)
+        assert c.prompt.text == ""
+        await c.ask("two")
+        assert prompts(c) == ["one", "two"]
+
+
+async def test_a_draft_stays_with_its_chat_however_often_one_goes_to_and_fro(chat: Start) -> None:
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        first = held(c)
+        await c.type("a thought about one")
+        await c.pilot.press("ctrl+n")
+        assert c.prompt.text == ""
+        assert "stays in the chat that was left" in c.notices
+        await c.ask("two")
+        second = held(c)
+        await c.type("a thought about two")
+        for _ in range(2):
+            await open_chat(c, first)
+            assert c.prompt.text == "a thought about one"
+            await open_chat(c, second)
+            assert c.prompt.text == "a thought about two"
+        assert drafts(c) == ["a thought about one", "a thought about two"]
+
+
+async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
+    async with chat("slow") as c:
+        await ready(c)
+        await c.send("one")
+        await c.phase(Phase.DECODING)
+        first = held(c)
+        await c.send("and this")
+        await c.until(lambda: c.session.queued)
+        await c.type("and that")
+        await c.pilot.press("ctrl+n")
+        assert (c.prompt.text, c.session.queued) == ("", [])
+        await open_chat(c, first)
+        assert c.prompt.text == "and this\n\nand that"
+
+
+async def test_where_chats_are_not_kept_the_box_keeps_what_is_written(chat: Start, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    async with chat("fast", store_path=blocked / "chats.db") as c:
+        await c.until(lambda: "Chats are not kept" in c.notices)
+        await c.ask("one")
+        await edit(c, "one")
+        c.prompt.text = "one, but better"
+        await c.pilot.press("ctrl+n")
+        assert c.prompt.text == "one, but better"
+        await c.pilot.press("enter")
+        await c.until(lambda: prompts(c) == ["one, but better"])
+
+
+async def test_what_is_typed_before_the_last_chat_is_there_goes_into_it(
+    chat: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def typed_before(screen: ChatScreen) -> None:
+        screen.query_one(Prompt).insert("typed at once")
+        open_store(screen)
+
+    open_store = beginning._open_store
+    async with chat("fast") as c:
+        await ready(c)
+        await c.ask("one")
+        await c.type("half a thought")
+    monkeypatch.setattr(beginning, "_open_store", typed_before)
+    async with chat("fast", resume=True) as c:
+        await ready(c)
+        await c.until(lambda: prompts(c) == ["one"])
+        assert c.prompt.text == "half a thought\n\ntyped at once"
+        assert len(drafts(c)) == 1

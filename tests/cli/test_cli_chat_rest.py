@@ -1,0 +1,135 @@
+"""``tokamac chat --plain`` while nobody writes: an unused model gives its memory back."""
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn
+from tokamac.app.plain.waiting import Meanwhile
+
+TOLD = "gave its memory back"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the chats of a test are kept."""
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data" / "chats" / "chats.db"
+
+
+@pytest.fixture
+def hasty(tmp_path: Path, data: Path) -> Iterator[Callable[..., Terminal]]:
+    """Starts a chat on a terminal in which an unused minute passes in a tenth of a second."""
+    made: list[Terminal] = []
+
+    def start(scenario: str, settings: str) -> Terminal:
+        path = tmp_path / "settings.toml"
+        path.write_text(settings)
+        environment = {"TEST_SETTINGS": str(path), "TEST_HASTE": "600", "TERM": "dumb", "NO_COLOR": "1"}
+        made.append(Terminal(scenario, "--plain", **environment))
+        return made[-1]
+
+    yield start
+    for each in made:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+        os.close(each.leader)
+
+
+def children(process: int) -> list[int]:
+    done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
+    return [int(line) for line in done.stdout.split()]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "never"
+        time.sleep(0.2)
+
+
+def test_an_unused_model_is_unloaded_while_a_line_is_waited_for(hasty: Callable[..., Terminal], data: Path) -> None:
+    chat = hasty("fast", "unload_after_min = 1\n")
+    chat.until("you> ")
+    until(lambda: not children(chat.process.pid))  # nothing was asked yet, and nothing was pressed
+    chat.type("hi\n")
+    chat.until(TOLD)  # not before the line is whole
+    chat.until("every weight once per token")
+    chat.until("you> ")
+    until(lambda: not children(chat.process.pid))
+    chat.type("/edit ho\n")
+    chat.until("every weight once per token")
+    chat.until("you> ")
+    chat.type("\x04")
+    assert chat.left() == 0
+    assert [message.text for message in last_path(data) if message.role == "user"] == ["ho"]
+
+
+def test_never_unless_the_user_says_when(hasty: Callable[..., Terminal]) -> None:
+    chat = hasty("fast", "")
+    chat.until("you> ")
+    until(lambda: children(chat.process.pid))
+    time.sleep(1)  # ten minutes, in which it was looked ten times
+    assert children(chat.process.pid)
+    chat.type("\x04")
+    assert chat.left() == 0
+    assert TOLD.encode() not in chat.shown
+
+
+def test_a_pipe_that_is_silent_for_long_does_not_keep_the_model(tmp_path: Path, data: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("unload_after_min = 1\n")
+    with spawn("fast", env={**os.environ, "TEST_SETTINGS": str(path), "TEST_HASTE": "600"}) as process:
+        until(lambda: children(process.pid))
+        until(lambda: not children(process.pid))
+        out, err = process.communicate("hi\n", timeout=PATIENCE_S)
+    assert "every weight once per token" in out
+    assert TOLD in err
+    assert process.returncode == 0
+
+
+def test_work_is_done_while_this_thread_waits_and_at_no_other_time() -> None:
+    done: list[int] = []
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        done.append(1)
+        if len(done) == 3:
+            os.write(writer, b"x")
+
+    other = Meanwhile(0.01, work)
+    time.sleep(0.1)
+    assert done == []
+    with other.waiting():
+        assert os.read(reader, 1) == b"x"
+    number = len(done)
+    assert number >= 3
+    time.sleep(0.1)
+    assert len(done) == number
+    other.close()
+    with other.waiting():
+        time.sleep(0.1)
+    assert len(done) <= number + 1  # one may have waited for its turn
+    os.close(reader)
+    os.close(writer)
+
+
+def test_who_goes_on_waits_for_work_that_has_begun() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.1)
+        ended.set()
+
+    other = Meanwhile(0.01, work)
+    with other.waiting():
+        assert begun.wait(PATIENCE_S)
+    assert ended.is_set()
+    other.close()
