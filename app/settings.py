@@ -24,9 +24,7 @@ its default taken, and a file that is not TOML is moved aside, not overwritten. 
 say.
 """
 
-import datetime
 import os
-import re
 import tempfile
 import tomllib
 from collections.abc import Callable
@@ -35,6 +33,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tokamac.app.backend.shapes import ShapeError, build
+from tokamac.app.toml import toml
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -148,7 +147,7 @@ def dumps(settings: Settings) -> str:
     table["system_prompts"] = {**settings.unknown.get("system_prompts", {}), **settings.system_prompts}
     keys = {action: pressed[0] if len(pressed) == 1 else pressed for action, pressed in settings.keys.items()}
     table["keys"] = {**settings.unknown.get("keys", {}), **keys}
-    return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + _toml(table)
+    return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + toml(table)
 
 
 def set_aside(path: Path, error: Exception) -> str:
@@ -257,47 +256,3 @@ def _keys(value: object) -> tuple[str, ...]:
 
 _MAPS: dict[str, Callable[[object], Any]] = {"system_prompts": _text, "keys": _keys}
 """Tables whose keys are the user's, and how their values are read."""
-
-
-def _toml(table: dict[str, Any], prefix: str = "") -> str:
-    """Write plain values first, then sub-tables: tomllib reads TOML, and nothing in the standard library writes it."""
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            name = f"{prefix}{_key(key)}"
-            lines.append(f"\n[{name}]\n{_toml(value, f'{name}.')}".rstrip())
-    return "\n".join(lines) + "\n"
-
-
-def _key(key: str) -> str:
-    return key if key.isascii() and key.replace("_", "a").replace("-", "a").isalnum() else f'"{_escaped(key)}"'
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _string(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    return repr(value)
-
-
-def _string(text: str) -> str:
-    """Return a text as TOML; one of several lines as a person would write it. The newline after the quotes is not part of it."""
-    if "\n" not in text:
-        return f'"{_escaped(text)}"'
-    lines = "\n".join(_escaped(line) for line in text.split("\n"))
-    return f'"""\n{lines}"""'
-
-
-def _escaped(text: str) -> str:
-    return _SPECIAL.sub(lambda char: _ESCAPES.get(char[0]) or f"\\u{ord(char[0]):04x}", text)
-
-
-_SPECIAL = re.compile(r'["\\\x00-\x1f\x7f]')
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}

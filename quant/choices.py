@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.cost import PartName, Tensor, part_of
+from tokamac.engine.limits.cost import Tensor, part_of
+from tokamac.engine.limits.part_names import PartName
 from tokamac.quant.modules import leaves
 from tokamac.quant.options import DEFAULT_GROUP_SIZE, UNQUANTIZED, Options
 from tokamac.quant.recipes import Recipe, find_recipe

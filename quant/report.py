@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.limits.cost import PARTS, PartName, Tensor, part_of
+from tokamac.engine.limits.cost import PARTS, Tensor, part_of
+from tokamac.engine.limits.part_names import PartName
 from tokamac.quant.options import CALIBRATED
 from tokamac.quant.quality import Quality, concerns
 

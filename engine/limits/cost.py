@@ -11,14 +11,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tokamac.engine.limits.leaves import leaf_modules
+from tokamac.engine.limits.part_names import PartName, part_named
 from tokamac.engine.shards import find_shards, read_header
 
-PartName = Literal["embedding", "attention", "mlp", "experts", "head", "norms and other"]
 PARTS: tuple[PartName, ...] = ("embedding", "attention", "mlp", "experts", "head", "norms and other")
 
 Form = Literal["stored", "float32", "unpacked"]
@@ -27,9 +26,6 @@ FORMS: tuple[Form, ...] = get_args(Form)
 unpacked to float32 for NumPy (engine/cpu.py), except stacks of matrices (experts, MLA's heads), which stay packed."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-
-NAMES_KEPT = 1 << 14
-"""Names of tensors whose part is remembered: those of some twenty models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,35 +168,13 @@ def cost_of_tensors(
 
 def part_of(tensor: Tensor, config: Mapping[str, Any]) -> PartName:
     """Return which part of a model a tensor belongs to, by its name; an expert stack also by its first axis."""
-    part = _part_named(tensor.name)
+    part = part_named(tensor.name)
     return "experts" if part == "mlp" and _stacked(tensor, config) else part
-
-
-@lru_cache(maxsize=NAMES_KEPT)
-def _part_named(name: str) -> PartName:
-    """Return what a name tells. Each is asked about several times for a model, and again for the next of its family."""
-    if _NORM.search(name.rpartition(".")[0]):
-        return "norms and other"
-    return next((part for part, pattern in _PATTERNS.items() if pattern.search(name)), "norms and other")
 
 
 _DTYPES = {
     "mlx.core.float64": "F64", "mlx.core.float32": "F32", "mlx.core.float16": "F16", "mlx.core.bfloat16": "BF16",
     "mlx.core.uint32": "U32", "mlx.core.uint8": "U8", "mlx.core.int32": "I32",
-}  # fmt: skip
-
-_NORM = re.compile(r"norm|(^|\.)ln_\w*$")
-
-_PATTERNS: dict[PartName, re.Pattern[str]] = {
-    "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)(\.|$)|^(model\.)?output\."),
-    "embedding": re.compile(
-        r"(^|\.)(embed(_tokens\w*|_in|_positions)?|wte|wpe|(tok|token|word)_embeddings|embeddings?|embedders)(\.head|\.\d+)?\.\w+$"
-    ),
-    "experts": re.compile(r"\.experts\.|\.switch_\w+\.|\.experts_\w+$"),
-    "attention": re.compile(r"attn|attention|mixer\.|mamba\.|temporal_block|\.conv\."),
-    "mlp": re.compile(
-        r"mlp|feed_forward|ffn|moe|\.(fc1|fc2|w1|w2|w3|up_proj|down_proj|gate_proj|altup\w*|laurel|per_layer_\w+)\."
-    ),
 }  # fmt: skip
 
 _LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")

@@ -8,13 +8,14 @@ from tokamac.engine.device import device_kind
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.bare_cost import bare_cost
-from tokamac.engine.limits.cost import PARTS, Cost, Form, PartName, cost_of_folder, text_config
+from tokamac.engine.limits.cost import PARTS, Cost, Form, cost_of_folder, text_config
 from tokamac.engine.limits.family import Trait, traits_of
 from tokamac.engine.limits.hardware import Chip, detect
 from tokamac.engine.limits.kv_cost import value_bytes_of
 from tokamac.engine.limits.kv_table import KVTable
 from tokamac.engine.limits.memory import Fit
 from tokamac.engine.limits.outcomes import KV_UNKNOWN, Case, load, outcome_at
+from tokamac.engine.limits.part_names import PartName
 from tokamac.engine.limits.places import Place, here
 from tokamac.engine.limits.prediction import Prediction
 from tokamac.engine.limits.subject import Known, Subject, subject_of_folder

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.widgets import Input
 
 from tests.app.conftest import Chat
@@ -20,7 +21,7 @@ from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prose.welcome import HINTS, TOUR, Welcome, told
 from tokamac.app.tui.screens.guide import GuideScreen
-from tokamac.app.tui.screens.help import GROUPS, help_text
+from tokamac.app.tui.screens.help import GROUPS, HelpScreen, help_text
 from tokamac.engine.events import Message
 
 Start = Callable[..., Any]
@@ -76,9 +77,20 @@ def test_an_action_that_no_group_names_is_in_the_last() -> None:
     assert text.index("Also") < text.index("Do something else.")
 
 
-def test_a_narrow_help_keeps_its_columns() -> None:
-    lines = help_text(width=44).plain.splitlines()
-    assert max(map(len, lines)) <= 44
+@pytest.mark.parametrize("width", [44, 35, 28, 24])
+def test_a_narrow_help_keeps_its_columns_or_puts_keys_above(width: int) -> None:
+    lines = help_text(width=width).plain.splitlines()
+    assert max(map(len, lines)) <= width
+    stop = next(line for line in lines if line.startswith("Esc"))
+    assert stop.startswith("Esc         Stop the reply") if width == 44 else stop.strip() == "Esc"
+
+
+async def test_the_help_hands_on_to_the_guide(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.pilot.press("f1")
+        await c.until(lambda: isinstance(c.app.screen, HelpScreen), "the help")
+        await c.pilot.press("f7")
+        await c.until(lambda: isinstance(c.app.screen, GuideScreen), "the guide")
 
 
 # The guide ----------------------------------------------------------------------------------------------------------------

@@ -144,6 +144,17 @@ async def test_a_click_unfolds_thinking_where_it_is(chat: Start) -> None:
         assert place_of(c, "▸ thought") == before
 
 
+async def test_thinking_that_nobody_timed_unfolds_too(chat: Start) -> None:
+    async with chat("fast", size=(80, 24)) as c:
+        c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
+        c.transcript.end(Reply("answer", "recovered thought", None))
+        await c.pilot.pause()
+        assert "recovered thought" not in c.screen_text()
+        await c.pilot.press("tab", "enter")
+        await c.until(lambda: "recovered thought" in c.screen_text(), "the thought")
+        assert "▾ thought" in c.screen_text()
+
+
 async def test_the_keyboard_chooses_among_thoughts(chat: Start) -> None:
     async with chat("fast", size=(80, 30)) as c:
         await c.pilot.pause()

@@ -72,6 +72,7 @@ class Thinking:
         self.folded = False
         self.chosen = False  # by the keyboard
         self._text = ""
+        self._over = False
         self._seconds: float | None = None
         self._laid: list[PageRow] = []
         self._whole = _Whole()
@@ -90,14 +91,14 @@ class Thinking:
         self._text += text
 
     def fold(self, took_s: float | None, text: str | None = None) -> None:
-        """The thinking is over, after ``took_s``. ``text`` replaces what was added."""
+        """The thinking is over, after ``took_s``, None where nobody timed it. ``text`` replaces what was added."""
         self._text = self._text if text is None else text
         self._seconds = took_s
-        self.folded = True
+        self._over = self.folded = True
 
     def toggle(self) -> None:
         """Fold or unfold, once the thinking is over."""
-        if self._seconds is not None:
+        if self._over:
             self.folded = not self.folded
 
     def rows(self, width: int) -> list[PageRow]:
@@ -107,7 +108,7 @@ class Thinking:
             laid = [PageRow(Row(Content(f"▸ thought{took}")), CHOSEN if self.chosen else FOLDED)]
         else:
             frame = CHOSEN if self.chosen else UNFOLDED
-            head = Content.styled("thinking …" if self._seconds is None else f"▾ thought{took}", "bold")
+            head = Content.styled(f"▾ thought{took}" if self._over else "thinking …", "bold")
             laid = [PageRow(Row(head), frame), *self._text_rows(frame, width - len(BAR) - SIDES)]
         self._laid = keep_same(self._laid, [*laid, BLANK])
         return self._laid

@@ -21,7 +21,7 @@ TOUR = (
     ("{choose_model}", "choose or get a model"),
     ("{chats}", "earlier chats, and search"),
     ("{toggle_panel}", "how fast it is, and why"),
-    ("{settings}", "sampling, memory, keys"),
+    ("{settings}", "sampling, memory, idle time"),
 )
 """As ``HINTS``. What is said of each has at most 27 characters, so that the smallest window shows it whole."""
 

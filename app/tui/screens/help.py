@@ -14,7 +14,8 @@ from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
 
 KEY_COLUMN = 12
-LEAST_TEXT = 24  # cells
+LEAST_TEXT = 24  # cells; where a line has less beside the keys, they have a line of their own
+INDENT = 2
 ALSO = "Also"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Writing": ("send", "newline", "stop", "attach", "detach", "earlier", "later", "editor"),
@@ -49,10 +50,15 @@ NOTES = (  # keys that the user may change by the action's id
 )
 
 
-class HelpScreen(Dialog[None]):
-    """The help."""
+class HelpScreen(Dialog[bool]):
+    """The help. Its result is True where the guide is to be asked."""
 
-    BINDINGS = [Binding("f1", "leave", "Close", id="help.leave", show=False)]  # noqa: RUF012 (Textual's way)
+    BINDINGS = [  # noqa: RUF012 (Textual's way)
+        Binding("f1", "leave", "Close", id="help.leave", show=False),
+        Binding(
+            "f7", "ask", "The guide", id="ask_guide", show=False
+        ),  # the chat's own key for it, also where that is another
+    ]
 
     def __init__(self, actions: Sequence[Action]) -> None:
         super().__init__()
@@ -72,8 +78,12 @@ class HelpScreen(Dialog[None]):
         self.call_after_refresh(self._show)
 
     def _show(self) -> None:
-        width = max(self.query_one("#help").content_size.width - 1, KEY_COLUMN + LEAST_TEXT)
+        width = max(self.query_one("#help").content_size.width - 1, LEAST_TEXT)
         self.query_one("#help-text", Static).update(help_text(self._actions, width))
+
+    def action_ask(self) -> None:
+        """Close, and open the guide."""
+        self.dismiss(True)
 
 
 def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240) -> Content:
@@ -108,9 +118,10 @@ def _rows(action: Action, width: int) -> Iterator[Content]:
     keys, command = action.key_names, f"/{action.slash} {action.argument}".rstrip() if action.slash else ""
     command = command.replace(" ", "\u00a0")  # it is not torn apart
     does = Content(action.help) + (Content.styled(f"  {command}", "$foreground 55%") if command else Content(""))
-    beside = len(keys) < KEY_COLUMN
+    column = KEY_COLUMN if width >= KEY_COLUMN + LEAST_TEXT else INDENT
+    beside = len(keys) < column
     if not beside:
         yield from _wrapped(keys, "bold $primary", width)
-    for index, row in enumerate(wrapped(does, width - KEY_COLUMN)):
+    for index, row in enumerate(wrapped(does, width - column)):
         lead = keys if beside and index == 0 else ""
-        yield Content.styled(lead.ljust(KEY_COLUMN), "bold $primary") + row.content
+        yield Content.styled(lead.ljust(column), "bold $primary") + row.content

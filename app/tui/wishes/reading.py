@@ -44,7 +44,7 @@ def help_(chat: "ChatScreen", _: str) -> None:
     """Show keys and actions."""
     from tokamac.app.tui.screens.help import HelpScreen
 
-    chat.app.push_screen(HelpScreen(chat.memory.keymap.actions))
+    chat.app.push_screen(HelpScreen(chat.memory.keymap.actions), lambda asks: chat.do("ask_guide") if asks else None)
 
 
 def messages(chat: "ChatScreen", _: str) -> None:
