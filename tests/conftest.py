@@ -1,5 +1,6 @@
 """Nothing a test does may touch the user's own folders, or the network."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -23,6 +24,12 @@ os.environ.setdefault(
 )  # two tests run at once, and their threads would spin against each other
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("HF_TOKEN", None)
+
+
+def pytest_collection_finish() -> None:
+    """All modules are imported: to look through them for garbage, at each full collection, was a good part of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +60,6 @@ def bandwidth_file() -> Path:
 @pytest.fixture
 def settled_memory() -> None:
     """Arrays that other tests left in cycles are gone: MLX's counters are the whole process's."""
-    import gc
-
     import mlx.core as mx
 
     gc.collect()

@@ -37,9 +37,12 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bandwidth_file: Path) -> None:
-    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
+def _own_settings(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, bandwidth_file: Path
+) -> None:
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # not in what a test may list
     if bandwidth_file.exists():  # or each of the commands that a test starts would measure it
         own = bandwidth.store_file()
         own.parent.mkdir(parents=True)

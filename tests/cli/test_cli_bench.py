@@ -213,7 +213,8 @@ def test_a_picture_that_can_not_be_written_fails_before_the_model_is_loaded(
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    picture = tmp_path / "out.svg"
+    picture = tmp_path / "pictures" / "out.svg"
+    picture.parent.mkdir()
     picture.write_text("an older one")
 
     def fail(chart: Chart) -> bytes:
@@ -222,7 +223,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(bench_plot, "render", fail)
     with pytest.raises(ZeroDivisionError):
         bench_plot.write(picture, Chart("t", "s", (), (), ()))
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.svg", "an older one")]
+    assert [(path.name, path.read_text()) for path in picture.parent.iterdir()] == [("out.svg", "an older one")]
 
 
 def test_names_in_a_picture_are_text_and_unknown_curves_are_named() -> None:

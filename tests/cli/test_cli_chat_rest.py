@@ -1,6 +1,7 @@
 """``tokamac chat --plain`` while nobody writes: an unused model gives its memory back."""
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn
-from tokamac.app.plain.waiting import Meanwhile
+from tokamac.app.plain.waiting import HEARD_S, Meanwhile
 
 TOLD = "gave its memory back"
 
@@ -133,3 +134,25 @@ def test_who_goes_on_waits_for_work_that_has_begun() -> None:
         assert begun.wait(PATIENCE_S)
     assert ended.is_set()
     other.close()
+
+
+def test_ctrl_c_that_wakes_nobody_is_sent_again() -> None:
+    heard: list[float] = []
+    other = Meanwhile(PATIENCE_S, lambda: None)
+    before = signal.signal(
+        signal.SIGINT, lambda *_: heard.append(time.monotonic())
+    )  # and goes on waiting, as if it had not come
+    try:
+        with other.waiting():
+            os.kill(os.getpid(), signal.SIGINT)
+            deadline = time.monotonic() + PATIENCE_S
+            while len(heard) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert len(heard) >= 2
+        seen = len(heard)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(3 * HEARD_S)
+        assert len(heard) == seen + 1  # nobody waits: whoever runs hears it
+    finally:
+        signal.signal(signal.SIGINT, before)
+        other.close()

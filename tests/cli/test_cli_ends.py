@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 Start = Callable[..., "subprocess.Popen[str]"]
+ASK = ("ask", "Hello", "--temp", "1", "--seed", "1")  # the same text each time: nonsense may hold no letter for long
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
@@ -22,7 +23,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
 
 
 def test_ctrl_c_keeps_the_partial_answer(start: Start, endless: Path) -> None:
-    process = start("ask", "Hello", "-m", endless)
+    process = start(*ASK, "-m", endless)
     assert process.stdout is not None
     begun = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -32,7 +33,7 @@ def test_ctrl_c_keeps_the_partial_answer(start: Start, endless: Path) -> None:
 
 
 def test_ctrl_c_with_json_ends_with_a_result(start: Start, endless: Path) -> None:
-    process = start("ask", "Hello", "-m", endless, "--json")
+    process = start(*ASK, "-m", endless, "--json")
     assert process.stdout is not None
     begun = process.stdout.readline()
     while '"text"' not in begun:
@@ -47,7 +48,7 @@ def test_ctrl_c_with_json_ends_with_a_result(start: Start, endless: Path) -> Non
 
 @pytest.mark.parametrize("delay_s", [0.3, 0.8])
 def test_ctrl_c_while_it_starts(start: Start, endless: Path, delay_s: float) -> None:
-    process = start("ask", "Hello", "-m", endless, "--json")
+    process = start(*ASK, "-m", endless, "--json")
     time.sleep(delay_s)
     process.send_signal(signal.SIGINT)
     status, out, err = finish(process)
@@ -57,7 +58,7 @@ def test_ctrl_c_while_it_starts(start: Start, endless: Path, delay_s: float) -> 
 
 
 def test_a_reader_that_leaves_is_no_error(start: Start, endless: Path) -> None:
-    process = start("ask", "Hello", "-m", endless)
+    process = start(*ASK, "-m", endless)
     assert process.stdout is not None
     process.stdout.read(4)
     process.stdout.close()

@@ -20,8 +20,6 @@ from tokamac.engine.limits.config_cost import Packing, cost_of_config
 from tokamac.engine.limits.cost import FORMS, Cost, cost_of_folder, cost_of_model, part_of, tensors_of
 from tokamac.engine.limits.hollow import hollow_model
 
-pytestmark = pytest.mark.usefixtures("settled_memory")
-
 GOLDEN = Path(__file__).parent.parent / "golden"
 GOLDEN_FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
 
@@ -253,6 +251,7 @@ def test_another_packers_config_costs_what_is_asked_for_instead() -> None:
     assert said(foreign, packing=Packing(4)) == said(normalise(LLAMA), packing=Packing(4))
 
 
+@pytest.mark.usefixtures("settled_memory")
 def test_a_large_model_takes_no_memory() -> None:
     config = normalise(LARGE)
     mx.reset_peak_memory()

@@ -20,8 +20,6 @@ from tokamac.engine.limits.kv_table import KVRow, KVTable, kv_table, runs
 from tokamac.engine.limits.places import Place
 from tokamac.engine.options import KVSpec
 
-pytestmark = pytest.mark.usefixtures("settled_memory")
-
 GOLDEN = Path(__file__).parent.parent / "golden"
 GPU = Place(Chip("Test", 10, 100.0, 4.0, "table", "made up"), None, None, None, "metal")
 SPECS = {
@@ -92,6 +90,7 @@ def test_notes_say_what_is_done_otherwise() -> None:
     assert "recurrent state stays" in hybrid.notes[0]
 
 
+@pytest.mark.usefixtures("settled_memory")
 def test_a_model_of_any_size_is_planned_without_computing_it() -> None:
     config = normalise({**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 40, "vocab_size": 128256,
                         "num_attention_heads": 64, "num_key_value_heads": 8})  # fmt: skip

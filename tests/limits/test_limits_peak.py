@@ -18,8 +18,6 @@ from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.peak import grown, predict_peak, rounded
 from tokamac.engine.limits.peak_shape import LayerCache, Shape, shape_of
 
-pytestmark = pytest.mark.usefixtures("settled_memory")
-
 LAYER = LayerCache(heads=2, key_dim=64, value_dim=64, value_bytes=4)
 SHAPE = Shape(
     weights=1000,
@@ -179,6 +177,7 @@ def test_a_shape_from_a_config():
     [KVSpec(), KVSpec(key_bits=8, value_bits=4, group_size=32), KVSpec(window=512)],
     ids=["16-bit", "8,4", "window of 512"],
 )
+@pytest.mark.usefixtures("settled_memory")
 def test_the_peak_of_a_real_prefill(tmp_path, kv):
     """MLX's count on this machine: of bytes, not a time. Work is launched a little ahead, so it varies by a few per cent."""
     folder = write_model(

@@ -23,7 +23,8 @@ def lanes():
 @st.composite
 def weights(draw, group):
     """Draw a weight (rows, in) or (experts, rows, in): contiguous, or a view of one that is transposed."""
-    shape = (*draw(st.sampled_from(((), (2,), (3,)))), draw(st.integers(2, 23)), group * draw(st.integers(1, 3)))
+    inputs = max(group, 32) * draw(st.integers(1, 3))  # MLX on a CPU packs 32 at a time, of nvfp4 too: no odd row of 16
+    shape = (*draw(st.sampled_from(((), (2,), (3,)))), draw(st.integers(2, 23)), inputs)
     key, scale = mx.random.key(draw(st.integers(0, 99))), draw(st.sampled_from((1e-6, 0.02, 50)))
     if draw(st.booleans()):
         made = mx.random.normal((*shape[:-2], shape[-1], shape[-2]), key=key).swapaxes(-1, -2)
@@ -40,7 +41,7 @@ def same_bits(one, other):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(packing=st.one_of(affine, microscaling), streams=st.integers(1, 3), data=st.data())
 def test_blocks_give_the_bits_of_the_whole(lanes, packing, streams, data) -> None:
     weight = data.draw(weights(packing.group_size))

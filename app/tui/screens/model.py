@@ -104,6 +104,8 @@ class ModelScreen(Dialog[str]):
 
     def refresh_rows(self) -> None:
         """Bring the list up to date. Once the user has moved in it, what is pointed at stays pointed at."""
+        if not self.query(ModelList):
+            return  # the screen is being left: its parts go first
         text = self.query_one(Input).value
         width = self._list.cells
         self.query_one("#head", Static).update(head(width))
