@@ -23,7 +23,7 @@ OURS: Mapping[str, dict[str, Any]] = {"round": {"method": "round", "verify": Fal
 """Conversions of the seeded source, in turn with mlx_lm's."""
 
 FLOATS = "TOKAMAC_BENCH_FLOATS"
-"""Names the folder that the embedded model was packed from."""
+"""Names a folder that the guide's train.py or mean.py wrote: a guide's float weights, which the repository does not hold."""
 
 
 def measure(plan: Plan) -> Section:
@@ -82,11 +82,11 @@ def _run(side: str, source: Path, out: Path, asked: object, number: int) -> Run:
 
 
 def _named() -> str:
-    return "the float weights the embedded model was packed from" if FLOATS in os.environ else "the unpacked guide"
+    return "a guide's float weights as they were trained" if FLOATS in os.environ else "the unpacked guide"
 
 
 def _embedded(plan: Plan, scratch: Path) -> list[Row]:
-    """Pack what the embedded model was packed from; without it, unpack the guide, which leaves nothing to lose at 4 bits and 64."""
+    """Pack a guide's float weights; without them, unpack the one that ships, which leaves nothing to lose at 4 bits and 64."""
     source, group = _floats(scratch)
     asked: dict[str, dict[str, Any]] = {
         "mlx_lm": {},
