@@ -1,13 +1,12 @@
 """Conversions in a process of their own, ours and mlx-lm's: how long each takes, and the most memory its process ever had."""
 
 import json
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.servers import resident_peak
 from tests.engine.seeded import CONFIG, write_tokenizer
 
 SHARD_BYTES = 100_000_000
@@ -50,8 +49,7 @@ def _timed(convert: Any) -> Run:
     began = time.perf_counter()
     convert()
     seconds = time.perf_counter() - began
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Run(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, mx.get_peak_memory())
+    return Run(seconds, resident_peak(), mx.get_peak_memory())
 
 
 def write_source(folder: Path, **changes: Any) -> int:

@@ -81,7 +81,7 @@ def page(blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
         "",
         "Written by `make bench` (`tests/benchmarks`); do not edit by hand. A figure is a median (smallest–largest) of n",
         "runs. Ratios are taken in pairs: both sides run in turn, A B A B …, in one session, and the median is that of the",
-        "pairs' ratios.",
+        "pairs' ratios. A section that was measured on another machine, or with other versions, says so at its end.",
         f"Targets met: {met} of {met + missed}.",
         "",
         *_table(("measured on", ""), facts),
@@ -89,18 +89,29 @@ def page(blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
     return "\n\n".join(["\n".join(head), *blocks]) + "\n"
 
 
+ELSEWHERE = "*Measured where this differs: "
+
+
 def merged(old: str, blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
     """Return the page ``old`` with these sections in place of those of the same titles, or after them.
 
-    Raises ValueError where the old ones were measured on another machine or with other versions.
+    What stays and was measured on another machine, or with other versions, says which from now on.
     """
-    parts = old.rstrip("\n").split("\n\n## ")
-    kept = {part.splitlines()[0]: f"## {part}" for part in parts[1:]}
-    same = "\n".join(_table(("measured on", ""), facts)) in parts[0]
-    if kept and not same:
-        raise ValueError("the page was measured on another machine, or with other versions: run all sections")
+    head, *sections = old.rstrip("\n").split("\n\n## ")
+    other = [(name, value) for name, value in _facts_in(head) if (name, value) not in facts]
+    note = f"\n\n{ELSEWHERE}{'; '.join(f'{name} {value}' for name, value in other)}.*" if other else ""
+    kept = {section.splitlines()[0]: f"## {section}" for section in sections}
+    kept = {title: section if ELSEWHERE in section else f"{section}{note}" for title, section in kept.items()}
     kept |= {block.splitlines()[0].removeprefix("## "): block for block in blocks}
     return page(list(kept.values()), facts)
+
+
+def _facts_in(head: str) -> list[tuple[str, str]]:
+    """Return name and value of each row of the head's table."""
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in head.splitlines() if line.startswith("| ")
+    ]
+    return [(row[0], row[1]) for row in rows[2:] if len(row) == 2]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
