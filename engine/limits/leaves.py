@@ -9,18 +9,19 @@ from typing import Any
 
 def leaf_modules(model: Any) -> list[tuple[str, Any]]:
     """Return each module below ``model`` that has none below itself, with its path, in the model's order."""
+    found: list[tuple[str, Any]] = []
+    _collect(model, "", found)
+    return found
+
+
+def _collect(value: Any, path: str, found: list[tuple[str, Any]]) -> None:
+    """Add what is below ``value``. No closure: one that calls itself is a cycle, and would hold a model's weights for long."""
     from mlx import nn
 
-    found: list[tuple[str, Any]] = []
-
-    def visit(value: Any, path: str) -> None:
-        before = len(found)
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)  # a module is a dict of what it holds
-        for key, each in pairs:
-            if isinstance(each, dict | list):
-                visit(each, f"{path}.{key}" if path else str(key))
-        if path and len(found) == before and isinstance(value, nn.Module):
-            found.append((path, value))
-
-    visit(model, "")
-    return found
+    before = len(found)
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)  # a module is a dict of what it holds
+    for key, each in pairs:
+        if isinstance(each, dict | list):
+            _collect(each, f"{path}.{key}" if path else str(key), found)
+    if path and len(found) == before and isinstance(value, nn.Module):
+        found.append((path, value))

@@ -1,5 +1,7 @@
 """Leaves are those of MLX, for every family; and what was weighed once is not weighed again, unless something else is asked."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,19 @@ def test_a_module_among_plain_values_is_found_and_one_without_modules_below_is_a
     assert [path for path, _ in leaf_modules(model)] == [path for path, _ in theirs]
     assert {path for path, _ in theirs} == {"named.inner.0", "named.inner.1", "bare"}
     assert leaf_modules(nn.Linear(2, 2)) == []
+
+
+def test_a_module_that_was_found_goes_at_once_with_its_last_owner() -> None:
+    """Or the weights that a load replaces would stay until the next full search for garbage: twice the memory."""
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(2, 2))
+        held = weakref.ref(leaf_modules(model)[0][1])
+        assert held() is not None
+        del model
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
