@@ -1,6 +1,7 @@
 """The expected speed where no published measurement knows it: the sum of a step's parts, timed on this machine (parts.py).
 
     decode   t = Σ products of one row + Σ layers' attention at this depth + the other kernels + sampling
+                 + Σ layers' handing over at this depth, where MLX and NumPy take turns (turns.py)
     prefill  t = Σ over chunks of the same for a chunk's rows, without sampling, and the first token's step
 
 Parts are timed once a machine and MLX version, and kept; models share those that they have alike. Nothing here has seen a whole
@@ -14,6 +15,9 @@ from tokamac.engine.limits.work import Work
 
 ROWS = 256
 """Rows of a chunk that is timed; fewer and more are taken in proportion."""
+
+A_LAYER = 7
+"""A layer's small kernels: two norms, two rotations, two sums, a gated product."""
 
 Points = tuple[tuple[int, float], ...]
 
@@ -47,21 +51,41 @@ class TimedAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class HandingOver:
+    """``layers`` alike: (depth, seconds that the parts of one take longer in turn than apart). limit: tokens held at most."""
+
+    layers: int
+    limit: int | None
+    points: Points
+
+    def of(self, depth: int) -> float:
+        """Seconds of all these layers in a step after ``depth`` tokens. Below the first depth as there, so that what a step takes
+        does not fall with depth where this does."""
+        held = depth if self.limit is None else min(depth, self.limit)
+        return self.layers * between(self.points, max(held, self.points[0][0]))
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """A machine's pace with one model, made of its timed parts. others: kernels that are neither products nor attention."""
+    """A machine's pace with one model, made of its timed parts.
+
+    others: kernels that are neither products nor attention. handing: empty where MLX does all of a layer.
+    """
 
     products: tuple[tuple[Product, Timed], ...]
     attention: tuple[TimedAttention, ...]
     launch: Timed
     others: int
     sampling_s: float
+    handing: tuple[HandingOver, ...] = ()
 
     def decode_s(self, work: Work, context: int, batch: int = 1) -> float | None:  # noqa: ARG002
         """Seconds of a step; None for several sequences, which were not timed."""
         if batch != 1:
             return None
         multiplying = sum(product.count * timed.row_s for product, timed in self.products)
-        return multiplying + self._around(1, context) + self.sampling_s
+        handing = sum(layer.of(context) for layer in self.handing)
+        return multiplying + self._around(1, context) + handing + self.sampling_s
 
     def prefill_s(self, work: Work, tokens: int, cached: int, chunk: int) -> float | None:
         """Seconds of reading ``tokens`` after ``cached`` and of the first token."""

@@ -13,16 +13,26 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.limits import kept
 from tokamac.engine.limits.arithmetic import measure_tflops
 from tokamac.engine.limits.bandwidth import LARGEST, bucket, is_busy
-from tokamac.engine.limits.measured import ROWS, Measured, Timed, TimedAttention, depths_up_to
+from tokamac.engine.limits.measured import (
+    A_LAYER,
+    ROWS,
+    HandingOver,
+    Measured,
+    Timed,
+    TimedAttention,
+    depths_up_to,
+)
 from tokamac.engine.limits.products import Product
 from tokamac.engine.limits.work import Work
 
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan, LayerPlan
+    from tokamac.engine.limits.parts import Multiplying
+    from tokamac.engine.limits.turns import Turning
 
 FILE = "parts.json"
 
-RECIPE = 3
+RECIPE = 4
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 
@@ -97,22 +107,23 @@ def _parts(subject: Subject) -> Iterator[tuple[str, Callable[[], float]]]:
     unknown."""
     from tokamac.engine.limits import parts
 
-    work, unpacked, weight_bytes = subject.work, subject.unpacked, subject.weight_bytes
+    work = subject.work
     if work.query_heads is None or work.hidden is None or work.vocabulary is None:
         return
-    if weight_bytes is None or work.prefill_parameters is None:
+    if subject.weight_bytes is None or work.prefill_parameters is None:
         return
     yield _peak_key(subject.machine), lambda: measure_tflops(subject.device)
     for product in work.products:
         for rows in (1,) if product.head else (1, ROWS):
-            timing = parts.Multiplying(product, rows, weight_bytes, unpacked=unpacked)
-            yield _product_key(subject, product, rows), timing.seconds
+            yield _product_key(subject, product, rows), _multiplying(subject, product, rows).seconds
     for layers in _alike(subject.plan):
         for depth in depths_up_to(layers[0].limit):
             for rows in (1, ROWS):
                 caches = _in_turn(layers, depth, rows)
                 attending = parts.Attending(layers[0], work.query_heads, depth, rows, caches)
                 yield _attention_key(subject, layers, depth, rows), attending.seconds
+            if _takes_turns(subject):
+                yield _turn_key(subject, layers, depth), _turning(subject, layers, depth).seconds
     for rows in (1, ROWS):
         yield _key(subject, f"kernel of {work.hidden} x {rows}"), parts.Launching(work.hidden, rows).seconds
     yield _key(subject, f"sampling of {work.vocabulary}"), parts.Sampling(work.vocabulary).seconds
@@ -137,6 +148,7 @@ def _pace(subject: Subject, known: Mapping[str, float]) -> Measured:
         launch=timed(lambda rows: _key(subject, f"kernel of {work.hidden} x {rows}")),
         others=max(work.launches - covered, 0),
         sampling_s=known[_key(subject, f"sampling of {work.vocabulary}")],
+        handing=tuple(_handing(subject, layers, known) for layers in _alike(subject.plan) if _takes_turns(subject)),
     )
 
 
@@ -157,6 +169,42 @@ def _attention(subject: Subject, layers: "list[LayerPlan]", known: Mapping[str, 
     return TimedAttention(attending, first.limit, points(1), points(ROWS))
 
 
+def _takes_turns(subject: Subject) -> bool:
+    """Whether a layer's products are partly NumPy's, so that a step hands over to it and back layer by layer."""
+    return any(_multiplying(subject, product).at_once for product in _of_a_layer(subject))
+
+
+def _of_a_layer(subject: Subject) -> tuple[Product, ...]:
+    """Return the products of a layer, each as often as most layers have it."""
+    counts = ((product, round(product.count / subject.work.layers)) for product in subject.work.products)
+    return tuple(product for product, count in counts if not product.head for _ in range(count))
+
+
+def _turning(subject: Subject, layers: "list[LayerPlan]", depth: int) -> "Turning":
+    from tokamac.engine.limits.parts import Attending, Launching
+    from tokamac.engine.limits.turns import Turning
+
+    hidden, heads = subject.work.hidden, subject.work.query_heads
+    assert hidden is not None
+    assert heads is not None
+    attending = Attending(layers[0], heads, depth, 1, _layers_in_turn(subject, layers, depth))
+    products = tuple(_multiplying(subject, product) for product in _of_a_layer(subject))
+    return Turning(Launching(hidden, 1), attending, products)
+
+
+def _handing(subject: Subject, layers: "list[LayerPlan]", known: Mapping[str, float]) -> HandingOver:
+    """Return what a layer's parts take longer in turn than apart. More to read makes no layer faster: that was noise."""
+    attention = _attention(subject, layers, known)
+    others = sum(known[_product_key(subject, product, 1)] for product in _of_a_layer(subject))
+    others += A_LAYER * known[_key(subject, f"kernel of {subject.work.hidden} x 1")]
+    apart = [others + seconds for _, seconds in attention.row]
+    depths = [depth for depth, _ in attention.row]
+    in_turn = (known[_turn_key(subject, layers, depth)] for depth in depths)
+    longest = accumulate((max(each) for each in zip(in_turn, apart, strict=True)), max)
+    points = tuple((depth, whole - alone) for depth, whole, alone in zip(depths, longest, apart, strict=True))
+    return HandingOver(attention.layers, attention.limit, points)
+
+
 def _alike(plan: "CachePlan") -> "list[list[LayerPlan]]":
     """Return the layers in groups whose caches are alike."""
     return [list(group) for _, group in groupby(sorted(plan.layers, key=_shape), key=_shape)]
@@ -174,6 +222,25 @@ def _in_turn(layers: "list[LayerPlan]", depth: int, rows: int) -> int:
     """Return how many caches attend in turn: a step's, up to LARGEST bytes; a chunk is bound by arithmetic, so one will do."""
     one = layers[0].bytes_at(depth)
     return 1 if rows > 1 else min(len(layers), max(1, LARGEST // max(one, 1)))
+
+
+def _layers_in_turn(subject: Subject, layers: "list[LayerPlan]", depth: int) -> int:
+    """Return how many layers run in turn: a step's, up to LARGEST bytes of weights, keys and values."""
+    weights = sum(_multiplying(subject, product).nbytes for product in _of_a_layer(subject))
+    return min(len(layers), max(1, LARGEST // max(weights + layers[0].bytes_at(depth), 1)))
+
+
+def _turn_key(subject: Subject, layers: "list[LayerPlan]", depth: int) -> str:
+    products = ", ".join(product.key for product in _of_a_layer(subject))
+    turns = f"{_layers_in_turn(subject, layers, depth)} layers of {subject.work.hidden}, products {products}"
+    return _key(subject, f"in turn: {turns}, attention {subject.work.query_heads} on {_shape(layers[0])} at {depth}")
+
+
+def _multiplying(subject: Subject, product: Product, rows: int = 1) -> "Multiplying":
+    from tokamac.engine.limits.parts import Multiplying
+
+    assert subject.weight_bytes is not None
+    return Multiplying(product, rows, subject.weight_bytes, unpacked=subject.unpacked)
 
 
 def _attention_key(subject: Subject, layers: "list[LayerPlan]", depth: int, rows: int) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from tokamac.engine.cpu import DenseLinear
+from tokamac.engine.cpu import LAZY_WEIGHTS, DenseLinear
+from tokamac.engine.limits.measured import A_LAYER
 from tokamac.engine.limits.products import Product
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
 
 HEAD_SIZES = (128, 64, 32, 16)
 
-LAYERS, A_LAYER = 4, 7
-"""How often a layer's small kernels are run in a row, and how many they are: enough that starting the row does not show."""
+LAYERS = 4
+"""How often a layer's A_LAYER small kernels are run in a row: enough that starting the row does not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +39,35 @@ class Multiplying:
     weight_bytes: int
     unpacked: bool
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a row is multiplied by NumPy, which needs its input evaluated (engine/cpu.py)."""
+        return self._dense and self.product.rows * self.product.columns > LAZY_WEIGHTS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a row reads of one matrix, as it lies here."""
+        if self._dense:
+            return 4 * self.product.rows * self.product.columns
+        return self.product.nbytes(_float_type().size)
+
+    def matrix(self) -> Callable[[mx.array], mx.array]:
+        """Return what multiplies rows (1, N, columns) with a matrix of this kind, which has memory of its own."""
+        return _multiplier(self.product, unpacked=self.unpacked)
+
+    @property
+    def _dense(self) -> bool:
+        return self.unpacked and self.product.stack == 1
+
     def seconds(self) -> float:
         """Return the seconds of one product, and of the kernel before it: where a product waits for its input, that is part of
         it."""
         copies = 1
         if self.rows == 1:
-            copies = max(
-                1, min(self.weight_bytes // max(_nbytes(self.product, unpacked=self.unpacked), 1), MOST_COPIES)
-            )
-        multiply = [_multiplier(self.product, unpacked=self.unpacked) for _ in range(copies)]
-        x = mx.ones((1, self.rows, self.product.columns), dtype=_float_type())
-        mx.eval(x)
-        return _usual_s(lambda: mx.eval([each(x * 0.5) for each in multiply])) / copies
+            copies = max(1, min(self.weight_bytes // max(self.nbytes, 1), MOST_COPIES))
+        multiply = [self.matrix() for _ in range(copies)]
+        x = ones(self.rows, self.product.columns)
+        return usual_s(lambda: mx.eval([each(x * 0.5) for each in multiply])) / copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +83,49 @@ class Attending:
     def seconds(self) -> float:
         """Return the seconds of appending to one and attending, the mean over all: as many as a model has layers alike, so that
         a chip's caches hold no more of them than in a step."""
+        caches, attend = self.filled(), self.attend()
+
+        def step() -> None:
+            mx.eval([attend(cache) for cache in caches])
+            self.rewind(caches)
+
+        return usual_s(step) / self.caches
+
+    def filled(self) -> "list[Cache]":
+        """Return the caches, each with ``depth`` tokens in it."""
+        assert self.layer.ours is not None
+        caches = [self.layer.make(self.layer.ours, 0) for _ in range(self.caches)]
+        for cache in caches if self.depth else ():
+            mx.eval(cache.update_and_fetch(*_pair(self.layer.ours.seen, self.depth, self._dtype)))
+        return caches
+
+    def attend(self) -> "Callable[[Cache], mx.array]":
+        """Return what appends ``rows`` tokens to a cache and attends: (1, query heads, rows, D), not evaluated."""
         from mlx_lm.models import base
 
         assert self.layer.ours is not None
         seen = self.layer.ours.seen
-        dtype = _float_type() if seen.scale_bytes == 4 else mx.bfloat16
-        caches = [self._filled(dtype) for _ in range(self.caches)]
-        queries = mx.ones((1, self.query_heads, self.rows, seen.key_dim), dtype=dtype)
-        new = _pair(seen, self.rows, dtype)
-        mx.eval(queries, new)
+        queries = mx.ones((1, self.query_heads, self.rows, seen.key_dim), dtype=self._dtype)
+        new = _pair(seen, self.rows, self._dtype)
+        mx.eval(queries)
 
-        def step() -> None:
-            attended = []
-            for cache in caches:
-                mask = cache.make_mask(self.rows)
-                keys, values = cache.update_and_fetch(*new)
-                attended.append(
-                    base.scaled_dot_product_attention(queries, keys, values, cache=cache, scale=0.1, mask=mask)
-                )
-            mx.eval(attended)
-            for cache in caches:
-                cache.trim(min(self.rows, cache.rewindable))
+        def attended(cache: "Cache") -> mx.array:
+            mask = cache.make_mask(self.rows)
+            keys, values = cache.update_and_fetch(*new)
+            attend: Callable[..., mx.array] = base.scaled_dot_product_attention
+            return attend(queries, keys, values, cache=cache, scale=0.1, mask=mask)
 
-        return _usual_s(step) / self.caches
+        return attended
 
-    def _filled(self, dtype: mx.Dtype) -> "Cache":
+    def rewind(self, caches: "list[Cache]") -> None:
+        """Take back what was appended."""
+        for cache in caches:
+            cache.trim(min(self.rows, cache.rewindable))
+
+    @property
+    def _dtype(self) -> mx.Dtype:
         assert self.layer.ours is not None
-        cache = self.layer.make(self.layer.ours, 0)
-        if self.depth:
-            mx.eval(cache.update_and_fetch(*_pair(self.layer.ours.seen, self.depth, dtype)))
-        return cache
+        return _float_type() if self.layer.ours.seen.scale_bytes == 4 else mx.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +137,7 @@ class Launching:
 
     def seconds(self) -> float:
         """Return the seconds of one, the mean over a row of them. On a CPU a rotation is a dozen kernels, so it weighs most."""
-        from mlx import nn
-
-        head = next((size for size in HEAD_SIZES if self.hidden % size == 0), self.hidden)
-        weight, x = (mx.ones(shape, dtype=_float_type()) for shape in ((self.hidden,), (1, self.rows, self.hidden)))
-        mx.eval(weight, x)
-
-        def layer(y: Any) -> Any:
-            turned = mx.fast.rms_norm(y, weight, 1e-5).reshape(1, self.rows, -1, head).transpose(0, 2, 1, 3)
-            for _ in range(2):
-                turned = mx.fast.rope(turned, head, traditional=False, base=1e4, scale=1.0, offset=self.rows)
-            y = y + turned.transpose(0, 2, 1, 3).reshape(x.shape)
-            return y + nn.silu(y) * mx.fast.rms_norm(y, weight, 1e-5)
+        layer, x = self.layer(), ones(self.rows, self.hidden)
 
         def chain() -> None:
             y = x
@@ -125,7 +145,25 @@ class Launching:
                 y = layer(y)
             mx.eval(y)
 
-        return _usual_s(chain) / (LAYERS * A_LAYER)
+        return usual_s(chain) / (LAYERS * A_LAYER)
+
+    def layer(self) -> Callable[[mx.array], mx.array]:
+        """Return a layer's kernels over rows (1, rows, hidden) → the same shape, not evaluated."""
+        from mlx import nn
+
+        head = next((size for size in HEAD_SIZES if self.hidden % size == 0), self.hidden)
+        weight = mx.ones((self.hidden,), dtype=_float_type())
+        mx.eval(weight)
+
+        def layer(y: mx.array) -> mx.array:
+            turned = mx.fast.rms_norm(y, weight, 1e-5).reshape(1, self.rows, -1, head).transpose(0, 2, 1, 3)
+            for _ in range(2):
+                turned = mx.fast.rope(turned, head, traditional=False, base=1e4, scale=1.0, offset=self.rows)
+            y = y + turned.transpose(0, 2, 1, 3).reshape(y.shape)
+            summed: mx.array = y + nn.silu(y) * mx.fast.rms_norm(y, weight, 1e-5)
+            return summed
+
+        return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +176,14 @@ class Sampling:
         """Return the seconds of choosing."""
         logits = mx.zeros((1, self.vocabulary), dtype=_float_type())
         mx.eval(logits)
-        return _usual_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
+        return usual_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
+
+
+def ones(rows: int, columns: int) -> mx.array:
+    """Return the input of a layer, evaluated: (1, rows, columns)."""
+    x = mx.ones((1, rows, columns), dtype=_float_type())
+    mx.eval(x)
+    return x
 
 
 def _pair(seen: Any, tokens: int, dtype: mx.Dtype) -> list[mx.array]:
@@ -146,13 +191,6 @@ def _pair(seen: Any, tokens: int, dtype: mx.Dtype) -> list[mx.array]:
     pair = [mx.full((1, seen.heads, tokens, dim), 0.1, dtype=dtype) for dim in (seen.key_dim, seen.value_dim)]
     mx.eval(pair)
     return pair
-
-
-def _nbytes(product: Product, *, unpacked: bool) -> int:
-    """Return the bytes that a row reads of one matrix, as it lies here."""
-    if unpacked and product.stack == 1:
-        return 4 * product.rows * product.columns
-    return product.nbytes(_float_type().size)
 
 
 def _multiplier(product: Product, *, unpacked: bool) -> Callable[[mx.array], mx.array]:
@@ -206,15 +244,18 @@ def _float_type() -> mx.Dtype:
     return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
 
 
-def _usual_s(run: Callable[[], Any]) -> float:
-    """Return the lower quartile of a part's times: what others do on the machine only ever adds to them, and the best is luck."""
+def usual_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:
+    """Return the lower quartile of a part's times: what others do on the machine only ever adds to them, and the best is luck.
+
+    patience: how much longer than other parts it is tried.
+    """
     run()
-    times = sorted(_times(run))
+    times = sorted(_times(run, BUDGET_S * patience))
     return times[len(times) // 4]
 
 
-def _times(run: Callable[[], Any]) -> Iterator[float]:
-    end = time.perf_counter() + BUDGET_S
+def _times(run: Callable[[], Any], budget_s: float) -> Iterator[float]:
+    end = time.perf_counter() + budget_s
     for count in range(MOST_TRIALS):
         began = time.perf_counter()
         if count >= LEAST_TRIALS and began > end:
