@@ -49,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run as a program."""
-    sys.exit(main())
+    status = main()
+    # CPython notes a KeyboardInterrupt that leaves the code of an `exec`, and most imports make a dataclass, which is one. Though
+    # it was caught, `python -m` would then end by the signal instead of with our status. The next `exec` forgets it.
+    exec("")
+    sys.exit(status)
 
 
 def _run(arguments: list[str]) -> int:

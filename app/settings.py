@@ -4,7 +4,7 @@
     theme = "tokamac-dark"
     system = ""
     unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never
-    titles = "model"        # who gives a chat its title: the model, once the screen is idle, or "words": the first ones stay
+    titles = "model"        # who gives a chat its title: the model, once the chat is idle, or "words": the first ones stay
 
     [sampling]          # the fields of tokamac.engine.Sampling
     temperature = 0.7

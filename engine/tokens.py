@@ -31,6 +31,9 @@ LONGEST_PENDING = 8
 LONGEST_CONTEXT = 8
 """Tokens decoded again with each new one, at most, before the oldest are let go of."""
 
+LATER_SYSTEM = "Be brief from here on."
+"""What a template is tried with."""
+
 POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
 """Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
 
@@ -139,6 +142,14 @@ class Tokenizer:
         The template may trim that text. Raises TemplateError where it fails, or does not write that text at all.
         """
         return self._render(messages, reply=False, cut=FIELDS[kind])
+
+    def takes_later_system(self) -> bool:
+        """Whether the chat template writes a system message that follows others: many refuse one, or leave it out."""
+        said = [Message("user", "a"), Message("assistant", "b"), Message("system", LATER_SYSTEM), Message("user", "c")]
+        try:
+            return LATER_SYSTEM in self._render(said, reply=True)
+        except TemplateError:
+            return False
 
     def opens_thinking(self, rendered: str) -> bool:
         """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking."""

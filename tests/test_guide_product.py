@@ -80,8 +80,8 @@ def test_every_make_target_exists(answers: list[tuple[str, str]]) -> None:
 
 
 def test_the_check_would_notice() -> None:
-    lies = [("lie", "Press Ctrl+Y or F9, run `tokamac fly --fast`, or `make tea`.")]
-    assert named(KEY, lies) == {("Ctrl+Y", "lie"), ("F9", "lie")}
+    lies = [("lie", "Press Ctrl+Y or F12, run `tokamac fly --fast`, or `make tea`.")]
+    assert named(KEY, lies) == {("Ctrl+Y", "lie"), ("F12", "lie")}
     assert named(COMMAND, lies) == {("fly", "lie")}
     assert named(FLAG, lies) == {("--fast", "lie")}
     assert named(TARGET, lies) == {("tea", "lie")}

@@ -20,14 +20,17 @@ from dataclasses import replace
 from typing import BinaryIO, TypeVar
 
 from tokamac.app.backend.advisor import Advisor
+from tokamac.app.backend.counter import Counter
 from tokamac.app.backend.outbox import Outbox, Pulse
 from tokamac.app.backend.port import EnginePort
 from tokamac.app.backend.pricer import Pricer
 from tokamac.app.backend.wire import (
     LONGEST_LINE,
+    AskCount,
     AskPrice,
     AskWhatIf,
     Cancel,
+    Counted,
     Done,
     Failed,
     LeftOut,
@@ -77,6 +80,7 @@ class Child:
         self._running: int | None = None
         self._told_trouble = False
         self._pricer = Pricer(outbox)
+        self._counter = Counter(outbox)
         self._advisor = Advisor(outbox)
         self._unloaded = threading.Lock()
         self._pulse = Pulse(outbox, self._stats)
@@ -118,6 +122,8 @@ class Child:
                     self._warm(messages)
                 case AskPrice():
                     self._price(request)
+                case AskCount():
+                    self._count(request)
                 case AskWhatIf():
                     self._advise(request)
                 case Unload():
@@ -188,6 +194,12 @@ class Child:
             self._outbox.put(Priced(request.id, None))
         else:
             self._pricer.ask(self._engine, request)
+
+    def _count(self, request: AskCount) -> None:
+        if self._engine is None:
+            self._outbox.put(Counted(request.id, None))
+        else:
+            self._counter.ask(self._engine, request)
 
     def _advise(self, request: AskWhatIf) -> None:
         self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)

@@ -35,6 +35,9 @@ class EnginePort(Protocol):
     def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
         """Tell what a reply would take until its first token. May be called from any thread; waits until the engine is free."""
 
+    def count(self, text: str) -> int:
+        """Return how many tokens ``text`` is. May be called from any thread; waits until the engine is free."""
+
     def cache_trouble(self) -> str | None:
         """Tell what went wrong with the prompt cache on disk, once something did. Returns at once."""
 
@@ -53,6 +56,8 @@ class _RealEngine:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
+        tokenizer = engine.tokenizer
+        self._later_system = tokenizer.has_chat_template and tokenizer.takes_later_system()
 
     def loaded(self) -> Loaded:
         spec, limits = self._engine.spec, self._engine.limits(1)
@@ -66,6 +71,7 @@ class _RealEngine:
             bits_per_weight=spec.bits_per_weight,
             context_length=spec.context_length,
             thinks=spec.thinks,
+            later_system=self._later_system,
             capacity=spec.capacity,
             rolls=spec.rolls,
             recommended=Sampling().resolved(spec.recommended),
@@ -74,7 +80,7 @@ class _RealEngine:
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
     def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
-        return self._engine.generate(messages, sampling, continues=continues)
+        return self._engine.generate(self._taken(messages), sampling, continues=continues)
 
     def cancel(self) -> None:
         self._engine.cancel()
@@ -83,10 +89,19 @@ class _RealEngine:
         return self._engine.live()
 
     def warm(self, messages: Sequence[Message]) -> None:
-        self._engine.warm_ahead(messages)
+        self._engine.warm_ahead(self._taken(messages))
 
     def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
-        return self._engine.price(messages, continues=continues)
+        return self._engine.price(self._taken(messages), continues=continues)
+
+    def _taken(self, messages: Sequence[Message]) -> list[Message]:
+        """Return what the chat template takes. Later system messages that it does not take the screen says are left out."""
+        later = self._later_system
+        return [each for at, each in enumerate(messages) if later or at == 0 or each.role != "system"]
+
+    def count(self, text: str) -> int:
+        # On the engine's thread: a tokenizer is one thread's at a time.
+        return self._engine.between(lambda: len(self._engine.tokenizer.encode(text)))
 
     def cache_trouble(self) -> str | None:
         return self._engine.cache_trouble()

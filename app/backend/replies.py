@@ -30,7 +30,7 @@ class ModelInfo:
     """What the screen shows of a loaded model; None is unknown.
 
     device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
-    room then.
+    room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
     """
 
@@ -43,6 +43,7 @@ class ModelInfo:
     bits_per_weight: float | None = None
     context_length: int | None = None
     thinks: bool = False
+    later_system: bool = False
     capacity: int | None = None
     rolls: bool = False
     recommended: Sampling = field(default_factory=Sampling)
@@ -139,6 +140,14 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """The answer to ``AskCount`` of the same id; None where nothing can count."""
+
+    id: int
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class WhatIf:
     """The answer to ``AskWhatIf`` of the same id. None: ``error`` says why, or only ``done`` of ``total`` models are weighed.
 
@@ -175,6 +184,6 @@ class Failed:
 
 
 Reply = (
-    Loading | Loaded | Unloaded | LeftOut | ShortOfMemory | Prefill | Text | Stats | Done | Priced | WhatIf | Notice
-    | Heartbeat | Failed
+    Loading | Loaded | Unloaded | LeftOut | ShortOfMemory | Prefill | Text | Stats | Done | Priced | Counted | WhatIf
+    | Notice | Heartbeat | Failed
 )  # fmt: skip

@@ -59,6 +59,14 @@ class AskPrice:
 
 
 @dataclass(frozen=True, slots=True)
+class AskCount:
+    """Tell how many tokens a text is: ``Counted`` comes when the engine is free."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskWhatIf:
     """Tell what a model would do otherwise, or elsewhere: ``WhatIf`` comes when the engine is free.
 
@@ -79,4 +87,4 @@ class Quit:
     """End the process."""
 
 
-Request = Load | Send | Cancel | Warm | AskPrice | AskWhatIf | Unload | Quit
+Request = Load | Send | Cancel | Warm | AskPrice | AskCount | AskWhatIf | Unload | Quit

@@ -112,6 +112,11 @@ class ScriptedEngine:
         tokens = prompt - self._cached(prompt)
         return Price(prompt, tokens, 0, tokens / PREFILL_TPS)
 
+    def count(self, text: str) -> int:
+        """Tell how many tokens a text is, once no reply runs."""
+        with self._no_reply:
+            return len(_pieces(text))
+
     def cache_trouble(self) -> str | None:
         """Tell the scenario's trouble once something is known."""
         return self._scenario.trouble if self._known and self._scenario.trouble else None

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import get_args
 
 from tokamac.app.backend.replies import (
+    Counted,
     Done,
     Failed,
     Heartbeat,
@@ -28,15 +29,17 @@ from tokamac.app.backend.replies import (
     Unloaded,
     WhatIf,
 )
-from tokamac.app.backend.requests import AskPrice, AskWhatIf, Cancel, Load, Quit, Request, Send, Unload, Warm
+from tokamac.app.backend.requests import AskCount, AskPrice, AskWhatIf, Cancel, Load, Quit, Request, Send, Unload, Warm
 from tokamac.app.backend.shapes import ShapeError, build
 from tokamac.engine.errors import TokamacError
 
 __all__ = [
     "LONGEST_LINE",
+    "AskCount",
     "AskPrice",
     "AskWhatIf",
     "Cancel",
+    "Counted",
     "Done",
     "Failed",
     "Heartbeat",

@@ -95,7 +95,10 @@ def parser() -> Parser:
     made.add_argument("--json", action="store_true", help="one JSON object")
     kv_quality.add_flags(made)
     add_sampling_flags(made)
-    add_kv_flags(made)
+    add_kv_flags(made, cache=False)
+    made.add_argument(
+        "--no-prompt-cache", action="store_true", help="what holds here anyway: every prompt is computed afresh"
+    )
     return made
 
 
@@ -117,6 +120,8 @@ def svg_path(text: str) -> Path:
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
+    if options.no_prompt_cache:
+        note("note: --no-prompt-cache changes nothing here: every prompt is computed afresh anyway")
     if options.kv_quality:
         for name in ("depth", "compare", "plot", "machine"):
             if getattr(options, name):
@@ -129,7 +134,6 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     plan = _plan(parser, options)
     if options.plot is not None:
         bench_plot.check_writable(options.plot)  # now, not after minutes of measuring
-    # Nothing is ever reused here, with or without --no-prompt-cache.
     with loading.load(plan.model, kv=plan.kv, prompt_cache=None) as engine:
         measured, version = _measured(engine, plan)
         chart = None if options.plot is None else bench_plot.chart(engine, measured, version)

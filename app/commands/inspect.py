@@ -12,6 +12,7 @@ from tokamac.engine.options import GROUP_SIZES, KVSpec
 if TYPE_CHECKING:
     from tokamac.engine.limits.inspect import Inspection
     from tokamac.engine.limits.outcomes import Case, Outcome
+    from tokamac.engine.limits.places import Place
     from tokamac.engine.limits.subject import Subject
 
 CONTEXT = 4096
@@ -51,7 +52,9 @@ def parser() -> Parser:
     add_kv_flags(made, cache=False, full=False)
     shown = made.add_argument_group("what if")
     shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
-    shown.add_argument("--chips", action="store_true", help="also on every chip of the table")
+    shown.add_argument(
+        "--chips", action="store_true", help="also on every chip of the table; --memory is then that of every Mac in it"
+    )
     shown.add_argument(
         "--plot", action="store_true", help="draw decode over context, and the roofline with both phases"
     )
@@ -63,7 +66,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Inspect, and return the exit status."""
     kv = kv_spec(parser, options)
     _check(parser, options)
-    place = place_of(parser, options)
+    place = _place(parser, options)
     case = _case(parser, options, kv)
     from tokamac.engine.limits.inspect import inspect
     from tokamac.engine.limits.subject import subject_of
@@ -83,6 +86,12 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         parser.error("--group-size has no effect without --bits below 16")
     if options.json and options.plot:
         parser.error("--plot draws, so it does not go with --json")
+
+
+def _place(parser: Parser, options: argparse.Namespace) -> "Place | None":
+    """Return the machine that is named; None is this one. With --chips alone, --memory is of the table's, and not of this one."""
+    of_table = options.chips and options.chip is None
+    return place_of(parser, argparse.Namespace(**{**vars(options), "memory": None}) if of_table else options)
 
 
 def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "Case":
@@ -148,7 +157,8 @@ def _print(options: argparse.Namespace, subject: "Subject", found: "Inspection")
     if options.table:
         print(f"\n{reports.cases_report(_table(subject, found))}")
     if options.chips:
-        print(f"\n{reports.chips_report(_chips(options, subject, found))}")
+        of_table = _chips(options, subject, found)
+        print(f"\n{reports.chips_report(of_table, memory=options.memory is not None)}")
     if options.plot:
         _plot(subject, found)
 

@@ -68,9 +68,9 @@ def cases_report(found: "Sequence[Outcome]") -> str:
     return table([head, *map(_case_row, found)], right=(2, 3, 4, 6, 7, 8))
 
 
-def chips_report(found: "Sequence[Outcome]") -> str:
-    """Return a row for each chip, of one case."""
-    head = ["chip", "bandwidth", "ceiling", "expected", "prefill", "first token"]
+def chips_report(found: "Sequence[Outcome]", *, memory: bool = False) -> str:
+    """Return a row for each chip, of one case. memory: whether it is said if it fits, as where the Macs' memory was named."""
+    head = ["chip", "bandwidth", "ceiling", "expected", "prefill", "first token", *(["fits"] if memory else [])]
     rows = [
         [
             chip_name(each.place.chip),
@@ -79,6 +79,7 @@ def chips_report(found: "Sequence[Outcome]") -> str:
             rate(each.expected_tps),
             rate(each.prefill_tps),
             seconds(each.ttft_s),
+            *([fits(each.memory)] if memory else []),
         ]
         for each in found
     ]

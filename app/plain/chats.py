@@ -1,12 +1,13 @@
-"""Plain commands about whole conversations: begin, list, open, name, copy, carry out and in."""
+"""Plain commands about whole conversations: begin, list, open, name, delete, copy, carry out and in."""
 
 import time
 from pathlib import Path
 
 from tokamac.app.plain.repl import Repl
 from tokamac.app.store.errors import StoreError
-from tokamac.app.store.values import Hit
-from tokamac.app.tui.listing import ago, flat
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import Chat, Hit
+from tokamac.app.tui.listing import ago, excerpt, flat, last_deleted
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.recording import Recording
 
@@ -17,13 +18,17 @@ MOST_LISTED = 20
 
 def new(repl: Repl, _: str) -> None:
     """Begin another conversation; this one is kept."""
+    _begin(repl)
+    repl.console.note("New chat. The model stays loaded.")
+
+
+def _begin(repl: Repl) -> None:
     driver, unkept = repl.driver, repl.keep_draft()
     repl.tell_left(unkept)
     driver.memory.own = Own()
     driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
     driver.perform(driver.session.new_chat())
-    repl.draft, repl.editing = unkept, None
-    repl.console.note("New chat. The model stays loaded.")
+    repl.composer.hold(unkept)
 
 
 def listed(repl: Repl, words: str) -> None:
@@ -53,8 +58,51 @@ def opened(repl: Repl, name: str) -> None:
     if not name:
         repl.console.note("Write the number of a chat, or its id, after the command: /open 1. /chats lists them.")
         return
+    repl.open(_named(repl, store, name).id)
+
+
+def _named(repl: Repl, store: Store, name: str) -> Chat:
+    """Return a chat by its number in the last list, or by its id. Raises StoreError."""
     number = int(name) if name.isascii() and name.isdigit() else 0
-    repl.open(repl.listed[number - 1] if 0 < number <= len(repl.listed) else store.chat(name).id)
+    return store.chat(repl.listed[number - 1] if 0 < number <= len(repl.listed) else name)
+
+
+def delete(repl: Repl, name: str) -> None:
+    """Delete this chat, which then begins anew, or another one."""
+    recording = _recording(repl)
+    store, held = recording.store, recording.chat
+    if not name and held is None:
+        raise NOTHING_YET
+    chat = _named(repl, store, name or held or "")
+    if chat.deleted_at is not None:
+        repl.console.note(f"It is deleted already: /restore {chat.id} brings it back.")
+    elif chat.id != held:
+        store.delete(chat.id)
+        repl.console.note(f"Deleted: {_titled(chat)}. /restore brings it back.")
+    elif recording.lacking():  # after another try
+        repl.console.note("Not all of this chat could be saved: deleted now, it could not be brought back whole.")
+    else:
+        _begin(repl)  # before it is deleted: what is still to be written of a chat would bring it back
+        store.delete(chat.id)
+        repl.console.note(f"Deleted, and a new chat begun: {_titled(chat)}. /restore brings it back.")
+
+
+def restore(repl: Repl, name: str) -> None:
+    """Bring back the chat that was deleted last, or another one, and open it."""
+    store = _recording(repl).store
+    chat = _named(repl, store, name) if name else last_deleted(store)
+    if chat is None:
+        repl.console.note("No chat is deleted.")
+    elif chat.deleted_at is None:
+        repl.console.note(f"It is not deleted: /open {chat.id} opens it.")
+    else:
+        store.undelete(chat.id)
+        repl.open(chat.id)
+        repl.console.note(f"Brought back: {_titled(chat)}.")
+
+
+def _titled(chat: Chat) -> str:
+    return f"{excerpt(chat.title or chat.draft) or 'untitled'} ({chat.id})"
 
 
 def title(repl: Repl, text: str) -> None:
@@ -65,8 +113,8 @@ def title(repl: Repl, text: str) -> None:
     if not text:
         repl.console.note("Write the title after the command: /title Keys and values")
         return
-    recording.retitle(text)
-    repl.console.note("The chat has another title.")
+    if recording.retitle(text):
+        repl.console.note("The chat has another title.")
 
 
 def fork(repl: Repl, _: str) -> None:

@@ -1,32 +1,40 @@
 """The registry's slash commands, done without a screen. What only a screen can show says so, and what does the same elsewhere."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-from tokamac.app.plain import chats, options
-from tokamac.app.plain.reading import last_turn
+from tokamac.app.plain import chats, convert, figures, guide, messages, options, pull, whatif, writing
 from tokamac.app.plain.repl import Repl
-from tokamac.app.sanitise import sanitise
 from tokamac.app.tui.actions import ACTIONS, Action, by_slash
-from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.clipboard import copy_by_tool
-from tokamac.app.tui.editor import EditorError, edit_text, editor_command
-from tokamac.app.tui.prose.code import Back, code_blocks
-from tokamac.app.tui.tree import Node
+from tokamac.app.tui.phase import Phase
 from tokamac.engine.errors import TokamacError
 
 Command = Callable[[Repl, str], None]
 
 NEEDS_SCREEN = "/{} needs the full screen: leave, and open it with tokamac chat."
-INSTEAD = {
-    "what_if": "tokamac inspect MODEL",
-    "convert": "tokamac convert MODEL",
-    "pull": "tokamac models pull ID",
-    "guide": 'tokamac ask -m guide "QUESTION"',
+INSTEAD = {"toggle_panel": "/gauges says the figures"}
+ARGUMENTS = {
+    "chats": "[WORDS]",
+    "branches": "[NUMBER]",
+    "edit": "[TEXT]",
+    "system_prompt": "[TEXT]",
+    "settings": "[NAME VALUE]",
+    "gauges": "[FIGURE]",
+    "what_if": "[MODEL] [FLAGS]",
+    "convert": "[MODEL] [FLAGS]",
 }
-ARGUMENTS = {"chats": "[WORDS]", "edit": "[TEXT]", "system_prompt": "[TEXT]", "settings": "[NAME VALUE]"}
 """What may follow a command here, where the registry's has a dialog for it."""
-_BACK = Back()
+HELP = {
+    "branches": "List the versions of this chat, or go to one.",
+    "pull": "Download a model by its Hugging Face id, and wait for it.",
+    "gauges": "Say the last reply's figures, or explain one.",
+    "what_if": "Other precisions, KV settings, contexts and chips: memory, fit and speed; flags as of tokamac inspect.",
+    "convert": "Plan packing a model into fewer bits, with flags as of tokamac convert; alone after that: do it.",
+    "attach": "Let a file go with the next prompt.",
+    "detach": "Let go of an attachment, or of the last one.",
+    "scroll_end": "Read the last turn out again.",
+    "help": "These commands.",
+}
+"""What a command does here, where the registry's help speaks of keys and dialogs."""
 
 
 def obey(repl: Repl, text: str) -> bool:
@@ -41,7 +49,7 @@ def obey(repl: Repl, text: str) -> bool:
         repl.console.note(f"{word} stands alone; a space before it sends all of this as it is.")
     elif (command := COMMANDS.get(action.id)) is None:
         instead = INSTEAD.get(action.id)
-        repl.console.note(NEEDS_SCREEN.format(action.slash) + (f" Or: {instead}" if instead else ""))
+        repl.console.note(NEEDS_SCREEN.format(action.slash) + (f" Here: {instead}." if instead else ""))
     else:
         try:
             command(repl, argument)
@@ -62,7 +70,7 @@ def slashes() -> list[str]:
 
 def _help(repl: Repl, _: str) -> None:
     listed = [action for action in ACTIONS if action.slash and action.id in COMMANDS]
-    lines = [f"/{action.slash} {takes(action)}".rstrip() + f": {action.help}" for action in listed]
+    lines = [f"/{action.slash} {takes(action)}".rstrip() + f": {HELP.get(action.id, action.help)}" for action in listed]
     lines += ["A line that ends with a backslash goes on in the next one.", 'Lines between two """ are one prompt.']
     repl.console.say("\n".join(lines))
 
@@ -75,126 +83,13 @@ def _stop(repl: Repl, _: str) -> None:
     repl.console.note("No reply is running. Ctrl-C stops one.")
 
 
-# Messages ---------------------------------------------------------------------------------------------------------------
-
-
-def _again(repl: Repl, _: str) -> None:
-    repl.driver.settle(loaded=True)
-    repl.driver.perform(repl.driver.session.regenerate())
-
-
-def _continue(repl: Repl, _: str) -> None:
-    repl.driver.settle(loaded=True)
-    repl.driver.perform(repl.driver.session.continue_reply())
-
-
 def _unload(repl: Repl, _: str) -> None:
-    repl.driver.perform(repl.driver.session.unload())
-
-
-def _edit(repl: Repl, text: str) -> None:
-    """Ask the last prompt anew: as ``text``, or as it is changed on the next line."""
-    node = _last(repl)
-    if node is None:
-        repl.console.note("There is no message to edit yet.")
-        return
-    prompt = repl.driver.session.talk.prompt_of(node.key)
-    if prompt is None:
-        repl.console.note("There is no prompt to edit here.")
-        return
-    repl.editing, repl.draft = prompt.key, Draft(sanitise(prompt.prompt or ""), prompt.attachments)
-    if text:
-        repl.ask(text)
-    elif repl.console.typed:
-        repl.console.note(
-            "The next line is asked in place of the last prompt, which stays beside it. Ctrl-C gives it up."
-        )
-    else:
-        repl.editing, repl.draft = None, Draft()
-        repl.console.note("Write the new prompt after the command: /edit TEXT")
-
-
-def _older(repl: Repl, _: str) -> None:
-    _step(repl, -1)
-
-
-def _newer(repl: Repl, _: str) -> None:
-    _step(repl, 1)
-
-
-def _step(repl: Repl, by: int) -> None:
-    """Go to a version of the last message that has several, and read it out."""
-    node, session = _last(repl), repl.driver.session
-    other = None if node is None else session.talk.tree.beside(node.key, by)
-    if other is None:
-        repl.console.note("There is one version only: /edit or /again make another.")
-        return
-    repl.driver.perform(session.go(other))
-    repl.console.say(last_turn(session.turns))
-
-
-def _copy(repl: Repl, _: str) -> None:
-    node = _last(repl)
-    text = "" if node is None else node.prompt or (node.reply.text if node.reply is not None else "")
-    _copied(repl, text, "There is no message to copy yet.")
-
-
-def _code(repl: Repl, _: str) -> None:
-    replies = [turn.reply.text for turn in repl.driver.session.turns if turn.reply is not None]
-    blocks = [block for text in replies for block in code_blocks(text)]
-    back = _BACK.again(repl.driver.session.talk.tree.head or 0, len(blocks)) if blocks else 0
-    _copied(repl, blocks[-back] if blocks else "", "There is no code block here.")
-
-
-def _copied(repl: Repl, text: str, nothing: str) -> None:
-    tool = copy_by_tool(sanitise(text)) if text else None
-    if not text:
-        repl.console.note(nothing)
-    elif tool is None:
-        repl.console.note("No tool for copying is here (pbcopy, wl-copy). /export writes the chat to a file.")
-    else:
-        repl.console.note(f"Copied {len(text):,} characters ({tool}).")
-
-
-def _last(repl: Repl) -> Node | None:
-    tree = repl.driver.session.talk.tree
-    return None if tree.head is None else tree.nodes[tree.head]
-
-
-# Writing ----------------------------------------------------------------------------------------------------------------
-
-
-def _editor(repl: Repl, _: str) -> None:
-    """Write a prompt in the user's own editor, and send it."""
-    try:
-        text = edit_text(editor_command(), repl.draft.text)
-    except EditorError as error:
-        repl.console.note(str(error))
-        return
-    if text.strip():
-        repl.console.say(text)
-        repl.ask(text.strip())
-
-
-def _attach(repl: Repl, path: str) -> None:
-    from tokamac.app.tui.attach import read_file
-
-    if not path:
-        repl.console.note("Write the file after the command: /attach notes.md")
-        return
-    made = read_file(path, Path())
-    others = tuple(each for each in repl.draft.attachments if each.name != made.name)
-    repl.draft = Draft(repl.draft.text, (*others, made))
-    repl.console.note(f"{made.name}, {len(made.text):,} characters, goes with the next prompt.")
-
-
-def _detach(repl: Repl, name: str) -> None:
-    named = [each for each in repl.draft.attachments if name in ("", each.name)]
-    if not named:
-        repl.console.note(f"Nothing called {name} is attached." if name else "Nothing is attached.")
-        return
-    repl.draft = Draft(repl.draft.text, tuple(each for each in repl.draft.attachments if each is not named[-1]))
-    repl.console.note(f"{named[-1].name} does not go with the next prompt.")
+    driver = repl.driver
+    if driver.session.phase is Phase.LOADING and not repl.console.typed:
+        driver.settle(loaded=True)  # who types stops it by this; a script comes only too early
+    if driver.session.phase is Phase.IDLE:
+        repl.console.note("The model gives its memory back; it loads again when you ask.")
+    driver.perform(driver.session.unload())
 
 
 COMMANDS: dict[str, Command] = {
@@ -203,24 +98,33 @@ COMMANDS: dict[str, Command] = {
     "chats": chats.listed,
     "open": chats.opened,
     "title": chats.title,
+    "delete_chat": chats.delete,
+    "restore_chat": chats.restore,
     "fork": chats.fork,
     "export": chats.export,
     "import": chats.imported,
-    "regenerate": _again,
-    "edit": _edit,
-    "continue": _continue,
-    "older": _older,
-    "newer": _newer,
-    "copy_message": _copy,
-    "copy_code": _code,
+    "branches": messages.branches,
+    "regenerate": messages.again,
+    "edit": messages.edit,
+    "continue": messages.continue_,
+    "older": messages.older,
+    "newer": messages.newer,
+    "copy_message": messages.copy,
+    "copy_code": messages.code,
+    "scroll_end": messages.end,
     "choose_model": options.model,
+    "pull": pull.pull,
     "unload": _unload,
     "system_prompt": options.system,
     "settings": options.settings,
-    "explain": options.explain,
-    "editor": _editor,
-    "attach": _attach,
-    "detach": _detach,
+    "gauges": figures.gauges,
+    "explain": figures.why,
+    "what_if": whatif.what_if,
+    "convert": convert.convert,
+    "editor": writing.editor,
+    "attach": writing.attach,
+    "detach": writing.detach,
+    "ask_guide": guide.ask,
     "help": _help,
     "leave": _leave,
 }

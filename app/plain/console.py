@@ -50,12 +50,12 @@ class Console:
 
         draft: what they may go on from. Raises EOFError at the end of what is written, KeyboardInterrupt at Ctrl-C.
         """
-        with self._holding():
+        with self.holding():
             return sanitise(self._lines(prompt, draft))
 
     @contextmanager
-    def _holding(self) -> Iterator[None]:
-        """Keep notes back while a line is written: they would stand in the middle of it."""
+    def holding(self) -> Iterator[None]:
+        """Keep notes back while a line is written, or another program has the terminal: they would stand in the middle."""
         self._held = []
         try:
             yield

@@ -4,15 +4,14 @@ session ─ steps ─▶ Driver ─▶ process, console, recording        proces
 """
 
 import queue
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
 from tokamac.app.plain.console import Console
+from tokamac.app.plain.interrupts import heard
+from tokamac.app.plain.progress import Rarely
+from tokamac.app.plain.titling import Titling
 from tokamac.app.tui import units
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.conversation import Reply
@@ -31,13 +30,12 @@ from tokamac.app.tui.steps import (
     ReplyGrew,
     StartEngine,
     Step,
+    Titled,
     TurnBegun,
 )
 from tokamac.app.verdict import sentence
 
 TICK_S = 1.0
-PROGRESS_S = 5.0
-"""How often it is said how far something has come: more would be read out over everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,8 @@ class Driver:
         self._process: EngineProcess | None = None
         self._life = 0
         self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Interrupt] = queue.SimpleQueue()
-        self._told_s = time.monotonic()
+        self._rarely = Rarely()
+        self._titling = Titling()
 
     def perform(self, steps: Sequence[Step]) -> None:
         """Do what the session asks, in order."""
@@ -91,6 +90,8 @@ class Driver:
                 self._record(lambda recording: recording.moved())
             case Opened():
                 self._record(lambda recording: recording.left())
+            case Titled(title):
+                self._titling.heard(title)
             case DraftReturned(text, attachments):
                 self.returned = Draft(text, attachments)
             case Notice(text):
@@ -118,8 +119,8 @@ class Driver:
         stopped = False
         if loaded and self.session.phase is Phase.UNLOADED:
             self.perform(self.session.start())
-        self._told_s = time.monotonic()
-        with self._interrupts():
+        self._rarely.begin()
+        with heard(lambda: self._events.put(_Interrupt())):
             while self.session.replying or (self.session.busy and (loaded or self.session.queued)):
                 match self._next():
                     case None:
@@ -132,24 +133,41 @@ class Driver:
                 self._tell_progress()
         return stopped
 
-    def catch_up(self) -> None:
-        """Take what the engine has said by now."""
+    def before_wait(self) -> None:
+        """Take what the engine has said by now, and see what may be done while a line is waited for."""
+        self._catch_up()
+        self.after_wait()
+        self._titling.look(self.recording)
+
+    def after_wait(self) -> None:
+        """Keep what came of that."""
+        self._titling.keep(self.recording)
+
+    def _catch_up(self) -> None:
         while not self._events.empty():
             match self._events.get():
                 case (life, event):
                     self._take(life, event)
 
     def rest(self) -> None:
-        """Take what the engine has said, and have an unused model give its memory back.
+        """Take what the engine has said, and have an unused model give its memory back, or the chat a title.
 
-        To be called now and then while a line is waited for, from any thread: no reply runs then, so that nothing is recorded.
+        To be called now and then while a line, or a command's process, is waited for, from any thread: no reply runs then, so
+        that nothing is recorded. An engine that nobody hears for long seems to be busy and to hang.
         """
-        self.catch_up()
+        self._catch_up()
         if steps := self.session.rest():
             self.perform(steps)
             self._console.note(
                 "The model was not used for a while and gave its memory back; it loads again when you ask."
             )
+        elif self._titling.allowed:
+            self.perform(self.session.entitle())
+
+    def another(self, on_event: Callable[[BackendEvent], object]) -> EngineProcess:
+        """Start another process of the same kind; its log stands beside this one's. Raises OSError."""
+        log = self._begun.log
+        return EngineProcess(self._begun.command, log.with_stem(f"{log.stem}-guide"), on_event)
 
     def close(self) -> None:
         """End the engine's process."""
@@ -184,26 +202,9 @@ class Driver:
         if process is not None:
             process.kill()
 
-    @contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Let Ctrl-C be an event among others: an exception could come in the middle of a step.
-
-        Without effect where the shell asked for Ctrl-C to be ignored (a job in the background).
-        """
-        main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            yield
-            return
-        before = signal.signal(signal.SIGINT, lambda *_: self._events.put(_Interrupt()))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
     def _tell_progress(self) -> None:
-        if time.monotonic() - self._told_s < PROGRESS_S:
+        if not self._rarely.due():
             return
-        self._told_s = time.monotonic()
         session = self.session
         if session.phase is Phase.LOADING and (loading := session.loading) is not None:
             of = "" if loading.total is None else f" of {units.size(loading.total)}"

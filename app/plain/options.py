@@ -11,6 +11,8 @@ from tokamac.engine.options import KVSpec, Sampling
 
 NONE = "none"
 """Takes the system prompt away."""
+UNLOAD = "unload_after_min"
+UNLOAD_NOTE = "minutes without use until the model gives its memory back; 0: never"
 
 
 def model(repl: Repl, name: str) -> None:
@@ -50,32 +52,19 @@ def settings(repl: Repl, written: str) -> None:
     if not name:
         notes = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS)}
         lines = [f"{each}: {text or 'not set'} ({notes[each]})" for each, text in {**sampling, **kv}.items()]
-        repl.console.say("\n".join(lines))
+        repl.console.say("\n".join([*lines, f"{UNLOAD}: {session.idle.after_min} ({UNLOAD_NOTE})"]))
         return
     try:
         if name in sampling:
             _choose_sampling(repl, read_sampling({**sampling, name: value}))
         elif name in kv:
             _choose_kv(repl, read_kv({**kv, name: value}))
+        elif name == UNLOAD:
+            _choose_minutes(repl, value.strip())
         else:
             _tell(repl, f"There is no setting {name}. /settings lists them.")
     except FieldError as error:
         _tell(repl, str(error))
-
-
-def explain(repl: Repl, _: str) -> None:
-    """Say why the last reply that was measured took as long as it did."""
-    from tokamac.app import verdict, verdict_full
-
-    replies = [turn.reply for turn in repl.driver.session.turns if turn.reply is not None]
-    last = next((reply for reply in reversed(replies) if reply.metrics is not None), None)
-    if last is None or last.metrics is None:
-        _tell(repl, "There is no reply to explain yet.")
-        return
-    lines = [verdict.sentence(last.metrics, last.diagnosis)]
-    if last.diagnosis is not None:
-        lines += verdict_full.lines(last.diagnosis)
-    repl.console.say("\n".join(lines))
 
 
 def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
@@ -84,6 +73,13 @@ def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
     repl.driver.session.sampling = memory.sampling
     own = "It holds in every chat but those with settings of their own."
     _tell(repl, said or own)
+
+
+def _choose_minutes(repl: Repl, minutes: str) -> None:
+    if not (minutes.isascii() and minutes.isdigit()):
+        raise FieldError(UNLOAD, f"{UNLOAD}: {minutes or 'nothing'!r} is no number of minutes (0: never).")
+    repl.driver.session.idle.after_min = int(minutes)
+    _keep(repl, replace(repl.driver.memory.settings, unload_after_min=int(minutes)))
 
 
 def _choose_kv(repl: Repl, kv: KVSpec) -> None:

@@ -14,8 +14,10 @@ def last_turn(turns: Sequence[Turn]) -> str:
         return NOTHING
     turn = turns[-1]
     lines = [f"Turn {len(turns)} of {len(turns)}."] if len(turns) > 1 else []
-    lines += [f"you{_version(turn.place)}: {turn.prompt}"]
+    lines += [f"system: {text}" for text in turn.system]
+    lines += [f"you{_version(turn.place)}: {turn.prompt}"] if turn.key or turn.prompt else []  # else there is no prompt
     lines += [f"attached: {each.name}" for each in turn.attachments]
+    lines += [f"system: {text}" for text in turn.between]
     return "\n".join([*lines, *([_reply(turn.reply, turn.reply_place)] if turn.reply is not None else [])])
 
 

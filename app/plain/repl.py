@@ -5,24 +5,29 @@ a reply failed.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tokamac.app.output import note
+from tokamac.app.plain.composer import Composer
 from tokamac.app.plain.console import Console
 from tokamac.app.plain.driver import Driver
+from tokamac.app.plain.outline import Outline
 from tokamac.app.plain.reading import last_turn
 from tokamac.app.plain.waiting import Meanwhile
 from tokamac.app.store.errors import StoreError
 from tokamac.app.tui.attachments import Draft, apart, joined
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.prose.code import Back
 from tokamac.app.tui.purging import purge
 from tokamac.app.tui.recording import LEFT, Recording
 from tokamac.app.tui.run import Begun, ChatOptions, begin, open_store
+from tokamac.app.tui.steps import TurnBegun
 
 INTERRUPTED = 130
 MOST_SENT = 200
-LOOK_S = 10.0
-"""How often it is asked, while a line is waited for, whether an unused model is to give its memory back."""
+LOOK_S = 2.0
+"""How often it is looked, while a line is waited for, whether the model is to give the chat a title, or its memory back."""
 GREETING = "/help lists the commands. Ctrl-C stops a reply; /quit or Ctrl-D leaves."
 Obey = Callable[["Repl", str], bool]
 """Does the slash command that a text is; returns whether it is one."""
@@ -49,17 +54,19 @@ def run_plain(options: ChatOptions) -> int:
 
 
 class Repl:
-    """One plain chat. draft: what the next line begins with, and what goes with it. editing: the prompt it is asked in place of.
+    """One plain chat. listed: ids of the chats that were listed last. outline: the versions that were.
 
-    listed: ids of the chats that were listed last. leaving: the user has had enough.
+    planned: the flags and the model of the conversion that was planned last. leaving: the user has had enough.
     """
 
     def __init__(self, begun: Begun, console: Console) -> None:
         self.driver = Driver(begun, console)
         self.console = console
-        self.draft = Draft()
-        self.editing: int | None = None
+        self.composer = Composer()
+        self.code_back = Back()
         self.listed: tuple[str, ...] = ()
+        self.outline: Outline | None = None
+        self.planned: tuple[str, ...] = ()
         self.leaving = False
         self._meanwhile = Meanwhile(LOOK_S, self.driver.rest)
 
@@ -70,10 +77,8 @@ class Repl:
         self.console.aside(GREETING)
         interrupts = 0
         while not self.leaving:
-            self.driver.catch_up()
             try:
-                with self._meanwhile.waiting():
-                    text = self.console.read("you> ", self.draft.text if self.console.typed else "")
+                text = self._read()
             except EOFError:
                 self.console.aside("")
                 break
@@ -83,10 +88,10 @@ class Repl:
                 if interrupts > 1 or not self.console.typed:
                     return INTERRUPTED
                 self.console.note("Ctrl-C again leaves, as /quit does.")
-                self._give_up()
+                self.composer.end_edit()
                 continue
             interrupts = 0
-            if not obey(self, text) and (text.strip() or self.draft.attachments):
+            if not obey(self, text) and (text.strip() or self.composer.draft.attachments):
                 self.ask(text.strip())
             if self.driver.settle() and not self.console.typed:
                 return INTERRUPTED
@@ -98,28 +103,47 @@ class Repl:
             self.console.aside(f"To go on: tokamac chat --chat {recording.chat}")
         return int(self.driver.failed and not self.console.typed)
 
+    def _read(self) -> str:
+        """Return the next line. Raises EOFError, KeyboardInterrupt."""
+        self.driver.before_wait()
+        try:
+            with self._meanwhile.waiting():
+                return self.console.read("you> ", self.composer.draft.text if self.console.typed else "")
+        finally:
+            self.driver.after_wait()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let another program have the terminal; the engine is heard meanwhile."""
+        with self.console.holding(), self._meanwhile.waiting():
+            yield
+
     def ask(self, text: str) -> None:
         """Send ``text``, with what is attached, in place of the prompt that is edited if there is one."""
-        session, attachments = self.driver.session, self.draft.attachments
-        key, self.editing, self.draft = self.editing, None, Draft()
-        if key is None:
-            self.driver.perform(session.submit(text, attachments))
+        composer, draft = self.composer, Draft(text, self.composer.draft.attachments)
+        if composer.editing is None:
+            composer.hold(Draft())
+            self.driver.perform(self.driver.session.submit(draft.text, draft.attachments))
         else:
-            self.driver.settle(loaded=True)
-            self.driver.perform(session.edit(key, text, attachments))
+            self._ask_anew(composer.editing, draft)
         if self.driver.recording is not None:
-            self.driver.recording.drafted("")
+            self.driver.recording.drafted(composer.unsent.whole)
 
-    def _give_up(self) -> None:
-        """Let go of the message that is edited; what is attached stays."""
-        if self.editing is not None:
-            self.editing, self.draft = None, Draft()
+    def _ask_anew(self, key: int, draft: Draft) -> None:
+        """Send ``draft`` in place of the prompt ``key``; where that is refused, it goes on being edited."""
+        self.driver.settle(loaded=True)
+        steps = self.driver.session.edit(key, draft.text, draft.attachments)
+        if any(isinstance(step, TurnBegun) for step in steps):
+            self.composer.end_edit()
+        else:
+            self.composer.draft = draft
+        self.driver.perform(steps)
 
     def _take_back(self) -> None:
         """Put what was not sent before the next line."""
         returned, self.driver.returned = self.driver.returned, Draft()
         if returned.whole:
-            self.draft = returned
+            self.composer.give_back(returned)
 
     # What is kept ---------------------------------------------------------------------------------------------------------
 
@@ -153,23 +177,18 @@ class Repl:
         driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
         driver.perform(driver.session.open(tree))
         recording.hold(chat, tree, draft)
-        self.draft, self.editing = joined([apart(draft), unkept]), None
+        self.composer.hold(joined([apart(draft), unkept]))
         if self.console.shown:
             self.console.say(f"{recording.store.chat(chat).title} ({chat})\n{last_turn(driver.session.turns)}")
 
-    @property
-    def unsent(self) -> Draft:
-        """What was not sent. A message that is edited is not."""
-        return Draft() if self.editing is not None else self.draft
-
     def keep_draft(self) -> Draft:
         """Keep what was not sent with the chat that is held; return what nothing keeps."""
-        recording = self.driver.recording
-        return Draft() if recording is not None and recording.drafted(self.unsent.whole) else self.unsent
+        recording, unsent = self.driver.recording, self.composer.unsent
+        return Draft() if recording is not None and recording.drafted(unsent.whole) else unsent
 
     def tell_left(self, unkept: Draft) -> None:
         """Say where the draft is when another chat is held, if there is one and it was kept."""
-        if self.unsent.whole and not unkept.whole:
+        if self.composer.unsent.whole and not unkept.whole:
             self.console.note(LEFT)
 
     def sent(self) -> list[str]:
@@ -181,7 +200,7 @@ class Repl:
         """Keep what was not sent and the reply that runs, remove what was deleted long ago, and end the engine."""
         try:
             if (recording := self.driver.recording) is not None:
-                recording.close(self.unsent.whole)
+                recording.close(self.composer.unsent.whole)
                 if problem := purge(recording.store.file):
                     self.console.note(problem)
         finally:

@@ -1,18 +1,20 @@
-"""What the session asks of the engine beside replies: drafts read ahead, prices, a title. Pure; a reply goes before them all."""
+"""What the session asks of the engine beside replies: drafts read ahead, counts, prices, a title. Pure; a reply goes before all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokamac.app.backend.wire import Load, Priced
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.ahead import Ahead
 from tokamac.app.tui.attachments import Draft
+from tokamac.app.tui.counts import Counts
 from tokamac.app.tui.guidance import MODEL as GUIDE
 from tokamac.app.tui.life import Life
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import Prices, questions
-from tokamac.app.tui.steps import Step
+from tokamac.app.tui.prices import Prices, path, questions
+from tokamac.app.tui.steps import Notice, Step
 from tokamac.app.tui.talk import Talk
 from tokamac.app.tui.titles import IDLE_S, Titles
+from tokamac.engine.events import Message
 
 
 class Beside(Life):
@@ -24,23 +26,35 @@ class Beside(Life):
         self.talk = Talk()
         self.ahead = Ahead()
         self.prices = Prices()
+        self.counts = Counts()
         self.titles = Titles()
 
     def pause(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Have the draft, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
 
-        A model that was unloaded is loaded for it.
+        What goes with it is counted. A model that was unloaded is loaded for it.
         """
         self.idle.seen()
         asked = Draft(text.strip(), attachments).whole
         if self.phase is Phase.UNLOADED:
             return self.start() if asked else []
+        counts = self.counts.ask(self.info, attachments) if self.phase is Phase.IDLE else []
         free = self.phase is Phase.IDLE and self.load.prompt_cache
-        return self._before_title(self.ahead.pause(asked, self.talk.request(self.system, asked)) if free else [])
+        ahead = self.ahead.pause(asked, self.talk.request(self.system, asked)) if free else []
+        return [*counts, *self._before_title(ahead)]
+
+    def tokens(self, attachment: Attachment) -> int | None:
+        """Return how many tokens an attachment takes of the model that is loaded; None while that is unknown."""
+        return self.counts.of(self.info, attachment)
 
     def point(self, key: int | None) -> list[Step]:
         """Ask what could be done with the message ``key``, at which the user points, and what it would take; None: at none."""
         asked = [] if key is None or self.phase is not Phase.IDLE else questions(self.talk, self.system, key, self.info)
+        return self._before_title(self.prices.ask(asked))
+
+    def price_paths(self, keys: Sequence[int]) -> list[Step]:
+        """Ask what it would take to go on along the paths through the messages ``keys``, in place of what was asked to price."""
+        asked = [path(self.talk, self.system, key) for key in keys] if self.phase is Phase.IDLE else []
         return self._before_title(self.prices.ask(asked))
 
     def entitle(self) -> list[Step]:
@@ -51,6 +65,18 @@ class Beside(Life):
         able = self.phase is Phase.IDLE and self.load.prompt_cache and self.load.model != GUIDE
         quiet = self.idle.quiet_s(self.phase_since) >= IDLE_S
         return self.titles.ask(self.talk.turns[0]) if able and quiet and self.titles.wanted else []
+
+    def _tell_left_out(self, messages: Sequence[Message]) -> list[Step]:
+        """Say, once for each model and conversation, how many system messages of those to be sent its template does not take."""
+        if self.info is None or self.info.later_system or self.talk.told_of == self.info.name:
+            return []
+        many = sum(each.role == "system" for each in messages[1:])
+        if not many:
+            return []
+        self.talk.told_of = self.info.name
+        what = "1 system message" if many == 1 else f"{many} system messages"
+        why = f"the chat template of {self.info.name} takes none after others"
+        return [Notice(f"Left out of the prompt: {what} in the middle of this chat; {why}.", "warning")]
 
     def _before_title(self, steps: list[Step]) -> list[Step]:
         """Return ``steps``; where they ask anything, a title is stopped first."""
@@ -67,4 +93,5 @@ class Beside(Life):
     def _forget(self) -> None:
         self.ahead.forget()
         self.prices.forget()
+        self.counts.forget()
         self.titles.forget()

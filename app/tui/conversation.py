@@ -69,7 +69,7 @@ class Turn:
     """A prompt, and its reply unless that is still to come.
 
     key, reply_key: of the messages in their tree; 0 is of none. place, reply_place: which of how many stand there, from 1.
-    attachments: what goes with the prompt.
+    attachments: what goes with the prompt. system, between: what system messages before the prompt say, and before its reply.
     """
 
     prompt: str
@@ -79,6 +79,8 @@ class Turn:
     place: tuple[int, int] = (1, 1)
     reply_place: tuple[int, int] = (1, 1)
     attachments: tuple[Attachment, ...] = ()
+    system: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
 
     @property
     def asked(self) -> str:
@@ -90,13 +92,20 @@ def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
     """Return the conversation as the engine takes it.
 
     A turn whose reply never began is left out: templates refuse two prompts in a row. The last turn, unanswered, is the one asked.
+    System messages stay where they stand.
     """
     turns = tuple(turns)
-    out = [Message("system", system)] if system.strip() else []
+    out = _system((system,))
     for turn in turns[:-1]:
-        if turn.reply is not None and turn.reply.text:
-            out += [Message("user", turn.asked)] if turn.asked else []
+        replied = turn.reply is not None and bool(turn.reply.text)
+        asked = [Message("user", turn.asked)] if replied and turn.asked else []
+        out += [*_system(turn.system), *asked, *_system(turn.between)]
+        if turn.reply is not None and replied:
             out.append(Message("assistant", turn.reply.text, turn.reply.thinking))
-    if turns:
-        out.append(Message("user", turns[-1].asked))
+    for turn in turns[-1:]:
+        out += [*_system(turn.system), Message("user", turn.asked), *_system(turn.between)]
     return tuple(out)
+
+
+def _system(texts: Iterable[str]) -> list[Message]:
+    return [Message("system", text) for text in texts if text.strip()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from tokamac.app.backend.puller import Line, Progress, Puller, Refused, pull_arguments, remove_arguments
+from tokamac.app.backend.puller import Line, Progress, Puller, Refused, Removed, pull_arguments, remove_arguments
 from tokamac.engine.limits import metrics as rates
 
 INTERRUPTED = 130
@@ -36,7 +36,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One download. Bytes, bytes a second, seconds; None is unknown. problem: why it failed. loads: it is wanted for the chat."""
+    """One download. Bytes, bytes a second, seconds; None is unknown. problem: why it failed. loads: it is wanted for the chat.
+
+    freed: of one that was cancelled, how much had arrived and is removed.
+    """
 
     model: str
     stage: Stage = Stage.WAITING
@@ -46,6 +49,7 @@ class Download:
     left_s: float | None = None
     problem: str = ""
     loads: bool = False
+    freed: int = 0
 
 
 class Downloads:
@@ -195,10 +199,17 @@ class Downloads:
 
     async def _discard(self, model: str) -> None:
         refused: list[str] = []
+        freed = 0
 
         def take(line: Line) -> None:
-            if isinstance(line, Refused):
-                refused.append(f"{line.error}. {line.hint}")
+            nonlocal freed
+            match line:
+                case Refused(error, hint):
+                    refused.append(f"{error}. {hint}" if hint else error)
+                case Removed(_, freed_bytes):
+                    freed = freed_bytes
+                case _:
+                    pass
 
         try:
             end = await Puller(self._command).run(remove_arguments(model, unfinished=True), take)
@@ -209,7 +220,7 @@ class Downloads:
         if refused:
             self._fail(model, refused[0])
         elif (gone := self._all.pop(model, None)) is not None:
-            self._ended(gone)
+            self._ended(replace(gone, freed=freed))
             self._changed()
 
     def _fail(self, model: str, why: str) -> None:

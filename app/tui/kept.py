@@ -40,17 +40,21 @@ def state_of(reply: Reply) -> FinalState:
 def tree_of(messages: Iterable[Message], head: int | None) -> Tree:
     """Return the tree of stored messages, parents first, standing at ``head``. Its keys are the store's ids."""
     tree = Tree()
-    stand_in: dict[int | None, int | None] = {None: None}  # of a system message, which no tree holds: what it continues
     for message in messages:
-        parent = stand_in[message.parent]
-        stand_in[message.id] = parent if message.role == "system" else message.id
-        if message.role == "user":
-            tree.add(Node(message.id, parent, prompt=message.text, attachments=message.attachments))
-        elif message.role == "assistant":
-            tree.add(Node(message.id, parent, reply=_reply(message)))
-    if (key := stand_in.get(head)) is not None:
-        tree.go(key)
+        tree.add(_node(message))
+    if head in tree.nodes:
+        tree.go(head)
     return tree
+
+
+def _node(message: Message) -> Node:
+    match message.role:
+        case "user":
+            return Node(message.id, message.parent, prompt=message.text, attachments=message.attachments)
+        case "assistant":
+            return Node(message.id, message.parent, reply=_reply(message))
+        case "system":
+            return Node(message.id, message.parent, system=message.text)
 
 
 def _reply(message: Message) -> Reply:

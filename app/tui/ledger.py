@@ -82,7 +82,7 @@ class Ledger:
     def is_current(self) -> bool:
         """Whether the store holds of the chat just what is held here: no window has added to it. Raises StoreError."""
         branches = self._store.tree(self.chat) if self.chat is not None else []
-        there = {(branch.id, branch.state) for branch in branches if branch.role != "system"}
+        there = {(branch.id, branch.state) for branch in branches}
         nodes = self._tree.nodes
         return there == {(stored, _state(nodes[key])) for key, stored in self._ids.items()}
 
@@ -112,7 +112,10 @@ class Ledger:
         return "" if known.deleted_at is None else BACK
 
     def _put(self, chat: str, node: Node) -> None:
-        if node.prompt is not None:
+        if node.system is not None:
+            if node.key not in self._ids:
+                self._ids[node.key] = self._store.add_message(chat, self._before(node), "system", node.system).id
+        elif node.prompt is not None:
             if node.key not in self._ids:
                 self._put_prompt(chat, node, node.prompt)
         elif node.reply is None:

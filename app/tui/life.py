@@ -191,7 +191,8 @@ class Life(ABC):
 
     def _died(self, event: Died) -> list[Step]:
         self._alive = False
-        why = f"The engine stopped ({event.why})." + (f" Its last words: {event.last_line}" if event.last_line else "")
+        words = f" Its last words: {event.last_line.rstrip('.')}." if event.last_line else ""
+        why = f"The engine stopped ({event.why}).{words}"
         ended = self._lost()
         self._deaths += 1
         if self._deaths == 1:

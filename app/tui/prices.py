@@ -1,6 +1,6 @@
 """What could be done with the message that is pointed at, and what each would take. Pure, like the session.
 
-    a message is pointed at ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next ──▶ …
+    a message is pointed at, or versions are in view ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next ──▶ …
 
 One after the other: of questions that wait, the engine's process answers the last alone.
 """
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokamac.app.backend.wire import AskPrice, ModelInfo, Priced
-from tokamac.app.tui.conversation import Reply, messages
+from tokamac.app.tui import units
+from tokamac.app.tui.ahead import is_ready
+from tokamac.app.tui.conversation import Reply, Turn, messages
 from tokamac.app.tui.steps import Ask, Step
 from tokamac.app.tui.talk import Talk
 from tokamac.engine.continuation import whole_characters
@@ -18,16 +20,23 @@ from tokamac.engine.price import Price
 
 OTHER = "~ "
 """Put before a prompt, it makes all of it another text: what an edit takes at most."""
+INSTANT_S = 0.1
+READY = "ready"
+"""Of a path that can be gone on with at once: nothing of it is to be read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an action, the registry's ``id``, would have answered. most: editing less takes less."""
+    """What an action, the registry's ``id``, would have answered. most: editing less takes less.
+
+    key: of a path that is read from then on, the message it was asked for; nothing is answered yet. None: of another action.
+    """
 
     id: str
     messages: tuple[Message, ...]
     continues: bool = False
     most: bool = False
+    key: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +83,15 @@ class Prices:
 
 
 def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:
-    """Return what could be done with the message ``key``: make its reply again, go on with it, write its prompt anew."""
-    if key not in talk.tree.nodes or (prompt := talk.prompt_of(key)) is None:
+    """Return what could be done with the message ``key``: make its reply again, go on with it, write its prompt anew, leave it
+    for a copy of what leads to it, or for other versions."""
+    if key not in talk.tree.nodes:
+        return []
+    return [*_answers(talk, system, key, info), _fork(talk, system, key), *_versions(talk, system, key)]
+
+
+def _answers(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:
+    if (prompt := talk.prompt_of(key)) is None:
         return []
     reply = talk.reply_at(key)
     asked = messages(system, talk.tree.turns_to(prompt.key))
@@ -86,6 +102,40 @@ def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list
         found.append(Question("continue", (*asked, Message("assistant", begun.text, begun.thinking)), continues=True))
     edited = replace(asked[-1], content=OTHER + asked[-1].content)
     return [*found, Question("edit", (*asked[:-1], edited), most=True)]
+
+
+def _fork(talk: Talk, system: str, key: int) -> Question:
+    return Question("fork", _gone_on(talk, system, key), key=key)
+
+
+def _versions(talk: Talk, system: str, key: int) -> list[Question]:
+    older, newer = (talk.tree.beside(key, by) for by in (-1, 1))
+    named = {"older": older, "newer": newer} if older != newer else {"other": newer}
+    return [path(talk, system, at, name) for name, at in named.items() if at is not None]
+
+
+def path(talk: Talk, system: str, key: int, name: str = "branches") -> Question:
+    """Return the question what the next prompt would find to be read, once the path through ``key`` is the one that is read."""
+    return Question(name, _gone_on(talk, system, talk.tree.end_of(key)), key=key)
+
+
+def _gone_on(talk: Talk, system: str, end: int) -> tuple[Message, ...]:
+    return messages(system, [*talk.tree.turns_to(end), Turn("")])
+
+
+def of_path(price: Price) -> str:
+    """Return what a path would take before it can be gone on with: ``ready``, or ``1,204 tokens to read again, about 3.0 s``."""
+    if is_ready(price):
+        return READY
+    return amount(price, " to read again" if price.tokens else "")
+
+
+def amount(price: Price, what: str = "") -> str:
+    """Return what ``price`` is, of ``what``: ``240 tokens, 1.2 MB from disk, about 0.4 s``. What is instant needs no seconds."""
+    tokens = f"{units.count(price.tokens)} token{'' if price.tokens == 1 else 's'}{what}"
+    disk = f", {units.size(price.disk_bytes)} from disk" if price.disk_bytes else ""
+    instant = price.seconds is None or price.seconds < INSTANT_S
+    return tokens + disk + ("" if instant else f", about {units.seconds(price.seconds)}")
 
 
 def whole(reply: Reply, *, thinks: bool) -> str:

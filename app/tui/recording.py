@@ -158,16 +158,15 @@ class Recording:
         lacking = sum(self._ledger.lacks(turn) for turn in turns)
         return f"{lacking} of {len(turns)} turns are not in it: they could not be saved." if lacking else ""
 
-    def retitle(self, title: str) -> None:
-        """Give the chat the user's title."""
-        if (chat := self.chat) is not None:
-            self._entitle(chat, title, "user")
+    def retitle(self, title: str) -> bool:
+        """Give the chat the user's title; return whether it is kept: else it is told why not."""
+        return (chat := self.chat) is not None and self._entitle(chat, title, "user")
 
     def entitle(self) -> list[Step]:
         """Return what to ask for a title by the model, if the chat is to have one now. To be called now and then."""
-        return self._session.entitle() if self._session.titles.wanted and self._may_be_entitled() else []
+        return self._session.entitle() if self._session.titles.wanted and self.may_be_entitled() else []
 
-    def _may_be_entitled(self) -> bool:
+    def may_be_entitled(self) -> bool:
         """Whether the chat is kept, has but its first words for a title, and the settings allow another."""
         if self.chat is None or self.unsaved or self._memory.settings.titles != "model":
             return False
@@ -244,8 +243,10 @@ class Recording:
         self.store.set_draft(chat, text)
         self._draft = text
 
-    def _entitle(self, chat: str, title: str, origin: TitleOrigin) -> None:
+    def _entitle(self, chat: str, title: str, origin: TitleOrigin) -> bool:
         try:
             self.store.rename(chat, title, origin)
         except StoreError as error:
             self._tell(TITLE.format(error.one_line()))
+            return False
+        return True

@@ -104,21 +104,26 @@ class Session(Beside):
         return self._answer(prompt)
 
     def continue_reply(self, key: int | None = None) -> list[Step]:
-        """Go on with a reply that was cut, in a copy beside it: the last one, or that of the message ``key``."""
-        node = self.talk.reply_at(key)
-        if node is None or node.reply is None:
+        """Go on with a reply that was cut, in a copy beside it: the last one, or that of the message ``key``.
+
+        A prompt whose reply is still to come, or ended before it said anything, is answered.
+        """
+        at = self.talk.tree.head if key is None else key
+        if at is None:
             return [Notice("There is no reply to go on with.", "warning")]
-        if (prompt := self.talk.prompt_of(node.key)) is None:
+        if (prompt := self.talk.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
         if refused := self._refuse("go on with the reply"):
             return refused
-        if why := whole(node.reply, thinks=self.info is not None and self.info.thinks):
+        if (reply := self.talk.begun(at)) is None:
+            return self._answer(prompt)
+        if why := whole(reply, thinks=self.info is not None and self.info.thinks):
             return [Notice(why, "warning")]
-        return self._answer(prompt, cut_here(node.reply))
+        return self._answer(prompt, cut_here(reply))
 
     def _answer(self, prompt: Node, begun: Reply | None = None) -> list[Step]:
         """Make another reply to a prompt of the path, from the beginning or on from what was ``begun``."""
-        last = prompt.key == self.turns[-1].key
+        last = prompt.key == self.turns[-1].key and not self.turns[-1].between
         moved = [] if last else [Moved(tuple(self.talk.tree.turns_to(prompt.parent)))]
         return [*moved, *self._reply(self.talk.answer(prompt.key, begun), begun, again=last)]
 
@@ -187,6 +192,9 @@ class Session(Beside):
         match event:
             case wire.Priced():
                 return self._priced(event)
+            case wire.Counted():
+                self.counts.take(event)
+                return []
             case wire.WhatIf():  # goes to the screen that asked
                 return []
             case (
@@ -245,7 +253,7 @@ class Session(Beside):
         if begun is not None:
             messages = (*messages, Message("assistant", begun.text, begun.thinking))
         send = Send(self._id, messages, self.sampling, continues=continues)
-        return [*way, TurnBegun(replace(turn, reply=begun), again), Ask(send)]
+        return [*way, TurnBegun(replace(turn, reply=begun), again), Ask(send), *self._tell_left_out(messages)]
 
     def _ready(self) -> list[Step]:
         return self._send_queued() or self._begin_ahead()

@@ -166,7 +166,8 @@ class Stock:
             why = f"{name} was not downloaded: {download.problem}"
             self._chat.notify(why, severity="error", markup=False, timeout=20)
         elif download.stage is Stage.CANCELLING:
-            self._chat.notify(f"{name}: what had arrived is removed.", markup=False, timeout=4)
+            freed = f"{size(download.freed)} had arrived and is removed" if download.freed else "nothing had arrived"
+            self._chat.notify(f"{name} is not downloaded: {freed}.", markup=False, timeout=4)
         elif download.loads:
             self._wanted = download.model
             self._chat.run_worker(self._load(download.model), group="downloads")

@@ -7,14 +7,19 @@ from tokamac.app.backend import wire
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.conversation import Ending, Growing, Reply, Turn, messages
 from tokamac.app.tui.tree import Node, Tree
+from tokamac.engine.continuation import whole_characters
 from tokamac.engine.events import Message, TextKind
 
 
 class Talk:
-    """A conversation. Its last message is a reply, or a prompt whose reply is being made."""
+    """A conversation. Its last message is a reply, or a prompt whose reply is being made.
+
+    told_of: the model of which it was said that it is not given all of this; "": of none.
+    """
 
     def __init__(self, tree: Tree | None = None) -> None:
         self.tree = Tree() if tree is None else tree
+        self.told_of = ""
         self._growing = Growing()
         self._reply: int | None = None
 
@@ -59,16 +64,41 @@ class Talk:
         return reply
 
     def prompt_of(self, key: int) -> Node | None:
-        """Return the prompt ``key``, or the one that the reply ``key`` answers; None where there is none."""
-        node = self.tree.nodes[key]
-        before = None if node.parent is None else self.tree.nodes[node.parent]
+        """Return the prompt ``key``, or the one that the reply ``key`` answers; None where there is none.
+
+        Of a system message: that of the message before it.
+        """
+        node = self._spoken(key)
+        before = None if node is None else self._spoken(node.parent)
         return next((each for each in (node, before) if each is not None and each.prompt is not None), None)
 
     def reply_at(self, key: int | None) -> Node | None:
-        """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none."""
-        path = self.tree.path_to(self.tree.head)
-        replies = (node for node in reversed(path) if node.prompt is None)
-        return next((node for node in replies if key is None or key in (node.key, node.parent)), None)
+        """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none.
+
+        Of a system message: that of the message before it.
+        """
+        replies = [node for node in reversed(self.tree.path_to(self.tree.head)) if node.is_reply]
+        if key is None or (at := self._spoken(key)) is None:
+            return replies[0] if key is None and replies else None
+        return next((node for node in replies if at.key == node.key or at is self._spoken(node.parent)), None)
+
+    def _spoken(self, key: int | None) -> Node | None:
+        """Return the message ``key``, or of a system message, the last one before it that is none."""
+        while key is not None and self.tree.nodes[key].system is not None:
+            key = self.tree.nodes[key].parent
+        return None if key is None else self.tree.nodes[key]
+
+    def begun(self, key: int) -> Reply | None:
+        """Return the reply ``key`` of the path, or the one to the prompt ``key``; None where that prompt is unanswered.
+
+        It is, too, where its reply was stopped, lost or failed before it said a whole character.
+        """
+        node = self.reply_at(key)
+        reply = None if node is None else node.reply
+        if reply is None or reply.ending == "stop":
+            return reply
+        said = whole_characters(Message("assistant", reply.text, reply.thinking))
+        return reply if said.content or said.thinking else None
 
     def request(self, system: str, draft: str | None = None) -> tuple[Message, ...]:
         """Return the conversation as the engine takes it, ``draft`` at its end where one is given."""

@@ -2,7 +2,8 @@
 
 ``terminal`` is the first: it has no colours but the sixteen that the user has chosen for their terminal, on the terminal's own
 background, so it is light where that is light, and as readable as all else there. What is pointed at is reversed, which
-needs no colour. The two others are ours, in 24 bits, or in the nearest of 256 where a terminal has no more.
+needs no colour. The two others are ours, in 24 bits, or in the nearest of 256 where a terminal has no more: their greys are
+nearly neutral, for of a bluer dark one the nearest is navy blue, or black like the one beneath it.
 """
 
 from textual.theme import Theme
@@ -72,10 +73,10 @@ DARK = Theme(
     warning="#e9c46a",
     error="#ef6f6c",
     success="#8fd694",
-    foreground="#dfe3ec",
-    background="#12141b",
-    surface="#181b24",
-    panel="#1f2330",
+    foreground="#e2e4e9",
+    background="#14151a",
+    surface="#1b1d23",
+    panel="#23262e",
     dark=True,
     variables=_DARK,
 )
@@ -87,10 +88,10 @@ LIGHT = Theme(
     warning="#a16207",
     error="#b91c1c",
     success="#15803d",
-    foreground="#1f2430",
+    foreground="#1f2328",
     background="#fbfaf8",
-    surface="#f3f1ed",
-    panel="#e9e6e0",
+    surface="#f2f1ef",
+    panel="#eae8e4",
     dark=False,
     variables=_LIGHT,
 )

@@ -17,7 +17,7 @@ class Node:
     """A message. key: its own; parent: of the message before it, None at the beginning.
 
     prompt: what the user wrote; None for a reply. reply: what the model said; None for a prompt, and while it is being made.
-    attachments: what goes with the prompt.
+    attachments: what goes with the prompt. system: what a system message among them says; None for every other message.
     """
 
     key: int
@@ -25,6 +25,12 @@ class Node:
     prompt: str | None = None
     reply: Reply | None = None
     attachments: tuple[Attachment, ...] = ()
+    system: str | None = None
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether it is a model's, said or being made."""
+        return self.prompt is None and self.system is None
 
 
 @dataclass(slots=True)
@@ -68,17 +74,28 @@ class Tree:
         """Return the turns up to ``key``; None: there are none."""
         turns: list[Turn] = []
         for node in self.path_to(key):
-            if node.prompt is not None:
-                place, attachments = self.place(node.key), node.attachments
-                turns.append(Turn(node.prompt, key=node.key, place=place, attachments=attachments))
-            else:
-                place = self.place(node.key)
-                if (
-                    not turns or turns[-1].reply_key
-                ):  # a conversation from elsewhere may begin with a reply, or hold two in a row
-                    turns.append(Turn(""))
-                turns[-1] = replace(turns[-1], reply=node.reply, reply_key=node.key, reply_place=place)
+            self._add_to(turns, node)
         return turns
+
+    def _add_to(self, turns: list[Turn], node: Node) -> None:
+        """Let ``node`` go on with the last turn where that has no reply yet, or begin another one.
+
+        A conversation from elsewhere may begin with a reply, hold two in a row, or system messages anywhere.
+        """
+        place = self.place(node.key)
+        turn = turns.pop() if turns and not turns[-1].reply_key else Turn("")
+        if node.system is not None:
+            after = (*turn.between, node.system) if turn.key else ()
+            before = turn.system if turn.key else (*turn.system, node.system)
+            turn = replace(turn, system=before, between=after)
+        elif node.prompt is not None:
+            if turn.key:  # it was never answered
+                turns.append(turn)
+                turn = Turn("")
+            turn = replace(turn, prompt=node.prompt, key=node.key, place=place, attachments=node.attachments)
+        else:
+            turn = replace(turn, reply=node.reply, reply_key=node.key, reply_place=place)
+        turns.append(turn)
 
     def siblings(self, key: int) -> list[int]:
         """Return the messages that stand at the same place, oldest first, ``key`` among them."""
@@ -108,10 +125,13 @@ class Tree:
         """Stand on the path through ``key``: at its end, by the way that was taken last."""
         for node in self.path_to(key):
             self._taken[node.parent] = node.key
-        head = key
-        while (after := self._taken.get(head)) is not None:
-            head = after
-        self.head = head
+        self.head = self.end_of(key)
+
+    def end_of(self, key: int) -> int:
+        """Return the last message of the path through ``key``, by the way that was taken last."""
+        while (after := self._taken.get(key)) is not None:
+            key = after
+        return key
 
     def leaves(self) -> Iterator[int]:
         """Yield the last message of every path."""

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
-from tokamac.app.backend.whatif import CaseLine, ChipLine, Figures, ModelLine
+from tokamac.app.backend.whatif import CaseLine, Change, ChipLine, Figures, ModelLine
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import units
+from tokamac.app.tui.model_rows import short_name
 
 CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "expected", "TTFT")
 CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")
@@ -18,25 +19,35 @@ NUMBERS = frozenset({"context", "memory", "ceiling", "expected", "TTFT", "bandwi
 Row = tuple[Text, ...]
 
 
+def case_columns(*, narrow: bool) -> tuple[str, ...]:
+    """Return the columns of the cases. narrow: without the name of what was changed, which is bold in its own column then."""
+    return CASES[1:] if narrow else CASES
+
+
 def head(column: str) -> Text:
     """Return a column's head, above numbers flush right as they are."""
     return Text(column, justify="right" if column in NUMBERS else "left")
 
 
-def case_rows(lines: Iterable[CaseLine]) -> Iterator[Row]:
-    """Yield a row for each case; what was changed is named once for those that follow each other."""
+def case_rows(lines: Iterable[CaseLine], *, narrow: bool = False) -> Iterator[Row]:
+    """Yield a row for each case, as ``case_columns``; what was changed is named once for those that follow each other."""
     before = ""
     for line in lines:
         change = "" if line.change == before else line.change
         before = line.change
-        style = "bold" if line.change == "as asked" else ""
         weights = "as it is" if line.bits is None else f"{line.bits} bits"
         cells = [
-            _plain(weights, style),
-            _plain(kv_bits(line.key_bits, line.value_bits), style),
-            _number(f"{line.context:,}"),
+            _plain(weights, _weight(line.change, "weights", narrow=narrow)),
+            _plain(kv_bits(line.key_bits, line.value_bits), _weight(line.change, "keys and values", narrow=narrow)),
+            _number(f"{line.context:,}", _weight(line.change, "context", narrow=narrow)),
         ]
-        yield (_plain(change, "dim"), *cells, *_memory(line.figures), *_speeds(line.figures))
+        named = () if narrow else (_plain(change, "dim"),)
+        yield (*named, *cells, *_memory(line.figures), *_speeds(line.figures))
+
+
+def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
+    """Return the style of a cell: of the case that was asked about, and of what was changed where no column names it."""
+    return "bold" if changed == "as asked" or (narrow and changed == column) else ""
 
 
 def chip_rows(lines: Iterable[ChipLine]) -> Iterator[Row]:
@@ -46,12 +57,12 @@ def chip_rows(lines: Iterable[ChipLine]) -> Iterator[Row]:
         yield (_plain(name), _number(units.bandwidth(line.bandwidth_gbs)), _fits(line.figures), *_speeds(line.figures))
 
 
-def model_rows(lines: Iterable[ModelLine]) -> Iterator[Row]:
-    """Yield a row for each model."""
+def model_rows(lines: Iterable[ModelLine], *, narrow: bool = False) -> Iterator[Row]:
+    """Yield a row for each model. narrow: by the last part of its id."""
     styles = {"runs well": "green", "tight": "yellow", "slow": "yellow", "does not fit": "red"}
     for line in lines:
         yield (
-            _plain(line.model),
+            _plain(short_name(line.model) if narrow else line.model),
             _plain(SHORTER.get(line.verdict, line.verdict), styles.get(line.verdict, "dim")),
             _number(units.rate(line.figures.expected_tps)),
             _number(units.seconds(line.figures.ttft_s)),
@@ -87,5 +98,5 @@ def _plain(text: str, style: str = "") -> Text:
     return Text(sanitise_line(text), style)
 
 
-def _number(text: str) -> Text:
-    return Text(text, "dim" if text == units.UNKNOWN else "", justify="right")
+def _number(text: str, style: str = "") -> Text:
+    return Text(text, "dim" if text == units.UNKNOWN else style, justify="right")

@@ -1,17 +1,22 @@
 """The tree of a conversation: versions below each other, the path that is read marked, and Enter goes to another."""
 
-from collections.abc import Callable
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from textual.app import App
 from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
-from tests.app.conftest import Chat
+from tests.app.conftest import PATIENCE_S, Chat
 from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.branches import BranchesScreen, fill
 from tokamac.app.tui.tree import Tree
+from tokamac.engine.price import Price
 
 Start = Callable[..., Any]
 
@@ -87,8 +92,8 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
         await edited(c, "one", "one, but better")
         await c.pilot.press("f6")
         await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
-        await c.until(lambda: "○ you ‹1 of 2›  one" in c.screen_text())
-        assert "● you ‹2 of 2›  one, but better" in c.screen_text()
+        await c.until(lambda: "○ you ‹1 of 2› · ready  one" in c.screen_text())
+        assert "● you ‹2 of 2› · ready  one, but better" in c.screen_text()
         await c.until(lambda: pointed(c) == c.session.talk.tree.head)
         await c.pilot.press("escape")
         assert [turn.prompt for turn in c.session.turns] == ["one, but better"]
@@ -97,6 +102,60 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
         await c.pilot.press("up", "up", "enter")
         await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one"])
         assert c.transcript.chosen == c.session.turns[0].reply_key
+
+
+async def test_each_version_says_what_going_on_there_would_take_and_so_does_the_line_of_a_message(chat: Start) -> None:
+    long = "word " * 799 + "word"  # a thousand of the scripted tokens
+    async with chat("fast", size=(120, 40)) as c:
+        await c.phase(Phase.IDLE)
+        await c.ask(long)
+        await edited(c, long, "short")
+        await c.pilot.press("f6")
+        await c.until(lambda: "● you ‹2 of 2› · ready  short" in c.screen_text(), "the price of the path that is read")
+        await c.until(lambda: "tokens to read again, about" in c.screen_text(), "the price of the other")
+        (other,) = (row for row in c.screen_text().splitlines() if "‹1 of 2›" in row)
+        assert re.search(r"○ you ‹1 of 2› · (9\d\d|1,0\d\d) tokens to read again, about 1\.\d s  word", other)
+        await c.pilot.press("escape")
+        await c.until(lambda: c.app.screen is c.app.chat)
+        await c.pilot.press("tab")
+        await c.until(lambda: "fork: ready · other version: " in c.screen_text(), "the hints of a message")
+        assert re.search(r"edit: ≤\d+ · fork: ready · other version: (9\d\d|1\.0\dk)", c.screen_text())
+
+
+async def test_a_path_that_is_no_version_has_no_price_and_versions_out_of_view_are_not_asked_about() -> None:
+    asked: list[list[int]] = []
+
+    def pricing(keys: Sequence[int]) -> dict[int, Price]:
+        asked.append(list(keys))
+        return {key: Price(20, 2, 0, None) for key in keys}
+
+    tree = talk("a", "b")
+    for number in range(60):
+        tree.ask(f"version {number}", 2)
+    async with App[None]().run_test(size=(100, 24)) as pilot:
+        await pilot.app.push_screen(BranchesScreen(tree, pricing))
+        await until(lambda: bool(asked) and tree.head in asked[-1])  # the cursor stands there, at the end
+        assert len(asked[-1]) <= 24
+        assert not {1, 2, 3} & set(asked[-1])
+        await pilot.press("home")
+        await until(lambda: 3 in asked[-1])
+        assert tree.head not in asked[-1]
+        assert "● m · ready" not in screen_text(pilot.app)
+        assert "○ you ‹1 of 60› · ready  version 0" in screen_text(pilot.app)
+
+
+async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start) -> None:
+    async with chat("steady", size=(120, 40)) as c:
+        await c.phase(Phase.IDLE)
+        await c.ask("one")
+        await edited(c, "one", "two")
+        await c.send("three")
+        await c.phase(Phase.DECODING)
+        await c.pilot.press("f6")
+        await c.until(lambda: "○ you ‹1 of 2›  one" in c.screen_text())
+        assert not c.session.prices.known
+        await c.phase(Phase.IDLE)
+        await c.until(lambda: "○ you ‹1 of 2› · " in c.screen_text(), "it is asked for once the reply has ended")
 
 
 @pytest.mark.parametrize("size", [(20, 5), (40, 12), (250, 80)])
@@ -109,6 +168,17 @@ async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
         await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
         await c.pilot.press("escape")
         await c.until(lambda: c.app.screen is c.app.chat)
+
+
+def screen_text(app: App[None]) -> str:
+    return "\n".join("".join(s.text for s in row) for row in app.screen._compositor.render_strips(app.screen.size))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < PATIENCE_S
+        await asyncio.sleep(0.02)
 
 
 def pointed(c: Chat) -> int | None:

@@ -95,8 +95,7 @@ def test_thinking_goes_on_and_its_time_is_added_up(ready: Session) -> None:
     ("reply", "why"),
     [
         (Reply("all of it"), "whole"),
-        (Reply("", ending="cancelled"), "Nothing was said"),
-        (Reply("\ufffd", ending="length"), "Nothing was said"),
+        (Reply(""), "whole"),
         (Reply("", "hm", ending="length"), "does not think"),
     ],
 )
@@ -108,6 +107,27 @@ def test_what_can_not_be_continued_is_said_and_nothing_is_sent(ready: Session, r
     assert why in said(steps)
     assert kinds(steps) == [Notice]
     assert ready.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [None, Reply("", ending="cancelled"), Reply("", ending="failed"), Reply("\ufffd", ending="length")],
+)
+def test_a_prompt_that_was_never_answered_is_answered(ready: Session, reply: Reply | None) -> None:
+    tree = Tree()
+    tree.end(tree.answer(tree.ask("zero", None).key).key, Reply("cut h", ending="length"))
+    asked_last = tree.ask("one", tree.head).key
+    if reply is not None:
+        tree.end(tree.answer(asked_last).key, reply)
+    ready.open(tree)
+    steps = ready.continue_reply()
+    assert kinds(steps) == [TurnBegun, Ask]
+    send = sent(steps)
+    assert (send.continues, send.messages[-1]) == (False, Message("user", "one"))
+    ready.on_event(done(send.id, "one it is"))
+    assert [turn.prompt for turn in ready.turns] == ["zero", "one"]
+    assert ready.turns[-1].reply is not None
+    assert ready.turns[-1].reply.text == "one it is"
 
 
 def test_without_a_reply_there_is_nothing_to_go_on_with(ready: Session) -> None:
@@ -136,8 +156,13 @@ def test_pointing_at_a_message_asks_what_each_action_would_take_one_after_the_ot
         known.append((question.messages[-1].role, question.messages[-1].content, question.continues))
         requests = asked(ready.on_event(Priced(question.id, Price(9, 1, 0, 0.01))))
         question = requests[0] if requests else None  # type: ignore[assignment]
-    assert known == [("user", "one", False), ("assistant", "cut he", True), ("user", "~ one", False)]
-    assert [each.question.id for each in ready.prices.known] == ["again", "continue", "edit"]
+    assert known == [
+        ("user", "one", False),
+        ("assistant", "cut he", True),
+        ("user", "~ one", False),
+        ("user", "", False),
+    ]
+    assert [each.question.id for each in ready.prices.known] == ["again", "continue", "edit", "fork"]
     ready.point(None)
     assert not ready.prices.known
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 from tests.app.conftest import Chat
 from tokamac.app.store.store import Store
@@ -162,6 +162,42 @@ async def test_the_list_searches_opens_renames_deletes_and_brings_back(chat: Sta
         await c.until(lambda: not listed(c))
         await c.pilot.press("ctrl+z")
         await c.until(lambda: len(listed(c)) == 1)
+
+
+async def test_a_hit_stands_for_its_chat_which_is_renamed_deleted_and_brought_back(chat: Start) -> None:
+    async with chat("fast", size=(140, 40)) as c:
+        await ready(c)
+        await c.ask("about apples")
+        await c.ask("and about medlars")  # in no title
+        await c.pilot.press("ctrl+n")
+        await c.ask("about pears")
+        await c.pilot.press("ctrl+l")
+        await narrowed(c, "medlars", 1)
+        await c.pilot.press("ctrl+e")
+        await c.until(lambda: "The new title of the chat in which this was said; Enter takes it." in c.screen_text())
+        assert c.app.screen.query_one(Input).value == "about apples"
+        await c.pilot.press("ctrl+d")  # of a title that is being written no chat is deleted
+        await c.pilot.press("end", *" and more", "enter")
+        await c.until(lambda: any("about apples and more" in line for line in listed(c)))
+        assert len(listed(c)) == 2
+        await narrowed(c, "medlars", 1)
+        await c.pilot.press("ctrl+d")
+        await c.until(lambda: not listed(c))
+        assert "Deleted the chat in which this was said: about apples and more. Ctrl+Z brings it back" in c.notices
+        await c.pilot.press("ctrl+z")
+        await c.until(lambda: len(listed(c)) == 1)
+
+
+async def test_a_hit_in_the_open_chat_says_that_it_is_open(chat: Start) -> None:
+    async with chat("fast", size=(140, 40)) as c:
+        await ready(c)
+        await c.ask("about apples")
+        await c.ask("and about medlars")
+        await c.pilot.press("ctrl+l")
+        await narrowed(c, "medlars", 1)
+        await c.pilot.press("ctrl+d")
+        await c.until(lambda: "The chat in which this was said is open: leave it first (Ctrl+N)" in c.screen_text())
+        assert len(listed(c)) == 1
 
 
 async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) -> None:

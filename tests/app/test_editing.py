@@ -74,3 +74,55 @@ async def test_an_edit_that_changed_nothing_is_none(chat: Start) -> None:
     async with chat("fast", resume=True) as c:
         await c.until(lambda: c.prompt.text)
         assert c.prompt.text == "a draft"
+
+
+async def two_edits(c: Chat) -> None:
+    """A draft is written, the first message edited, and then, before that was sent, the second one."""
+    await c.phase(Phase.IDLE)
+    await c.until(lambda: c.app.chat.recording is not None)
+    await c.ask("one")
+    await c.ask("two")
+    await c.type("a draft")
+    edit(c, 1)
+    assert c.prompt.text == "one"
+    c.prompt.text = "one, but better"
+    edit(c, 3)
+    assert c.prompt.text == "two"
+    await c.until(lambda: "stays with it" in c.notices)
+
+
+def edit(c: Chat, key: int) -> None:
+    c.transcript.choose(key)
+    c.app.chat.do("edit")
+
+
+async def test_an_edit_that_is_left_for_another_one_stays_with_its_message(chat: Start) -> None:
+    async with chat("fast") as c:
+        await two_edits(c)
+        edit(c, 1)
+        assert c.prompt.text == "one, but better"
+        edit(c, 1)  # which is being edited
+        assert c.prompt.text == "one, but better"
+        await c.pilot.press("escape")
+        assert c.prompt.text == "a draft"
+        edit(c, 1)  # it was given up
+        assert c.prompt.text == "one"
+
+
+async def test_sending_the_second_edit_keeps_the_first(chat: Start) -> None:
+    async with chat("fast") as c:
+        await two_edits(c)
+        c.prompt.text = "two, too"
+        c.prompt.submit()
+        await c.until(lambda: c.session.turns[-1].place == (2, 2) and c.session.phase is Phase.IDLE)
+        assert (c.session.turns[-1].prompt, c.prompt.text) == ("two, too", "a draft")
+        edit(c, 1)
+        assert c.prompt.text == "one, but better"
+
+
+async def test_all_edits_that_were_not_sent_are_kept_with_the_chat(chat: Start) -> None:
+    async with chat("fast") as c:
+        await two_edits(c)
+        c.prompt.text = "two, too"
+    async with chat("fast", resume=True) as c:
+        await c.until(lambda: c.prompt.text == "a draft\n\none, but better\n\ntwo, too")

@@ -212,16 +212,6 @@ def test_a_system_message_becomes_the_chats_own_system_prompt() -> None:
     assert [(turn.prompt, turn.reply and turn.reply.text) for turn in tree.turns()] == [("hi", "hello")]
 
 
-def test_a_system_message_in_the_midst_is_passed_over_and_breaks_no_path() -> None:
-    said = [("user", "a"), ("assistant", "b"), ("system", "now shout"), ("user", "c"), ("system", "end")]
-    messages = tuple(
-        Message(n, "", n - 1 or None, role, text, "", "complete", 1.0)  # type: ignore[arg-type]
-        for n, (role, text) in enumerate(said, 1)
-    )
-    tree = tree_of(messages, 5)
-    assert [turn.prompt for turn in tree.turns()] == ["a", "c"]
-
-
 # In the chat ----------------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.binding import Binding
+from textual.widgets import TextArea
 
 from tokamac.app import settings
 from tokamac.app.backend.wire import Load, Loaded, ModelInfo
@@ -150,6 +152,34 @@ async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_p
         assert c.session.turns[0].reply_place == (1, 1)
         await c.pilot.press("x")
         await c.until(lambda: c.session.turns[0].reply_place == (2, 2) and c.session.turns[0].reply)
+
+
+def test_no_second_key_is_one_that_the_prompt_needs_or_that_another_action_has() -> None:
+    second = {action.id: action.keys[1] for action in ACTIONS if action.bound and len(action.keys) > 1}
+    assert second == {"toggle_panel": "f5", "page_up": "f8", "page_down": "f9"}
+    prompt = {binding.key for binding in Binding.make_bindings(TextArea.BINDINGS)}
+    assert prompt & {"f6", "pageup"}  # what it has is found
+    assert not prompt & set(second.values())
+
+
+async def test_the_second_keys_do_what_the_first_do_while_something_is_written(chat: Start) -> None:
+    async with chat("list", size=(100, 20)) as c:
+        await c.phase(Phase.IDLE)
+        await c.ask("list")
+        await c.type("half a thought")
+        assert c.app.chat.query_one("#panel").display
+        await c.pilot.press("f5")
+        assert not c.app.chat.query_one("#panel").display
+        await c.until(lambda: c.transcript.scroll_y == c.transcript.max_scroll_y > 40)
+        await c.pilot.press("f8")
+        await c.until(lambda: c.transcript.scroll_y < c.transcript.max_scroll_y)
+        up = c.transcript.scroll_y
+        await c.pilot.press("pageup")
+        await c.until(lambda: c.transcript.scroll_y < up)
+        await c.pilot.press("f9")
+        await c.until(lambda: c.transcript.scroll_y == up)
+        assert c.prompt.text == "half a thought"
+        assert c.prompt.has_focus
 
 
 CHANGED = {

@@ -12,6 +12,7 @@ from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.wishes import beginning
+from tokamac.app.tui.wishes.leaving import EMPTY, KEPT, NOT_KEPT
 
 Start = Callable[..., Any]
 
@@ -123,6 +124,69 @@ async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
         assert (c.prompt.text, c.session.queued) == ("", [])
         await open_chat(c, first)
         assert c.prompt.text == "and this\n\nand that"
+
+
+async def running(c: Chat, prompt: str) -> int:
+    """Ask, wait for the reply's first words, and return the reply's id in the store."""
+    await c.send(prompt)
+    await c.until(lambda: c.session.talk.said.text and c.session.phase is Phase.DECODING)
+    return c.app.chat.recording.stored(c.session.turns[-1].reply_key)
+
+
+@pytest.mark.parametrize("how", ["new", "open", "import"])
+async def test_a_reply_that_runs_is_stopped_kept_as_far_as_it_was_written_and_that_is_said(
+    chat: Start, how: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other.md").write_text("# Other\n\n## You\n\nsaid elsewhere\n")
+    ways = {"new": "/new", "open": "/open {}", "import": f"/import {tmp_path / 'other.md'}"}
+    async with chat("slow") as c:
+        await ready(c)
+        await c.send("one")
+        await c.phase(Phase.DECODING)
+        await c.pilot.press("escape")
+        await c.phase(Phase.IDLE)
+        first = held(c)
+        await c.pilot.press("ctrl+n")
+        await c.pilot.pause()
+        assert "The reply was stopped" not in c.notices  # none ran
+        reply = await running(c, "two")
+        said = c.session.talk.said.text
+        await c.send(ways[how].format(first))
+        await c.until(lambda: KEPT in c.notices)
+        assert "two" not in prompts(c)
+        kept = c.app.chat.recording.store.message(reply)
+        assert kept.state == "stopped"
+        assert kept.text.startswith(said)
+
+
+async def test_a_reply_that_has_no_word_yet_leaves_its_prompt(chat: Start) -> None:
+    async with chat("prefill") as c:
+        await ready(c)
+        await c.send("one")
+        await c.phase(Phase.PREFILL)
+        first = held(c)
+        await c.pilot.press("ctrl+n")
+        await c.until(lambda: EMPTY in c.notices)
+        await open_chat(c, first)
+        assert (prompts(c), c.session.turns[0].reply.text) == (["one"], "")
+
+
+async def test_of_a_reply_that_could_not_be_kept_nothing_else_is_said(chat: Start, tmp_path: Path) -> None:
+    async with chat("slow") as c:
+        await ready(c)
+        await running(c, "one")
+        c.app.chat.recording.store._database._connection.execute("PRAGMA query_only = 1")
+        await c.pilot.press("ctrl+n")
+        await c.until(lambda: NOT_KEPT in c.notices)
+        assert KEPT not in c.notices
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    async with chat("slow", store_path=blocked / "chats.db") as c:
+        await c.phase(Phase.IDLE)
+        await c.send("one")
+        await c.phase(Phase.DECODING)
+        await c.pilot.press("ctrl+n")
+        await c.until(lambda: NOT_KEPT in c.notices)
 
 
 async def test_where_chats_are_not_kept_the_box_keeps_what_is_written(chat: Start, tmp_path: Path) -> None:

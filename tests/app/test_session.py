@@ -7,6 +7,7 @@ import pytest
 
 from tokamac.app.backend.client import Died, Garbled
 from tokamac.app.backend.wire import (
+    AskCount,
     AskPrice,
     Cancel,
     Done,
@@ -162,8 +163,9 @@ def test_a_stop_gives_all_that_waits_back_as_one(ready: Session) -> None:
 
 
 def test_what_is_attached_stands_before_the_words_and_is_priced_as_it_is_sent(ready: Session) -> None:
-    (price,) = asked(ready.pause("What is this? ", (NOTES,)))
+    count, price = asked(ready.pause("What is this? ", (NOTES,)))
     (send,) = asked(ready.submit("What is this?", (NOTES,)))
+    assert isinstance(count, AskCount)
     assert isinstance(price, AskPrice)
     assert isinstance(send, Send)
     assert price.messages == send.messages

@@ -1,37 +1,35 @@
-"""Every screen as it is drawn, row by row and style by style, against what was drawn before.
+"""Every screen as it is drawn, row by row and style by style, against what was drawn before (see album.py).
 
-What is shown is fixed: a stored conversation with figures, on the scripted engine. Where a change is meant, look at the difference,
-then take the new pictures: ``TOKAMAC_SNAPSHOTS=renew pytest tests/app/test_snapshots.py``.
+What is shown is fixed: a stored conversation with figures, on the scripted engine.
 """
 
-import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import DataTable, Input, Select, TabbedContent, TextArea
+from textual.command import CommandList, CommandPalette
+from textual.containers import VerticalScroll
+from textual.widgets import DataTable, Input, OptionList, Select, TabbedContent
 
+from tests.app.album import SIZES, THEMES, Album, colours, figures, nothing_of_this_machine, resized, written
 from tests.app.conftest import Chat
-from tokamac.app import settings
-from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
-from tokamac.app.settings import Settings
+from tokamac.app.backend.scripted_model import CHIP, PACE, SITUATION, WORK
 from tokamac.app.store.store import Store
+from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.figures import FIGURES, explain
 from tokamac.app.tui.kept import measured
 from tokamac.app.tui.phase import Phase
-from tokamac.engine.limits import metrics as rates
+from tokamac.app.tui.screens.figure import FigureScreen
+from tokamac.app.tui.widgets.gauges import Gauges
 from tokamac.engine.limits.diagnosis import diagnose
-from tokamac.engine.limits.metrics import Metrics
 
 Start = Callable[..., Any]
-FOLDER = Path(__file__).parent / "snapshots"
-RENEW = os.environ.get("TOKAMAC_SNAPSHOTS") == "renew"
 DAY_S = 86400.0
-STILL_S, DIFFERENT_S = 0.4, 3.0
-"""How long nothing may move until a picture is taken: as it was before, or not."""
 ANSWER = """Decode reads **every weight once per token**.
 
 1. Prefill: *bound by arithmetic*.
@@ -48,57 +46,17 @@ ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step
 
 > The first question is which phase was slow.
 """
-SIZES = [(80, 24), (120, 40)]
-THEMES = ["tokamac-dark", "terminal"]
-SCREENS = {
-    "chat": "",
-    "help": "help",
-    "explain": "explain",
-    "settings": "settings",
-    "system": "system_prompt",
-    "chats": "chats",
-    "branches": "branches",
-    "what-if": "what_if",
-    "what-if-curve": "what_if",
-    "what-if-roof": "what_if",
-    "model": "choose_model",
-}
-"""The action that opens each."""
-QUICK = tuple(name for name in SCREENS if name != "model")
-"""Those after which the engine's process has nothing left to do: that one has it weigh the whole catalogue."""
-CHANGING = [(re.compile(r"(?<= · )[a-z2-7]{8}\b"), "chat-id-")]
-"""What differs from run to run, and what of the same width stands for it."""
-
-
-def figures() -> Metrics:
-    """The figures of a reply that took two seconds."""
-    kv = 1300 * KV_BYTES_PER_TOKEN
-    return Metrics(
-        prompt_tokens=1200,
-        cached_tokens=1000,
-        prefill_tokens=200,
-        generated_tokens=100,
-        ttft_s=0.5,
-        prefill_s=0.4,
-        total_s=2.5,
-        prefill_tps=rates.rate(200, 0.4),
-        decode_tps=rates.rate(100, 2.0),
-        itl_ms=rates.gap_percentiles((19.0, 20.0, 20.0, 21.0, 24.0)),
-        kv_bytes=kv,
-        weight_bytes_per_token=WEIGHT_BYTES,
-        kv_bytes_per_step=kv,
-        achieved_gbs=rates.achieved_gbs(WEIGHT_BYTES + kv, 50.0),
-        ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES + kv),
-        expected_tps=150.0,
-        peak_memory_bytes=WEIGHT_BYTES + kv,
-    )
 
 
 @pytest.fixture
 def fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chats, one of them with two versions of a prompt, and nothing of this machine."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    nothing_of_this_machine(tmp_path, monkeypatch)
+    files = tmp_path / "files"
+    (files / "notes").mkdir(parents=True)
+    for name in ("answers.md", "notes/april.txt", "notes/may.txt", "roofline.py"):
+        (files / name).write_text("Decode is bound by bandwidth.\n" * 40)
+    monkeypatch.chdir(files)
     metrics = figures()
     reply = measured(Reply("", metrics=metrics, diagnosis=diagnose(metrics, WORK, CHIP, PACE, SITUATION)))
     with Store.open(tmp_path / "chats" / "chats.db", clock=lambda: time.time() - 3.5 * DAY_S) as store:
@@ -110,51 +68,91 @@ def fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 store.finish_reply(begun.id, ANSWER, "Which phase?", metrics=reply)
 
 
-def written(app_theme: str, path: Path) -> None:
-    prompts = {"terse": "Answer in one sentence.", "tutor": "Ask back before you explain.\nThen explain."}
-    settings.save(path, Settings(theme=app_theme, toured=True, system_prompts=prompts))
+# What is done before a picture is taken -----------------------------------------------------------------------------------
 
 
-def drawn(c: Chat) -> str:
-    """The screen as text: its rows, then the runs of cells that look alike in each, then how they look."""
-    screen = c.app.screen
-    rows, runs, styles = [], [], {}
-    for strip in screen._compositor.render_strips(screen.size):
-        text = "".join(segment.text for segment in strip)
-        for pattern, instead in CHANGING:
-            text = pattern.sub(instead, text)
-        rows.append(f"{text}|")
-        run: list[tuple[int, int]] = []
-        for segment in strip:
-            style = styles.setdefault(str(segment.style), len(styles))
-            cells = segment.cell_length + (run.pop()[1] if run and run[-1][0] == style else 0)
-            run.append((style, cells))
-        runs.append(" ".join(f"{style}×{cells}" for style, cells in run))
-    legend = [f"{number}: {style}" for style, number in styles.items()]
-    return "\n".join([*rows, "", *runs, "", *legend]) + "\n"
+async def nothing(_: Chat) -> None:
+    """What is open is what is wanted."""
 
 
-def still(c: Chat) -> None:
-    """Every cursor that there is by now is seen, and does not blink."""
-    for screen in c.app.screen_stack:
-        for box in [*screen.query(Input), *screen.query(TextArea)]:
-            box.cursor_blink = False
-            box._cursor_visible = True  # else as it was when it ceased to blink
+async def pointed(c: Chat) -> None:
+    """Point at the last message, and wait for what making it again would take."""
+    await c.pilot.press("tab")
+    await c.until(lambda: c.session.prices.known, "a price")
 
 
-async def settled(c: Chat, expected: str | None) -> str:
-    """What is drawn once nothing moves. What differs from ``expected`` is given more time: a machine that is busy draws late."""
-    c.app.clear_notifications()
-    last, same_since = "", time.monotonic()
-    while time.monotonic() - same_since < (STILL_S if expected in (None, last) else DIFFERENT_S):
-        still(c)
-        await c.pilot.pause(STILL_S / 4)
-        if (now := drawn(c)) != last:
-            last, same_since = now, time.monotonic()
-    return last
+async def editing(c: Chat) -> None:
+    """Write the prompt anew."""
+    c.app.chat.do("edit")
+    await c.until(lambda: c.app.chat.composer.editing is not None, "the edit")
 
 
-async def ask_elsewhere(c: Chat) -> None:
+async def offered(c: Chat) -> None:
+    """Begin to name a file."""
+    c.app.chat.do("stop")  # which gives the edit up
+    await c.type("Compare ")
+    await c.pilot.press("@", "a")
+    await c.until(lambda: c.prompt.offers.display, "files")
+
+
+async def attached(c: Chat) -> None:
+    """Attach the first that is offered."""
+    await c.pilot.press("enter")
+    await c.until(lambda: c.prompt.attachments, "a file")
+
+
+async def gauged(c: Chat) -> None:
+    """Point at a figure of the side panel."""
+    c.app.chat.do("gauges")
+    await c.until(lambda: c.app.chat.query_one(Gauges).chosen is not None, "a figure")
+    await c.pilot.press("down", "down")
+
+
+async def explained(c: Chat) -> None:
+    """Explain the figure that has most behind it."""
+    explained = [explain(each, c.session) for each in FIGURES]
+    await c.app.push_screen(FigureScreen(explained, FIGURES.index("ceiling")))
+
+
+async def at_its_end(c: Chat) -> None:
+    """Scroll what is open down."""
+    c.app.screen.query_one(VerticalScroll).scroll_end(animate=False)
+
+
+async def refused(c: Chat) -> None:
+    """Write what no setting can be."""
+    c.app.screen.query_one("#top_p", Input).value = "7"
+    await c.pilot.press("enter")
+    await c.until(lambda: c.app.screen.query_one("#problem").display, "the reason")
+
+
+async def taken(c: Chat) -> None:
+    """Take a system prompt of the library."""
+    library = c.app.screen.query_one("#library", OptionList)
+    library.focus()
+    library.highlighted = 1
+    await c.pilot.press("enter")
+
+
+async def found(c: Chat) -> None:
+    """Look for what was said."""
+    c.app.screen.query_one(Input).value = "bandwidth"
+    await c.until(lambda: c.app.screen.query_one(OptionList).option_count, "what was said")
+
+
+async def renamed(c: Chat) -> None:
+    """Ask for another title."""
+    c.app.screen.query_one(Input).value = ""
+    await c.until(lambda: c.app.screen.query_one(OptionList).option_count == 2, "all chats")
+    await c.pilot.press("ctrl+e")
+
+
+async def priced(c: Chat) -> None:
+    """Wait until the versions have their prices."""
+    await c.until(lambda: len(re.findall("· ready|to read again", c.screen_text())) == 2, "two prices")
+
+
+async def asked_elsewhere(c: Chat) -> None:
     """Ask about a model of the catalogue on a chip of the table: arithmetic that is the same on every machine."""
     screen = c.app.screen
     screen.query_one("#chip", Select).value = "Apple M4 Max|40"
@@ -163,46 +161,110 @@ async def ask_elsewhere(c: Chat) -> None:
     await c.until(lambda: screen.query_one("#case-table", DataTable).row_count > 3, "cases")
 
 
-async def opened(c: Chat, name: str) -> None:
-    """The screen ``name`` over the conversation, and no other; what is asked there, asked."""
-    action = SCREENS[name]
+def turned(tab: str) -> Callable[[Chat], Awaitable[None]]:
+    """Another side of the same answer."""
+
+    async def turn(c: Chat) -> None:
+        c.app.screen.query_one(TabbedContent).active = tab
+
+    return turn
+
+
+async def on_every_chip(c: Chat) -> None:
+    """Ask of all chips of the table."""
+    await turned("chips")(c)
+    await c.until(lambda: c.app.screen.query_one("#chip-table", DataTable).row_count > 3, "chips")
+
+
+async def commands(c: Chat) -> None:
+    """Wait for what the palette offers."""
+    await c.until(lambda: isinstance(c.app.screen, CommandPalette), "the palette")
+    await c.until(lambda: c.app.screen.query_one(CommandList).option_count > 10, "commands")
+
+
+async def typed(c: Chat) -> None:
+    """Name a model that is not here: what else the picker lists is of this machine; filtered, none of that is left."""
+    await c.pilot.press(*"org/x")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture: the action that opens its screen over the conversation, and no other; what is done there then.
+
+    on: it goes on from the scene before. least: the columns that it needs. points: whether there is something to point at, by more
+    than a sign beside it.
+    """
+
+    name: str
+    action: str = ""
+    do: Callable[[Chat], Awaitable[None]] = nothing
+    on: bool = False
+    least: int = 0
+    points: bool = True
+
+
+SCENES = (
+    Scene("chat"),
+    Scene("chat-message", do=pointed, points=False),
+    Scene("chat-edit", do=editing, on=True),
+    Scene("chat-files", do=offered, on=True),
+    Scene("chat-attached", do=attached, on=True),
+    Scene("chat-gauges", do=gauged, least=100),
+    Scene("figure", do=explained, points=False),
+    Scene("help", "help", points=False),
+    Scene("help-end", do=at_its_end, on=True, points=False),
+    Scene("explain", "explain", points=False),
+    Scene("explain-end", do=at_its_end, on=True, points=False),
+    Scene("settings", "settings"),
+    Scene("settings-end", do=at_its_end, on=True),
+    Scene("settings-refused", do=refused, on=True),
+    Scene("system", "system_prompt"),
+    Scene("system-taken", do=taken, on=True),
+    Scene("chats", "chats"),
+    Scene("chats-found", do=found, on=True),
+    Scene("chats-rename", do=renamed, on=True),
+    Scene("branches", "branches", priced),
+    Scene("what-if", "what_if", asked_elsewhere),
+    Scene("what-if-curve", do=turned("curve"), on=True, points=False),
+    Scene("what-if-roof", do=turned("roof"), on=True, points=False),
+    Scene("what-if-chips", do=on_every_chip, on=True),
+    Scene("palette", "palette", commands),
+)
+MODEL = Scene("model", "choose_model", typed)
+"""The last one: it has the engine's process weigh the whole catalogue."""
+
+
+async def tidied(c: Chat) -> None:
+    """Nothing is open, nothing is written, and the end of the conversation is read."""
     if c.app.screen is not c.app.chat:
-        if name.startswith("what-if-"):  # another side of the same answer
-            c.app.screen.query_one(TabbedContent).active = name.removeprefix("what-if-")
-            return
         await c.app.pop_screen()
-    if action:
-        c.app.chat.do(action)
-        await c.until(lambda: c.app.screen is not c.app.chat, name)
-    if name == "model":
-        await c.pilot.press(*"org/x")  # what it lists is of this machine; filtered, none of that is left
-    if name == "what-if":
-        await ask_elsewhere(c)
+    c.prompt.put(Draft())
+    c.prompt.focus()
+    c.app.chat.do("scroll_end")
 
 
-async def pictures(c: Chat, theme: str, *sizes: tuple[int, int]) -> dict[str, str]:
-    """Every screen at these sizes, by the name of its file."""
+async def opened(c: Chat, scene: Scene) -> None:
+    """Open what is wanted, and do what is to be done there."""
+    if not scene.on:
+        await tidied(c)
+    if scene.action:
+        c.app.chat.do(scene.action)
+        await c.until(lambda: c.app.screen is not c.app.chat, scene.name)
+    await scene.do(c)
+
+
+async def pictures(c: Chat, album: Album, *sizes: tuple[int, int]) -> None:
+    """Every screen at these sizes."""
     await c.phase(Phase.IDLE)
     await c.until(lambda: len(c.session.turns) == 1, "the conversation")
     c.session.metrics = figures()
-    found = {}
-    for size, names in [*((size, QUICK) for size in sizes), *((size, ("model",)) for size in sizes)]:
-        await c.pilot.resize_terminal(*size)
-        c.app.chat.show()
-        for name in names:
-            file = f"{name}-{size[0]}x{size[1]}-{theme}.txt"
-            before = FOLDER / file
-            expected = before.read_text(encoding="utf-8") if before.exists() and not RENEW else None
-            await opened(c, name)
-            found[file] = await settled(c, expected)
+    for size, scenes in [*((size, SCENES) for size in sizes), *((size, (MODEL,)) for size in sizes)]:
+        await resized(c, size)
+        for scene in scenes:
+            if scene.least <= size[0]:
+                await opened(c, scene)
+                await album.take(c, scene.name)
         await c.app.pop_screen()
-    return found
-
-
-def colours(picture: str) -> set[str]:
-    """The colours in a picture, by the names that its legend has for them."""
-    legend = picture.rpartition("\n\n")[2]
-    return set(re.findall(r"#[0-9a-f]{6}|color\(\d+\)|rgb\(.*?\)", legend))
 
 
 @pytest.mark.parametrize("theme", THEMES)
@@ -211,18 +273,10 @@ async def test_every_screen_is_drawn_as_before_and_the_terminals_theme_by_its_si
     chat: Start, tmp_path: Path, theme: str
 ) -> None:
     written(theme, tmp_path / "settings.toml")
+    album = Album(theme)
     async with chat("fast", size=SIZES[0], resume=True) as c:
-        found = await pictures(c, theme, *SIZES)
-    assert len(found) == len(SCREENS) * len(SIZES)
-    if RENEW:
-        FOLDER.mkdir(exist_ok=True)
-        for name, picture in found.items():
-            (FOLDER / name).write_text(picture, encoding="utf-8")
-    before = {name: (FOLDER / name).read_text(encoding="utf-8") for name in found}
-    different = [name for name in found if found[name] != before[name]]
-    assert [found[name].splitlines() for name in different] == [before[name].splitlines() for name in different]
-    if theme == "terminal":
-        assert set().union(*map(colours, found.values())) <= {f"color({number})" for number in range(16)}
+        await pictures(c, album, *SIZES)
+    album.check()
 
 
 @pytest.mark.usefixtures("fixed")
@@ -231,12 +285,12 @@ async def test_no_color_is_no_colour_at_all_and_what_is_pointed_at_is_still_seen
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     written("tokamac-dark", tmp_path / "settings.toml")
+    album = Album("no-color")
     async with chat("fast", size=SIZES[1], resume=True) as c:
-        found = await pictures(c, "no-color", SIZES[1])
-    assert len(found) == len(SCREENS)
-    for name, picture in found.items():
+        await pictures(c, album, SIZES[1])
+    for scene, (name, picture) in zip((*SCENES, MODEL), album.found.items(), strict=True):
         assert not colours(picture), name
-        if not name.startswith(("help", "explain", "what-if-curve", "what-if-roof")):  # there is nothing to point at
+        if scene.points:
             assert re.search("reverse|bold underline", picture.rpartition("\n\n")[2]), name
 
 

@@ -21,14 +21,14 @@ from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prose.welcome import HINTS, TOUR, Welcome, told
 from tokamac.app.tui.screens.guide import GuideScreen
-from tokamac.app.tui.screens.help import GROUPS, HelpScreen, help_text
+from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, HelpScreen, help_text
 from tokamac.engine.events import Message
 
 Start = Callable[..., Any]
 
 
 def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() -> None:
-    actions = ["help", "choose_model", "chats", "toggle_panel", "settings"]
+    actions = ["help", "choose_model", "chats", "explain", "settings"]
     assert [key for key, _ in TOUR] == [f"{{{action}}}" for action in actions]
     keys = {action.id: action.key_names for action in ACTIONS}
     for action, (key, text) in zip(actions, told(TOUR, Keymap()), strict=True):
@@ -82,7 +82,7 @@ def test_a_narrow_help_keeps_its_columns_or_puts_keys_above(width: int) -> None:
     lines = help_text(width=width).plain.splitlines()
     assert max(map(len, lines)) <= width
     stop = next(line for line in lines if line.startswith("Esc"))
-    assert stop.startswith("Esc         Stop the reply") if width == 44 else stop.strip() == "Esc"
+    assert stop.startswith(f"{'Esc':{KEY_COLUMN}}Stop the reply") if width == 44 else stop.strip() == "Esc"
 
 
 async def test_the_help_hands_on_to_the_guide(chat: Start) -> None:

@@ -10,6 +10,7 @@ from tests.app.conftest import Chat
 from tokamac.app.backend.wire import Load, Loaded, ModelInfo
 from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.prices import questions
 from tokamac.app.tui.prose.messages import ReplyMessage, UserMessage
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import Moved, Notice, TurnBegun
@@ -52,7 +53,7 @@ def test_a_reply_without_a_prompt_can_not_be_made_again(said: tuple[tuple[str, s
     ):
         assert steps == [Notice(NO_PROMPT, "warning")]
     assert held.talk.tree.nodes == before
-    assert held.point(held.talk.tree.head) == []
+    assert [asked.id for asked in questions(held.talk, "", held.talk.tree.head, None)] == ["fork"]
 
 
 def test_one_beside_it_that_has_a_prompt_can() -> None:

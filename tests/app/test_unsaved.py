@@ -287,6 +287,22 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
         await c.until(lambda: "not saved" not in c.screen_text())
 
 
+async def test_a_title_that_is_not_kept_is_not_said_to_be_another(chat: Start) -> None:
+    async with chat() as c:
+        await c.phase(Phase.IDLE)
+        await c.ask("one")
+        recording = c.app.chat.recording
+        assert recording is not None
+        connection = recording.store._database._connection
+        connection.execute("PRAGMA query_only = 1")
+        await c.send("/title Keys")
+        await c.until(lambda: "The title was not kept" in c.notices)
+        assert "another title" not in c.notices
+        connection.execute("PRAGMA query_only = 0")
+        await c.send("/title Keys")
+        await c.until(lambda: "The chat has another title." in c.notices)
+
+
 async def test_a_store_that_can_not_be_opened_is_a_sign_that_stands(chat: Start, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")

@@ -68,7 +68,7 @@ def tokamac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def start() -> Callable[..., "subprocess.Popen[str]"]:
     """Start the command line as a program of its own."""
 
-    def run(*arguments: str | Path, **options: object) -> "subprocess.Popen[str]":
+    def run(*arguments: str | Path, module: str = "tokamac.app.cli", **options: object) -> "subprocess.Popen[str]":
         settings: dict[str, object] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -78,7 +78,7 @@ def start() -> Callable[..., "subprocess.Popen[str]"]:
             "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             "env": {**os.environ, "PYTHONUNBUFFERED": ""},
         }
-        command = [sys.executable, "-m", "tokamac.app.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", module, *map(str, arguments)]
         return subprocess.Popen(command, **{**settings, **options})  # type: ignore[call-overload,no-any-return]
 
     return run

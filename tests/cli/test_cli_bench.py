@@ -50,6 +50,13 @@ def test_json_is_the_contracts_object(tokamac: Run, tiny: Path) -> None:
     assert found["median"]["ttft_s"] == sorted(run["ttft_s"] for run in found["runs"])[1]
 
 
+def test_that_nothing_is_reused_needs_no_flag_and_one_that_asks_for_it_is_told_so(tokamac: Run, tiny: Path) -> None:
+    done = tokamac("bench", tiny, "--prompt", "40", *SHORT, "--no-prompt-cache", "--json")
+    assert "--no-prompt-cache changes nothing here" in done.err
+    assert all(run["cached_tokens"] == 0 for run in found_in(done)["runs"])
+    assert "--no-prompt-cache" not in tokamac("bench", tiny, "--prompt", "40", *SHORT, "--json").err
+
+
 def test_one_prompt_for_people(tokamac: Run, tiny: Path) -> None:
     shown = tokamac("bench", tiny, "--prompt", "40", *SHORT)
     assert shown.status == 0, shown.err

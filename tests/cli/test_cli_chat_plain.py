@@ -186,6 +186,15 @@ def test_a_reply_that_was_cut_is_gone_on_with_beside_it(data: Path) -> None:
     assert len(longer.text) > len(cut.text)
 
 
+def test_a_prompt_without_a_reply_is_answered_by_going_on(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.md").write_text("## User\n\none\n\n## Assistant\n\nuno\n\n## User\n\ntwo\n")
+    status, out, err = piped(f"/import {tmp_path / 'chat.md'}\n/continue\n", "fast")
+    assert (status, err) == (0, "")
+    assert out.count("every weight once per token") == 1
+    assert [message.text for message in last_path(data)[:3]] == ["one", "uno", "two"]
+    assert last_path(data)[3].role == "assistant"
+
+
 def _siblings(data: Path) -> list[Message]:
     with Store.open(data) as store:
         return store.siblings(store.path(store.chats()[0].id)[-1].id)

@@ -1,4 +1,4 @@
-"""``tokamac chat --plain`` while nobody writes: an unused model gives its memory back."""
+"""``tokamac chat --plain`` while nobody writes: the model gives the chat a title; an unused one gives its memory back."""
 
 import os
 import signal
@@ -12,8 +12,10 @@ import pytest
 
 from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn
 from tokamac.app.plain.waiting import HEARD_S, Meanwhile
+from tokamac.app.store.store import Store
 
 TOLD = "gave its memory back"
+TITLE = "Where decode spends its time"
 
 
 @pytest.fixture
@@ -81,6 +83,74 @@ def test_never_unless_the_user_says_when(hasty: Callable[..., Terminal]) -> None
     chat.type("\x04")
     assert chat.left() == 0
     assert TOLD.encode() not in chat.shown
+
+
+def titled(data: Path) -> tuple[str, str]:
+    with Store.open(data) as store:
+        (chat,) = store.chats()
+        return chat.title, chat.title_origin
+
+
+def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
+    hasty: Callable[..., Terminal], data: Path
+) -> None:
+    chat = hasty("entitles", "")
+    chat.until("you> ")
+    chat.type("hi\n")
+    chat.until("you> ")
+    assert titled(data) == ("hi", "words")
+
+    def written() -> bool:
+        chat.type("/stop\n")  # what came while a line was waited for is written when it is whole
+        chat.until("you> ")
+        return titled(data) == (TITLE, "model")
+
+    until(written)
+    chat.type("and on\n")
+    chat.until("entitles: Title:")
+    chat.until("you> ")
+    chat.type("\x04")
+    assert chat.left() == 0
+    assert chat.shown.count(TITLE.encode()) == 2  # both replies; that there is a title interrupts nobody
+
+
+def test_a_title_gives_way_to_a_prompt(hasty: Callable[..., Terminal], data: Path) -> None:
+    chat = hasty("entitles-slowly", "")
+    chat.until("you> ")
+    chat.type("hi\n")
+    chat.until("you> ")
+    time.sleep(1)  # it is being written now
+    chat.type("and on\n")
+    chat.until("time.**")
+    chat.until("you> ")
+    assert titled(data) == ("hi", "words")
+    chat.type("\x04")
+    assert chat.left() == 0
+    assert [(m.text[:6], m.state) for m in last_path(data)] == [
+        ("hi", "complete"),
+        ("Title:", "complete"),
+        ("and on", "complete"),
+        ("Title:", "complete"),
+    ]
+
+
+def test_a_chat_that_is_to_keep_its_words_or_has_a_title_of_the_users_gets_none(
+    hasty: Callable[..., Terminal], data: Path
+) -> None:
+    for settings, own, title in (('titles = "words"\n', "/stop\n", "hi"), ("", "/title Mine\n", "Mine")):
+        data.unlink(missing_ok=True)
+        chat = hasty("entitles", settings)
+        for text in (f"hi\n{own}", "/stop\n"):
+            chat.until("you> ")
+            chat.type(text)
+        chat.until("you> ")
+        chat.until("you> ")
+        time.sleep(1)  # in which one would have come
+        chat.type("/stop\n")
+        chat.until("you> ")
+        assert titled(data)[0] == title
+        chat.type("\x04")
+        assert chat.left() == 0
 
 
 def test_a_pipe_that_is_silent_for_long_does_not_keep_the_model(tmp_path: Path, data: Path) -> None:

@@ -46,15 +46,45 @@ def test_ctrl_c_with_json_ends_with_a_result(start: Start, endless: Path) -> Non
     assert last["metrics"]["generated_tokens"] > 0
 
 
+def has_computed(process: "subprocess.Popen[str]", seconds: float) -> None:
+    """Wait until it has: a busy machine may take all that time, by the clock, to come to the first line of the program."""
+    stat = Path(f"/proc/{process.pid}/stat")
+    if not stat.exists():
+        time.sleep(seconds)
+        return
+    while sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13])) < seconds * os.sysconf("SC_CLK_TCK"):
+        assert process.poll() is None, "it ended by itself"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("delay_s", [0.3, 0.8])
 def test_ctrl_c_while_it_starts(start: Start, endless: Path, delay_s: float) -> None:
     process = start(*ASK, "-m", endless, "--json")
-    time.sleep(delay_s)
+    has_computed(process, delay_s)
     process.send_signal(signal.SIGINT)
     status, out, err = finish(process)
     assert (status, err) == (130, "")
     if out:
         assert json.loads(out.splitlines()[-1])["reason"] == "cancelled"
+
+
+# The program, by `python -m`, with Ctrl-C at a chosen moment.
+INTERRUPTED_IN_EXEC = """
+from tokamac.app import cli
+
+def run(arguments):
+    exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    raise AssertionError("not interrupted")
+
+cli._run = run
+cli.entry()
+"""
+
+
+def test_ctrl_c_while_a_dataclass_is_made_is_the_same_status(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_IN_EXEC)
+    process = start(module="interrupted", cwd=tmp_path)
+    assert finish(process) == (130, "", "")
 
 
 def test_a_reader_that_leaves_is_no_error(start: Start, endless: Path) -> None:

@@ -1,12 +1,15 @@
 """`inspect` of what is not here, on what is not here: places, cases, tables and pictures; and `models suggest`."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Run
+from tokamac.engine.limits import weighing
 
 M4_MAX = ("--chip", "Apple M4 Max", "--gpu-cores", "40", "--memory", "64")
 QWEN = "mlx-community/Qwen3-0.6B-4bit"
@@ -111,6 +114,22 @@ def test_every_chip_of_the_table(tokamac: Run) -> None:
     assert "unknown" in shown
 
 
+def test_memory_beside_every_chip_is_that_of_every_mac(tokamac: Run) -> None:
+    model = "mlx-community/Qwen3-8B-4bit"  # some 6 GB with its context
+    here = json.loads(tokamac("inspect", model, "--chips", "--json").out)
+    for memory, fits in (("4", False), ("16", True)):
+        named = json.loads(tokamac("inspect", model, "--chips", "--memory", memory, "--json").out)
+        assert named["chip"]["name"] == here["chip"]["name"]  # this machine is as it is
+        assert named["memory"]["fits"] == here["memory"]["fits"]
+        apple = [row["chip"]["name"].startswith("Apple") for row in named["chips"]]
+        assert {row["memory"]["fits"] for row, mac in zip(named["chips"], apple, strict=True) if mac} == {fits}
+        assert {row["memory"]["fits"] for row, mac in zip(named["chips"], apple, strict=True) if not mac} == {True}
+    shown = tokamac("inspect", model, "--chips", "--memory", "4").out.splitlines()
+    assert next(line for line in shown if line.startswith("Apple M1 Max")).endswith("does not fit")
+    refused = tokamac("inspect", model, "--chips", "--gpu-cores", "40")
+    assert (refused.status, "without --chip" in refused.err) == (2, True)
+
+
 def test_the_plots_fit_the_terminal_and_have_no_colours_where_none_are_wanted(
     tokamac: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +151,15 @@ def test_a_roofline_that_is_not_known_is_said_not_drawn(tokamac: Run) -> None:
     assert "ceiling, tok/s" in shown.out
 
 
+@pytest.fixture(scope="module")
+def weighed_once() -> Iterator[None]:
+    """The whole catalogue is weighed by the first test that asks for it, and stays on the scales."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weighing, "_weigh_shape", cache(weighing._weigh_shape.__wrapped__))
+        yield
+
+
+@pytest.mark.usefixtures("weighed_once")
 def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
     done = tokamac(
         "models", "suggest", "--chip", "M3", "--gpu-cores", "10", "--memory", "16", "--context", "2048", "--json"
@@ -144,6 +172,7 @@ def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
     assert best["expected_tps"] >= 10
 
 
+@pytest.mark.usefixtures("weighed_once")
 def test_suggestions_for_people(tokamac: Run) -> None:
     shown = tokamac("models", "suggest", "--chip", "M3", "--memory", "16")
     assert shown.status == 0

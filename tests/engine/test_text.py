@@ -182,6 +182,21 @@ def test_a_template_that_refuses_the_system_role_gets_it_in_the_users_turn(tmp_p
     assert rendered == "<user>be brief\n\nhi<end><assistant>"
 
 
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        (TEMPLATE, True),
+        ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+         "{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}", False),
+        ("{{ raise_exception('never') }}", False),
+    ],
+    ids=["written", "refused", "left out", "broken"],
+)  # fmt: skip
+def test_whether_a_template_takes_a_later_system_message_is_tried(tmp_path: Path, template: str, takes: bool) -> None:
+    assert folder_with(tmp_path, template).takes_later_system() is takes
+
+
 def test_a_template_can_not_reach_python(tmp_path: Path) -> None:
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(TemplateError):

@@ -12,7 +12,7 @@ from tokamac.engine.limits.catalogue import catalogue, find
 from tokamac.engine.limits.fitted import Fitted, constants_of
 from tokamac.engine.limits.outcomes import Loaded, load, outcome_at
 from tokamac.engine.limits.places import Place
-from tokamac.engine.limits.weighing import weigh
+from tokamac.engine.limits.weighing import Weighed, weigh
 from tokamac.engine.limits.whatif import (
     Case,
     contexts_up_to,
@@ -144,15 +144,21 @@ def test_on_a_plain_cpu_the_speed_is_unknown_until_it_was_measured(
 
 
 @cache
-def loaded(name: str, bits: int | None, kv: KVSpec, place: Place = M4_MAX) -> Loaded | None:
-    """The catalogue's model with these weights and caches; None where it can't take them."""
+def weighed(name: str, bits: int | None) -> Weighed:
+    """The catalogue's model with weights of so many bits. To build one takes longer than all that is asked of it."""
     entry = find(name)
     assert entry is not None
     assert entry.config is not None
-    weighed = weigh(entry.config, place.device, None, packing=Case(bits).packing())
-    assert not isinstance(weighed, str), weighed
+    found = weigh(entry.config, M4_MAX.device, None, packing=Case(bits).packing())
+    assert not isinstance(found, str), found
+    return found
+
+
+@cache
+def loaded(name: str, bits: int | None, kv: KVSpec) -> Loaded | None:
+    """The catalogue's model with these weights and caches; None where it can't take them."""
     try:
-        return load(weighed, kv, place)
+        return load(weighed(name, bits), kv, M4_MAX)
     except OptionError:
         return None
 

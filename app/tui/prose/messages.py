@@ -32,7 +32,8 @@ FOLDED = Frame(Content(" "), THOUGHT)
 UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
 CHOSEN = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
 CHOSEN_NAME = Frame(Content.styled("▸", "$accent"))
-VERDICT = Frame(Content(" "), FAINT)
+VERDICT = ASIDE = Frame(Content(" "), FAINT)
+SYSTEM = "System"
 SIDES = 2  # cells that are left free at both sides of a message's text, together
 
 
@@ -63,6 +64,22 @@ class UserMessage:
     def guess(self, width: int) -> int:
         """Return about how many rows there are at ``width`` cells."""
         return guess(self.text, width) + len(self._attached)
+
+
+class SystemMessage:
+    """What a system message in the middle of a conversation says, verbatim."""
+
+    def __init__(self, text: str) -> None:
+        self._text = sanitise(text)
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        parts = (Content.styled(SYSTEM, "bold"), Content(self._text))
+        return [PageRow(row, ASIDE) for part in parts if part.plain for row in wrapped(part, width - SIDES)]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells."""
+        return 1 + guess(self._text, width)
 
 
 class Thinking:
@@ -226,11 +243,13 @@ class ReplyMessage:
         return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
 
 
-def told(turns: Iterable[Turn]) -> Iterator[UserMessage | ReplyMessage]:
+def told(turns: Iterable[Turn]) -> Iterator[UserMessage | ReplyMessage | SystemMessage]:
     """Yield the messages of turns that are over."""
     for turn in turns:
+        yield from map(SystemMessage, turn.system)
         if turn.key or turn.asked:  # else the reply has no prompt
             yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)
+        yield from map(SystemMessage, turn.between)
         if turn.reply is not None:
             message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
             message.end(turn.reply)

@@ -7,6 +7,7 @@ cost does not depend on the table's length: a cell that does not fit its column 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.content import Span as ContentSpan
 
@@ -46,6 +47,7 @@ class Grid:
         self._source: list[Cells] = []
         self._cells: list[list[Content]] = []
         self._needs: list[list[int]] = []  # what the columns need for it and all above it
+        self._words: list[list[int]] = []  # the widest words of the columns, of it and all above it
         self._ends: list[int] = []  # rows on the screen for it and all above it
 
     def grow(self, table: Table, *, final: bool) -> Growth:
@@ -56,7 +58,8 @@ class Grid:
         for row in table.rows[len(self._source) :]:
             self._take(row)
         settled = final or len(self._source) <= SHORT
-        widths = _column_widths(self._needs[-1 if settled else -2], self._room)  # the last row may be half a row yet
+        last = -1 if settled else -2  # the last row may be half a row yet
+        widths = _column_widths(self._needs[last], self._words[last], self._room)
         if widths != self._widths and (settled or self._may_move()):
             self._widths, self._moved_at = widths, len(self._source)
             self._ends.clear()
@@ -73,15 +76,17 @@ class Grid:
         return next(changed, min(len(self._source), len(rows)))
 
     def _cut(self, count: int) -> None:
-        for of_rows in (self._source, self._cells, self._needs, self._ends):
+        for of_rows in (self._source, self._cells, self._needs, self._words, self._ends):
             del of_rows[count:]
 
     def _take(self, row: Cells) -> None:
         cells = [content(cell) for cell in row]
-        above = self._needs[-1] if self._needs else [NARROWEST_COLUMN] * len(cells)
+        least = [NARROWEST_COLUMN] * len(cells)
+        above, words = (self._needs[-1], self._words[-1]) if self._needs else (least, least)
         self._source.append(row)
         self._cells.append(cells)
         self._needs.append([max(need, cell.cell_length) for need, cell in zip(above, cells, strict=True)])
+        self._words.append([max(word, _widest_word(cell)) for word, cell in zip(words, cells, strict=True)])
 
     def _may_move(self) -> bool:
         return not self._moved_at or OFTEN * self._moved_at <= len(self._source) <= LONG
@@ -128,14 +133,29 @@ def _lines(cell: Content, size: int) -> list[Content]:
     return cell.wrap(size)
 
 
-def _column_widths(needs: Sequence[int], room: int) -> list[int]:
-    """Return the columns' widths: what they need, the widest shortened first; none where ``room`` does not do."""
-    widths = list(needs)
-    if room < NARROWEST_COLUMN * len(widths):
+def _widest_word(cell: Content) -> int:
+    """Return the cells of the widest word of ``cell``."""
+    return max(map(cell_len, cell.plain.split()), default=0)
+
+
+def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> list[int]:
+    """Return the columns' widths: what they need, the widest shortened first; none where ``room`` does not do.
+
+    A column keeps the room of its widest word as long as shortening others is enough; of words, too, the widest is torn first.
+    """
+    least = [NARROWEST_COLUMN] * len(needs)
+    if room < sum(least):
         return []
+    return _shortened(needs, _shortened(words, least, room), room)
+
+
+def _shortened(wanted: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Return ``wanted`` within ``room``, none below its ``least``: the widest is shortened to the next one, and so on."""
+    widths = list(wanted)
     while (excess := sum(widths) - room) > 0:
-        widest = max(widths)
-        second = max([w for w in widths if w < widest], default=NARROWEST_COLUMN)
-        index = widths.index(widest)
-        widths[index] -= max(1, min(excess, widest - max(second, NARROWEST_COLUMN)))
+        spare = [index for index, width in enumerate(widths) if width > least[index]]
+        widest = max(widths[index] for index in spare)
+        index = next(index for index in spare if widths[index] == widest)
+        second = max((widths[other] for other in spare if widths[other] < widest), default=0)
+        widths[index] -= max(1, min(excess, widest - max(second, least[index])))
     return widths

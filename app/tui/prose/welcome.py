@@ -4,7 +4,7 @@ from textual.content import Content
 
 from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow
-from tokamac.app.tui.prose.rows import Row
+from tokamac.app.tui.prose.rows import Row, wrapped
 
 Hints = tuple[tuple[str, str], ...]
 WORDMARK = "▀█▀ █▀█ █▄▀ █▀█ █▀▄▀█ █▀█ █▀▀\n █  █▄█ █ █ █▀█ █ ▀ █ █▀█ █▄▄"
@@ -20,10 +20,11 @@ TOUR = (
     ("{help}", "all keys; {ask_guide} asks the guide"),
     ("{choose_model}", "choose or get a model"),
     ("{chats}", "earlier chats, and search"),
-    ("{toggle_panel}", "how fast it is, and why"),
+    ("{explain}", "how fast it was, and why"),
     ("{settings}", "sampling, memory, idle time"),
 )
-"""As ``HINTS``. What is said of each has at most 27 characters, so that the smallest window shows it whole."""
+"""As ``HINTS``. What is said of each has at most 27 characters, so that the smallest window shows it on one row."""
+GAP = 2  # cells between keys and what they do
 
 
 class Welcome:
@@ -31,14 +32,15 @@ class Welcome:
 
     def __init__(self, height: int, *, tour: bool = False, keymap: Keymap | None = None) -> None:
         self._height = height
-        self._lines = _lines(told(TOUR if tour else HINTS, keymap or Keymap()))
+        self._hints = told(TOUR if tour else HINTS, keymap or Keymap())
 
     def rows(self, width: int) -> list[PageRow]:
-        """Return the rows at ``width`` cells."""
-        indent = max(0, (width - max(line.cell_length for line in self._lines)) // 2)
-        above = max(0, (self._height - len(self._lines)) // 2)
+        """Return the rows at ``width`` cells. Where they have no room for all of it the keys stay, and the name goes first."""
+        lines = _fitting(_parts(self._hints, width), self._height)
+        indent = max(0, (width - max(line.cell_length for line in lines)) // 2)
+        above = max(0, (self._height - len(lines)) // 2)
         frame = Frame(Content(" " * indent), PLAIN.style)
-        return [BLANK] * above + [PageRow(Row(line), frame) for line in self._lines]
+        return [BLANK] * above + [PageRow(Row(line), frame) for line in lines]
 
 
 def told(hints: Hints, keymap: Keymap) -> Hints:
@@ -47,9 +49,19 @@ def told(hints: Hints, keymap: Keymap) -> Hints:
     return tuple((key.format(**keys), text.format(**keys)) for key, text in hints)
 
 
-def _lines(hints: Hints) -> list[Content]:
-    keys = [
-        Content.styled(key.rjust(7), "$primary") + "  " + Content.styled(does, "$foreground 70%") for key, does in hints
-    ]
-    text = Content.styled(PROMISE, "$foreground 70%")
-    return [*Content.styled(WORDMARK, "$primary").split("\n"), Content(""), text, Content(""), *keys]
+def _parts(hints: Hints, width: int) -> list[list[Content]]:
+    """Return the name, the promise and the keys, each as lines of ``width`` cells."""
+    promise = [row.content for row in wrapped(Content.styled(PROMISE, "$foreground 70%"), width)]
+    column = max(len(key) for key, _ in hints)
+    keys = []
+    for key, does in hints:
+        for index, row in enumerate(wrapped(Content.styled(does, "$foreground 70%"), max(1, width - column - GAP))):
+            lead = "" if index else key
+            keys.append(Content.styled(lead.rjust(column), "$primary") + " " * GAP + row.content)
+    return [Content.styled(WORDMARK, "$primary").split("\n"), promise, keys]
+
+
+def _fitting(parts: list[list[Content]], height: int) -> list[Content]:
+    """Return the last of ``parts`` that have room in ``height`` rows, a blank row between two."""
+    lines = [line for part in parts for line in [Content(""), *part]][1:]
+    return lines if len(lines) <= height or len(parts) == 1 else _fitting(parts[1:], height)

@@ -127,6 +127,7 @@ class ChatScreen(Screen[None]):
         if not tiny and self.focused is None:
             self.query_one(Prompt).focus()  # it lost the focus when it was hidden
         self.set_class(height < 30, "-short")
+        self.set_class(width < NARROW, "-narrow")
         if tiny:
             said = f"{width}×{height} is too small: tokamac needs {SMALLEST[0]}×{SMALLEST[1]}."
             self.query_one("#too-small", Static).update(Content(said))
@@ -228,7 +229,7 @@ class ChatScreen(Screen[None]):
         self.query_one(Activity).show(
             self.session, time.monotonic(), following=transcript.following, aside=self.stock.activity()
         )
-        self.query_one(Chips).show(self.session.queued, self._prompt.attachments, self.reading)
+        self.query_one(Chips).show(self.session, self._prompt.attachments, self.reading)
         self.query_one(StatusLine).show(self.session, essentials=not self._panel_shown)
         if self._panel_shown:
             self.query_one(Gauges).show(self.session)
@@ -280,7 +281,8 @@ class ChatScreen(Screen[None]):
 
     def begin_edit(self, key: int, draft: Draft) -> None:
         """Write the prompt ``key`` anew in the box, which holds ``draft`` for that; what it held comes back after."""
-        self.composer.begin_edit(key, draft)
+        if self.composer.begin_edit(key, draft):
+            self.notify("What was written of the other message stays with it: edit it again to go on.", markup=False)
         self._prompt.focus()
         self.show()
         self.notify("Enter sends it in place of the old one, which stays beside it. Esc gives it up.", markup=False)

@@ -9,17 +9,15 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
+from textual.events import Resize
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.errors import StoreError
-from tokamac.app.store.values import Chat, Hit
+from tokamac.app.tui.chat_rows import chat_row, hit_row
 from tokamac.app.tui.keymap import Keymap
-from tokamac.app.tui.listing import Found, Library, ago, excerpt, flat
+from tokamac.app.tui.listing import Found, Library, excerpt
 from tokamac.app.tui.screens.dialog import Dialog
-
-FAINT = "$foreground 55%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,20 @@ class Pick:
 
     chat: str
     message: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pointed:
+    """The chat that a row is of. said: the row is a message that was found, and the chat the one it was said in."""
+
+    chat: str
+    title: str
+    said: bool
+
+    @property
+    def name(self) -> str:
+        """What a text that says something of the chat calls it."""
+        return "the chat in which this was said" if self.said else "the chat"
 
 
 class ChatsScreen(Dialog[Pick]):
@@ -57,13 +69,13 @@ class ChatsScreen(Dialog[Pick]):
         """Yield the line to type in and the list."""
         with Vertical(classes="box") as box:
             box.border_title = "Conversations"
-            box.border_subtitle = "Enter opens · Ctrl+E renames · Ctrl+D deletes · Ctrl+Z brings back · Esc closes"
             yield Input(placeholder="Filter titles, search what was said", compact=True)
             yield Static("", id="state", classes="note", markup=False)
             yield OptionList(markup=False, compact=True)
 
     def on_mount(self) -> None:
         """List all of them."""
+        self.say_keys("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
         self.find("")
 
     @on(Input.Changed)
@@ -86,34 +98,31 @@ class ChatsScreen(Dialog[Pick]):
         if self._naming is not None or found.text != self.query_one(Input).value:
             return  # more was typed since
         self._shown = found
-        listed = self.query_one(OptionList)
-        listed.clear_options()
-        listed.add_options([Option(line) for line in self._lines(found)])
+        self._fill()
         if found.chats or found.hits:
-            listed.highlighted = 0
+            self.query_one(OptionList).highlighted = 0
         self._say("" if found.chats or found.hits else "Nothing was said so." if found.text.strip() else "No chat yet.")
 
-    def _lines(self, found: Found) -> Sequence[Content]:
-        return [*(self._chat_line(chat) for chat in found.chats), *(self._hit_line(hit) for hit in found.hits)]
+    def _fill(self) -> None:
+        listed = self.query_one(OptionList)
+        pointed = listed.highlighted
+        listed.clear_options()
+        listed.add_options([Option(row) for row in self._rows(self._shown)])
+        listed.highlighted = pointed
 
-    def _chat_line(self, chat: Chat) -> Content:
-        title = sanitise_line(chat.title) or ("draft: " + excerpt(chat.draft) if chat.draft else "untitled")
-        here = Content.styled("● ", "$primary") if chat.id == self._held else Content("  ")
-        model = sanitise_line(chat.model).rpartition("/")[2]
-        note = f"  {ago(self._clock() - chat.updated_at)} · {model} · {chat.id}"
-        return here + Content(title) + Content.styled(note, FAINT)
+    @on(Resize)
+    def resized(self) -> None:
+        """Write the rows for the room there is now."""
+        self.call_after_refresh(self._fill)
 
-    def _hit_line(self, hit: Hit) -> Content:
-        snippet = Content("")
-        end = 0
-        for begin, stop in hit.marks:
-            snippet += Content(flat(hit.snippet[end:begin])) + Content.styled(
-                flat(hit.snippet[begin:stop]), "bold $primary"
-            )
-            end = stop
-        snippet += Content(flat(hit.snippet[end:]))
-        said = Content.styled("you: " if hit.role == "user" else "", FAINT)
-        return "  " + said + snippet + Content.styled(f"  in {sanitise_line(hit.title)}", FAINT)
+    def _rows(self, found: Found) -> Sequence[Content]:
+        listed = self.query_one(OptionList)
+        room = listed.content_region.width - listed.styles.scrollbar_size_vertical
+        now = self._clock()
+        chats = (
+            chat_row(chat, held=chat.id == self._held, seconds=now - chat.updated_at, room=room) for chat in found.chats
+        )
+        return [*chats, *map(hit_row, found.hits)]
 
     def _say(self, text: str) -> None:
         state = self.query_one("#state", Static)
@@ -149,22 +158,33 @@ class ChatsScreen(Dialog[Pick]):
 
     # Changing -------------------------------------------------------------------------------------------------------------
 
-    def _pointed(self) -> Chat | None:
-        index = self.query_one(OptionList).highlighted
-        return self._shown.chats[index] if index is not None and index < len(self._shown.chats) else None
+    def _pointed(self) -> Pointed | None:
+        index, chats = self.query_one(OptionList).highlighted, self._shown.chats
+        if index is None or self._naming is not None:
+            return None
+        if index < len(chats):
+            return Pointed(chats[index].id, chats[index].title, said=False)
+        hit = self._shown.hits[index - len(chats)]
+        return Pointed(hit.chat, hit.title, said=True)
 
     def action_delete(self) -> None:
-        """Delete the chat that is pointed at; it can be brought back."""
-        chat = self._pointed()
-        if chat is None:
+        """Delete the chat that is pointed at, or in which the message was said; it can be brought back."""
+        pointed = self._pointed()
+        if pointed is None:
             return
-        if chat.id == self._held:
-            self._say(f"This chat is open: start a new one first ({self._keymap.key('new_chat')}).")
+        if pointed.chat == self._held:
+            begins, deletes = (self._keymap.key(action) for action in ("new_chat", "delete_chat"))
+            this = pointed.name if pointed.said else "this chat"
+            self._say(
+                f"{this[0].upper()}{this[1:]} is open: leave it first ({begins}), or delete it there ({deletes})."
+            )
             return
-        if self._try(lambda: self._library.delete(chat.id)):
-            self._deleted.append(chat.id)
+        if self._try(lambda: self._library.delete(pointed.chat)):
+            self._deleted.append(pointed.chat)
             self.find(self.query_one(Input).value)
-            self.notify("Deleted. Ctrl+Z brings it back.", markup=False, timeout=4)
+            what = f"Deleted {pointed.name}: {excerpt(pointed.title) or 'untitled'}."
+            later = self._keymap.key("restore_chat")
+            self.notify(f"{what} Ctrl+Z brings it back; once the list is closed, {later}.", markup=False, timeout=6)
 
     def action_undo(self) -> None:
         """Bring back the chat that was deleted last."""
@@ -173,14 +193,14 @@ class ChatsScreen(Dialog[Pick]):
             self.find(self.query_one(Input).value)
 
     def action_rename(self) -> None:
-        """Ask for another title."""
-        chat = self._pointed()
-        if chat is not None:
-            self._naming = chat.id
+        """Ask for another title of the chat that is pointed at, or in which the message was said."""
+        pointed = self._pointed()
+        if pointed is not None:
+            self._naming = pointed.chat
             box = self.query_one(Input)
-            box.value = chat.title
+            box.value = pointed.title
             box.focus()
-            self._say("The new title; Enter takes it.")
+            self._say(f"The new title of {pointed.name}; Enter takes it.")
 
     def _named(self, title: str) -> None:
         chat, self._naming = self._naming, None

@@ -31,6 +31,16 @@ SHOWN = {
     "use": (Phase.DONE,),
 }
 """Buttons, and the phases in which they are there."""
+CLOSES, STOPS = "Esc closes", "Esc stops"
+KEYS = {
+    Phase.FORM: ("Enter plans", CLOSES),
+    Phase.PLANNING: (STOPS,),
+    Phase.PLANNED: ("Enter converts", CLOSES),
+    Phase.RUNNING: (STOPS,),
+    Phase.STOPPING: (),
+    Phase.DONE: ("Enter uses it now", CLOSES),
+}
+"""What the keys do in each phase, where the focus is then."""
 
 
 class ConvertScreen(Dialog[str]):
@@ -48,7 +58,6 @@ class ConvertScreen(Dialog[str]):
         """Yield the form, what is to be said, and the buttons."""
         with VerticalScroll(classes="box", can_focus=False) as box:
             box.border_title = "Convert a model"
-            box.border_subtitle = "Enter plans, then converts · Esc stops, then closes"
             for name, label, hint in FIELDS:
                 yield _field(label, Input(self._source if name == "source" else "", hint, id=name, compact=True))
                 if name == "source":
@@ -140,6 +149,9 @@ class ConvertScreen(Dialog[str]):
         self.query_one("#problem", Static).update(standing.problem)
         self.query_one("#problem").display = bool(standing.problem)
         self.query_one("#said", Static).update(Content(standing.text()))
+        self.query_one("#said").display = bool(standing.text())
+        if (keys := KEYS[standing.phase]) != self._keys:
+            self.say_keys(*keys)
         for name, phases in SHOWN.items():
             self.query_one(f"#{name}", Button).display = standing.phase in phases
         for box in (*self.query(Input), self.query_one("#bits")):

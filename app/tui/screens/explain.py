@@ -45,8 +45,7 @@ class ExplainScreen(Dialog[bool]):
     def _show(self) -> None:
         box, many = self.query_one("#explain"), len(self._replies) > 1
         box.border_title = f"Explain · reply {self._index + 1} of {len(self._replies)}"
-        other = "← → other replies · " if many else ""
-        box.border_subtitle = f"{other}F3 what if · Esc closes"
+        self.say_keys(*(["← → other replies"] if many else []), "F3 what if", "Esc closes")
         width = max(box.content_size.width - 1, 1)  # beside the scroll bar
         self.query_one("#explanation", Static).update(explanation(self._replies[self._index], width))
 

@@ -59,7 +59,7 @@ class FigureScreen(Dialog[int]):
     def _show(self) -> None:
         box = self.query_one("#figure")
         box.border_title = self._explained[self._index].name
-        box.border_subtitle = f"{self._index + 1} of {len(self._explained)} · ↑ ↓ others · Esc closes"
+        self.say_keys(f"{self._index + 1} of {len(self._explained)}", "↑ ↓ others", "Esc closes")
         width = max(box.content_size.width - 1, 1)
         self.query_one("#figure-text", Static).update(figure_text(self._explained[self._index], width))
 

@@ -27,8 +27,8 @@ class GuideScreen(Dialog[None]):
     CSS_PATH = "guide.tcss"
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f7", "leave", "Close", id="guide.leave", show=False),
-        Binding("pageup", "page(-1)", "Page up", id="guide.page_up", show=False),
-        Binding("pagedown", "page(1)", "Page down", id="guide.page_down", show=False),
+        Binding("pageup,f8", "page(-1)", "Page up", id="guide.page_up", show=False),
+        Binding("pagedown,f9", "page(1)", "Page down", id="guide.page_down", show=False),
     ]
 
     def __init__(self, bridge: Bridge, question: str = "") -> None:
@@ -41,17 +41,15 @@ class GuideScreen(Dialog[None]):
         """Yield the exchange, and the box to ask in."""
         with Vertical(classes="box", id="guide") as box:
             box.border_title = "The guide"
-            box.border_subtitle = "Enter asks · Esc closes"
             with VerticalScroll(id="guide-said", can_focus=False):
                 yield Static(id="guide-text", markup=False)
-            yield Input(placeholder="Ask about this app, or how it works", id="guide-question")
+            yield Input(placeholder="Ask about this app, or how it works", id="guide-question", compact=True)
 
     def on_mount(self) -> None:
         """Start the guide's process."""
         self.query_one(Input).focus()
         self._bridge.post = self.post_message
-        self._bridge.start()
-        self._ask_process(self.guidance.start())
+        self._start()
         if self._question:
             self._ask_process(self.guidance.ask(self._question))
 
@@ -66,10 +64,13 @@ class GuideScreen(Dialog[None]):
 
     @on(Input.Submitted)
     def ask(self, message: Input.Submitted) -> None:
-        """Ask what is written, unless an answer is being written."""
+        """Ask what is written, unless an answer is being written. After a failure all begins anew: the exchange was part of it."""
         question = message.value.strip()
-        if question and not self.guidance.answering and not self.guidance.problem:
+        if question and not self.guidance.answering:
             message.input.value = ""
+            if self.guidance.problem:
+                self.guidance = Guidance()
+                self._start()
             self._ask_process(self.guidance.ask(question))
             self._show()
 
@@ -87,12 +88,19 @@ class GuideScreen(Dialog[None]):
         said = self.query_one("#guide-said")
         said.scroll_relative(y=direction * max(1, said.size.height - 1), animate=False)
 
+    def _start(self) -> None:
+        self._bridge.start()
+        self._ask_process(self.guidance.start())
+
     def _ask_process(self, requests: list[Request]) -> None:
         for request in requests:
             self._bridge.ask(request)
         self._bridge.set_busy(self.guidance.busy)
 
     def _show(self) -> None:
+        keys = ("Enter asks a new guide" if self.guidance.problem else "Enter asks", "Esc closes")
+        if keys != self._keys:
+            self.say_keys(*keys)
         said = self.query_one("#guide-said")
         width = max(said.content_size.width - 1, 10)
         self.query_one("#guide-text", Static).update(Content("\n").join(_rows(self.guidance, width)))

@@ -13,7 +13,7 @@ from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
 
-KEY_COLUMN = 12
+KEY_COLUMN = 14
 LEAST_TEXT = 24  # cells; where a line has less beside the keys, they have a line of their own
 INDENT = 2
 ALSO = "Also"
@@ -30,7 +30,18 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "copy_message",
         "copy_code",
     ),
-    "Conversations": ("new_chat", "chats", "open", "title", "regenerate", "branches", "export", "import"),
+    "Conversations": (
+        "new_chat",
+        "chats",
+        "open",
+        "title",
+        "regenerate",
+        "branches",
+        "delete_chat",
+        "restore_chat",
+        "export",
+        "import",
+    ),
     "Models and settings": ("choose_model", "pull", "unload", "convert", "system_prompt", "settings"),
     "Speed and memory": ("toggle_panel", "gauges", "explain", "what_if"),
     "Reading": ("scroll_end", "page_up", "page_down", "copy"),
@@ -40,8 +51,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 NOTES = (  # keys that the user may change by the action's id
     "What stands behind a slash is the same as a command: written in the prompt, Enter does it.",
     "Tab goes from the prompt to the messages, on to the gauges, and back to the prompt; Esc does so at once.",
-    "At a message, the line above the prompt says what making it again, going on or editing would cost: most of what was "
-    "read before is still in the prompt cache. Nothing is ever overwritten: every version stays beside the others.",
+    "At a message, the line above the prompt says what making it again, going on, editing, forking or another version would "
+    "cost: most of what was read before is still in the prompt cache; in the tree of versions each says the same. Nothing is "
+    "ever overwritten: every version stays beside the others.",
     "At a figure of the gauges, Enter says how it is computed, from what, and where that comes from. TTFT is the wait for the "
     "first token; prefill is the prompt being read, bound by arithmetic; decode is the reply being written, bound by memory "
     "bandwidth. The ceiling is what the bandwidth allows: no program can be faster.",
@@ -68,9 +80,12 @@ class HelpScreen(Dialog[bool]):
         """Yield the table and the notes."""
         with VerticalScroll(classes="box", id="help") as box:
             box.border_title = "Help"
-            asks = next(action.key_name for action in self._actions if action.id == "ask_guide")
-            box.border_subtitle = f"{asks} asks the guide · Esc closes"
             yield Static(id="help-text", markup=False)
+
+    def on_mount(self) -> None:
+        """Name the keys."""
+        asks = next(action.key_name for action in self._actions if action.id == "ask_guide")
+        self.say_keys(f"{asks} asks the guide", "Esc closes")
 
     def on_resize(self, event: Resize) -> None:
         """Lay out for the room there is now."""

@@ -37,8 +37,8 @@ class ModelScreen(Dialog[str]):
         # Before the line to type in, which has uses of its own for some of these keys.
         Binding("up", "point(-1)", "Up", id="model.up", show=False, priority=True),
         Binding("down", "point(1)", "Down", id="model.down", show=False, priority=True),
-        Binding("pageup", "page(-1)", "Page up", id="model.page_up", show=False, priority=True),
-        Binding("pagedown", "page(1)", "Page down", id="model.page_down", show=False, priority=True),
+        Binding("pageup,f8", "page(-1)", "Page up", id="model.page_up", show=False, priority=True),
+        Binding("pagedown,f9", "page(1)", "Page down", id="model.page_down", show=False, priority=True),
         Binding("f3", "what_if", "What if", id="model.what_if"),
         Binding("f4", "convert", "Convert", id="model.convert"),
         Binding("f5", "download", "Download, pause, resume", id="model.download"),
@@ -241,10 +241,14 @@ class ModelScreen(Dialog[str]):
         """Show the whole of the row that is pointed at, or what was said, and the keys that do something with the row."""
         row = self._list.pointed
         self.query_one("#detail", Static).update("Nothing fits." if row is None else detail(row, self._said))
-        keys = () if row is None else self._keys(row)
-        self.query_one(".box", Vertical).border_subtitle = " · ".join([*keys, "Esc closes"])
+        keys = ("Enter removes it", "Esc keeps it") if self._removal.asked else (*self._uses(row), "Esc closes")
+        if keys != self._keys:
+            self.say_keys(*keys)
 
-    def _keys(self, row: Row) -> list[str]:
+    def _uses(self, row: Row | None) -> list[str]:
+        """Return what the keys do with a row."""
+        if row is None:
+            return []
         if row.download is not None:
             going = row.download.stage in GOING
             return [f"F5 {'pauses' if going else 'resumes'}", "F6 cancels", "Enter loads it once it is here"]

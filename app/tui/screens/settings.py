@@ -6,6 +6,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
+from textual.events import DescendantFocus
 from textual.widgets import Button, Checkbox, Input, Label, Static
 
 from tokamac.app.settings import Settings
@@ -16,8 +17,8 @@ from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
-UNLOAD = "unload_after_min"
-
+UNLOAD, UNLOAD_NOTE = "unload_after_min", "minutes without use; 0: never"
+NOTES = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS)} | {UNLOAD: UNLOAD_NOTE}
 
 EVERY_CHAT = "These hold in every chat that has none of its own."
 OWN = "This chat has its own; in others, those of every chat hold."
@@ -50,7 +51,7 @@ class SettingsScreen(Dialog[Chosen]):
         """Yield the form."""
         with VerticalScroll(classes="box", can_focus=False) as box:
             box.border_title = "Settings"
-            box.border_subtitle = "Enter saves · Esc closes"
+            yield Static("", id="about", classes="note", markup=False)
             yield Static("", id="problem", markup=False)
             yield Label("Sampling", classes="group")
             yield Static(OWN if self._current.own else EVERY_CHAT, id="holds", classes="note", markup=False)
@@ -66,11 +67,19 @@ class SettingsScreen(Dialog[Chosen]):
                 yield Input(
                     str(self._current.unload_after_min), id=UNLOAD, name=UNLOAD, compact=True, select_on_focus=True
                 )
-                yield Label("minutes without use; 0: never", classes="note", markup=False)
+                yield Label(UNLOAD_NOTE, classes="note", markup=False)
             with Horizontal(classes="buttons"):
                 yield Button("Save", variant="primary", id="save", compact=True)
                 yield Button("Defaults", id="defaults", compact=True)
                 yield Button("Cancel", id="cancel", compact=True)
+
+    def on_mount(self) -> None:
+        """Name the keys."""
+        self.say_keys("Enter saves", "Esc closes")
+
+    def on_descendant_focus(self, event: DescendantFocus) -> None:
+        """Say at the lower edge what is said of a field beside it, for windows that have no room there."""
+        self.query_one("#about", Static).update(NOTES.get(event.widget.id or "", ""))
 
     @on(Input.Submitted)
     @on(Button.Pressed, "#save")

@@ -50,7 +50,6 @@ class SystemScreen(Dialog[Written]):
         """Yield the box."""
         with VerticalScroll(classes="box", can_focus=False) as box:
             box.border_title = "System prompt"
-            box.border_subtitle = "Ctrl+S uses it · Esc closes"
             yield Static("Said to the model before the conversation. Empty means none.", classes="note", markup=False)
             yield TextArea(sanitise(self._current.text), compact=True, tab_behavior="focus", id="system")
             yield Tick(THIS_CHAT, value=self._current.own, id="own")
@@ -66,6 +65,7 @@ class SystemScreen(Dialog[Written]):
 
     def on_mount(self) -> None:
         """List the library."""
+        self.say_keys("Ctrl+S uses it", "Esc closes")
         self.query_one("#system").focus()
         self._list("Enter takes one · Ctrl+D deletes it · Ctrl+Z brings it back" if self._prompts else "Empty so far.")
 

@@ -3,7 +3,7 @@
 The screen asks and shows; the engine's process computes. It is never waited for: what is shown stays until an answer replaces it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from textual import on
@@ -51,7 +51,6 @@ class WhatIfScreen(Dialog[None]):
         values = written(self._start)
         with Vertical(classes="box") as box:
             box.border_title = "What if"
-            box.border_subtitle = "Tab moves · Esc closes"
             with Container(id="form"):
                 suggester = SuggestFromList(self._names, case_sensitive=False)
                 yield _pair("model", Input(values["model"], id="model", compact=True, suggester=suggester), "wide")
@@ -76,12 +75,21 @@ class WhatIfScreen(Dialog[None]):
 
     def on_mount(self) -> None:
         """Ask at once for the case there is."""
+        self.say_keys("Tab moves", "Esc closes")
         self.query_one(Tabs).focus()
         self.ask()
 
     def on_resize(self, event: Resize) -> None:
-        """Give the form as many rows as it needs."""
-        self.set_class(event.size.width < NARROW, "-narrow")
+        """Give the form as many rows as it needs, and the tables the columns that they have room for."""
+        narrow = event.size.width < NARROW
+        if narrow != self._narrow:
+            self.set_class(narrow, "-narrow")
+            for wanted, answer in self._answers.items():
+                self._fill(wanted, answer)
+
+    @property
+    def _narrow(self) -> bool:
+        return self.has_class("-narrow")
 
     # Asking ---------------------------------------------------------------------------------------------------------------
 
@@ -142,15 +150,18 @@ class WhatIfScreen(Dialog[None]):
             self._say(f"Weighing the catalogue: {event.done} of {event.total} models …")
 
     def _fill(self, wanted: Wanted, answer: Answer) -> None:
+        narrow = self._narrow
         match wanted:
             case "table":
-                _refill(self.query_one("#case-table", DataTable), tables.case_rows(answer.cases))
+                columns, rows = tables.case_columns(narrow=narrow), tables.case_rows(answer.cases, narrow=narrow)
+                _refill(self.query_one("#case-table", DataTable), columns, rows)
                 self.query_one(CurvePlot).show(answer.curve)
                 self.query_one(RoofPlot).show(answer.roof)
             case "chips":
-                _refill(self.query_one("#chip-table", DataTable), tables.chip_rows(answer.chips))
+                _refill(self.query_one("#chip-table", DataTable), tables.CHIPS, tables.chip_rows(answer.chips))
             case "models":
-                _refill(self.query_one("#model-table", DataTable), tables.model_rows(answer.models))
+                rows = tables.model_rows(answer.models, narrow=narrow)
+                _refill(self.query_one("#model-table", DataTable), tables.MODELS, rows)
 
     @on(DataTable.RowHighlighted)
     def highlighted(self) -> None:
@@ -197,15 +208,15 @@ def _pair(label: str, widget: Input | Select[str], classes: str = "") -> Horizon
 
 def _table(name: str, columns: Sequence[str]) -> DataTable[Any]:
     table: DataTable[Any] = DataTable(id=name, cursor_type="row", zebra_stripes=False)
-    for column in columns:
-        table.add_column(tables.head(column))
+    table.add_columns(*map(tables.head, columns))
     return table
 
 
-def _refill(table: DataTable[Any], rows: Any) -> None:
-    """Replace the rows; the cursor stays where it was."""
+def _refill(table: DataTable[Any], columns: Sequence[str], rows: Iterable[tables.Row]) -> None:
+    """Replace all there is; the cursor stays where it was."""
     row = table.cursor_row
-    table.clear()
+    table.clear(columns=True)
+    table.add_columns(*map(tables.head, columns))
     for cells in rows:
         table.add_row(*cells)
     table.move_cursor(row=min(row, table.row_count - 1))

@@ -1,6 +1,6 @@
 """Above the prompt: the prompts that wait for their turn, and what goes with the one that is being written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from textual.content import Content
 from textual.widgets import Static
@@ -10,6 +10,7 @@ from tokamac.app.store.values import Attachment
 from tokamac.app.tui import units
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.listing import excerpt
+from tokamac.app.tui.session import Session
 
 MOST_WAITING = 3
 """Lines for prompts that wait; more would take the room of the text."""
@@ -26,10 +27,10 @@ class Chips(Static):
         self.display = False
         self._shown = Content("")
 
-    def show(self, queued: Sequence[Draft], attachments: Sequence[Attachment], reading: Sequence[str]) -> None:
+    def show(self, session: Session, attachments: Sequence[Attachment], reading: Sequence[str]) -> None:
         """Show what waits, what is attached, and the files that are being read."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
-        lines = [*_waiting(queued, most), *_attached(attachments, reading)]
+        lines = [*_waiting(session.queued, most), *_attached(attachments, reading, session.tokens)]
         content = Content("\n").join(lines)
         if not content.is_same(self._shown):
             self._shown = content
@@ -49,11 +50,19 @@ def _words(draft: Draft) -> str:
     return " + ".join(part for part in (excerpt(draft.text), names) if part)
 
 
-def _attached(attachments: Sequence[Attachment], reading: Sequence[str]) -> list[Content]:
+def _attached(
+    attachments: Sequence[Attachment], reading: Sequence[str], tokens: Callable[[Attachment], int | None]
+) -> list[Content]:
     chips = [
         Content.styled(f"+ {sanitise_line(each.name)}", "$primary")
-        + Content.styled(f" {units.count(len(each.text))} characters", FAINT)
+        + Content.styled(f" {_size(each, tokens(each))}", FAINT)
         for each in attachments
     ]
     chips += [Content.styled(f"reading {sanitise_line(name)} …", FAINT) for name in reading]
     return [Content("   ").join(chips)] if chips else []
+
+
+def _size(attachment: Attachment, tokens: int | None) -> str:
+    if tokens is None:
+        return f"{units.count(len(attachment.text))} characters"
+    return f"{units.count(tokens)} token{'' if tokens == 1 else 's'}"

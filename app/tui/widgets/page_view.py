@@ -61,10 +61,15 @@ class PageView(ScrollView, can_focus=False):
         self._move_bar(exact=True)
 
     def _move_bar(self, *, exact: bool) -> None:
-        """Set the scroll bar; unless ``exact``, only by steps that the eye sees, for it is drawn as a whole for the smallest."""
+        """Set the scroll bar; unless ``exact``, only by steps that the eye sees, for it is drawn as a whole for the smallest.
+
+        Where it begins counts as well as its length: a layout of the screen tells the bar the height, and not the place.
+        """
         bar, height, rows = self.vertical_scrollbar, self.container_size.height, self._page.height
-        drawn, thumb = (height * height / max(1, high) for high in (bar.window_virtual_size, rows))
-        if self.show_vertical_scrollbar and (exact or abs(thumb - drawn) >= SEEN_CELLS):
+        drawn = _thumb(height, bar.window_virtual_size, bar.position)
+        thumb = _thumb(height, rows, self.scroll_y)
+        seen = any(abs(new - old) >= SEEN_CELLS for new, old in zip(thumb, drawn, strict=True))
+        if self.show_vertical_scrollbar and (exact or seen):
             bar.window_virtual_size, bar.position = rows, self.scroll_y
 
     def _scroll(self, y: int) -> None:
@@ -134,3 +139,10 @@ class PageView(ScrollView, can_focus=False):
         """Rows have moved: what was selected is elsewhere now."""
         if self.text_selection is not None:
             self.screen.clear_selection()
+
+
+def _thumb(height: int, rows: int, top: float) -> tuple[float, float]:
+    """Return the length of a scroll bar's thumb and where it begins, in cells of a bar of ``height``: ``top`` is the first of
+    ``height`` rows that are seen of ``rows``."""
+    share = height / max(1, rows)
+    return height * share, top * share

@@ -10,18 +10,29 @@ from tokamac.app.tui import measures, units
 from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.ahead import is_ready
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import Known
+from tokamac.app.tui.prices import READY, Known, amount, of_path
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar
 from tokamac.engine.limits import metrics as rates
 
 BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence
+LAMP = "● "
+GAP = 3  # cells between the two halves of the last line, at least
+LONGEST_NAME = 28  # characters
+SEPARATOR = Content.styled(" · ", "$foreground 60%")
 UNLOADED = "model unloaded; it loads again when you write"
 UNLOADED_SHORT = "model unloaded"
-ACTED = {"again": "make again", "continue": "go on", "edit": "edit"}
-"""What has a price, in a word or two, by the registry's ids."""
-INSTANT_S = 0.1
+ACTED = {
+    "again": "make again",
+    "continue": "go on",
+    "edit": "edit",
+    "fork": "fork",
+    "older": "older version",
+    "newer": "newer version",
+    "other": "other version",
+}
+"""What has a price, in a word or two, by the registry's ids; ``other``: of two versions, both keys read the other one."""
 
 
 class Activity(Static):
@@ -33,19 +44,28 @@ class Activity(Static):
 
     def show(self, session: Session, now: float, *, following: bool, aside: str = "") -> None:
         """Show where ``session`` is, and what goes on aside."""
+        width = self.content_size.width
+        for rooms in ((width, width), (width, 0), (0, 0)):  # in fewer words; what is too long even so ends in dots
+            content = self._said(session, now, rooms, following=following, aside=aside)
+            if content.cell_length <= width:
+                break
+        if self._shown is None or not content.is_same(self._shown):
+            self._shown = content
+            self.update(content, layout=False)  # it is one line high
+
+    @staticmethod
+    def _said(session: Session, now: float, rooms: tuple[int, int], *, following: bool, aside: str) -> Content:
+        """Return all that is to be said. rooms: the cells that there are for what waits, and for what goes on."""
         parts = []  # what asks for the reader comes first: in a narrow window the rest is cut
         if not following:
             parts.append(Content.styled(f"▼ more below: {session.keymap.key('scroll_end')}", "$secondary"))
         if waiting := len(session.queued):
             text, back = ("1 prompt waits", "it") if waiting == 1 else (f"{waiting} prompts wait", "the last")
-            text += f": Up takes {back} back" if self.content_size.width >= ROOMY else ""
+            text += f": Up takes {back} back" if rooms[0] >= ROOMY else ""
             parts.append(Content.styled(text, "$secondary"))
-        parts.append(_doing(session, now, self.content_size.width))
+        parts.append(_doing(session, now, rooms[1]))
         parts.append(Content.styled(aside, "$foreground 55%"))
-        content = Content.styled(" · ", "$foreground 40%").join(part for part in parts if part.plain)
-        if self._shown is None or not content.is_same(self._shown):
-            self._shown = content
-            self.update(content, layout=False)  # it is one line high
+        return Content.styled(" · ", "$foreground 40%").join(part for part in parts if part.plain)
 
 
 def _doing(session: Session, now: float, width: int) -> Content:
@@ -73,8 +93,8 @@ def _doing(session: Session, now: float, width: int) -> Content:
 
 def _next(session: Session, width: int) -> Content:
     """Say what could be done with the message that is pointed at, or what the draft would take if it were sent now."""
-    if known := session.prices.known:
-        return Content.styled(" · ".join(_price(each, width >= ROOMY) for each in known), "$foreground 70%")
+    if known := [each for each in session.prices.known if each.question.id in ACTED]:
+        return Content.styled(_prices(known, width), "$foreground 70%")
     price = session.ahead.price
     if price is None:
         return Content("")
@@ -89,16 +109,24 @@ def _next(session: Session, width: int) -> Content:
     return Content.styled(text + disk + seconds, "$foreground 70%")
 
 
-def _price(known: Known, roomy: bool) -> str:
-    """Return an action and what it would take: ``edit: up to 240 tokens, about 0.4 s``. What is instant needs no seconds."""
-    price, most = known.price, known.question.most
-    if not roomy:
-        return f"{ACTED[known.question.id]}: {'≤' if most else ''}{units.short(price.tokens)}"
-    tokens = f"{units.count(price.tokens)} token{'' if price.tokens == 1 else 's'}"
-    disk = f", {units.size(price.disk_bytes)} from disk" if price.disk_bytes else ""
-    instant = price.seconds is None or price.seconds < INSTANT_S
-    seconds = "" if instant else f", about {units.seconds(price.seconds)}"
-    return f"{ACTED[known.question.id]}: {'up to ' if most else ''}{tokens}{disk}{seconds}"
+def _prices(known: Sequence[Known], width: int) -> str:
+    """Return actions and what they would take; in as few characters as it can be said where the line has no room for more."""
+    said = " · ".join(_price(each) for each in known)
+    return said if len(said) <= width else " · ".join(_short_price(each) for each in known)
+
+
+def _price(known: Known) -> str:
+    """Return an action and what it would take: ``edit: up to 240 tokens, about 0.4 s``, or ``fork: ready``."""
+    question = known.question
+    takes = amount(known.price) if question.key is None else of_path(known.price)
+    return f"{ACTED[question.id]}: {'up to ' if question.most else ''}{takes}"
+
+
+def _short_price(known: Known) -> str:
+    question = known.question
+    ready = question.key is not None and is_ready(known.price)
+    takes = READY if ready else ("≤" if question.most else "") + units.short(known.price.tokens)
+    return f"{ACTED[question.id]}: {takes}"
 
 
 def _loading(session: Session, width: int) -> Content:
@@ -141,12 +169,16 @@ class StatusLine(Static):
 
     def show(self, session: Session, *, essentials: bool) -> None:
         """Show ``session``'s model, and its figures if the panel does not."""
-        left = Content.styled("● ", _lamp(session)) + Content.styled(_name(session), "$foreground 80%")
-        if self.unsaved():
-            left += Content.styled(" · not saved", "$error")
-        if essentials:
-            left += Content.styled(_essentials(session), "$foreground 60%")
-        content = _beside(left, self._actions, self.content_size.width)
+        keys = [_key(action) for action in _useful(self._actions, session)]
+        width = self.content_size.width
+        room = width - GAP - keys[0].cell_length  # the first key always stands there
+        warning = Content.styled(" · not saved" if self.unsaved() else "", "$error")
+        name = _name(session, min(LONGEST_NAME, room - len(LAMP) - warning.cell_length))
+        left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, "$foreground 80%") + warning
+        for part in _essentials(session) if essentials else ():
+            if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
+                left += SEPARATOR + Content.styled(part, "$foreground 60%")
+        content = _beside(left, keys, width)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
             self.update(content, layout=False)  # it is one line high
@@ -158,12 +190,15 @@ def _lamp(session: Session) -> str:
     return "$success" if session.phase is Phase.IDLE else "$warning"
 
 
-def _name(session: Session) -> str:
+def _name(session: Session, most: int) -> str:
+    """Return the model's name, or as much of its end as has room in ``most`` characters."""
     name = sanitise_line(session.load.model if session.info is None else session.info.name)
-    return name if len(name) <= 28 else f"…{name[-27:]}"
+    most = max(most, 2)
+    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
-def _essentials(session: Session) -> str:
+def _essentials(session: Session) -> list[str]:
+    """Return the figures of the reply, the first ones first where the line is short."""
     m, held = session.metrics, measures.context_held(session)
     parts = []
     if (rate := measures.decode_now(session) or (m.decode_tps if m else None)) is not None:
@@ -174,23 +209,30 @@ def _essentials(session: Session) -> str:
         parts.append(f"{units.short(held)}/{units.short(session.info.capacity)}")
     if gone := measures.out_of_sight(session):
         parts.append(f"{units.short(gone)} out of sight")
-    return "".join(f" · {part}" for part in parts)
+    return parts
 
 
-def _beside(left: Content, actions: Sequence[Action], width: int) -> Content:
-    keys = Content("")
-    for action in actions:
-        key = Content.styled(action.key_name, "$primary") + Content.styled(
-            f" {action.label.lower()}", "$foreground 60%"
-        )
-        longer = keys + ("  " if keys.plain else "") + key
-        if left.cell_length + 3 + longer.cell_length > width:
+def _beside(left: Content, keys: Sequence[Content], width: int) -> Content:
+    """Return ``left``, and at the right as many of ``keys`` as fit."""
+    shown = Content("")
+    for key in keys:
+        longer = shown + ("  " if shown.plain else "") + key
+        if left.cell_length + GAP + longer.cell_length > width:
             break
-        keys = longer
-    return left + " " * max(0, width - left.cell_length - keys.cell_length) + keys
+        shown = longer
+    return left + " " * max(0, width - left.cell_length - shown.cell_length) + shown
+
+
+def _key(action: Action) -> Content:
+    return Content.styled(action.key_name, "$primary") + Content.styled(f" {action.label.lower()}", "$foreground 60%")
+
+
+def _useful(actions: Sequence[Action], session: Session) -> list[Action]:
+    """Return those that do something now. While something runs, how to stop it is what nobody should have to look for."""
+    return [action for action in actions if action.id != "stop" or session.busy]
 
 
 def _importance(action: Action) -> int:
     """Where the line is short, these come first."""
-    order = ("help", "stop", "choose_model", "new_chat", "chats", "explain", "regenerate", "palette", "send")
+    order = ("stop", "help", "choose_model", "new_chat", "chats", "explain", "regenerate", "palette", "send")
     return order.index(action.id)

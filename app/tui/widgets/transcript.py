@@ -123,6 +123,7 @@ class Transcript(PageView, can_focus=False):
                 self._set_height()
                 self._scroll(self._page.start(index) + within * self._page.rows_of(index) // max(1, before))
         self._show()
+        self._move_bar(exact=True)
 
     def _welcome(self) -> None:
         self._page.append(Welcome(self.size.height, tour=self._tour, keymap=self._keymap))

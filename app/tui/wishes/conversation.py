@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from tokamac.app.store.errors import StoreError
 from tokamac.app.tui.attachments import Draft, apart, joined
 from tokamac.app.tui.own import Own
+from tokamac.app.tui.path_prices import PathPrices
 from tokamac.app.tui.recording import LEFT
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
+from tokamac.app.tui.wishes.leaving import running, tell
 
 if TYPE_CHECKING:
     from tokamac.app.tui.screens.chat import ChatScreen
@@ -20,10 +22,17 @@ def new_chat(chat: "ChatScreen", _: str) -> None:
     """Begin another conversation; this one is kept."""
     if chat.session.turns:
         chat.notify("New chat. The model stays loaded.", markup=False, timeout=3)
+    begin_new(chat)
+
+
+def begin_new(chat: "ChatScreen") -> None:
+    """Leave the conversation for a new one. Say what became of a reply that ran, and of what was not sent."""
+    stopped = running(chat)
     unkept = _leave(chat)
     hold_own(chat, Own())
     chat.perform(chat.session.new_chat())
     chat.composer.hold(unkept)
+    tell(chat, stopped)
     chat.query_one(Prompt).focus()
 
 
@@ -81,11 +90,13 @@ def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None
         chat.notify(error.one_line(), severity="error", markup=False)
         return
     if not held:
+        stopped = running(chat)
         unkept = _leave(chat) if leaving and not again else chat.composer.unsent
         hold_own(chat, own)
         chat.perform(chat.session.open(tree))
         recording.hold(pick.chat, tree, draft)
         chat.composer.hold(unkept if again else joined([apart(draft), unkept]))
+        tell(chat, stopped)
     if pick.message is not None:
         jump(chat, pick.message if not held else recording.held(pick.message))
 
@@ -114,10 +125,17 @@ def branches(chat: "ChatScreen", _: str) -> None:
     from tokamac.app.tui.screens.branches import BranchesScreen
 
     tree = chat.session.talk.tree
-    if tree.nodes:
-        chat.app.push_screen(BranchesScreen(tree), lambda key: jump(chat, key) if key is not None else None)
-    else:
+    if not tree.nodes:
         chat.notify("There is nothing to see yet.", markup=False, timeout=3)
+        return
+
+    def chosen(key: int | None) -> None:
+        if key is not None:
+            jump(chat, key)
+        else:  # what is pointed at has prices again
+            chat.perform(chat.session.point(chat.query_one(Transcript).chosen))
+
+    chat.app.push_screen(BranchesScreen(tree, PathPrices(chat.session, chat.perform).of), chosen)
 
 
 def title(chat: "ChatScreen", text: str) -> None:
@@ -127,8 +145,7 @@ def title(chat: "ChatScreen", text: str) -> None:
         chat.notify("There is nothing to give a title to yet.", markup=False)
     elif not text:
         chat.notify("Write the title after the command: /title Keys and values", markup=False)
-    else:
-        recording.retitle(text)
+    elif recording.retitle(text):
         chat.notify("The chat has another title.", markup=False, timeout=3)
 
 

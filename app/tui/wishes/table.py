@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tokamac.app.tui.wishes import attaching, conversation, figures, guiding, model, reading, sharing, writing
+from tokamac.app.tui.wishes import attaching, conversation, deleting, figures, guiding, model, reading, sharing, writing
 
 if TYPE_CHECKING:
     from tokamac.app.tui.screens.chat import ChatScreen
@@ -23,6 +23,8 @@ WISHES: dict[str, Wish] = {
     "chats": conversation.chats,
     "open": conversation.open_,
     "title": conversation.title,
+    "delete_chat": deleting.delete_chat,
+    "restore_chat": deleting.restore_chat,
     "export": sharing.export,
     "import": sharing.import_,
     "branches": conversation.branches,

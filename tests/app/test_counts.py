@@ -1,0 +1,129 @@
+"""Attachments counted in tokens: the state machine's part, the child's, and the chip over the prompt box."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.test_session import Clock
+from tokamac.app.backend.counter import Counter
+from tokamac.app.backend.outbox import Outbox
+from tokamac.app.backend.scenarios import SCENARIOS
+from tokamac.app.backend.scripted import ScriptedEngine
+from tokamac.app.backend.wire import AskCount, Counted, Load, Loaded, ModelInfo, Reply
+from tokamac.app.store.values import Attachment
+from tokamac.app.tui.attachments import whole
+from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.session import Session
+from tokamac.app.tui.steps import Ask, Step
+from tokamac.engine import Engine
+from tokamac.engine.errors import EngineClosedError
+from tokamac.engine.options import Sampling
+
+Start = Callable[..., Any]
+NOTES, CODE = Attachment("notes.md", "some notes"), Attachment("a.py", "x = 1", "code")
+
+
+@pytest.fixture
+def ready() -> Session:
+    session = Session(Load("guide"), Sampling(), "", Clock())
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide")))
+    return session
+
+
+def counts(steps: Sequence[Step]) -> list[AskCount]:
+    return [step.request for step in steps if isinstance(step, Ask) and isinstance(step.request, AskCount)]
+
+
+def test_each_attachment_is_counted_once_as_it_stands_in_the_prompt(ready: Session) -> None:
+    first, second = counts(ready.pause("", (NOTES, CODE)))
+    assert [first.text, second.text] == [whole("", (NOTES,)), whole("", (CODE,))]
+    assert ready.tokens(NOTES) is None
+    ready.on_event(Counted(second.id, 9))
+    ready.on_event(Counted(first.id, 12))
+    assert (ready.tokens(NOTES), ready.tokens(CODE)) == (12, 9)
+    assert counts(ready.pause("and words", (NOTES, CODE))) == []
+    ready.submit("and words", (NOTES, CODE))
+    assert ready.tokens(NOTES) == 12
+
+
+def test_what_is_being_counted_is_not_asked_for_again_unless_the_engine_is_another(ready: Session) -> None:
+    (asked,) = counts(ready.pause("", (NOTES,)))
+    assert counts(ready.pause("x", (NOTES,))) == []
+    ready.start()
+    ready.on_event(Loaded(ModelInfo("guide")))
+    (again,) = counts(ready.pause("x", (NOTES,)))
+    ready.on_event(Counted(asked.id, 5))  # of the engine that is no more
+    assert ready.tokens(NOTES) is None
+    ready.on_event(Counted(again.id, 6))
+    assert ready.tokens(NOTES) == 6
+
+
+def test_another_model_counts_anew(ready: Session) -> None:
+    (asked,) = counts(ready.pause("", (NOTES,)))
+    ready.on_event(Counted(asked.id, 12))
+    ready.choose(Load("other"))
+    assert ready.tokens(NOTES) is None
+    assert counts(ready.pause("", (NOTES,))) == []  # nothing can count while it loads
+    ready.on_event(Loaded(ModelInfo("other")))
+    assert len(counts(ready.pause("", (NOTES,)))) == 1
+
+
+def test_what_can_not_be_counted_is_asked_for_once(ready: Session) -> None:
+    (asked,) = counts(ready.pause("", (NOTES,)))
+    ready.on_event(Counted(asked.id, None))
+    assert ready.tokens(NOTES) is None
+    assert counts(ready.pause("x", (NOTES,))) == []
+
+
+class Told(Outbox):
+    """An outbox that keeps what is put into it."""
+
+    def __init__(self) -> None:
+        self.said: list[Reply] = []
+
+    def put(self, reply: Reply) -> None:
+        self.said.append(reply)
+
+
+class Closed(ScriptedEngine):
+    """Was closed before it could count."""
+
+    def count(self, text: str) -> int:
+        raise EngineClosedError("the engine is closed", "Load it again.")
+
+
+def test_an_engine_that_was_closed_counts_nothing_and_the_next_question_is_answered() -> None:
+    told = Told()
+    counter = Counter(told)
+    counter._answer(Closed("fast", SCENARIOS["fast"]), AskCount(1, "some text"))
+    counter._answer(ScriptedEngine("fast", SCENARIOS["fast"]), AskCount(2, "some text"))
+    assert told.said == [Counted(1, None), Counted(2, 3)]
+
+
+async def test_the_chip_tells_characters_then_tokens(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.md").write_text("word " * 500)
+    monkeypatch.chdir(tmp_path)
+    tokens = -(-len(whole("", (Attachment("notes.md", "word " * 500, "markdown"),))) // 4)
+    async with chat("fast") as c:
+        c.app.chat.do("attach", "notes.md")
+        await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")
+        assert "characters" not in c.screen_text()
+
+
+async def test_a_real_engine_counts_what_its_tokenizer_makes_of_it(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Why is decode memory-bound? " * 400  # more than the context holds
+    (tmp_path / "notes.md").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with Engine.load("guide", prompt_cache=None) as engine:
+        tokens = len(engine.tokenizer.encode(whole("", (Attachment("notes.md", text.strip("\n"), "markdown"),))))
+    async with chat("guide", scripted=False) as c:
+        await c.phase(Phase.IDLE)
+        c.app.chat.do("attach", "notes.md")
+        await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")

@@ -1,0 +1,258 @@
+"""``tokamac chat --plain``: what the full screen has a panel or a dialog for, as lines."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, piped
+from tokamac.app.backend.line_process import LineProcess
+from tokamac.app.plain.aside import INTERRUPTED, run_aside, words_of
+from tokamac.app.plain.figures import TOLD
+from tokamac.app.store.store import Store
+from tokamac.engine.errors import OptionError
+
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: (print("heard", flush=True), sys.exit(130)))
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the chats of a test are kept."""
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data" / "chats" / "chats.db"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the settings are, on whatever system."""
+    monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "home" / "settings.toml"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    made: list[Terminal] = []
+
+    def start(*arguments: str) -> Terminal:
+        made.append(Terminal(*arguments))
+        return made[-1]
+
+    yield start
+    for each in made:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+        os.close(each.leader)
+
+
+# The guide --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_answers_beside_the_chat_which_stays_as_it_is(data: Path) -> None:
+    status, out, err = piped("/guide\nhi\n/guide What is prefill?\nho\n", "entitles")
+    assert status == 0
+    assert err == "Write the question after the command: /guide What does --kv-bits 8,4 do?\n"
+    replies = out.split("\n\n")
+    assert [reply.partition(" ")[0].strip() for reply in replies if reply.startswith(("Title", "Decode"))] == [
+        "Title:",
+        "Decode",
+        "Title:",
+    ]
+    assert [m.text for m in last_path(data) if m.role == "user"] == ["hi", "ho"]
+
+
+def test_ctrl_c_stops_the_guide_and_not_the_chat(terminal: Callable[..., Terminal], data: Path) -> None:
+    chat = terminal("fast", "--plain")
+    chat.until("you> ")
+    deadline = time.monotonic() + PATIENCE_S
+    chat.type("/guide What is prefill?\n")
+    while len(children(chat.process.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    chat.type("\x03")
+    chat.until("The guide was stopped.")
+    chat.until("you> ")
+    chat.type("hi\n")
+    chat.until("fast: Decode reads")
+    chat.until("you> ")
+    assert len(children(chat.process.pid)) == 1
+    chat.type("\x04")
+    assert chat.left() == 0
+    assert [m.state for m in last_path(data)] == ["complete", "complete"]
+
+
+def children(process: int) -> list[int]:
+    done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.e2e
+def test_the_embedded_guide_answers_a_slash_command() -> None:
+    program = [sys.executable, "-m", "tokamac.app.cli", "chat", "guide"]
+    done = subprocess.run(program, input="/guide What is prefill?\n", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "prompt" in done.stdout
+
+
+# Figures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_gauges_are_lines_with_names_and_units_and_each_is_explained() -> None:
+    _, out, err = piped("hi\n/gauges\n/gauges decode rate\n/gauges KV\n/gauges nosuch\n", "fast")
+    lines = out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("weights: "))
+    told = dict(line.split(": ", 1) for line in lines[at : at + len(TOLD)])
+    assert len(told) == len(TOLD)
+    units = {"decode rate": "tok/s", "time to first token": "s", "weights": "GB", "achieved bandwidth": "GB/s"}
+    assert all(told[name].endswith(f" {unit}") or unit == "s" for name, unit in units.items())
+    assert told["context"].endswith("tokens (context length 32,768)")
+    assert told["share of the ceiling"].endswith("(ceiling 350 tok/s)")
+    assert ", p99 " in told["gaps between tokens (ITL)"]
+    explained = lines[at + len(TOLD) :]
+    assert explained[0] == f"decode rate: {told['decode rate']}"
+    assert explained[2] == "How: decode rate = (generated tokens − 1) ÷ (last token − first token)"
+    assert any(line.startswith("From: generated tokens: 128 (") for line in explained)
+    assert f"KV cache: {told['KV cache']}" in explained
+    assert err == "There is no figure nosuch. /gauges lists them.\n"
+
+
+def test_without_a_reply_a_figure_says_why_it_is_unknown() -> None:
+    _, out, _ = piped("/gauges\n", "fast")
+    assert "decode rate: unknown (no reply has been made yet)\n" in out
+
+
+# The model --------------------------------------------------------------------------------------------------------------
+
+
+def test_unload_gives_the_memory_back_and_the_next_prompt_loads_again() -> None:
+    status, out, err = piped("/unload\n/unload\nhi\n", "fast")
+    assert status == 0
+    assert err.splitlines() == [
+        "The model gives its memory back; it loads again when you ask.",
+        "No model is loaded.",
+    ]
+    assert "every weight once per token" in out
+
+
+def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) -> None:
+    _, out, err = piped("/settings unload_after_min 7\n/settings unload_after_min soon\n/settings\n", "fast")
+    assert "unload_after_min: 7 (minutes " in out
+    assert "'soon' is no number of minutes" in err
+    assert "unload_after_min = 7" in (home / "settings.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("written", "asked"),
+    [("", ("--context", "4096", "--prompt", "2048")), (" --context 1024", ("--context", "1024"))],
+)
+def test_what_if_says_what_the_command_says(tokamac: Run, written: str, asked: tuple[str, ...]) -> None:
+    kv = ("--kv-bits", "8,4", "--kv-window", "512")  # of the chat
+    _, out, err = piped(f"/whatif guide{written}\n", "fast", *kv)
+    found = tokamac("inspect", "guide", "--table", *asked, *kv)
+    budget = re.compile(r" of [0-9.]+ GB: ")  # what this machine has free changes
+    assert budget.sub("", out) == budget.sub("", found.out)
+    assert found.out.count("as it is") > 1
+    assert err == found.err
+
+
+def test_what_if_refuses_as_the_command_does() -> None:
+    status, out, err = piped('/whatif nosuch\n/whatif guide --nosuch\n/whatif "guide\n', "fast")
+    assert (status, out) == (0, "")
+    unknown, flag, quotes = err.splitlines()
+    assert "nosuch" in unknown
+    assert "--nosuch" in flag
+    assert quotes.endswith("Close the quotation marks.")
+
+
+def test_convert_plans_and_alone_does_it(tiny: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tiny 8"
+    asked = f"/convert {tiny} --bits 8 -o '{target}' --no-verify\n"
+    status, out, err = piped(asked, "fast")
+    assert status == 0
+    assert "8 bits" in out
+    assert err == "/convert alone does it. Ctrl-C stops it; /convert goes on from there.\n"
+    assert not target.exists()
+    _, out, err = piped(f"{asked}/convert\n/convert\n", "fast")
+    assert f"/model {target} loads it." in err
+    assert "Not compared with the source." in out
+    assert (target / "config.json").exists()
+    assert "fast" in err.splitlines()[-1]  # what was planned is done: alone, it is the chat's model again
+
+
+def test_what_needs_the_screen_says_so_and_what_does_the_same() -> None:
+    _, out, err = piped("/panel\nhi\n/end\n", "fast")
+    assert (
+        err == "/panel needs the full screen: leave, and open it with tokamac chat. Here: /gauges says the figures.\n"
+    )
+    assert out.count("every weight once per token") == 2
+    assert "you: hi\nfast: Decode reads" in out
+
+
+# Processes --------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_asks_a_command_to_stop_and_it_ends_by_itself() -> None:
+    said: list[str] = []
+    asked: list[str] = []
+
+    def take(line: str) -> None:
+        said.append(line)
+        if line == "begun":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    process = LineProcess([sys.executable, "-c", STUBBORN], lambda line: line.decode().strip())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        end = run_aside(process, [], take, meanwhile=lambda: None, stopping=lambda: asked.append("stop"))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (end.status, said, asked) == (INTERRUPTED, ["begun", "heard"], ["stop"])
+
+
+def test_the_model_is_what_is_written_first_or_the_chats() -> None:
+    assert words_of("", "org/m") == ("org/m", [])
+    assert words_of("--bits 4", "org/m") == ("org/m", ["--bits", "4"])
+    assert words_of("'my model' --bits 4", "org/m") == ("my model", ["--bits", "4"])
+    with pytest.raises(OptionError, match="quotation"):
+        words_of("'my model", "org/m")
+
+
+def test_nothing_is_kept_of_what_was_asked_of_others(data: Path) -> None:
+    piped("/guide hi\n/gauges\n/panel\n", "fast")
+    with Store.open(data) as store:
+        assert store.chats() == []
+
+
+def test_the_engine_is_heard_while_a_command_runs() -> None:
+    looks: list[float] = []
+    process = LineProcess([sys.executable, "-c", "import time; time.sleep(3)"], bytes.decode)
+    end = run_aside(process, [], print, meanwhile=lambda: looks.append(time.monotonic()))
+    assert end.status == 0
+    assert len(looks) >= 2
+
+
+def test_the_engine_is_heard_while_an_editor_has_the_terminal(tmp_path: Path) -> None:
+    """And an unused one is let go: else it would seem busy, and to hang. What there is to say of it comes after."""
+    (tmp_path / "settings.toml").write_text("unload_after_min = 1\n")
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nsleep 5\necho edited\necho words > "$1"\n')
+    editor.chmod(0o700)
+    hasty = {"TEST_SETTINGS": str(tmp_path / "settings.toml"), "TEST_HASTE": "600", "EDITOR": str(editor), "VISUAL": ""}
+    status, out, err = piped("hi\n/editor\n", "fast", env={**os.environ, **hasty})
+    assert status == 0
+    assert "gave its memory back" in err
+    assert out.count("every weight once per token") == 2
+    assert out.index("edited\n") < out.index("words\n")

@@ -1,0 +1,50 @@
+"""``/pull`` in the plain chat, on the small local hub."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.plain_chat import PATIENCE_S, piped, spawn
+from tests.hub.hub_server import Hub
+
+
+@pytest.fixture
+def own(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The environment of a chat with folders of its own."""
+    folders = {"TOKAMAC_DATA_DIR": "data", "XDG_CONFIG_HOME": "config", "XDG_STATE_HOME": "state"}
+    return {**environment, **{name: str(tmp_path / folder) for name, folder in folders.items()}}
+
+
+def test_a_model_is_downloaded_and_waited_for(hub: Hub, own: dict[str, str]) -> None:
+    status, out, err = piped("/pull org/tiny\n/pull org/tiny\n/pull tiny\n/pull org/absent\nhi\n", "fast", env=own)
+    assert status == 0
+    assert "every weight once per token" in out
+    begun, here, again, no_id, begun_too, absent = err.splitlines()
+    assert begun == "Downloading org/tiny. Ctrl-C stops it; the same command goes on from there."
+    assert here.startswith("org/tiny is here, 80")
+    assert here.endswith(" kB. /model org/tiny loads it.")
+    assert again == "org/tiny is here already. /model org/tiny loads it."
+    assert no_id == "Write /pull and a Hugging Face id, such as org/name."
+    assert begun_too.startswith("Downloading org/absent.")
+    assert absent.startswith("org/absent was not downloaded: ")
+    (config,) = Path(own["HF_HOME"]).rglob("config.json")
+    assert config.read_bytes() == hub.files["config.json"]
+
+
+def test_ctrl_c_stops_a_download_and_the_chat_goes_on(hub: Hub, own: dict[str, str]) -> None:
+    hub.stall_at = 200_000
+    with spawn("fast", env={**own, "HF_HUB_DOWNLOAD_TIMEOUT": "1"}, stdin=subprocess.PIPE) as chat:
+        assert chat.stdin is not None
+        chat.stdin.write("/pull org/tiny\n")
+        chat.stdin.flush()
+        assert hub.stalled.wait(PATIENCE_S)
+        chat.send_signal(signal.SIGINT)
+        hub.stall_at = None
+        hub.resume.set()
+        out, err = chat.communicate("hi\n/pull org/tiny\n", timeout=PATIENCE_S)
+    assert chat.returncode == 0
+    assert "every weight once per token" in out
+    assert "Stopped: /pull org/tiny goes on from there." in err
+    assert "org/tiny is here, " in err
