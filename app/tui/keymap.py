@@ -56,7 +56,19 @@ def keymap(chosen: Chosen) -> Keymap:
 
 
 def _with(taken: Chosen) -> tuple[Action, ...]:
-    return tuple(replace(each, keys=taken[each.id], shown="") if each.id in taken else each for each in ACTIONS)
+    return tuple(
+        replace(each, keys=taken[each.id], shown="") if each.id in taken else _giving_way(each, taken)
+        for each in ACTIONS
+    )
+
+
+def _giving_way(action: Action, taken: Chosen) -> Action:
+    """Return an action without those of its further keys that the user wants for another one; its first key it keeps."""
+    wanted = {one_name(key) for keys in taken.values() for key in keys}
+    kept = tuple(
+        key for at, key in enumerate(action.keys) if at == 0 or not action.bound or one_name(key) not in wanted
+    )
+    return action if kept == action.keys else replace(action, keys=kept, shown="")
 
 
 def _problem(name: str, keys: tuple[str, ...]) -> str:

@@ -22,7 +22,7 @@ from tokamac.engine.limits.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "snapshots"
 RENEW = os.environ.get("TOKAMAC_SNAPSHOTS") == "renew"
-STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.1, 0.2, 0.5, 3.0
+STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.1, 0.2, 0.5, 8.0
 """How often it is looked, and how long nothing may move until a picture is taken: as it was before, unknown before, or other."""
 SIZES = [(80, 24), (120, 40)]
 THEMES = ["tokamac-dark", "terminal"]

@@ -96,6 +96,13 @@ def test_of_two_entries_that_want_one_key_the_first_has_it() -> None:
     assert made.changed == {"explain": "f18"}
 
 
+def test_a_second_key_of_another_action_may_be_taken_and_its_first_key_stays() -> None:
+    made = keymap({"stop": ("f9",)})
+    assert made.warnings == ()
+    assert made.changed == {"stop": "f9", "page_down": "pagedown"}
+    assert "already a key of page_down" in keymap({"stop": ("pagedown",)}).warnings[0]
+
+
 def test_one_key_by_two_names_is_one_key() -> None:
     assert one_name("[") == "left_square_bracket"
     assert one_name("shift+ctrl+x") == one_name("ctrl+shift+x")

@@ -87,7 +87,7 @@ def measure(plan: Plan) -> Section:
 def _here(name: str, model: str, plan: Plan) -> list[Row]:
     rows = []
     replies: dict[int, list[Paced]] = {context: [] for context in CONTEXTS}
-    for number in range(1, plan.count(9, 2) + 1):
+    for number in range(1, plan.rounds + 1):
         with Remote(LimitsLab, model) as lab:  # its pace is measured anew each time: the machine drifts
             lab.call("reply", CONTEXTS[0], 0)
             passes = [[lab.call("reply", context, number) for context in CONTEXTS] for _ in range(PASSES)]
