@@ -18,7 +18,7 @@ from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Phase
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
-MEASURING_S = 10.0
+MEASURING_S = 25.0
 """An idle engine measures this machine's pace with the model, so that the pictures show an expected speed."""
 SCREENS = (("f1", "help", 0.5), ("f2", "explain", 0.5), ("f3", "whatif", 6.0), ("ctrl+o", "models", 20.0))
 THEME = "tokamac-dark"
