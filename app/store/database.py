@@ -46,7 +46,7 @@ class Database:
         connection = self._connection
         connection.row_factory = sqlite3.Row
         # Before anything else, since a file that is not ours, or newer than we are, must not be written.
-        version = self._patiently(lambda: check_version(connection, self.path, len(steps)))
+        version = self._patiently(lambda: self._version_found(len(steps)))
         mode = self._patiently(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
         if mode != "wal":
             raise StoreError(
@@ -64,6 +64,14 @@ class Database:
                 migrate(connection, self.path, steps)
         connection.execute("PRAGMA foreign_keys = ON")  # after migrations, which may rebuild tables
         connection.create_function("fold", 1, fold, deterministic=True)
+
+    def _version_found(self, known: int) -> int:
+        # At one moment: another process that makes the file between two of the questions would look like another program's file.
+        self._connection.execute("BEGIN")
+        try:
+            return check_version(self._connection, self.path, known)
+        finally:
+            self._roll_back()
 
     def read(self, sql: str, values: dict[str, Any] | tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         """Return the rows of one question, as they all were at one moment."""

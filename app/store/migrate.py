@@ -11,7 +11,10 @@ from tokamac.app.store.schema import APPLICATION_ID, Step
 
 
 def check_version(connection: sqlite3.Connection, path: Path, known: int) -> int:
-    """Return the file's version, 0 for an empty one. Raises StoreError where the file is newer than ``known``, or not ours."""
+    """Return the file's version, 0 for an empty one, inside the caller's transaction.
+
+    Raises StoreError where the file is newer than ``known``, or not ours.
+    """
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
     empty = connection.execute("SELECT NOT EXISTS (SELECT 1 FROM sqlite_master)").fetchone()[0]

@@ -4,8 +4,10 @@ import os
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,6 +156,29 @@ def test_another_programs_database_is_not_touched(file: Path) -> None:
     with pytest.raises(StoreError, match="another program"):
         Store.open(file)
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("moment", ["user_version", "application_id", "sqlite_master"])
+def test_a_file_that_another_process_makes_meanwhile_is_ours(
+    file: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    class Overtaken(sqlite3.Connection):
+        """Another process makes the chats just before this one asks the file one of its questions."""
+
+        overtaken = False
+
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if moment in sql and not self.overtaken:
+                self.overtaken = True
+                with monkeypatch.context() as other:
+                    other.setattr(sqlite3, "connect", connect)
+                    with suppress(StoreError):  # it may be kept waiting until this one has asked
+                        Database(file, patience_s=0.1).close()
+            return super().execute(sql, *values)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Overtaken))
+    assert write_some(file)
 
 
 def test_a_folder_that_cant_be_made_is_one_clear_line(tmp_path: Path) -> None:
