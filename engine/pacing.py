@@ -30,6 +30,8 @@ class Pacing:
         self._clock = clock
         self._quiet_since: float | None = None
         self._take()
+        if measuring is not None and not measuring.missing:
+            self._measuring = None
 
     def later(self) -> None:
         """A request has come: wait again, from when it is done."""
@@ -67,15 +69,14 @@ class Pacing:
 
     def _step(self, steps: Iterator[None]) -> None:
         for _ in steps:
+            self._take()  # known after the first pass, and truer after each further part
             return
-        self._take()
         self._measuring = self._steps = None  # known, or it can't be
 
     def _take(self) -> None:
         """Hand over the pace, if it is known."""
         if self._measuring is not None and (pace := self._measuring.pace()) is not None:
             self._machine.pace = pace
-            if self._machine.chip.fp16_tflops is None:
-                tflops = self._measuring.peak_tflops
-                self._machine.chip = replace(self._machine.chip, fp16_tflops=tflops, peak_source="measured")
-            self._measuring = None
+            chip = self._machine.chip
+            if chip.fp16_tflops is None or chip.peak_source == "measured":
+                self._machine.chip = replace(chip, fp16_tflops=self._measuring.peak_tflops, peak_source="measured")

@@ -17,7 +17,7 @@ from tokamac.engine.limits import kept, measuring, parts
 from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.measured import Measured
-from tokamac.engine.limits.measuring import Measuring, Subject
+from tokamac.engine.limits.measuring import PASSES, Measuring, Subject
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import load_model
 from tokamac.engine.options import KVSpec
@@ -88,9 +88,31 @@ def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Meas
     clock.now += QUIET_S - 1
     assert paced.idle() == 0.0
     assert measure.missing == all_of_them - 1
-    assert idle_until_done(paced) == all_of_them - 1
-    assert isinstance(machine.pace, Measured)
+    for _ in range(all_of_them - 2):
+        paced.idle()
+    assert machine.pace is None
+    paced.idle()
+    assert isinstance(machine.pace, Measured)  # known, and made truer by the passes that follow
+    assert idle_until_done(paced) == (PASSES - 1) * all_of_them
     assert paced.idle() is None
+
+
+def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, machine, taken = Clock(), Machine(CHIP), iter([0.5, 0.75, 0.625])
+    monkeypatch.setattr(measuring, "measure_tflops", lambda _: next(taken))
+    monkeypatch.setattr(parts.Sampling, "seconds", lambda _: 2.0 / clock.now)
+    measure = measuring_of(loaded)
+    paced, all_of_them = Pacing(machine, measure, clock), measure.missing
+    paced.idle()
+    found = []
+    for _ in range(PASSES):
+        clock.now += QUIET_S
+        for _ in range(all_of_them):
+            paced.idle()
+        assert machine.pace is not None
+        found.append((machine.pace.sampling_s, machine.chip.fp16_tflops))
+    assert [peak for _, peak in found] == [0.5, 0.75, 0.75]
+    assert found[0][0] > found[1][0] > found[2][0] == 2.0 / clock.now
 
 
 def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Measuring) -> None:

@@ -19,7 +19,7 @@ from tokamac.engine.kv import plan_caches
 from tokamac.engine.limits import measuring, parts
 from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.limits.measured import ROWS, Measured, Timed, TimedAttention, between, depths_up_to
-from tokamac.engine.limits.measuring import Measuring, Subject, can_measure, kept_tflops
+from tokamac.engine.limits.measuring import PASSES, Measuring, Subject, can_measure, kept_tflops
 from tokamac.engine.limits.products import Product
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import load_model
@@ -110,13 +110,13 @@ def subject_of(loaded: Any, kv: KVSpec | None = None, machine: str = "a machine"
     return Subject(work, plan, is_unpacked(loaded.module), device_kind(), machine)
 
 
-def test_all_parts_are_timed_once_kept_and_found_again(loaded, tmp_path):
+def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
     file = tmp_path / "cache" / "parts.json"
     first = Measuring(subject_of(loaded), file)
     # The machine's peak; three kinds of matrices twice, and the head; three depths twice; small kernels twice; sampling.
     assert first.missing == 1 + 3 * 2 + 1 + 3 * 2 + 2 + 1
     assert first.pace() is None
-    assert sum(1 for _ in first.steps()) == 17
+    assert sum(1 for _ in first.steps()) == 17 * PASSES
     assert first.missing == 0
     pace = first.pace()
     assert isinstance(pace, Measured)
@@ -186,10 +186,34 @@ def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, monkey
 def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
     file = tmp_path / "parts.json"
     left = Measuring(subject_of(loaded), file).steps()
+    for _ in range(17 * (PASSES - 1)):
+        next(left)
+    assert Measuring(subject_of(loaded), file).missing == 17  # what was not timed in each pass is not kept
     for _ in range(5):
         next(left)
     left.close()
     assert Measuring(subject_of(loaded), file).missing == 12
+
+
+def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
+    seconds, peaks = iter([0.25, 0.125, 0.5]), iter([0.5, 1.0, 0.25])
+    monkeypatch.setattr(parts.Sampling, "seconds", lambda _: next(seconds))
+    monkeypatch.setattr(measuring, "measure_tflops", lambda _: next(peaks))
+    measure = Measuring(subject_of(loaded), tmp_path / "parts.json")
+    list(measure.steps())
+    assert measure.pace().sampling_s == 0.125
+    assert measure.peak_tflops == 1.0
+
+
+def test_what_was_disturbed_in_one_pass_is_not_kept(loaded, tmp_path, monkeypatch):
+    file, measure = tmp_path / "parts.json", Measuring(subject_of(loaded), tmp_path / "parts.json")
+    steps = measure.steps()
+    monkeypatch.setattr(measuring, "is_busy", lambda: True)
+    next(steps)
+    monkeypatch.setattr(measuring, "is_busy", lambda: False)
+    list(steps)
+    assert len(json.loads(file.read_text())) == 16
+    assert Measuring(subject_of(loaded), file).missing == 1
 
 
 @pytest.mark.parametrize("damage", ["", "not JSON", "[1, 2]", '"text"', "{", "[" * 100_000, "\x00\xff"])
