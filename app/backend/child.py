@@ -3,9 +3,9 @@
     stdin ─ reader thread ─▶ queue ─ main thread ─▶ engine ─▶ events ─ outbox ─▶ stdout
                 └── Cancel: straight to the engine         pulse ─▶ text batches, measurements, heartbeat
 
-The main thread alone asks the engine for replies; prices are asked on a thread of their own (``pricer``). The file
-descriptor of stdout is taken away at the start, so that a stray print of any library lands in the log and can't break the
-protocol. When stdin closes (the screen is gone, however it went) the process ends.
+The main thread alone asks the engine for replies; prices and counts are asked on threads of their own (``answerer``). The
+file descriptor of stdout is taken away at the start, so that a stray print of any library lands in the log and can't break
+the protocol. When stdin closes (the screen is gone, however it went) the process ends.
 """
 
 import argparse
@@ -20,17 +20,15 @@ from dataclasses import replace
 from typing import BinaryIO, TypeVar
 
 from tokamac.app.backend.advisor import Advisor
-from tokamac.app.backend.counter import Counter
+from tokamac.app.backend.answerer import counter, pricer
 from tokamac.app.backend.outbox import Outbox, Pulse
 from tokamac.app.backend.port import EnginePort
-from tokamac.app.backend.pricer import Pricer
 from tokamac.app.backend.wire import (
     LONGEST_LINE,
     AskCount,
     AskPrice,
     AskWhatIf,
     Cancel,
-    Counted,
     Done,
     Failed,
     LeftOut,
@@ -38,7 +36,6 @@ from tokamac.app.backend.wire import (
     Loading,
     Notice,
     Prefill,
-    Priced,
     Quit,
     Request,
     Send,
@@ -79,8 +76,8 @@ class Child:
         self._cancelled: set[int] = set()
         self._running: int | None = None
         self._told_trouble = False
-        self._pricer = Pricer(outbox)
-        self._counter = Counter(outbox)
+        self._pricer = pricer(outbox)
+        self._counter = counter(outbox)
         self._advisor = Advisor(outbox)
         self._unloaded = threading.Lock()
         self._pulse = Pulse(outbox, self._stats)
@@ -121,9 +118,9 @@ class Child:
                 case Warm(messages):
                     self._warm(messages)
                 case AskPrice():
-                    self._price(request)
+                    self._pricer.ask(self._engine, request)
                 case AskCount():
-                    self._count(request)
+                    self._counter.ask(self._engine, request)
                 case AskWhatIf():
                     self._advise(request)
                 case Unload():
@@ -188,18 +185,6 @@ class Child:
             pass
         except Exception:
             traceback.print_exc()
-
-    def _price(self, request: AskPrice) -> None:
-        if self._engine is None:
-            self._outbox.put(Priced(request.id, None))
-        else:
-            self._pricer.ask(self._engine, request)
-
-    def _count(self, request: AskCount) -> None:
-        if self._engine is None:
-            self._outbox.put(Counted(request.id, None))
-        else:
-            self._counter.ask(self._engine, request)
 
     def _advise(self, request: AskWhatIf) -> None:
         self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)

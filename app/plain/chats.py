@@ -7,6 +7,7 @@ from tokamac.app.plain.repl import Repl
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Chat, Hit
+from tokamac.app.tui.deleting import bring_back, set_aside
 from tokamac.app.tui.listing import ago, excerpt, flat, last_deleted
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.recording import Recording
@@ -74,31 +75,15 @@ def delete(repl: Repl, name: str) -> None:
     if not name and held is None:
         raise NOTHING_YET
     chat = _named(repl, store, name or held or "")
-    if chat.deleted_at is not None:
-        repl.console.note(f"It is deleted already: /restore {chat.id} brings it back.")
-    elif chat.id != held:
-        store.delete(chat.id)
-        repl.console.note(f"Deleted: {_titled(chat)}. /restore brings it back.")
-    elif recording.lacking():  # after another try
-        repl.console.note("Not all of this chat could be saved: deleted now, it could not be brought back whole.")
-    else:
-        _begin(repl)  # before it is deleted: what is still to be written of a chat would bring it back
-        store.delete(chat.id)
-        repl.console.note(f"Deleted, and a new chat begun: {_titled(chat)}. /restore brings it back.")
+    said = set_aside(recording, chat, lambda: _begin(repl), title=_titled(chat), back="/restore")
+    repl.console.note(said.text)
 
 
 def restore(repl: Repl, name: str) -> None:
     """Bring back the chat that was deleted last, or another one, and open it."""
     store = _recording(repl).store
     chat = _named(repl, store, name) if name else last_deleted(store)
-    if chat is None:
-        repl.console.note("No chat is deleted.")
-    elif chat.deleted_at is None:
-        repl.console.note(f"It is not deleted: /open {chat.id} opens it.")
-    else:
-        store.undelete(chat.id)
-        repl.open(chat.id)
-        repl.console.note(f"Brought back: {_titled(chat)}.")
+    repl.console.note(bring_back(store, chat, repl.open, title=_titled).text)
 
 
 def _titled(chat: Chat) -> str:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from tests.app.test_session import Clock
-from tokamac.app.backend.counter import Counter
+from tokamac.app.backend.answerer import counter
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.scenarios import SCENARIOS
 from tokamac.app.backend.scripted import ScriptedEngine
@@ -82,10 +83,13 @@ class Told(Outbox):
     """An outbox that keeps what is put into it."""
 
     def __init__(self) -> None:
-        self.said: list[Reply] = []
+        self._said: SimpleQueue[Reply] = SimpleQueue()
 
     def put(self, reply: Reply) -> None:
-        self.said.append(reply)
+        self._said.put(reply)
+
+    def next(self) -> Reply:
+        return self._said.get(timeout=60)
 
 
 class Closed(ScriptedEngine):
@@ -97,10 +101,16 @@ class Closed(ScriptedEngine):
 
 def test_an_engine_that_was_closed_counts_nothing_and_the_next_question_is_answered() -> None:
     told = Told()
-    counter = Counter(told)
-    counter._answer(Closed("fast", SCENARIOS["fast"]), AskCount(1, "some text"))
-    counter._answer(ScriptedEngine("fast", SCENARIOS["fast"]), AskCount(2, "some text"))
-    assert told.said == [Counted(1, None), Counted(2, 3)]
+    asked = counter(told)
+    asked.ask(Closed("fast", SCENARIOS["fast"]), AskCount(1, "some text"))
+    asked.ask(ScriptedEngine("fast", SCENARIOS["fast"]), AskCount(2, "some text"))
+    assert [told.next(), told.next()] == [Counted(1, None), Counted(2, 3)]
+
+
+def test_where_no_engine_is_loaded_nothing_is_counted() -> None:
+    told = Told()
+    counter(told).ask(None, AskCount(1, "some text"))
+    assert told.next() == Counted(1, None)
 
 
 async def test_the_chip_tells_characters_then_tokens(

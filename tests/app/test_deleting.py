@@ -50,7 +50,7 @@ async def test_the_open_chat_is_set_aside_for_a_new_one_and_comes_back_whole(cha
         first = held(c)
         await c.send("/delete")
         await c.until(lambda: prompts(c) == [])
-        assert "Deleted, and a new chat begun. /restore brings it back." in c.notices
+        assert "Deleted, and a new chat begun: about apples. /restore brings it back." in c.notices
         assert (deleted(c), kept(c), held(c)) == (["about apples"], [], None)
         await c.ask("about pears")
         assert (deleted(c), kept(c)) == (["about apples"], ["about pears"])  # it is not back by what is said now

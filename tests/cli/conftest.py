@@ -4,12 +4,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.cli.plain_chat import Terminal
 from tests.tiny import make_tiny
 from tokamac.app import cli
 from tokamac.engine.limits import bandwidth
@@ -82,3 +83,32 @@ def start() -> Callable[..., "subprocess.Popen[str]"]:
         return subprocess.Popen(command, **{**settings, **options})  # type: ignore[call-overload,no-any-return]
 
     return run
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the chats of a test are kept."""
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data" / "chats" / "chats.db"
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """A file to attach."""
+    path = tmp_path / "notes.md"
+    path.write_text("keys and values")
+    return path
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Starts the chat on a terminal of its own: ``terminal("fast", "--plain", NO_COLOR="1")``."""
+    made: list[Terminal] = []
+
+    def start(*arguments: str, **environment: str) -> Terminal:
+        made.append(Terminal(*arguments, **environment))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()

@@ -88,3 +88,10 @@ class Terminal:
         except OSError:
             pass  # the last writer has left
         return self.process.wait(PATIENCE_S)
+
+    def end(self) -> None:
+        """Kill what still runs, and give the terminal back."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.leader)

@@ -1,7 +1,6 @@
 """``tokamac chat --plain``: what is written and not sent when another chat is begun or opened."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,37 +9,9 @@ from tests.cli.plain_chat import Terminal, last_path, piped
 from tokamac.app.store.store import Store
 from tokamac.app.tui.recording import LEFT
 
+pytestmark = pytest.mark.usefixtures("data")
+
 KILL_LINE = "\x15"
-
-
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the chats of a test are kept."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data" / "chats" / "chats.db"
-
-
-@pytest.fixture
-def notes(tmp_path: Path) -> Path:
-    path = tmp_path / "notes.md"
-    path.write_text("keys and values")
-    return path
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    made: list[Terminal] = []
-
-    def start(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        os.close(each.leader)
 
 
 def drafts(data: Path) -> dict[str, str]:

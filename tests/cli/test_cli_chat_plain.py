@@ -15,12 +15,7 @@ from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import Message
 from tokamac.app.tui.actions import ACTIONS
 
-
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the chats of a test are kept."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data" / "chats" / "chats.db"
+pytestmark = pytest.mark.usefixtures("data")
 
 
 def test_each_line_is_answered_on_stdout_and_kept(data: Path) -> None:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,30 +19,15 @@ TITLE = "Where decode spends its time"
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the chats of a test are kept."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data" / "chats" / "chats.db"
-
-
-@pytest.fixture
-def hasty(tmp_path: Path, data: Path) -> Iterator[Callable[..., Terminal]]:
+def hasty(tmp_path: Path, data: Path, terminal: Callable[..., Terminal]) -> Callable[..., Terminal]:
     """Starts a chat on a terminal in which an unused minute passes in a tenth of a second."""
-    made: list[Terminal] = []
 
     def start(scenario: str, settings: str) -> Terminal:
         path = tmp_path / "settings.toml"
         path.write_text(settings)
-        environment = {"TEST_SETTINGS": str(path), "TEST_HASTE": "600", "TERM": "dumb", "NO_COLOR": "1"}
-        made.append(Terminal(scenario, "--plain", **environment))
-        return made[-1]
+        return terminal(scenario, "--plain", TEST_SETTINGS=str(path), TEST_HASTE="600", TERM="dumb", NO_COLOR="1")
 
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        os.close(each.leader)
+    return start
 
 
 def children(process: int) -> list[int]:

@@ -3,35 +3,14 @@
 import os
 import pty
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, spawn
 
-
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the chats of a test are kept."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data" / "chats" / "chats.db"
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    made: list[Terminal] = []
-
-    def start(*arguments: str, **environment: str) -> Terminal:
-        made.append(Terminal(*arguments, **environment))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        os.close(each.leader)
+pytestmark = pytest.mark.usefixtures("data")
 
 
 def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal: Callable[..., Terminal]) -> None:

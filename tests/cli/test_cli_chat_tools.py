@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from tokamac.app.plain.figures import TOLD
 from tokamac.app.store.store import Store
 from tokamac.engine.errors import OptionError
 
+pytestmark = pytest.mark.usefixtures("data")
+
 STUBBORN = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: (print("heard", flush=True), sys.exit(130)))
@@ -27,34 +29,11 @@ time.sleep(60)
 """
 
 
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the chats of a test are kept."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data" / "chats" / "chats.db"
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the settings are, on whatever system."""
     monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "home" / "settings.toml"))
     return tmp_path / "home"
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    made: list[Terminal] = []
-
-    def start(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        os.close(each.leader)
 
 
 # The guide --------------------------------------------------------------------------------------------------------------

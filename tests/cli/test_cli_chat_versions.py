@@ -2,9 +2,8 @@
 brought back.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,37 +17,9 @@ from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.tree import Tree
 
+pytestmark = pytest.mark.usefixtures("data")
+
 KILL_LINE = "\x15"
-
-
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the chats of a test are kept."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    return tmp_path / "data" / "chats" / "chats.db"
-
-
-@pytest.fixture
-def notes(tmp_path: Path) -> Path:
-    path = tmp_path / "notes.md"
-    path.write_text("keys and values")
-    return path
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    made: list[Terminal] = []
-
-    def start(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-        os.close(each.leader)
 
 
 def prompts(data: Path) -> list[tuple[str, list[str]]]:

@@ -1,9 +1,11 @@
 """Conversations set aside, and brought back: the one that is open, too."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.values import Chat
+from tokamac.app.tui.deleting import Said, bring_back, set_aside
 from tokamac.app.tui.listing import excerpt, last_deleted
 from tokamac.app.tui.wishes.conversation import begin_new, open_chat
 
@@ -26,32 +28,17 @@ def delete_chat(chat: "ChatScreen", name: str) -> None:
 
 
 def _delete(chat: "ChatScreen", recording: "Recording", name: str) -> None:
-    held, restores = recording.chat, chat.session.keymap.key("restore_chat")
-    wanted = name or held
+    wanted = name or recording.chat
     if wanted is None:
         chat.notify("There is nothing to delete yet.", markup=False, timeout=3)
         return
-    found = recording.store.chat(wanted)
-    if found.deleted_at is not None:
-        chat.notify(f"It is deleted already: /restore {found.id} brings it back.", markup=False, timeout=5)
-    elif found.id != held:
-        recording.store.delete(found.id)
-        chat.notify(f"Deleted: {_named(found)}. {restores} brings it back.", markup=False, timeout=6)
-    elif why := _why_not(chat, recording):
-        chat.notify(why, severity="warning", markup=False, timeout=6)
-    else:
-        begin_new(chat)  # before it is deleted: what is still to be written of a chat would bring it back
-        recording.store.delete(found.id)
-        chat.notify(f"Deleted, and a new chat begun. {restores} brings it back.", markup=False, timeout=6)
-
-
-def _why_not(chat: "ChatScreen", recording: "Recording") -> str:
-    """Return why the open chat can't be deleted now; "" where it can."""
-    if chat.session.replying:
-        return f"A reply is being written: wait, or stop it with {chat.session.keymap.key('stop')}, then delete."
-    if recording.lacking():  # after another try
-        return "Not all of this chat could be saved: deleted now, it could not be brought back whole."
-    return ""
+    found, keymap = recording.store.chat(wanted), chat.session.keymap
+    if found.id == recording.chat and chat.session.replying:
+        stop = keymap.key("stop")
+        _tell(chat, Said(f"A reply is being written: wait, or stop it with {stop}, then delete.", refused=True))
+        return
+    begin = partial(begin_new, chat)
+    _tell(chat, set_aside(recording, found, begin, title=_titled(found), back=keymap.key("restore_chat")))
 
 
 def restore_chat(chat: "ChatScreen", name: str) -> None:
@@ -63,19 +50,14 @@ def restore_chat(chat: "ChatScreen", name: str) -> None:
         return
     try:
         found = recording.store.chat(name) if name else last_deleted(recording.store)
-        if found is not None and found.deleted_at is not None:
-            recording.store.undelete(found.id)
+        _tell(chat, bring_back(recording.store, found, lambda found: open_chat(chat, Pick(found)), title=_titled))
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
-        return
-    if found is None:
-        chat.notify("No chat is deleted.", markup=False, timeout=3)
-    elif found.deleted_at is None:
-        chat.notify(f"It is not deleted: /open {found.id} opens it.", markup=False, timeout=5)
-    else:
-        open_chat(chat, Pick(found.id))
-        chat.notify(f"Brought back: {_named(found)}.", markup=False, timeout=4)
 
 
-def _named(chat: Chat) -> str:
+def _tell(chat: "ChatScreen", said: Said) -> None:
+    chat.notify(said.text, severity="warning" if said.refused else "information", markup=False, timeout=6)
+
+
+def _titled(chat: Chat) -> str:
     return excerpt(chat.title or chat.draft) or "untitled"
