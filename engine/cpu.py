@@ -28,6 +28,11 @@ LAZY_WEIGHTS = 1 << 20
 REPLACED = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
+def stays_lazy(weights: int) -> bool:
+    """Return whether a matrix of so many weights multiplies one row in MLX's graph, rather than at once by NumPy."""
+    return weights <= LAZY_WEIGHTS
+
+
 class DenseLinear(nn.Module):
     """y = x Wᵀ + b in float32, with W (out, in) laid out so that Wᵀ is contiguous: both libraries multiply that fastest."""
 
@@ -43,7 +48,7 @@ class DenseLinear(nn.Module):
     @property
     def lazy(self) -> bool:
         """Whether a decode step stays in MLX's graph."""
-        return bool(self.weight.size <= LAZY_WEIGHTS)
+        return stays_lazy(self.weight.size)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., in) → (..., out)."""

@@ -30,7 +30,7 @@ class Pacing:
         self._clock = clock
         self._quiet_since: float | None = None
         self._take()
-        if measuring is not None and not measuring.missing:
+        if measuring is not None and not measuring.remaining:
             self._measuring = None
 
     def later(self) -> None:

@@ -31,8 +31,14 @@ LONGEST_PENDING = 8
 LONGEST_CONTEXT = 8
 """Tokens decoded again with each new one, at most, before the oldest are let go of."""
 
-LATER_SYSTEM = "Be brief from here on."
-"""What a template is tried with."""
+LATER_SYSTEM = (
+    Message("system", "Be brief."),
+    Message("user", "What is prefill?"),
+    Message("assistant", "It reads the prompt."),
+    Message("system", "Be thorough from here on."),
+    Message("user", "What is decode?"),
+)
+"""What a chat template is tried with: does it write a system message that follows others, in its place?"""
 
 POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
 """Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
@@ -144,12 +150,16 @@ class Tokenizer:
         return self._render(messages, reply=False, cut=FIELDS[kind])
 
     def takes_later_system(self) -> bool:
-        """Whether the chat template writes a system message that follows others: many refuse one, or leave it out."""
-        said = [Message("user", "a"), Message("assistant", "b"), Message("system", LATER_SYSTEM), Message("user", "c")]
+        """Whether the chat template writes a system message that follows others in its place, and the first one too.
+
+        Many refuse one, or leave it out; some write the last of all at the beginning, in place of the first.
+        """
         try:
-            return LATER_SYSTEM in self._render(said, reply=True)
+            written = self._render(LATER_SYSTEM, reply=True)
         except TemplateError:
             return False
+        places = [written.find(message.content) for message in LATER_SYSTEM]
+        return -1 not in places and places == sorted(places)
 
     def opens_thinking(self, rendered: str) -> bool:
         """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking."""

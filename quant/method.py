@@ -37,7 +37,9 @@ class Round:
         """See Quantizer."""
         rows, lanes = weight.reshape(-1, weight.shape[-1]), _lanes()
         step = max(1, BLOCK_WEIGHTS // len(lanes) // rows.shape[1])
-        step += step % 2  # MLX on a CPU packs 32 values at a time, so that of 16 an odd row can't be told apart
+        # MLX on a CPU packs 32 values at a time: in groups of 16, an odd number of narrow rows would end within such a pack.
+        # Where all rows together are odd, the last block is too, as the whole would be.
+        step += step % 2
         if rows.shape[0] <= step:
             return tuple(mx.quantize(weight, **asdict(packing)))
         whole: list[mx.array] = []

@@ -77,9 +77,12 @@ def measure_bandwidth(bytes_read: int = LARGEST, *, device: DeviceKind | None = 
     return max((speed for speed in speeds if speed is not None), default=None)
 
 
-def is_busy() -> bool:
-    """Return whether others use a good part of the CPU: what is measured now would be too low to keep."""
-    return os.getloadavg()[0] > BUSY_SHARE * (os.cpu_count() or 1)
+def is_busy(own_s: float = 0.0) -> bool:
+    """Return whether others use a good part of the CPU: what is measured now would be too low to keep.
+
+    own_s: CPU seconds that the measuring itself has used until now. Of the last minute's load, at most a sixtieth of them is it.
+    """
+    return os.getloadavg()[0] - own_s / 60 > BUSY_SHARE * (os.cpu_count() or 1)
 
 
 def bucket(bytes_read: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.limits import kept
 from tokamac.engine.limits.arithmetic import measure_tflops
-from tokamac.engine.limits.bandwidth import LARGEST, bucket, is_busy
+from tokamac.engine.limits.bandwidth import LARGEST, bucket
 from tokamac.engine.limits.measured import (
     A_LAYER,
     ROWS,
@@ -23,6 +23,7 @@ from tokamac.engine.limits.measured import (
     depths_up_to,
 )
 from tokamac.engine.limits.products import Product
+from tokamac.engine.limits.timings import PASSES, Part, Timings, name
 from tokamac.engine.limits.work import Work
 
 if TYPE_CHECKING:
@@ -34,20 +35,6 @@ FILE = "parts.json"
 
 RECIPE = 5
 """Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
-
-
-PASSES = 3
-"""How often each part is timed, in passes over all of them, seconds apart; the quickest counts. What slows a machine comes and
-goes in seconds (others' work, the clock, a virtual machine's neighbours): all of one time of a part, seldom three of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """key: names all it depends on. time_it: times it once. better: of two such times (or of two rates), the less disturbed."""
-
-    key: str
-    time_it: Callable[[], float]
-    better: Callable[[float, float], float] = min
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +56,9 @@ class Subject:
 
 def kept_tflops(machine: str) -> float | None:
     """Return what a large matrix product reached on this machine, in 10^12 operations a second; None where it was never timed."""
-    return kept.read(kept.store_file(FILE), _peak_key(machine))
+    found = kept.read_all(kept.store_file(FILE))
+    timed = (found.get(name(_peak_key(machine), number)) for number in range(1, PASSES + 1))
+    return max((each for each in timed if each is not None), default=None)
 
 
 def can_measure(plan: "CachePlan") -> bool:
@@ -82,46 +71,33 @@ class Measuring:
 
     def __init__(self, subject: Subject, file: Path | None = None) -> None:
         self._subject = subject
-        self._file = file or kept.store_file(FILE)
-        self._known = kept.read_all(self._file)
         self._parts = tuple(_parts(subject)) if can_measure(subject.plan) else ()
+        self._timings = Timings(file or kept.store_file(FILE), self._parts)
 
     @property
     def missing(self) -> int:
         """Parts that were not timed yet."""
-        return sum(part.key not in self._known for part in self._parts)
+        return self._timings.missing
+
+    @property
+    def remaining(self) -> int:
+        """Steps that remain: each part is timed several times."""
+        return self._timings.remaining
 
     def steps(self) -> Iterator[None]:
-        """Time the missing parts, one a step, in PASSES. What is timed on a busy machine takes too long: it is used, not kept."""
-        missing = [part for part in self._parts if part.key not in self._known]
-        disturbed = set()
-        for number in range(1, PASSES + 1):
-            for part in missing:
-                if self._time(part):
-                    disturbed.add(part.key)
-                if number == PASSES and part.key not in disturbed:
-                    kept.keep(self._file, {part.key: self._known[part.key]})
-                yield
-
-    def _time(self, part: Part) -> bool:
-        """Time a part once more; return whether others used the machine."""
-        import mlx.core as mx
-
-        busy, found = is_busy(), part.time_it()
-        self._known[part.key] = part.better(found, self._known.get(part.key, found))
-        mx.clear_cache()  # the copies of a matrix take as much memory as the model may
-        return busy or is_busy()
+        """Time what remains, a part a step. What is timed on a busy machine takes too long: it is used, but not kept."""
+        return self._timings.steps()
 
     @property
     def peak_tflops(self) -> float | None:
         """10^12 operations a second of a large matrix product, once it was timed: prefill's ceiling."""
-        return self._known.get(_peak_key(self._subject.machine))
+        return self._timings.best.get(_peak_key(self._subject.machine))
 
     def pace(self) -> Measured | None:
         """Return the pace once every part was timed, else None. Further passes make it truer."""
         if not self._parts or self.missing:
             return None
-        return _pace(self._subject, self._known)
+        return _pace(self._subject, self._timings.best)
 
 
 def _parts(subject: Subject) -> Iterator[Part]:

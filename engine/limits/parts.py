@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from tokamac.engine.cpu import LAZY_WEIGHTS, DenseLinear
+from tokamac.engine.cpu import DenseLinear, stays_lazy
 from tokamac.engine.limits.measured import A_LAYER
 from tokamac.engine.limits.products import Product
 
@@ -42,7 +42,7 @@ class Multiplying:
     @property
     def at_once(self) -> bool:
         """Whether a row is multiplied by NumPy, which needs its input evaluated (engine/cpu.py)."""
-        return self._dense and self.product.rows * self.product.columns > LAZY_WEIGHTS
+        return self._dense and not stays_lazy(self.product.rows * self.product.columns)
 
     @property
     def nbytes(self) -> int:
@@ -83,10 +83,10 @@ class Attending:
     def seconds(self) -> float:
         """Return the seconds of appending to one and attending, the mean over all: as many as a model has layers alike, so that
         a chip's caches hold no more of them than in a step."""
-        caches, attend = self.filled(), self.attend()
+        caches, attended = self.filled(), self.attend()
 
         def step() -> None:
-            mx.eval([attend(cache) for cache in caches])
+            mx.eval([attended(cache) for cache in caches])
             self.rewind(caches)
 
         return usual_s(step) / self.caches

@@ -2,8 +2,12 @@
 
 Timed in a row of its own kind, a part finds its thread awake, its code and small arrays in the caches, and a core of its own. In
 a step it doesn't: MLX's thread slept while NumPy multiplied, the weights went through the caches meanwhile, and NumPy's threads
-look for more work for a tenth of a second, on cores that MLX's thread and the host's want. So the parts of a layer take longer
-in turn than apart. The difference is the price of handing over; it depends on what goes through the caches, so on the depth.
+look for more work for a while, on cores that MLX's thread and the host's want. So the parts of a layer take longer in turn than
+apart. The difference is the price of handing over; it depends on what goes through the caches, so on the depth.
+
+Products of as many columns are multiplied one after the other, as if they had one input. That is a step's order where attention's
+are MLX's and the rest NumPy's; where all are NumPy's, a step waits twice more than is timed here, and once for each product in
+the parts timed apart, so that the handing over comes out as little or nothing.
 """
 
 from collections.abc import Callable
@@ -18,8 +22,8 @@ from tokamac.engine.limits.parts import Attending, Launching, Multiplying, ones,
 if TYPE_CHECKING:
     from tokamac.engine.kv.cache import Cache
 
-PATIENCE = 4.0
-"""Three threads on the cores of two meet often, and a step of a model with such layers is little else: worth a closer look."""
+PATIENCE = 2.0
+"""A step of a model with such layers is little else than these: worth a closer look."""
 
 Step = Callable[["Cache"], None]
 

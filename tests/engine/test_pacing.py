@@ -1,7 +1,7 @@
 """When the machine's pace is measured: in quiet time, a part at a time, never beside a request; and what becomes known by it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from tokamac.engine import Engine, Finished, Sampling, pacing
 from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits import kept, measuring, parts
+from tokamac.engine.limits import kept, measuring, parts, timings
 from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.measured import Measured
-from tokamac.engine.limits.measuring import PASSES, Measuring, Subject
+from tokamac.engine.limits.measuring import Measuring, Subject
+from tokamac.engine.limits.timings import PASSES
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import load_model
 from tokamac.engine.options import KVSpec
@@ -43,7 +44,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(parts, "BUDGET_S", 0.0)
     monkeypatch.setattr(parts, "LEAST_TRIALS", 1)
     monkeypatch.setattr(measuring, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(measuring, "is_busy", lambda: False)
+    monkeypatch.setattr(timings, "is_busy", lambda _: False)
     monkeypatch.setattr(pacing, "is_busy", lambda: False)
     monkeypatch.setattr(kept, "store_file", lambda name: tmp_path / "kept" / name)
 
@@ -153,16 +154,18 @@ def test_finishing_measures_the_rest_now_busy_or_not(measure: Measuring, monkeyp
     paced.finish()  # there is nothing left to do
 
 
-def test_finishing_goes_on_where_idle_time_had_come_to(measure: Measuring) -> None:
+def test_finishing_goes_on_where_idle_time_had_come_to(measure: Measuring, loaded: Any) -> None:
     clock, machine = Clock(), Machine(CHIP)
     paced = Pacing(machine, measure, clock)
     paced.idle()
     clock.now += QUIET_S
     for _ in range(3):
         paced.idle()
+    assert measure.remaining == PASSES * measure.missing + (PASSES - 1) * 3
     paced.finish()
     assert isinstance(machine.pace, Measured)
-    assert measure.missing == 0
+    assert (measure.missing, measure.remaining) == (0, 0)
+    assert measuring_of(loaded).remaining == 0  # what idle time had come to was kept, and not begun anew
 
 
 def test_after_the_end_nothing_is_measured(measure: Measuring) -> None:
@@ -234,17 +237,17 @@ def test_an_engine_knows_what_to_expect_once_it_has_measured(engine: Engine) -> 
 
 
 def test_measuring_happens_on_the_engines_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = set()
-    seconds = parts.Sampling.seconds
+    threads, published = set(), engine.limits(100).expected_tps
+    usual_s = parts.usual_s
 
-    def noted(self: parts.Sampling) -> float:
+    def noted(run: Callable[[], Any], **options: float) -> float:
         threads.add(threading.current_thread())
-        return seconds(self)
+        return usual_s(run, **options)
 
-    monkeypatch.setattr(parts.Sampling, "seconds", noted)
+    monkeypatch.setattr(parts, "usual_s", noted)
     engine.measure()
     assert threading.current_thread() not in threads
-    assert len(threads) <= 1
+    assert len(threads) == (published is None)
 
 
 def test_a_second_engine_finds_what_the_first_measured(engine: Engine, folder: Path) -> None:

@@ -190,8 +190,13 @@ def test_a_template_that_refuses_the_system_role_gets_it_in_the_users_turn(tmp_p
          "{{ m.content }}{% endfor %}", False),
         ("{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}", False),
         ("{{ raise_exception('never') }}", False),
+        ("{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}"
+         "{% endif %}{% endfor %}{{ ns.system }}{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}"
+         "{% endfor %}", False),
+        ("{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+         "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}", False),
     ],
-    ids=["written", "refused", "left out", "broken"],
+    ids=["written", "refused", "left out", "broken", "in place of the first", "all at the beginning"],
 )  # fmt: skip
 def test_whether_a_template_takes_a_later_system_message_is_tried(tmp_path: Path, template: str, takes: bool) -> None:
     assert folder_with(tmp_path, template).takes_later_system() is takes

@@ -10,7 +10,7 @@ from tests.limits.test_limits_cost import CONFIGS, build, save
 from tests.tiny import make_tiny
 from tokamac.engine import Engine
 from tokamac.engine.errors import ModelDamagedError, ModelNotFoundError, ModelUnsupportedError, OptionError
-from tokamac.engine.limits import measuring
+from tokamac.engine.limits import timings
 from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.inspect import inspect, inspect_model
@@ -188,7 +188,7 @@ def test_what_was_measured_here_is_found_again_without_loading_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(measuring, "is_busy", lambda: False)  # what a busy machine measures is not kept
+    monkeypatch.setattr(timings, "is_busy", lambda _: False)  # what a busy machine measures is not kept
     folder = make_tiny(tmp_path / "tiny")
     before = inspect(subject_of(folder), Case(context=256, prompt=128))
     with Engine.load(folder, prompt_cache=None) as engine:

@@ -1,6 +1,7 @@
 """A pace made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found again."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from tokamac.engine.config import normalise
 from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits import measuring, parts
+from tokamac.engine.limits import bandwidth, measuring, parts, timings
 from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.limits.measured import ROWS, Measured, Timed, TimedAttention, between, depths_up_to
-from tokamac.engine.limits.measuring import PASSES, Measuring, Subject, can_measure, kept_tflops
+from tokamac.engine.limits.measuring import Measuring, Subject, can_measure, kept_tflops
 from tokamac.engine.limits.products import Product
+from tokamac.engine.limits.timings import PASSES
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import load_model
 from tokamac.engine.options import KVSpec
@@ -94,7 +96,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BUDGET_S", 0.0)
     monkeypatch.setattr(parts, "LEAST_TRIALS", 1)
     monkeypatch.setattr(measuring, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(measuring, "is_busy", lambda: False)
+    monkeypatch.setattr(timings, "is_busy", lambda _: False)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
     pace = first.pace()
     assert isinstance(pace, Measured)
     kept = json.loads(file.read_text())
-    assert len(kept) == 17
+    assert len(kept) == 17 * PASSES
     assert all(seconds > 0 for seconds in kept.values())
     again = Measuring(subject_of(loaded), file)
     assert again.missing == 0
@@ -146,8 +148,8 @@ def test_a_part_that_came_out_longer_at_less_depth_was_noise(loaded, tmp_path):
     measure = Measuring(subject_of(loaded), file)
     list(measure.steps())
     kept = json.loads(file.read_text())
-    shallow = next(key for key in kept if "at 64 x 1" in key)
-    file.write_text(json.dumps({**kept, shallow: 5.0}))
+    shallow = [key for key in kept if "at 64 x 1" in key]
+    file.write_text(json.dumps({**kept, **dict.fromkeys(shallow, 5.0)}))
     pace = Measuring(subject_of(loaded), file).pace()
     assert [seconds for _, seconds in pace.attention[0].row] == [5.0, 5.0, 5.0]
     assert pace.decode_s(measure._subject.work, 5000) == pace.decode_s(measure._subject.work, 64)
@@ -176,7 +178,7 @@ def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypa
 
 def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, monkeypatch):
     file = tmp_path / "parts.json"
-    monkeypatch.setattr(measuring, "is_busy", lambda: True)
+    monkeypatch.setattr(timings, "is_busy", lambda _: True)
     busy = Measuring(subject_of(loaded), file)
     list(busy.steps())
     assert isinstance(busy.pace(), Measured)
@@ -186,13 +188,14 @@ def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, monkey
 def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
     file = tmp_path / "parts.json"
     left = Measuring(subject_of(loaded), file).steps()
-    for _ in range(17 * (PASSES - 1)):
-        next(left)
-    assert Measuring(subject_of(loaded), file).missing == 17  # what was not timed in each pass is not kept
-    for _ in range(5):
+    for _ in range(17 + 5):
         next(left)
     left.close()
-    assert Measuring(subject_of(loaded), file).missing == 12
+    again = Measuring(subject_of(loaded), file)
+    assert (again.missing, again.remaining) == (0, 17 * (PASSES - 1) - 5)
+    assert isinstance(again.pace(), Measured)
+    assert sum(1 for _ in again.steps()) == 17 * (PASSES - 1) - 5
+    assert Measuring(subject_of(loaded), file).remaining == 0
 
 
 def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
@@ -205,15 +208,23 @@ def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loade
     assert measure.peak_tflops == 1.0
 
 
-def test_what_was_disturbed_in_one_pass_is_not_kept(loaded, tmp_path, monkeypatch):
+def test_what_was_disturbed_in_one_pass_is_timed_again_another_time(loaded, tmp_path, monkeypatch):
     file, measure = tmp_path / "parts.json", Measuring(subject_of(loaded), tmp_path / "parts.json")
     steps = measure.steps()
-    monkeypatch.setattr(measuring, "is_busy", lambda: True)
+    monkeypatch.setattr(timings, "is_busy", lambda _: True)
     next(steps)
-    monkeypatch.setattr(measuring, "is_busy", lambda: False)
+    monkeypatch.setattr(timings, "is_busy", lambda _: False)
     list(steps)
-    assert len(json.loads(file.read_text())) == 16
-    assert Measuring(subject_of(loaded), file).missing == 1
+    again = Measuring(subject_of(loaded), file)
+    assert (again.missing, again.remaining) == (0, 1)
+
+
+def test_the_load_that_measuring_makes_is_not_taken_for_others(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
+    assert bandwidth.is_busy()
+    assert not bandwidth.is_busy(own_s=30.0)  # half of a minute's load
+    assert bandwidth.is_busy(own_s=20.0)
 
 
 @pytest.mark.parametrize("damage", ["", "not JSON", "[1, 2]", '"text"', "{", "[" * 100_000, "\x00\xff"])
@@ -232,7 +243,7 @@ def test_a_value_that_can_not_be_right_is_measured_again(loaded, tmp_path, wrong
     list(Measuring(subject_of(loaded), file).steps())
     kept = json.loads(file.read_text())
     file.write_text(json.dumps({**kept, next(iter(kept)): wrong}))
-    assert Measuring(subject_of(loaded), file).missing == 1
+    assert Measuring(subject_of(loaded), file).remaining == 1
 
 
 def test_where_nothing_can_be_written_the_pace_is_known_all_the_same(loaded, tmp_path):

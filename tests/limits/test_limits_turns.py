@@ -14,10 +14,11 @@ from tests.limits.test_limits_prediction import EIGHT_B
 from tests.tiny import make_tiny
 from tokamac.engine import cpu
 from tokamac.engine.device import device_kind
-from tokamac.engine.limits import measuring, parts
+from tokamac.engine.limits import measuring, parts, timings
 from tokamac.engine.limits.measured import HandingOver, Measured, TimedAttention
 from tokamac.engine.limits.measuring import Measuring, Subject
 from tokamac.engine.limits.products import Product
+from tokamac.engine.limits.timings import PASSES
 from tokamac.engine.model import load_model
 from tokamac.engine.options import KVSpec
 
@@ -59,14 +60,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BUDGET_S", 0.0)
     monkeypatch.setattr(parts, "LEAST_TRIALS", 1)
     monkeypatch.setattr(measuring, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(measuring, "is_busy", lambda: False)
+    monkeypatch.setattr(timings, "is_busy", lambda _: False)
 
 
 @pytest.fixture
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy multiplies a row with the tiny model's MLP and head, as with a larger model's; its attention's products are MLX's."""
-    for module in (cpu, parts):
-        monkeypatch.setattr(module, "LAZY_WEIGHTS", 20_000)
+    monkeypatch.setattr(cpu, "LAZY_WEIGHTS", 20_000)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded, tmp_pa
     file, subject = tmp_path / "parts.json", subject_unpacked(loaded, kv)
     measure = Measuring(subject, file)
     list(measure.steps())
-    assert len(turns_in(file)) == len(depths)
+    assert len(turns_in(file)) == PASSES * len(depths)
     (handing,) = measure.pace().handing
     assert (handing.layers, handing.limit) == (2, kv.window and kv.window + 64)
     assert tuple(depth for depth, _ in handing.points) == depths
@@ -121,6 +121,17 @@ def test_a_step_takes_what_its_layers_take_in_turn(loaded, tmp_path, by_numpy):
     # Two layers of 5 s, and what is no layer's: the head, the last norm, the table's row and two kernels, and sampling.
     head = next(timed.row_s for product, timed in pace.products if product.head)
     assert pace.decode_s(subject.work, 1024) == pytest.approx(2 * 5.0 + head + 4 * pace.launch.row_s + pace.sampling_s)
+
+
+def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loaded, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_unpacked(loaded)
+    list(Measuring(subject, file).steps())
+    falling = {key: 5.0 / int(key.partition(" pass ")[0].split()[-2]) for key in turns_in(file)}
+    assert len(set(falling.values())) == 3
+    file.write_text(json.dumps({**json.loads(file.read_text()), **falling}))
+    pace = Measuring(subject, file).pace()
+    steps = [pace.decode_s(subject.work, depth) for depth in (64, 500, 1024, 2000, 4096, 8000)]
+    assert steps == pytest.approx([steps[0]] * 6)
 
 
 def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded, tmp_path, by_numpy):
