@@ -3,7 +3,7 @@
     0 done · 1 failed (one line on stderr: what, and what to do next) · 2 wrong usage · 130 interrupted · 141 stdout was closed
 
 A command is a module in tokamac.app.commands with ``parser()`` and ``run(parser, options) -> int``, imported when it is asked for.
-``--version`` and ``--help`` import no more than this file.
+``--version`` and ``--help`` import no more than this file and the statuses.
 """
 
 import io
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+
+from tokamac.app.exit_status import INTERRUPTED, PIPE_CLOSED
 
 COMMANDS = {
     "chat": "the full-screen chat (what `tokamac` alone opens)",
@@ -24,9 +26,6 @@ COMMANDS = {
     "cache": "the prompt cache on disk: show, clear, check",
     "chats": "conversations that are kept: list, show, export, import, delete, restore, repair",
 }
-
-INTERRUPTED = 130
-PIPE_CLOSED = 141  # 128 + SIGPIPE: what a shell reports of a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,6 +30,7 @@ def pytest_collection_finish() -> None:
     """All modules are imported: to look through them for garbage, at each full collection, was a good part of the tests' time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # tests make many small objects, and few of them in cycles
 
 
 @pytest.fixture(scope="session")

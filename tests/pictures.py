@@ -6,20 +6,24 @@ The real app, its real child process and the embedded model, driven by Textual's
 import asyncio
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from textual.pilot import Pilot
 
+from tokamac.app.backend.whatif import Figures
+from tokamac.app.backend.wire import Loaded, WhatIf
 from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
 from tokamac.app.tui.app import TokamacApp
+from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.run import ChatOptions, build
-from tokamac.app.tui.session import Phase
+from tokamac.app.tui.whatif_form import first_question
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
-MEASURING_S = 25.0
-"""An idle engine measures this machine's pace with the model, so that the pictures show an expected speed."""
+MEASURED_S, LOOK_S = 120.0, 1.0
+"""How long an idle engine may take to measure this machine's pace with the model, and how often it is asked for it."""
 SCREENS = (("f1", "help", 0.5), ("f2", "explain", 0.5), ("f3", "whatif", 6.0), ("ctrl+o", "models", 20.0))
 THEME = "tokamac-dark"
 """The theme that a terminal's own colours don't change: the pictures look the same whoever takes them."""
@@ -36,6 +40,35 @@ async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
     await pilot.pause()
 
 
+async def measured(app: TokamacApp) -> None:
+    """Wait until this machine's pace with the model is known, so that the pictures show an expected speed."""
+    session, what_ifs = app.chat.session, app.chat.what_ifs
+    told: list[WhatIf] = []
+
+    def hear(event: WhatIf | Loaded) -> None:
+        if isinstance(event, WhatIf):
+            told.append(event)
+
+    what_ifs.listeners.append(hear)
+    began_s = time.monotonic()
+    while not (told and _asked(told[-1]).expected_tps is not None):
+        if time.monotonic() - began_s > MEASURED_S:
+            why = _asked(told[-1]).reason if told else "nothing was answered"
+            raise RuntimeError(
+                f"no speed is expected after {MEASURED_S:g} s: {why}. What is timed on a busy machine is not kept."
+            )
+        what_ifs.ask(first_question(session, session.load.model))
+        await asyncio.sleep(LOOK_S)
+    what_ifs.listeners.remove(hear)
+
+
+def _asked(event: WhatIf) -> Figures:
+    """Return the figures of the case that was asked about. Raises RuntimeError where it could not be told."""
+    if event.answer is None:
+        raise RuntimeError(event.error)
+    return next(case.figures for case in event.answer.cases if case.change == "as asked")
+
+
 async def take() -> None:
     """Chat, and save what the screen shows."""
     PICTURES.mkdir(parents=True, exist_ok=True)
@@ -50,7 +83,7 @@ async def take() -> None:
         try:
             async with app.run_test(size=(120, 36), notifications=False) as pilot:
                 await idle(app, pilot)
-                await asyncio.sleep(MEASURING_S)
+                await measured(app)
                 for question in QUESTIONS:
                     app.chat.perform(app.chat.session.submit(question))
                     await asyncio.sleep(0.1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokamac.app.commands import loading
 from tokamac.app.commands.prompt import compose
+from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.options import (
     Parser,
     add_kv_flags,
@@ -96,7 +97,7 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
         else:
             writer.finished(event)
             reason = event.reason
-    return loading.INTERRUPTED if reason == "cancelled" else 0
+    return INTERRUPTED if reason == "cancelled" else 0
 
 
 class TextWriter:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.output import Progress, note
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
@@ -16,8 +17,6 @@ from tokamac.engine.options import KVSpec, PromptCacheSpec
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
-
-INTERRUPTED = 130
 
 
 def load(

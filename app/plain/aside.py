@@ -3,14 +3,18 @@
 import asyncio
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from tokamac.app.backend.line_process import Ended, LineProcess
+from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.plain.interrupts import heard
 from tokamac.engine.errors import OptionError
 
-INTERRUPTED = 130
-LOOK_S = 1.0
+HEAR_S = 1.0
+"""How often the engine is heard while a process is waited for."""
+BEGUN_S = 0.05
+"""How soon a process that was to stop before it had begun is asked again."""
 Line = TypeVar("Line")
 
 
@@ -24,7 +28,10 @@ def run_aside(
 ) -> Ended:
     """Run ``process`` to its end, and hand every line to ``take`` as it comes; return how it ended. Raises OSError.
 
-    meanwhile: called now and then, so that the engine is heard. stopping: called when the process was asked to stop.
+    Ctrl-C asks it to stop, once, be it as soon as it has begun. Where that was asked and the process did not end with status 0, the
+    status that is returned is INTERRUPTED, whatever its own was: one that had hardly begun, or had to be killed, has another.
+
+    meanwhile: called now and then, so that the engine is heard. stopping: called once, when the process is to stop.
     """
     return asyncio.run(_run(process, arguments, take, meanwhile, stopping))
 
@@ -36,17 +43,26 @@ async def _run(
     meanwhile: Callable[[], None],
     stopping: Callable[[], None],
 ) -> Ended:
-    loop, stops = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-
-    def stop() -> None:
-        stopping()
-        stops.add(loop.create_task(process.interrupt()))
-
-    with heard(lambda: loop.call_soon_threadsafe(stop)):
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    with heard(lambda: loop.call_soon_threadsafe(stop.set)):
         run = asyncio.ensure_future(process.run(arguments, take))
-        while not (await asyncio.wait({run}, timeout=LOOK_S))[0]:
+        stopper = asyncio.ensure_future(_stop(process, run, stop, stopping))
+        while not (await asyncio.wait({run}, timeout=HEAR_S))[0]:
             meanwhile()
-        return run.result()
+        stopper.cancel()
+        end = run.result()
+        return replace(end, status=INTERRUPTED) if stop.is_set() and end.status else end
+
+
+async def _stop(
+    process: LineProcess[Line], run: asyncio.Future[Ended], stop: asyncio.Event, stopping: Callable[[], None]
+) -> None:
+    """Once it is to stop, ask the process to, which may not have begun yet."""
+    await stop.wait()
+    stopping()
+    while not run.done():
+        await process.interrupt()
+        await asyncio.wait({run}, timeout=BEGUN_S)
 
 
 def words_of(written: str, model: str) -> tuple[str, list[str]]:

@@ -3,14 +3,16 @@
 import time
 from pathlib import Path
 
+from tokamac.app.plain.interrupts import unbroken
 from tokamac.app.plain.repl import Repl
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Chat, Hit
-from tokamac.app.tui.deleting import bring_back, set_aside
+from tokamac.app.tui import deleting
+from tokamac.app.tui.digits import whole_number
 from tokamac.app.tui.listing import ago, excerpt, flat, last_deleted
 from tokamac.app.tui.own import Own
-from tokamac.app.tui.recording import Recording
+from tokamac.app.tui.recording import LEFT, Recording
 
 NOT_KEPT = StoreError("Chats are not kept", "The reason was said at the start.")
 NOTHING_YET = StoreError("Nothing was said yet", "Ask something first.")
@@ -19,17 +21,19 @@ MOST_LISTED = 20
 
 def new(repl: Repl, _: str) -> None:
     """Begin another conversation; this one is kept."""
-    _begin(repl)
+    if _begin(repl):
+        repl.console.note(LEFT)
     repl.console.note("New chat. The model stays loaded.")
 
 
-def _begin(repl: Repl) -> None:
-    driver, unkept = repl.driver, repl.keep_draft()
-    repl.tell_left(unkept)
-    driver.memory.own = Own()
-    driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
+@unbroken()
+def _begin(repl: Repl) -> bool:
+    """Leave the conversation for a new one; return whether what was not sent stays with it."""
+    driver, unsent, unkept = repl.driver, repl.composer.unsent, repl.keep_draft()
+    driver.memory.hold(Own(), driver.session)
     driver.perform(driver.session.new_chat())
     repl.composer.hold(unkept)
+    return bool(unsent.whole) and not unkept.whole
 
 
 def listed(repl: Repl, words: str) -> None:
@@ -63,9 +67,17 @@ def opened(repl: Repl, name: str) -> None:
 
 
 def _named(repl: Repl, store: Store, name: str) -> Chat:
-    """Return a chat by its number in the last list, or by its id. Raises StoreError."""
-    number = int(name) if name.isascii() and name.isdigit() else 0
-    return store.chat(repl.listed[number - 1] if 0 < number <= len(repl.listed) else name)
+    """Return a chat by its number in the last list, or by its id. Raises StoreError.
+
+    A number beyond the list may be a whole id. It is never the beginning of one: another chat would be meant by mistake.
+    """
+    if (number := whole_number(name)) is None:
+        return store.chat(name)
+    if 0 < number <= len(repl.listed):
+        return store.chat(repl.listed[number - 1])
+    if (chat := store.known(name)) is None:
+        raise StoreError(f"There is no number {name} in the last list", "/chats lists them.")
+    return chat
 
 
 def delete(repl: Repl, name: str) -> None:
@@ -73,9 +85,10 @@ def delete(repl: Repl, name: str) -> None:
     recording = _recording(repl)
     store, held = recording.store, recording.chat
     if not name and held is None:
-        raise NOTHING_YET
-    chat = _named(repl, store, name or held or "")
-    said = set_aside(recording, chat, lambda: _begin(repl), title=_titled(chat), back="/restore")
+        repl.console.note("There is nothing to delete yet.")
+        return
+    chat = _named(repl, store, name) if name else store.chat(held or "")
+    said = deleting.delete(recording, chat, lambda: _begin(repl), title=_titled(chat), back="/restore")
     repl.console.note(said.text)
 
 
@@ -83,7 +96,7 @@ def restore(repl: Repl, name: str) -> None:
     """Bring back the chat that was deleted last, or another one, and open it."""
     store = _recording(repl).store
     chat = _named(repl, store, name) if name else last_deleted(store)
-    repl.console.note(bring_back(store, chat, repl.open, title=_titled).text)
+    repl.console.note(deleting.restore(store, chat, repl.open, title=_titled).text)
 
 
 def _titled(chat: Chat) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from tokamac.app.plain import chats, convert, figures, guide, messages, options, pull, whatif, writing
 from tokamac.app.plain.repl import Repl
-from tokamac.app.tui.actions import ACTIONS, Action, by_slash
+from tokamac.app.tui import slash
+from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.phase import Phase
 from tokamac.engine.errors import TokamacError
 
@@ -14,7 +15,12 @@ NEEDS_SCREEN = "/{} needs the full screen: leave, and open it with tokamac chat.
 INSTEAD = {"toggle_panel": "/gauges says the figures"}
 ARGUMENTS = {
     "chats": "[WORDS]",
+    "open": "NUMBER|ID",
+    "delete_chat": "[NUMBER|ID]",
     "branches": "[NUMBER]",
+    "choose_model": "[NAME]",
+    "detach": "[NAME]",
+    "ask_guide": "QUESTION",
     "edit": "[TEXT]",
     "system_prompt": "[TEXT]",
     "settings": "[NAME VALUE]",
@@ -22,8 +28,12 @@ ARGUMENTS = {
     "what_if": "[MODEL] [FLAGS]",
     "convert": "[MODEL] [FLAGS]",
 }
-"""What may follow a command here, where the registry's has a dialog for it."""
+"""What may, or must, follow a command here, where the registry's has a dialog for it."""
+LINED = frozenset({"edit", "system_prompt"})
+"""What follows these may have several lines; else such a text is a prompt."""
 HELP = {
+    "open": "Open a chat by its number in the last list, or by its id.",
+    "delete_chat": "Delete this chat, or the one of that number or id; it can be brought back for 30 days.",
     "branches": "List the versions of this chat, or go to one.",
     "pull": "Download a model by its Hugging Face id, and wait for it.",
     "gauges": "Say the last reply's figures, or explain one.",
@@ -39,10 +49,9 @@ HELP = {
 
 def obey(repl: Repl, text: str) -> bool:
     """Do the slash command that ``text`` is; return whether it is one."""
-    word, _, argument = text.rstrip().partition(" ")
-    if not (word.startswith("/") and word[1:].isalpha()):
+    if (written := slash.parse(text, LINED)) is None:
         return False
-    action, argument = by_slash(word[1:].lower()), argument.strip()
+    word, argument, action = written.word, written.argument, written.action
     if action is None:
         repl.console.note(f"There is no command {word}. /help lists them; a space before it sends it as it is.")
     elif argument and not takes(action):

@@ -5,29 +5,35 @@ from pathlib import Path
 
 from tokamac.app.backend.conversion import Line, Stage
 from tokamac.app.backend.converter import Converter, converter_command
+from tokamac.app.exit_status import WRONG_USAGE
 from tokamac.app.plain.aside import run_aside, words_of
 from tokamac.app.plain.progress import Rarely
 from tokamac.app.plain.repl import Repl
 from tokamac.app.tui.converting import Phase, Standing
 from tokamac.app.tui.units import count, size
 
+OURS = ("--dry-run", "--json")
+"""Flags that are given where they belong; kept with a plan, they would have it planned again for ever."""
+MODEL_FIRST = "The model comes first: /convert MODEL FLAGS. Without one it is the chat's."
+
 
 def convert(repl: Repl, written: str) -> None:
     """Say what packing a model into fewer bits would do, or do what was planned last."""
-    planned, repl.planned = repl.planned, ()
-    if planned and not written:
-        if _run(repl, planned, dry_run=False) is not Phase.DONE:
-            repl.planned = planned
+    if repl.planned and not written:
+        if _run(repl, repl.planned, dry_run=False) is Phase.DONE:
+            repl.planned = ()
         return
+    repl.planned = ()
     model, flags = words_of(written, repl.driver.session.load.model)
-    arguments = (*flags, "--", model)
-    if _run(repl, arguments, dry_run=True) is Phase.PLANNED:
+    arguments = (*(flag for flag in flags if flag not in OURS), "--", model)
+    usage = MODEL_FIRST if written.startswith("-") else ""  # one that stands behind the flags is not understood
+    if _run(repl, arguments, dry_run=True, usage=usage) is Phase.PLANNED:
         repl.planned = arguments
         repl.console.note("/convert alone does it. Ctrl-C stops it; /convert goes on from there.")
 
 
-def _run(repl: Repl, arguments: tuple[str, ...], *, dry_run: bool) -> Phase:
-    """Plan or convert, and say what came of it; return where it stands."""
+def _run(repl: Repl, arguments: tuple[str, ...], *, dry_run: bool, usage: str = "") -> Phase:
+    """Plan or convert, and say what came of it; return where it stands. usage: what to add where the arguments are wrong."""
     standing, rarely = Standing(time.monotonic), Rarely()
     standing.begin(dry_run=dry_run)
 
@@ -39,14 +45,17 @@ def _run(repl: Repl, arguments: tuple[str, ...], *, dry_run: bool) -> Phase:
     how = ["--json", *(["--dry-run"] if dry_run else []), *arguments]
     try:
         converter = Converter(converter_command())
-        standing.ended(run_aside(converter, how, take, meanwhile=repl.driver.rest, stopping=standing.stop))
+        end = run_aside(converter, how, take, meanwhile=repl.driver.rest, stopping=standing.stop)
     except OSError as error:
         repl.console.note(f"It could not be begun: {error}")
         return Phase.FORM
+    standing.ended(end)
     if text := standing.text():
         repl.console.say(text)
     if standing.problem:
         repl.console.note(standing.problem)
+    if usage and end.status == WRONG_USAGE:
+        repl.console.note(usage)
     if standing.converted is not None:
         repl.console.note(f"/model {Path(standing.converted.path).absolute()} loads it.")
     return standing.phase

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
 from tokamac.app.plain.console import Console
-from tokamac.app.plain.interrupts import heard
+from tokamac.app.plain.interrupts import heard, unbroken
 from tokamac.app.plain.progress import Rarely
 from tokamac.app.plain.titling import Titling
 from tokamac.app.tui import units
@@ -60,6 +60,7 @@ class Driver:
         self._rarely = Rarely()
         self._titling = Titling()
 
+    @unbroken()
     def perform(self, steps: Sequence[Step]) -> None:
         """Do what the session asks, in order."""
         for step in steps:
@@ -111,12 +112,11 @@ class Driver:
 
     # The engine's process -------------------------------------------------------------------------------------------------
 
-    def settle(self, *, loaded: bool = False) -> bool:
-        """Take what the engine says until nobody waits for a reply; return whether Ctrl-C stopped it.
+    def settle(self, *, loaded: bool = False) -> None:
+        """Take what the engine says until nobody waits for a reply. Ctrl-C stops it.
 
         loaded: wait for a model that is being loaded, too; one that was unloaded is loaded.
         """
-        stopped = False
         if loaded and self.session.phase is Phase.UNLOADED:
             self.perform(self.session.start())
         self._rarely.begin()
@@ -126,12 +126,15 @@ class Driver:
                     case None:
                         self.perform(self.session.tick())
                     case _Interrupt():
-                        stopped = True
                         self.perform(self.session.stop())
                     case (life, event):
                         self._take(life, event)
                 self._tell_progress()
-        return stopped
+
+    def stop(self) -> None:
+        """Stop what is waited for, if anything is."""
+        if self.session.replying or self.session.queued:
+            self.perform(self.session.stop())
 
     def before_wait(self) -> None:
         """Take what the engine has said by now, and see what may be done while a line is waited for."""

@@ -6,6 +6,7 @@ from tokamac.app.plain.reading import last_turn
 from tokamac.app.plain.repl import Repl
 from tokamac.app.sanitise import sanitise
 from tokamac.app.tui.attachments import Draft
+from tokamac.app.tui.digits import whole_number
 from tokamac.app.tui.prose.code import code_blocks
 from tokamac.app.tui.tree import Node
 
@@ -71,7 +72,7 @@ def branches(repl: Repl, number: str) -> None:
     if not number or repl.outline is None or repl.outline.tree is not tree:
         repl.outline = outline(tree)
     keys, lines = repl.outline.keys, repl.outline.lines
-    wanted = int(number) if number.isascii() and number.isdigit() else 0
+    wanted = whole_number(number) or 0
     if not keys:
         repl.console.note(ONE_VERSION)
     elif not number:
@@ -80,7 +81,7 @@ def branches(repl: Repl, number: str) -> None:
     elif 0 < wanted <= len(keys):
         _go(repl, keys[wanted - 1])
     else:
-        repl.console.note(f"There is no version {number}: /branches lists them, 1 to {len(keys)}.")
+        repl.console.note(f"There is no version {number:.40}: /branches lists them, 1 to {len(keys)}.")
 
 
 def _go(repl: Repl, key: int) -> None:

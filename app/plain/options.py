@@ -5,6 +5,7 @@ from dataclasses import replace
 from tokamac.app.backend.wire import Load
 from tokamac.app.plain.repl import Repl
 from tokamac.app.settings import Settings
+from tokamac.app.tui.digits import whole_number
 from tokamac.app.tui.models import lasting
 from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
 from tokamac.engine.options import KVSpec, Sampling
@@ -38,7 +39,7 @@ def system(repl: Repl, text: str) -> None:
         repl.console.say(driver.session.system or "No system prompt.")
         return
     driver.memory.choose_system("" if text.lower() == NONE else text, own=True)
-    driver.session.system = driver.memory.system
+    driver.memory.give(driver.session)
     if driver.recording is not None:
         driver.recording.keep_own()
     _tell(repl, "The system prompt holds in this chat from the next message on; /system none takes it away.")
@@ -58,7 +59,7 @@ def settings(repl: Repl, written: str) -> None:
         if name in sampling:
             _choose_sampling(repl, read_sampling({**sampling, name: value}))
         elif name in kv:
-            _choose_kv(repl, read_kv({**kv, name: value}))
+            _choose_kv(repl, name, read_kv({**kv, name: value}))
         elif name == UNLOAD:
             _choose_minutes(repl, value.strip())
         else:
@@ -70,23 +71,29 @@ def settings(repl: Repl, written: str) -> None:
 def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
     memory = repl.driver.memory
     said = memory.choose_sampling(sampling, own=False)
-    repl.driver.session.sampling = memory.sampling
+    memory.give(repl.driver.session)
     own = "It holds in every chat but those with settings of their own."
     _tell(repl, said or own)
 
 
-def _choose_minutes(repl: Repl, minutes: str) -> None:
-    if not (minutes.isascii() and minutes.isdigit()):
-        raise FieldError(UNLOAD, f"{UNLOAD}: {minutes or 'nothing'!r} is no number of minutes (0: never).")
-    repl.driver.session.idle.after_min = int(minutes)
-    _keep(repl, replace(repl.driver.memory.settings, unload_after_min=int(minutes)))
+def _choose_minutes(repl: Repl, written: str) -> None:
+    minutes, session = whole_number(written), repl.driver.session
+    if minutes is None:
+        raise FieldError(UNLOAD, f"{UNLOAD}: {written or 'nothing'!r:.40} is no number of minutes (0: never).")
+    same, session.idle.after_min = minutes == session.idle.after_min, minutes
+    _tell(repl, f"It is {minutes} already." if same else f"{UNLOAD} is {minutes} now.")
+    _keep(repl, replace(repl.driver.memory.settings, unload_after_min=minutes))
 
 
-def _choose_kv(repl: Repl, kv: KVSpec) -> None:
-    """Change how keys and values are kept, which loads the model again; one that loads so is remembered."""
+def _choose_kv(repl: Repl, name: str, kv: KVSpec) -> None:
+    """Change how keys and values are kept, which loads the model again; one that loads so is remembered.
+
+    name: the field that was named.
+    """
     driver = repl.driver
     load = driver.session.load
     if kv == load.kv:
+        _tell(repl, f"It is {_texts(KV_FIELDS, kv)[name] or 'not set'} already.")
         return
     _tell(repl, "The model loads again with it.")
     driver.perform(driver.session.choose(Load(load.model, kv, load.prompt_cache)))

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.listing import excerpt
-from tokamac.app.tui.prose.messages import ENDINGS
-from tokamac.app.tui.tree import Node, Tree
+from tokamac.app.tui.listing import EXCERPT
+from tokamac.app.tui.one_line import said_in
+from tokamac.app.tui.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,7 @@ def _versions(tree: Tree) -> Iterator[tuple[int, int]]:
 
 
 def _line(tree: Tree, key: int, *, read: bool) -> str:
-    node, (number, many) = tree.nodes[key], tree.place(key)
+    number, many = tree.place(key)
     turn = sum(each.prompt is not None for each in tree.path_to(key))
-    who, said = _said(node)
+    who, said = said_in(tree.nodes[key], EXCERPT)
     return f"turn {turn}, {who}, version {number} of {many}{', read now' if read else ''}: {said}"
-
-
-def _said(node: Node) -> tuple[str, str]:
-    if node.prompt is not None:
-        return "you", excerpt(node.prompt) or ", ".join(each.name for each in node.attachments)
-    if node.system is not None:
-        return "system", excerpt(node.system)
-    if node.reply is None:
-        return "reply", "is being written"
-    who = sanitise_line(node.reply.model).rpartition("/")[2] or "reply"
-    return who, excerpt(node.reply.text) or ENDINGS[node.reply.ending] or "says nothing"

@@ -2,7 +2,9 @@
 
 from tokamac.app.backend.line_process import Ended
 from tokamac.app.backend.puller import Line, Progress, Pulled, Puller, Refused, models_command, pull_arguments
-from tokamac.app.plain.aside import INTERRUPTED, run_aside
+from tokamac.app.exit_status import INTERRUPTED
+from tokamac.app.plain.aside import run_aside
+from tokamac.app.plain.ending import why
 from tokamac.app.plain.progress import Rarely
 from tokamac.app.plain.repl import Repl
 from tokamac.app.tui.models import hub_cache, is_id, must_be_downloaded
@@ -54,4 +56,4 @@ class _Download:
         """Return what came of it, as a sentence."""
         if end.status == INTERRUPTED:
             return f"Stopped: /pull {self._model} goes on from there."
-        return self._said or f"{self._model} was not downloaded: {end.last_line or f'exit status {end.status}'}"
+        return self._said or f"{self._model} was not downloaded: {why(end)}"

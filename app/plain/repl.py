@@ -1,17 +1,20 @@
 """The plain chat's loop: a prompt, its reply, and so on; or a command of the registry, with a slash.
 
-Ctrl-C stops a reply; twice at the prompt it leaves with 130. The end of input leaves with 0, or with 1 where nobody types and
-a reply failed.
+Ctrl-C stops a reply, or a command; twice at the prompt it leaves with 130, and at once where nobody types. The end of input leaves
+with 0, or with 1 where nobody types and a reply failed.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.output import note
 from tokamac.app.plain.composer import Composer
 from tokamac.app.plain.console import Console
 from tokamac.app.plain.driver import Driver
+from tokamac.app.plain.interrupts import heard, noticed, unbroken
+from tokamac.app.plain.naming import NoKeys
 from tokamac.app.plain.outline import Outline
 from tokamac.app.plain.reading import last_turn
 from tokamac.app.plain.waiting import Meanwhile
@@ -24,7 +27,6 @@ from tokamac.app.tui.recording import LEFT, Recording
 from tokamac.app.tui.run import Begun, ChatOptions, begin, open_store
 from tokamac.app.tui.steps import TurnBegun
 
-INTERRUPTED = 130
 MOST_SENT = 200
 LOOK_S = 2.0
 """How often it is looked, while a line is waited for, whether the model is to give the chat a title, or its memory back."""
@@ -41,6 +43,7 @@ def run_plain(options: ChatOptions) -> int:
     from tokamac.app.plain.commands import obey, slashes
 
     console, begun = Console(), begin(options)
+    begun.session.keymap = NoKeys()
     repl = Repl(begun, console)
     try:
         for warning in begun.warnings:
@@ -91,10 +94,10 @@ class Repl:
                 self.composer.end_edit()
                 continue
             interrupts = 0
-            if not obey(self, text) and (text.strip() or self.composer.draft.attachments):
-                self.ask(text.strip())
-            if self.driver.settle() and not self.console.typed:
-                return INTERRUPTED
+            with noticed() as interrupted:
+                self._do(obey, text)
+                if interrupted() and not self.console.typed:
+                    return INTERRUPTED
             if not self.console.typed and self.driver.session.phase is Phase.FAILED:
                 return 1  # nobody is there to choose another model
             self._take_back()
@@ -102,6 +105,27 @@ class Repl:
         if recording is not None and recording.chat is not None:
             self.console.aside(f"To go on: tokamac chat --chat {recording.chat}")
         return int(self.driver.failed and not self.console.typed)
+
+    def _do(self, obey: Obey, text: str) -> None:
+        """Do what the line asks for, and wait until nobody waits for a reply. Raises KeyboardInterrupt where nobody types."""
+        try:
+            if not obey(self, text):
+                self._prompted(text.strip())
+        except KeyboardInterrupt:
+            if not self.console.typed:
+                raise
+            self.console.note("Stopped.")
+            self.driver.stop()
+        self.driver.settle()
+
+    def _prompted(self, text: str) -> None:
+        """Ask ``text``. Nothing, in place of a prompt that was given back, gives that one up; what goes with it stays."""
+        composer, draft = self.composer, self.composer.draft
+        offered = draft.text if self.console.typed and self.console.shown and composer.editing is None else ""
+        if offered and not text:
+            composer.hold(Draft("", draft.attachments))
+        elif text or draft.attachments:
+            self.ask(text)
 
     def _read(self) -> str:
         """Return the next line. Raises EOFError, KeyboardInterrupt."""
@@ -114,16 +138,17 @@ class Repl:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Let another program have the terminal; the engine is heard meanwhile."""
-        with self.console.holding(), self._meanwhile.waiting():
+        """Let another program have the terminal; the engine is heard meanwhile. Ctrl-C is for that program."""
+        with self.console.holding(), heard(lambda: None), self._meanwhile.working():
             yield
 
     def ask(self, text: str) -> None:
         """Send ``text``, with what is attached, in place of the prompt that is edited if there is one."""
         composer, draft = self.composer, Draft(text, self.composer.draft.attachments)
         if composer.editing is None:
-            composer.hold(Draft())
-            self.driver.perform(self.driver.session.submit(draft.text, draft.attachments))
+            with unbroken():
+                composer.hold(Draft())
+                self.driver.perform(self.driver.session.submit(draft.text, draft.attachments))
         else:
             self._ask_anew(composer.editing, draft)
         if self.driver.recording is not None:
@@ -132,12 +157,13 @@ class Repl:
     def _ask_anew(self, key: int, draft: Draft) -> None:
         """Send ``draft`` in place of the prompt ``key``; where that is refused, it goes on being edited."""
         self.driver.settle(loaded=True)
-        steps = self.driver.session.edit(key, draft.text, draft.attachments)
-        if any(isinstance(step, TurnBegun) for step in steps):
-            self.composer.end_edit()
-        else:
-            self.composer.draft = draft
-        self.driver.perform(steps)
+        with unbroken():
+            steps = self.driver.session.edit(key, draft.text, draft.attachments)
+            if any(isinstance(step, TurnBegun) for step in steps):
+                self.composer.end_edit()
+            else:
+                self.composer.draft = draft
+            self.driver.perform(steps)
 
     def _take_back(self) -> None:
         """Put what was not sent before the next line."""
@@ -163,6 +189,7 @@ class Repl:
         elif options.resume:
             self.console.note("No chat is kept yet: this is a new one.")
 
+    @unbroken()
     def open(self, chat: str) -> None:
         """Hold the stored conversation ``chat``, and read out how it ended. Raises StoreError."""
         driver, recording = self.driver, self.driver.recording
@@ -173,8 +200,7 @@ class Repl:
         (tree, draft), own = recording.read(chat), recording.own(chat)
         if chat != left:
             self.tell_left(unkept)
-        driver.memory.own = own
-        driver.session.sampling, driver.session.system = driver.memory.sampling, driver.memory.system
+        driver.memory.hold(own, driver.session)
         driver.perform(driver.session.open(tree))
         recording.hold(chat, tree, draft)
         self.composer.hold(joined([apart(draft), unkept]))

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tokamac.app.plain.interrupts import unbroken
+
 HEARD_S = 0.2
 """A thread that is woken by Ctrl-C has stopped waiting by then."""
 
 
 class Meanwhile:
-    """Has ``work`` done on a thread about every ``every_s`` seconds while the main one is ``waiting``, and at no other time.
+    """Has ``work`` done on a thread about every ``every_s`` seconds while the main one is ``waiting`` or lets it be
+    ``working``, and at no other time.
 
     Ctrl-C is lost on readline where it comes between the prompt and the wait for a key: Python has noted it, and nothing wakes the
     thread that waits. So this one hears of it too, and sends it again where the other goes on waiting.
@@ -32,17 +35,26 @@ class Meanwhile:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let work be done; what has begun is over when this ends. Called on the main thread."""
+        """Let work be done, and see to it that Ctrl-C wakes this thread. Called on the main thread."""
+        with self.working():
+            before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let work be done; what has begun is over when this ends. Called on the main thread, whatever Ctrl-C does there."""
         with suppress(BlockingIOError):  # what an earlier wait was woken by
             os.read(self._ear, 4096)
         self._waits += 1
-        before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._turn.release()
         try:
             yield
         finally:
-            self._turn.acquire()
-            signal.set_wakeup_fd(before)
+            with unbroken():  # without its turn back, this thread could not give it away again
+                self._turn.acquire()
 
     def close(self) -> None:
         """Do no more. The two ends of the pipe stay open: a wait may still name one to the signal's handler."""

@@ -14,6 +14,7 @@ from tokamac.app.store.values import Chat, Json, TitleOrigin
 ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
 ID_LENGTH = 8
 _ID = re.compile(f"[{ID_CHARS}]{{1,{ID_LENGTH}}}")
+_HOLDS_SOMETHING = "(head IS NOT NULL OR draft <> '')"
 
 
 def chat_of(row: sqlite3.Row) -> Chat:
@@ -93,7 +94,7 @@ def find(connection: sqlite3.Connection, name: str) -> Chat:
 
 def listed(connection: sqlite3.Connection, words: str, limit: int, offset: int, *, deleted: bool) -> list[Chat]:
     """Return chats, last used first, whose titles hold all the ``words``; those without message and draft are left out."""
-    where = ["deleted_at IS NOT NULL" if deleted else "deleted_at IS NULL", "(head IS NOT NULL OR draft <> '')"]
+    where = ["deleted_at IS NOT NULL" if deleted else "deleted_at IS NULL", _HOLDS_SOMETHING]
     wanted = fold(storable(words)).split()
     where += ["instr(fold(title), ?) > 0"] * len(wanted)
     rows = connection.execute(
@@ -101,6 +102,14 @@ def listed(connection: sqlite3.Connection, words: str, limit: int, offset: int, 
         (*wanted, limit, offset),
     )
     return [chat_of(row) for row in rows]
+
+
+def last_deleted(connection: sqlite3.Connection) -> Chat | None:
+    """Return the chat that was deleted last, of those that hold something; None where there is none."""
+    row = connection.execute(
+        f"SELECT * FROM chats WHERE deleted_at IS NOT NULL AND {_HOLDS_SOMETHING} ORDER BY deleted_at DESC, id LIMIT 1"
+    ).fetchone()
+    return None if row is None else chat_of(row)
 
 
 def update(connection: sqlite3.Connection, name: str, **columns: Any) -> Chat:

@@ -62,6 +62,8 @@ def write(path: Path, text: str) -> None:
             file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
-    except OSError as problem:
-        path.unlink(missing_ok=True)
-        raise StoreError(f"{path} can't be written: {problem.strerror or problem}") from problem
+    except BaseException as problem:
+        path.unlink(missing_ok=True)  # half a file is none, by Ctrl-C too
+        if isinstance(problem, OSError):
+            raise StoreError(f"{path} can't be written: {problem.strerror or problem}") from problem
+        raise

@@ -14,8 +14,8 @@ _BEFORE_CHARS = 40
 
 Mark = tuple[int, int]
 
-SEARCHED = "m.state <> 'partial' AND m.role <> 'system'"
-"""What is looked through. A system message that came with an import is shown nowhere, so that there is nothing to go to."""
+SEARCHED = "m.state <> 'partial'"
+"""What is looked through: the user's messages, replies, and the system messages of an import, which are shown like them."""
 _COLUMNS = "m.id, m.chat, m.role, m.created_at, c.title"
 _INDEXED = f"""
 SELECT {_COLUMNS}, highlight(search, 0, :open, :close) AS shown

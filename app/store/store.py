@@ -40,7 +40,7 @@ UNDO_S = 30 * 86400.0
 class Store(Questions):
     """Chats on disk. Use it, and close it, on the thread that opened it. Every method may raise StoreError.
 
-    What can be asked is in ``Questions``; here is what changes something.
+    What can be asked is in ``Questions``; here is what changes something, and what there is to undo.
     """
 
     def __init__(self, database: Database, clock: Clock) -> None:
@@ -146,6 +146,11 @@ class Store(Questions):
         """Bring a deleted chat back."""
         with self._database.writing() as connection:
             return chats.update(connection, chat, deleted_at=None)
+
+    def last_deleted(self) -> Chat | None:
+        """Return the chat that was deleted last, of those that ``undelete`` can bring back; None where there is none."""
+        with self._database.reading() as connection:
+            return chats.last_deleted(connection)
 
     def purge(self, older_than_s: float = UNDO_S) -> int:
         """Remove for ever the chats deleted so many seconds ago or more, and overwrite their bytes; return how many."""

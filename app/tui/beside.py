@@ -14,6 +14,7 @@ from tokamac.app.tui.prices import Prices, path, questions
 from tokamac.app.tui.steps import Notice, Step
 from tokamac.app.tui.talk import Talk
 from tokamac.app.tui.titles import IDLE_S, Titles
+from tokamac.app.tui.tree import Tree
 from tokamac.engine.events import Message
 
 
@@ -28,6 +29,7 @@ class Beside(Life):
         self.prices = Prices()
         self.counts = Counts()
         self.titles = Titles()
+        self._told_of = ""  # the model of which it was said that it is not given all of this conversation
 
     def pause(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Have the draft, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
@@ -66,17 +68,23 @@ class Beside(Life):
         quiet = self.idle.quiet_s(self.phase_since) >= IDLE_S
         return self.titles.ask(self.talk.turns[0]) if able and quiet and self.titles.wanted else []
 
+    def _hold(self, tree: Tree) -> None:
+        """Hold another conversation, of which nothing was asked or said yet."""
+        self.talk, self._told_of = Talk(tree), ""
+        self.titles.opened()
+        self._forget()
+
     def _tell_left_out(self, messages: Sequence[Message]) -> list[Step]:
         """Say, once for each model and conversation, how many system messages of those to be sent its template does not take."""
-        if self.info is None or self.info.later_system or self.talk.told_of == self.info.name:
+        if self.info is None or self.info.later_system or self._told_of == self.info.name:
             return []
         many = sum(each.role == "system" for each in messages[1:])
         if not many:
             return []
-        self.talk.told_of = self.info.name
+        self._told_of = self.info.name
         what = "1 system message" if many == 1 else f"{many} system messages"
         why = f"the chat template of {self.info.name} takes none after others"
-        return [Notice(f"Left out of the prompt: {what} in the middle of this chat; {why}.", "warning")]
+        return [Notice(f"Left out of the prompt: {what} of this chat; {why}.", "warning")]
 
     def _before_title(self, steps: list[Step]) -> list[Step]:
         """Return ``steps``; where they ask anything, a title is stopped first."""

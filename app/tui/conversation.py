@@ -6,6 +6,7 @@ from typing import Literal
 
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.attachments import whole
+from tokamac.engine.continuation import whole_characters
 from tokamac.engine.events import Message, TextKind
 from tokamac.engine.limits.diagnosis import Diagnosis
 from tokamac.engine.limits.gaps import Outlier
@@ -29,6 +30,12 @@ class Reply:
     metrics: Metrics | None = None
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
+
+
+def cut_here(reply: Reply) -> Reply:
+    """Return what a reply that goes on begins with: without what was left of a character where it was cut."""
+    said = whole_characters(Message("assistant", reply.text, reply.thinking))
+    return Reply(said.content, said.thinking, reply.thinking_s)
 
 
 class Growing:
@@ -69,7 +76,8 @@ class Turn:
     """A prompt, and its reply unless that is still to come.
 
     key, reply_key: of the messages in their tree; 0 is of none. place, reply_place: which of how many stand there, from 1.
-    attachments: what goes with the prompt. system, between: what system messages before the prompt say, and before its reply.
+    attachments: what goes with the prompt. system, between: what system messages before the prompt say, and before its reply;
+    system_keys, between_keys: of these messages.
     """
 
     prompt: str
@@ -81,6 +89,8 @@ class Turn:
     attachments: tuple[Attachment, ...] = ()
     system: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
+    system_keys: tuple[int, ...] = ()
+    between_keys: tuple[int, ...] = ()
 
     @property
     def asked(self) -> str:

@@ -21,6 +21,7 @@ from tokamac.app.backend.conversion import (
     TensorWritten,
 )
 from tokamac.app.backend.converter import Ended
+from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.fidelity import sentence
 from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
@@ -29,8 +30,6 @@ from tokamac.app.tui.units import UNKNOWN, count, rate, seconds, short, size
 BITS = ("2", "3", "4", "5", "6", "8")
 
 BAR_CELLS = 24
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,11 @@ class Standing:
     def begin(self, *, dry_run: bool) -> None:
         """A process was started."""
         self.phase, self.problem = (Phase.PLANNING if dry_run else Phase.RUNNING), ""
+        self._resumes = not dry_run
         self.stage = self.tensors = self.expected = self.converted = None
 
     def stop(self) -> None:
-        """The process was asked to stop."""
-        self._resumes = self.phase is Phase.RUNNING
+        """The process was asked to stop. Asked again, nothing changes."""
         self.phase = Phase.STOPPING
 
     def take(self, line: Line) -> None:

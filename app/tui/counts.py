@@ -40,8 +40,9 @@ class Counts:
             self._known[attachment] = event.tokens
 
     def forget(self) -> None:
-        """Expect no answer any more: what was not counted is asked again."""
+        """Expect no answer any more: what was not counted is asked again, what could not be counted too."""
         self._asked.clear()
+        self._known = {each: tokens for each, tokens in self._known.items() if tokens is not None}
 
     def _ask(self, attachment: Attachment) -> Ask:
         self._id += 1

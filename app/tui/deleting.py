@@ -1,4 +1,4 @@
-"""Conversations set aside, and brought back: what may be, what is done, and what is said of it, on a screen or in lines."""
+"""Conversations deleted, and brought back: what may be, what is done, and what is said of it, on a screen or in lines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +21,11 @@ class Said:
     refused: bool = False
 
 
-def set_aside(recording: "Recording", chat: Chat, begin_new: Callable[[], object], *, title: str, back: str) -> Said:
-    """Delete ``chat``; if it is the open one, after another was begun. back: what brings it back. Raises StoreError."""
+def delete(recording: "Recording", chat: Chat, begin_new: Callable[[], bool], *, title: str, back: str) -> Said:
+    """Delete ``chat``; if it is the open one, after another was begun. back: what brings it back. Raises StoreError.
+
+    begin_new: leaves the open one; returns whether what was not sent stays with it.
+    """
     if chat.deleted_at is not None:
         return Said(f"It is deleted already: /restore {chat.id} brings it back.")
     if chat.id != recording.chat:
@@ -30,14 +33,13 @@ def set_aside(recording: "Recording", chat: Chat, begin_new: Callable[[], object
         return Said(f"Deleted: {title}. {back} brings it back.")
     if recording.lacking():  # after another try
         return Said(NOT_WHOLE, refused=True)
-    begin_new()  # before it is deleted: what is still to be written of a chat would bring it back
+    unsent = begin_new()  # before it is deleted: what is still to be written of a chat would bring it back
     recording.store.delete(chat.id)
-    return Said(f"Deleted, and a new chat begun: {title}. {back} brings it back.")
+    draft = ", with what was not sent" if unsent else ""
+    return Said(f"Deleted, and a new chat begun: {title}. {back} brings it back{draft}.")
 
 
-def bring_back(
-    store: Store, chat: Chat | None, open_it: Callable[[str], object], *, title: Callable[[Chat], str]
-) -> Said:
+def restore(store: Store, chat: Chat | None, open_it: Callable[[str], object], *, title: Callable[[Chat], str]) -> Said:
     """Bring ``chat`` back and open it by its id. None: there is none to bring back. Raises StoreError."""
     if chat is None:
         return Said("No chat is deleted.")

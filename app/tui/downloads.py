@@ -16,9 +16,9 @@ from enum import Enum, auto
 from typing import Any
 
 from tokamac.app.backend.puller import Line, Progress, Puller, Refused, Removed, pull_arguments, remove_arguments
+from tokamac.app.exit_status import INTERRUPTED
 from tokamac.engine.limits import metrics as rates
 
-INTERRUPTED = 130
 RATE_OVER_S = 10.0
 """The rate is that of so many seconds."""
 

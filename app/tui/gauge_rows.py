@@ -10,6 +10,7 @@ from textual.content import Content
 
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
+from tokamac.app.tui.cells import end_of
 from tokamac.app.tui.explanation import shares
 from tokamac.app.tui.figures import Figure
 from tokamac.app.tui.prose.rows import wrapped
@@ -62,7 +63,7 @@ def _of(part: int | None, whole: int | None) -> str:
 def _model(session: Session) -> Iterator[GaugeRow]:
     info = session.info
     name = sanitise_line(session.load.model if info is None else info.name)
-    name = name if len(name) <= WIDTH else f"…{name[-WIDTH + 1 :]}"
+    name = end_of(name, WIDTH)
     yield GaugeRow(Content.styled(name, "bold $primary"), "model")
     if info is None:
         yield GaugeRow(Content.styled("not loaded", FAINT), "model")

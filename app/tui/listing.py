@@ -1,6 +1,5 @@
 """What the list of conversations shows: chats by title, and messages by what was said. A store of its own, for any thread."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +54,7 @@ class Library:
 
 def last_deleted(store: Store) -> Chat | None:
     """Return the chat that was deleted last, of those that can be brought back; None where there is none. Raises StoreError."""
-    return max(store.chats(limit=sys.maxsize, deleted=True), key=lambda chat: chat.deleted_at or 0.0, default=None)
+    return store.last_deleted()
 
 
 def ago(seconds: float) -> str:

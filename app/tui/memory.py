@@ -3,12 +3,16 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokamac.app.settings import DAMAGED, Settings, read
 from tokamac.app.settings_change import change, merged
 from tokamac.app.tui.keymap import keymap
 from tokamac.app.tui.own import Own
 from tokamac.engine.options import Sampling
+
+if TYPE_CHECKING:
+    from tokamac.app.tui.session import Session
 
 
 class Memory:
@@ -43,6 +47,15 @@ class Memory:
         """The system prompt that holds in the chat that is held."""
         chosen = (self._given.system, self.own.system, self.settings.system)
         return next(text for text in chosen if text is not None)
+
+    def hold(self, own: Own, session: "Session") -> None:
+        """Let what a chat has of its own hold in ``session`` from here on, and else what holds in every chat."""
+        self.own = own
+        self.give(session)
+
+    def give(self, session: "Session") -> None:
+        """Let what holds in the chat that is held hold in ``session``, after a change."""
+        session.sampling, session.system = self.sampling, self.system
 
     def choose_sampling(self, sampling: Sampling, *, own: bool) -> str:
         """Hold ``sampling`` in this chat alone, or in every chat without its own; return as ``keep`` does."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 from tokamac.app.backend.wire import AskPrice, ModelInfo, Priced
 from tokamac.app.tui import units
-from tokamac.app.tui.ahead import is_ready
-from tokamac.app.tui.conversation import Reply, Turn, messages
+from tokamac.app.tui.ahead import READY_TOKENS, is_ready
+from tokamac.app.tui.conversation import Reply, Turn, cut_here, messages
 from tokamac.app.tui.steps import Ask, Step
 from tokamac.app.tui.talk import Talk
-from tokamac.engine.continuation import whole_characters
 from tokamac.engine.events import Message
 from tokamac.engine.price import Price
 
@@ -23,12 +22,15 @@ OTHER = "~ "
 INSTANT_S = 0.1
 READY = "ready"
 """Of a path that can be gone on with at once: nothing of it is to be read again."""
+PATH = "branches"
+"""The ``id`` of a question about a path, which stands in the tree of all paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an action, the registry's ``id``, would have answered. most: editing less takes less.
+    """What an action would have answered. most: editing less takes less.
 
+    id: the action's in the registry; ``other`` of two versions, which ``older`` and ``newer`` both read.
     key: of a path that is read from then on, the message it was asked for; nothing is answered yet. None: of another action.
     """
 
@@ -48,38 +50,46 @@ class Known:
 
 
 class Prices:
-    """Prices of actions on one message. known: those that came, in the order they were asked for."""
+    """Prices of actions on one message, or of paths.
+
+    known: those that came, in the order they were asked for. unpriced: what was answered, but has no price. waiting: what is not
+    answered yet.
+    """
 
     def __init__(self) -> None:
         self.known: tuple[Known, ...] = ()
-        self._waiting: list[Question] = []
+        self.unpriced: tuple[Question, ...] = ()
+        self.waiting: tuple[Question, ...] = ()
         self._id = 0  # below zero: those above are of what is read ahead
 
     def ask(self, asked: Sequence[Question]) -> list[Step]:
-        """Return what to ask for another message; the prices of the one before are forgotten."""
+        """Return what to ask in place of what was asked before, which is forgotten with its prices."""
         self.forget()
-        self._waiting = list(asked)
+        self.waiting = tuple(asked)
         return self._next()
 
     def priced(self, event: Priced) -> list[Step]:
         """Take a price, and return what to ask next."""
-        if event.id != self._id or not self._waiting:
+        if event.id != self._id or not self.waiting:
             return []
-        question = self._waiting.pop(0)
-        if event.price is not None:
+        question, *others = self.waiting
+        self.waiting = tuple(others)
+        if event.price is None:
+            self.unpriced = (*self.unpriced, question)
+        else:
             self.known = (*self.known, Known(question, event.price))
         return self._next()
 
     def forget(self) -> None:
         """Nothing is pointed at any more, or another engine is asked."""
         self.known = ()
-        self._waiting = []
+        self.unpriced = self.waiting = ()
 
     def _next(self) -> list[Step]:
-        if not self._waiting:
+        if not self.waiting:
             return []
         self._id -= 1
-        return [Ask(AskPrice(self._id, self._waiting[0].messages, self._waiting[0].continues))]
+        return [Ask(AskPrice(self._id, self.waiting[0].messages, self.waiting[0].continues))]
 
 
 def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:
@@ -93,15 +103,20 @@ def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list
 def _answers(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:
     if (prompt := talk.prompt_of(key)) is None:
         return []
-    reply = talk.reply_at(key)
-    asked = messages(system, talk.tree.turns_to(prompt.key))
-    found = [Question("again", asked)]
-    said = None if reply is None else reply.reply
-    if said is not None and not whole(said, thinks=info is not None and info.thinks):
-        begun = cut_here(said)
-        found.append(Question("continue", (*asked, Message("assistant", begun.text, begun.thinking)), continues=True))
-    edited = replace(asked[-1], content=OTHER + asked[-1].content)
-    return [*found, Question("edit", (*asked[:-1], edited), most=True)]
+    asked = messages(system, talk.tree.turns_to(talk.end_of_prompt(prompt.key)))
+    *before, written = messages(system, talk.tree.turns_to(prompt.key))
+    edit = Question("edit", (*before, replace(written, content=OTHER + written.content)), most=True)
+    return [Question("again", asked), *_going_on(talk.begun(key), asked, info), edit]
+
+
+def _going_on(said: Reply | None, asked: tuple[Message, ...], info: ModelInfo | None) -> list[Question]:
+    """Return the question of going on with what was ``said``; None: there is nothing yet, and ``asked`` is answered."""
+    if said is None:
+        return [Question("continue", asked)]
+    if whole(said, thinks=info is not None and info.thinks):
+        return []
+    begun = cut_here(said)
+    return [Question("continue", (*asked, Message("assistant", begun.text, begun.thinking)), continues=True)]
 
 
 def _fork(talk: Talk, system: str, key: int) -> Question:
@@ -114,7 +129,7 @@ def _versions(talk: Talk, system: str, key: int) -> list[Question]:
     return [path(talk, system, at, name) for name, at in named.items() if at is not None]
 
 
-def path(talk: Talk, system: str, key: int, name: str = "branches") -> Question:
+def path(talk: Talk, system: str, key: int, name: str = PATH) -> Question:
     """Return the question what the next prompt would find to be read, once the path through ``key`` is the one that is read."""
     return Question(name, _gone_on(talk, system, talk.tree.end_of(key)), key=key)
 
@@ -127,30 +142,35 @@ def of_path(price: Price) -> str:
     """Return what a path would take before it can be gone on with: ``ready``, or ``1,204 tokens to read again, about 3.0 s``."""
     if is_ready(price):
         return READY
-    return amount(price, " to read again" if price.tokens else "")
+    return amount(price, " to read again")
 
 
-def amount(price: Price, what: str = "") -> str:
-    """Return what ``price`` is, of ``what``: ``240 tokens, 1.2 MB from disk, about 0.4 s``. What is instant needs no seconds."""
-    tokens = f"{units.count(price.tokens)} token{'' if price.tokens == 1 else 's'}{what}"
-    disk = f", {units.size(price.disk_bytes)} from disk" if price.disk_bytes else ""
-    instant = price.seconds is None or price.seconds < INSTANT_S
-    return tokens + disk + ("" if instant else f", about {units.seconds(price.seconds)}")
+def amount(price: Price, what: str = "", *, brief: bool = False) -> str:
+    """Return what ``price`` is, of ``what``: ``240 tokens, 1.2 MB from disk, about 0.4 s``. What is instant needs no seconds.
+
+    brief: in three figures, and either tokens or what comes from the disk.
+    """
+    disk_alone = is_of_disk(price) if brief else price.disk_bytes > 0 and not price.tokens
+    parts = []
+    if not disk_alone:
+        number = units.short(price.tokens) if brief else units.count(price.tokens)
+        parts.append(f"{number} token{'' if price.tokens == 1 else 's'}{what}")
+    if price.disk_bytes and (disk_alone or not brief):
+        parts.append(units.size(price.disk_bytes) + ("" if brief else " from disk"))
+    if price.seconds is not None and price.seconds >= INSTANT_S:
+        parts.append(f"about {units.seconds(price.seconds)}")
+    return ", ".join(parts)
+
+
+def is_of_disk(price: Price) -> bool:
+    """Whether what is computed of ``price`` is nothing beside what comes from the disk."""
+    return price.tokens <= READY_TOKENS and price.disk_bytes > 0
 
 
 def whole(reply: Reply, *, thinks: bool) -> str:
-    """Return why there is no going on with a reply; "" where there is. thinks: whether the model that is loaded does."""
+    """Return why there is no going on with a reply that was begun; "" where there is. thinks: whether the loaded model does."""
     if reply.ending == "stop":
         return "This reply is whole: the model ended it by itself."
-    begun = cut_here(reply)
-    if not (begun.text or begun.thinking):
-        return "Nothing was said yet that could be continued: make the reply again."
-    if not begun.text and not thinks:
+    if not cut_here(reply).text and not thinks:
         return "The reply was cut in its thinking, and this model does not think: make it again."
     return ""
-
-
-def cut_here(reply: Reply) -> Reply:
-    """Return what a reply that goes on begins with: without what was left of a character where it was cut."""
-    said = whole_characters(Message("assistant", reply.text, reply.thinking))
-    return Reply(said.content, said.thinking, reply.thinking_s)

@@ -57,6 +57,11 @@ class Recording:
         """The id of the chat; None until there is something to keep."""
         return self._ledger.chat
 
+    @property
+    def ledger(self) -> Ledger:
+        """What of the chat is in the store. It tells that when the chat was left, too."""
+        return self._ledger
+
     # What the session does ------------------------------------------------------------------------------------------------
 
     def begun(self, turn: Turn) -> None:
@@ -159,7 +164,7 @@ class Recording:
         return f"{lacking} of {len(turns)} turns are not in it: they could not be saved." if lacking else ""
 
     def retitle(self, title: str) -> bool:
-        """Give the chat the user's title; return whether it is kept: else it is told why not."""
+        """Give the chat the user's title; return whether it is kept. What the store says against it is told."""
         return (chat := self.chat) is not None and self._entitle(chat, title, "user")
 
     def entitle(self) -> list[Step]:

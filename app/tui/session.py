@@ -17,10 +17,10 @@ from tokamac.app.backend.wire import Cancel, Load, Send
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.attachments import Draft, joined
 from tokamac.app.tui.beside import Beside
-from tokamac.app.tui.conversation import Ending, Reply, Turn
+from tokamac.app.tui.conversation import Ending, Reply, Turn, cut_here
 from tokamac.app.tui.hearing import IMPATIENT_S, Hearing
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import cut_here, whole
+from tokamac.app.tui.prices import whole
 from tokamac.app.tui.squeezed import sentence
 from tokamac.app.tui.steps import (
     Ask,
@@ -33,7 +33,6 @@ from tokamac.app.tui.steps import (
     Step,
     TurnBegun,
 )
-from tokamac.app.tui.talk import Talk
 from tokamac.app.tui.tree import Node, Tree
 from tokamac.engine.events import Live, Message
 from tokamac.engine.limits.diagnosis import Diagnosis
@@ -123,7 +122,7 @@ class Session(Beside):
 
     def _answer(self, prompt: Node, begun: Reply | None = None) -> list[Step]:
         """Make another reply to a prompt of the path, from the beginning or on from what was ``begun``."""
-        last = prompt.key == self.turns[-1].key and not self.turns[-1].between
+        last = prompt.key == self.turns[-1].key
         moved = [] if last else [Moved(tuple(self.talk.tree.turns_to(prompt.parent)))]
         return [*moved, *self._reply(self.talk.answer(prompt.key, begun), begun, again=last)]
 
@@ -146,9 +145,7 @@ class Session(Beside):
     def open(self, tree: Tree) -> list[Step]:
         """Hold another conversation; the model, its settings and the system prompt stay."""
         steps = self._abandon()
-        self.talk = Talk(tree)
-        self.titles.opened()
-        self._forget()
+        self._hold(tree)
         self._begin_reply()
         return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._begin_ahead()]
 

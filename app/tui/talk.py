@@ -5,21 +5,16 @@ from dataclasses import replace
 
 from tokamac.app.backend import wire
 from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.conversation import Ending, Growing, Reply, Turn, messages
+from tokamac.app.tui.conversation import Ending, Growing, Reply, Turn, cut_here, messages
 from tokamac.app.tui.tree import Node, Tree
-from tokamac.engine.continuation import whole_characters
 from tokamac.engine.events import Message, TextKind
 
 
 class Talk:
-    """A conversation. Its last message is a reply, or a prompt whose reply is being made.
-
-    told_of: the model of which it was said that it is not given all of this; "": of none.
-    """
+    """A conversation, and the reply in it that is being made, if one is."""
 
     def __init__(self, tree: Tree | None = None) -> None:
         self.tree = Tree() if tree is None else tree
-        self.told_of = ""
         self._growing = Growing()
         self._reply: int | None = None
 
@@ -34,13 +29,13 @@ class Talk:
         return self._growing.so_far()
 
     def ask(self, draft: Draft, parent: int | None) -> Turn:
-        """Add a prompt after the reply ``parent`` (None: at the beginning), and room for its reply."""
+        """Add a prompt after the message ``parent`` (None: at the beginning), and room for its reply."""
         return self.answer(self.tree.ask(draft.text, parent, draft.attachments).key)
 
     def answer(self, prompt: int, begun: Reply | None = None) -> Turn:
         """Make room for a reply to ``prompt``, the first or another one; ``begun``: what it goes on from."""
         self._growing = Growing(begun)
-        self._reply = self.tree.answer(prompt).key
+        self._reply = self.tree.answer(self.end_of_prompt(prompt)).key
         return self.turns[-1]
 
     def grow(self, text: str, kind: TextKind, now: float) -> None:
@@ -78,9 +73,18 @@ class Talk:
         Of a system message: that of the message before it.
         """
         replies = [node for node in reversed(self.tree.path_to(self.tree.head)) if node.is_reply]
-        if key is None or (at := self._spoken(key)) is None:
-            return replies[0] if key is None and replies else None
-        return next((node for node in replies if at.key == node.key or at is self._spoken(node.parent)), None)
+        if key is None:
+            return replies[0] if replies else None
+        at = self._spoken(key)
+        if at is None or at.is_reply:  # which another reply may follow
+            return next((node for node in replies if node is at), None)
+        return next((node for node in replies if self._spoken(node.parent) is at), None)
+
+    def end_of_prompt(self, prompt: int) -> int:
+        """Return the message that a reply to ``prompt`` follows: the last system message after it on the path, or itself."""
+        asked = self.tree.nodes[prompt]
+        path = reversed(self.tree.path_to(self.tree.head))
+        return next((node.key for node in path if self._spoken(node.key) is asked), prompt)
 
     def _spoken(self, key: int | None) -> Node | None:
         """Return the message ``key``, or of a system message, the last one before it that is none."""
@@ -97,8 +101,8 @@ class Talk:
         reply = None if node is None else node.reply
         if reply is None or reply.ending == "stop":
             return reply
-        said = whole_characters(Message("assistant", reply.text, reply.thinking))
-        return reply if said.content or said.thinking else None
+        said = cut_here(reply)
+        return reply if said.text or said.thinking else None
 
     def request(self, system: str, draft: str | None = None) -> tuple[Message, ...]:
         """Return the conversation as the engine takes it, ``draft`` at its end where one is given."""

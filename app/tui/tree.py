@@ -47,7 +47,7 @@ class Tree:
         return self._add(Node(self._next(), parent, prompt=prompt, attachments=attachments))
 
     def answer(self, parent: int) -> Node:
-        """Add a reply that is still to be made to the prompt ``parent``, and stand there."""
+        """Add a reply that is still to be made after ``parent``, a prompt or a system message, and stand there."""
         return self._add(Node(self._next(), parent))
 
     def end(self, key: int, reply: Reply) -> None:
@@ -85,9 +85,7 @@ class Tree:
         place = self.place(node.key)
         turn = turns.pop() if turns and not turns[-1].reply_key else Turn("")
         if node.system is not None:
-            after = (*turn.between, node.system) if turn.key else ()
-            before = turn.system if turn.key else (*turn.system, node.system)
-            turn = replace(turn, system=before, between=after)
+            turn = _with_system(turn, node.key, node.system)
         elif node.prompt is not None:
             if turn.key:  # it was never answered
                 turns.append(turn)
@@ -145,3 +143,10 @@ class Tree:
 
     def _next(self) -> int:
         return max(self.nodes, default=0) + 1
+
+
+def _with_system(turn: Turn, key: int, text: str) -> Turn:
+    """Return ``turn`` with a system message: before its reply if it has a prompt, else before the prompt to come."""
+    if turn.key:
+        return replace(turn, between=(*turn.between, text), between_keys=(*turn.between_keys, key))
+    return replace(turn, system=(*turn.system, text), system_keys=(*turn.system_keys, key))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from tokamac.app.backend.whatif import Question, Wanted, Where
 from tokamac.app.tui import measures
+from tokamac.app.tui.digits import whole_number
 from tokamac.app.tui.models import hub_cache, names_on_disk
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.whatif_tables import kv_bits
@@ -75,10 +76,10 @@ def read(wanted: Wanted, texts: Mapping[str, str], kv: KVSpec) -> Question:
 
 
 def _number(text: str, name: str) -> int:
-    digits = text.strip().replace(",", "").replace("_", "")
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
+    number = whole_number(text.strip().replace(",", "").replace("_", ""))
+    if not number:
         raise FormError(f"The {name} is a number of tokens, 1 or more.")
-    return int(digits)
+    return number
 
 
 def _gigabytes(text: str) -> float | None:

@@ -15,6 +15,7 @@ from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prose.messages import ReplyMessage
 from tokamac.app.tui.prose.page import Page
+from tokamac.app.tui.recording import Recording
 from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.prompt import Prompt
@@ -61,6 +62,30 @@ class Chat:
 
     async def phase(self, phase: Phase) -> None:
         await self.until(lambda: self.session.phase is phase, phase.name)
+
+    async def ready(self) -> None:
+        """Wait until the model is loaded and the chats are open."""
+        await self.phase(Phase.IDLE)
+        await self.until(lambda: self.app.chat.recording is not None, "the chats")
+
+    @property
+    def recording(self) -> Recording:
+        """What keeps the chats, once they are open."""
+        assert self.app.chat.recording is not None
+        return self.app.chat.recording
+
+    @property
+    def held(self) -> str | None:
+        """The id of the chat that is held."""
+        return self.recording.chat
+
+    @property
+    def prompts(self) -> list[str]:
+        return [turn.prompt for turn in self.session.turns]
+
+    def refuse_writes(self, *, refused: bool = True) -> None:
+        """Let every write of a chat be refused, as on a disk that may not be written; or not any more."""
+        self.recording.store._database._connection.execute(f"PRAGMA query_only = {int(refused)}")
 
     async def type(self, text: str) -> None:
         self.prompt.insert(text)

@@ -12,6 +12,7 @@ from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
 from tests.app.conftest import PATIENCE_S, Chat
+from tokamac.app.backend.wire import AskPrice, Request
 from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.branches import BranchesScreen, fill
@@ -144,18 +145,30 @@ async def test_a_path_that_is_no_version_has_no_price_and_versions_out_of_view_a
         assert "○ you ‹1 of 60› · ready  version 0" in screen_text(pilot.app)
 
 
-async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start) -> None:
-    async with chat("steady", size=(120, 40)) as c:
+async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+    async with chat("slow", size=(120, 40)) as c:
+        bridge = c.app.chat.bridge
+        ask = bridge.ask
+        monkeypatch.setattr(bridge, "ask", lambda request: (asked.append(request), ask(request)))
         await c.phase(Phase.IDLE)
-        await c.ask("one")
-        await edited(c, "one", "two")
+        await c.send("one")
+        await stopped(c)
+        await written_anew(c, "one", "two")
+        await stopped(c)
         await c.send("three")
         await c.phase(Phase.DECODING)
+        asked.clear()
         await c.pilot.press("f6")
         await c.until(lambda: "○ you ‹1 of 2›  one" in c.screen_text())
-        assert not c.session.prices.known
-        await c.phase(Phase.IDLE)
+        screen = c.app.screen
+        assert isinstance(screen, BranchesScreen)
+        screen._look()  # as it does now and then
+        assert c.session.phase is Phase.DECODING
+        assert not any(isinstance(request, AskPrice) for request in asked)
+        await stopped(c)
         await c.until(lambda: "○ you ‹1 of 2› · " in c.screen_text(), "it is asked for once the reply has ended")
+        assert any(isinstance(request, AskPrice) for request in asked)
 
 
 @pytest.mark.parametrize("size", [(20, 5), (40, 12), (250, 80)])
@@ -189,9 +202,21 @@ def pointed(c: Chat) -> int | None:
 
 async def edited(c: Chat, old: str, new: str) -> None:
     """Write the last prompt anew, and wait for its reply."""
+    await written_anew(c, old, new)
+    await c.phase(Phase.IDLE)
+
+
+async def written_anew(c: Chat, old: str, new: str) -> None:
+    """Write the last prompt anew."""
     await c.pilot.press("tab", "up", "e")
     await c.until(lambda: c.prompt.text == old)
     c.prompt.text = new
     await c.pilot.press("enter")
     await c.until(lambda: c.session.turns[-1].prompt == new)
+
+
+async def stopped(c: Chat) -> None:
+    """Stop the reply once it is being written, and wait for its end."""
+    await c.phase(Phase.DECODING)
+    c.app.chat.perform(c.session.stop())
     await c.phase(Phase.IDLE)

@@ -7,6 +7,7 @@ from rich.cells import cell_len
 
 from tokamac.app.store.values import Chat, Hit
 from tokamac.app.tui.chat_rows import chat_row, hit_row
+from tokamac.engine.events import Role
 
 ID = "0123456789ab"
 
@@ -31,6 +32,16 @@ def test_what_gives_way_to_a_long_title(room: int, row: str) -> None:
     assert chat_row(chat("t" * 40), held=False, seconds=300, room=room).plain == row
 
 
+def test_a_chat_without_a_model_has_no_gap_where_its_name_would_be() -> None:
+    row = chat_row(chat("Speed", model=""), held=False, seconds=300, room=60).plain
+    assert row.strip() == f"Speed  5 minutes ago · {ID}"
+
+
+def test_a_model_in_a_folder_is_named_by_the_folder() -> None:
+    row = chat_row(chat("Speed", model="/models/mine/"), held=False, seconds=300, room=60).plain
+    assert f" · mine · {ID}" in row
+
+
 @given(st.text(min_size=1, max_size=90), st.integers(1, 200), st.booleans())
 def test_a_row_never_needs_more_than_its_room(title: str, room: int, held: bool) -> None:
     row = chat_row(chat(title), held=held, seconds=9e4, room=room).plain
@@ -38,9 +49,15 @@ def test_a_row_never_needs_more_than_its_room(title: str, room: int, held: bool)
     assert cell_len(row) <= max(room, 3)
 
 
-def hit(snippet: str, *marks: tuple[int, int]) -> Hit:
+def hit(snippet: str, *marks: tuple[int, int], role: Role = "user") -> Hit:
     """A message that was found."""
-    return Hit(ID, "Speed", 1, "user", 0.0, snippet, marks, 0, len(snippet))
+    return Hit(ID, "Speed", 1, role, 0.0, snippet, marks, 0, len(snippet))
+
+
+@pytest.mark.parametrize(("role", "who"), [("user", "you: "), ("assistant", ""), ("system", "system: ")])
+def test_a_hit_says_who_said_it(role: Role, who: str) -> None:
+    said, _ = hit_row(hit("bandwidth", (0, 9), role=role)).plain.split("\n")
+    assert said == f"  {who}bandwidth"
 
 
 def test_the_match_is_seen_in_a_narrow_list() -> None:

@@ -9,97 +9,82 @@ from tests.app.conftest import Chat
 from tokamac.app.store.store import Store
 from tokamac.app.tui.listing import last_deleted
 from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.recording import LEFT
 from tokamac.app.tui.screens.chats import ChatsScreen
 
 Start = Callable[..., Any]
 
 
-async def ready(c: Chat) -> None:
-    await c.phase(Phase.IDLE)
-    await c.until(lambda: c.app.chat.recording is not None)
-
-
-def held(c: Chat) -> Any:
-    return c.app.chat.recording.chat
-
-
-def prompts(c: Chat) -> list[str]:
-    return [turn.prompt for turn in c.session.turns]
-
-
 def deleted(c: Chat) -> list[str]:
     """The titles of the chats that are deleted, as another program reads them."""
-    with Store.open(c.app.chat.recording.store.file) as store:
+    with Store.open(c.recording.store.file) as store:
         return sorted(chat.title for chat in store.chats(deleted=True))
 
 
 def kept(c: Chat) -> list[str]:
-    with Store.open(c.app.chat.recording.store.file) as store:
+    with Store.open(c.recording.store.file) as store:
         return sorted(chat.title for chat in store.chats())
 
 
-def fail(c: Chat, *, failing: bool) -> None:
-    """Let every write be refused, as on a disk that may not be written; or not any more."""
-    c.app.chat.recording.store._database._connection.execute(f"PRAGMA query_only = {int(failing)}")
-
-
-async def test_the_open_chat_is_set_aside_for_a_new_one_and_comes_back_whole(chat: Start) -> None:
+async def test_the_open_chat_is_deleted_for_a_new_one_and_comes_back_whole(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
+        await c.ready()
         await c.ask("about apples")
-        first = held(c)
+        first = c.held
         await c.send("/delete")
-        await c.until(lambda: prompts(c) == [])
+        await c.until(lambda: c.prompts == [])
         assert "Deleted, and a new chat begun: about apples. /restore brings it back." in c.notices
-        assert (deleted(c), kept(c), held(c)) == (["about apples"], [], None)
+        assert (deleted(c), kept(c), c.held) == (["about apples"], [], None)
         await c.ask("about pears")
         assert (deleted(c), kept(c)) == (["about apples"], ["about pears"])  # it is not back by what is said now
         await c.send("/restore")
-        await c.until(lambda: prompts(c) == ["about apples"])
+        await c.until(lambda: c.prompts == ["about apples"])
         assert "Brought back: about apples." in c.notices
-        assert (deleted(c), kept(c), held(c)) == ([], ["about apples", "about pears"], first)
+        assert (deleted(c), kept(c), c.held) == ([], ["about apples", "about pears"], first)
         await c.ask("and more")
-        assert prompts(c) == ["about apples", "and more"]
+        assert c.prompts == ["about apples", "and more"]
 
 
 async def test_what_was_not_sent_goes_with_the_chat_and_comes_back_with_it(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
+        await c.ready()
         await c.ask("about apples")
         await c.type("a thought about")
         c.app.chat.do("delete_chat")  # as the palette has it done
         assert (c.prompt.text, deleted(c)) == ("", ["about apples"])
+        await c.until(lambda: "about apples. /restore brings it back, with what was not sent." in c.notices)
+        assert LEFT not in c.notices
         c.app.chat.do("restore_chat")
-        assert (c.prompt.text, prompts(c)) == ("a thought about", ["about apples"])
+        assert (c.prompt.text, c.prompts) == ("a thought about", ["about apples"])
 
 
 async def test_another_chat_is_deleted_and_brought_back_by_its_id(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
+        await c.ready()
         await c.ask("about apples")
-        first = held(c)
+        first = c.held
         await c.pilot.press("ctrl+n")
         await c.ask("about pears")
-        second = held(c)
+        second = c.held
         await c.send(f"/delete {first}")
         await c.until(lambda: deleted(c) == ["about apples"])
         assert "Deleted: about apples. /restore brings it back." in c.notices
-        assert prompts(c) == ["about pears"]
+        assert c.prompts == ["about pears"]
         await c.send(f"/delete {first}")
         await c.until(lambda: f"It is deleted already: /restore {first} brings it back." in c.notices)
         await c.send(f"/restore {second}")
         await c.until(lambda: f"It is not deleted: /open {second} opens it." in c.notices)
         await c.send(f"/delete {second}")  # the open one by its id
         await c.until(lambda: deleted(c) == ["about apples", "about pears"])
-        assert prompts(c) == []
+        assert c.prompts == []
         await c.send(f"/restore {first}")
-        await c.until(lambda: prompts(c) == ["about apples"])
+        await c.until(lambda: c.prompts == ["about apples"])
         assert deleted(c) == ["about pears"]
 
 
 async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_last_one_first(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
+        await c.ready()
         for prompt in ("about apples", "about pears"):
             await c.ask(prompt)
             await c.pilot.press("ctrl+n")
@@ -114,16 +99,16 @@ async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_las
         await c.until(lambda: c.app.screen is c.app.chat)
         for prompt in ("about pears", "about apples"):
             await c.send("/restore")
-            await c.until(lambda prompt=prompt: prompts(c) == [prompt])
+            await c.until(lambda prompt=prompt: c.prompts == [prompt])
         await c.send("/restore")
         await c.until(lambda: "No chat is deleted." in c.notices)
 
 
 async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: Start) -> None:
     async with chat("slow") as c:
-        await ready(c)
+        await c.ready()
         await c.ask("about apples")
-        first = held(c)
+        first = c.held
         await c.pilot.press("ctrl+n")
         await c.send("about pears")
         await c.phase(Phase.DECODING)
@@ -131,35 +116,35 @@ async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: S
         await c.until(lambda: "A reply is being written: wait, or stop it with Esc, then delete." in c.notices)
         await c.send(f"/delete {first}")
         await c.until(lambda: deleted(c) == ["about apples"])
-        assert prompts(c) == ["about pears"]  # what runs goes on
+        assert c.prompts == ["about pears"]  # what runs goes on
         await c.pilot.press("escape")
 
 
 async def test_there_may_be_nothing_to_delete_and_no_chat_of_that_id(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
+        await c.ready()
         await c.send("/delete")
         await c.until(lambda: "There is nothing to delete yet." in c.notices)
         for command in ("/delete zzzz", "/restore zzzz"):
             c.app.clear_notifications()
             await c.send(command)
-            await c.until(lambda: "zzzz" in c.notices)
+            await c.until(lambda: "No chat has an id that begins with zzzz. The list of chats" in c.notices)
 
 
 async def test_a_chat_of_which_not_all_is_saved_is_not_deleted(chat: Start) -> None:
     async with chat("fast") as c:
-        await ready(c)
+        await c.ready()
         await c.ask("about apples")
-        fail(c, failing=True)
+        c.refuse_writes()
         await c.ask("about pears")
         await c.send("/delete")
         await c.until(lambda: "could not be brought back whole" in c.notices)
-        assert (deleted(c), prompts(c)) == ([], ["about apples", "about pears"])
-        fail(c, failing=False)
+        assert (deleted(c), c.prompts) == ([], ["about apples", "about pears"])
+        c.refuse_writes(refused=False)
         await c.send("/delete")
-        await c.until(lambda: prompts(c) == [])
+        await c.until(lambda: c.prompts == [])
         await c.send("/restore")
-        await c.until(lambda: prompts(c) == ["about apples", "about pears"])
+        await c.until(lambda: c.prompts == ["about apples", "about pears"])
 
 
 async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat: Start, tmp_path: Any) -> None:

@@ -29,7 +29,7 @@ if action == "remove":
         sys.exit(1)
     if "crash" in model:
         sys.exit("it broke")
-    say(event="removed", id=model, freed_bytes=0 if "empty" in model else 5)
+    say(event="removed", id=model, freed_bytes=5)
     sys.exit(0)
 if "full" in model:
     say(event="error", error="org/full needs 9.00 GB and the disk has 1.00 GB free", hint="Free some space.")
@@ -139,10 +139,13 @@ async def test_what_is_cancelled_is_removed_from_the_disk(bench: Bench) -> None:
     assert [(each.stage, each.freed) for each in bench.ended] == [(Stage.CANCELLING, 5)]
 
 
-async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(bench: Bench) -> None:
-    bench.downloads.cancel("org/empty")
-    await bench.until(lambda: bench.ended)
-    assert [(each.stage, each.freed) for each in bench.ended] == [(Stage.CANCELLING, 0)]
+async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
+    chat: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    async with chat("fast") as c:
+        c.app.chat.stock.downloads.cancel("org/empty")
+        await c.until(lambda: "empty is not downloaded: nothing had arrived." in c.notices, "the notice")
 
 
 async def test_one_that_waits_is_called_off_and_nothing_is_deleted(bench: Bench) -> None:

@@ -95,12 +95,12 @@ def test_they_are_sent_where_they_stand() -> None:
 
 def test_what_a_template_does_not_take_is_said_once_for_each_conversation_and_model() -> None:
     held = session(*MIDDLE)
-    assert "1 system message in the middle" in told(held.submit("and?"))
+    assert "Left out of the prompt: 1 system message of this chat;" in told(held.submit("and?"))
     held.on_event(done(1))
     assert told(held.submit("and now?")) == ""
     held.on_event(done(2))
     held.open(tree(*MIDDLE, ("system", "whisper")))
-    assert "2 system messages in the middle" in told(held.submit("and?"))
+    assert "Left out of the prompt: 2 system messages of this chat;" in told(held.submit("and?"))
     held.on_event(done(3))
     held.choose(Load("other"))
     held.on_event(Loaded(ModelInfo("other")))
@@ -130,9 +130,9 @@ def test_a_system_message_at_the_end_stands_for_the_message_before_it() -> None:
     assert (begun.turn.prompt, begun.turn.reply_place, begun.again) == ("hi", (2, 2), False)
 
 
-def test_a_prompt_with_one_after_it_is_answered() -> None:
+def test_a_prompt_with_one_after_it_is_answered_after_that() -> None:
     held = session(*MIDDLE[:2], ("user", "why?"), ("system", "a"))
-    assert roles(held.continue_reply())[-1] == ("user", "why?")
+    assert roles(held.continue_reply())[-2:] == [("user", "why?"), ("system", "a")]
 
 
 def test_read_out_it_is_named() -> None:
@@ -177,7 +177,8 @@ async def test_it_is_shown_said_to_be_left_out_and_kept(chat: Start, tmp_path: P
         assert any(line.startswith("shout") and "\x1b" not in line for line in shown)
         await c.ask("and?")
         await c.until(lambda: "Left out of the prompt: 1 system message" in c.notices)
-        c.app.chat.do("older")  # there is none: nothing breaks
+        c.app.chat.do("older")
+        await c.until(lambda: "There is one version only" in c.notices)
         steps = c.session.edit(4, "who?")
         c.app.chat.perform(steps)
         await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].place == (2, 2))

@@ -79,6 +79,42 @@ def test_table_fits_or_becomes_records() -> None:
     assert plain(source, 9)[0] == "name: a"
 
 
+def column_widths(lengths: tuple[int, ...], room: int) -> list[int]:
+    """The widths of a table's columns whose cells need so many, where they have so much room together."""
+    row = "|".join("x " * (length // 2) + "x" * (length % 2) for length in lengths)
+    source = f"|{row}|\n|{'-|' * len(lengths)}\n"
+    rule = plain(source, room + 3 * (len(lengths) - 1))
+    return [len(part) for part in next(line for line in rule if "─" in line).split("─┼─")]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "widths"),
+    [
+        ((61, 61), 200, [61, 61]),
+        ((61, 61), 80, [40, 40]),
+        ((61, 61), 81, [40, 41]),
+        ((21, 61, 61), 90, [21, 34, 35]),
+        ((61, 21, 61), 48, [16, 16, 16]),
+        ((61, 41, 21), 92, [35, 36, 21]),
+        ((61, 41, 21), 116, [54, 41, 21]),
+    ],
+)
+def test_all_of_the_widest_columns_are_shortened_together(
+    lengths: tuple[int, ...], room: int, widths: list[int]
+) -> None:
+    assert column_widths(lengths, room) == widths
+
+
+@given(st.lists(st.integers(4, 40).map(lambda half: 2 * half + 1), min_size=2, max_size=5), st.data())
+def test_a_column_that_needs_more_gets_no_less_and_no_room_is_left(lengths: list[int], data: st.DataObject) -> None:
+    room = data.draw(st.integers(4 * len(lengths), sum(lengths)))
+    widths = column_widths(tuple(lengths), room)
+    assert sum(widths) == room
+    cut = [width for width, length in zip(widths, lengths, strict=True) if width < length]
+    assert max(cut, default=0) - min(cut, default=0) <= 1
+    assert all(width <= min(cut, default=width) + 1 for width in widths)
+
+
 def test_html_and_markup_are_text() -> None:
     assert plain("<b>x</b> [bold]y[/bold]") == ["<b>x</b> [bold]y[/bold]"]
 

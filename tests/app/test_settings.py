@@ -15,9 +15,10 @@ from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
+from tokamac.app.tui.options import FieldError
 from tokamac.app.tui.own import Own, as_settings, own_of
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.settings import SettingsScreen
+from tokamac.app.tui.screens.settings import SettingsScreen, _read_minutes
 from tokamac.app.tui.screens.system import SystemScreen
 from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.options import KVSpec, Sampling
@@ -170,6 +171,13 @@ async def choose(c: Chat, temperature: str, *, own: bool) -> str:
     await c.pilot.press("ctrl+s")
     await c.until(lambda: c.app.screen is c.app.chat)
     return before
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "²", "9" * 5000])
+def test_minutes_that_are_no_number_are_refused_in_a_line(text: str) -> None:
+    with pytest.raises(FieldError, match=r"^Unload after: .{1,40} is no number of minutes"):
+        _read_minutes(text)
+    assert _read_minutes(" 7 ") == 7
 
 
 async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(chat: Start, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The engine is not asked: what it would say is said by hand, and the clock stands
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
     clock = StillClock()
     monkeypatch.setattr("tokamac.app.tui.run.time", clock)
     monkeypatch.setattr("tokamac.app.tui.screens.chat.time", clock)
-    *others, _ = ReplyMessage.__init__.__defaults__ or ()
-    monkeypatch.setattr(ReplyMessage.__init__, "__defaults__", (*others, clock.monotonic))
+    monkeypatch.setattr(ReplyMessage, "__init__", partialmethod(ReplyMessage.__init__, clock=clock.monotonic))
     written(theme, tmp_path / "settings.toml", toured=False)
     album = Album(theme)
     async with chat("fast", size=SIZES[0]) as c:

@@ -184,6 +184,7 @@ def test_the_form_reads_what_was_written() -> None:
     [
         ({"context": "many"}, "The context is a number"),
         ({"context": ""}, "The context is a number"),
+        ({"context": "9" * 5000}, "The context is a number"),
         ({"prompt": "0"}, "The prompt is a number"),
         ({"context": "²"}, "The context is a number"),
         ({"model": "  "}, "Name a model"),

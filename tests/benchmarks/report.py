@@ -1,5 +1,6 @@
 """Rows, targets, verdicts, and their Markdown."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,28 +91,51 @@ def page(blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
 
 
 ELSEWHERE = "*Measured where this differs: "
+Facts = Sequence[tuple[str, str]]
+"""Name and value of what the figures were measured on."""
 
 
-def merged(old: str, blocks: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
+def merged(old: str, blocks: Sequence[str], facts: Facts) -> str:
     """Return the page ``old`` with these sections in place of those of the same titles, or after them.
 
-    What stays and was measured on another machine, or with other versions, says which from now on.
+    What stays and was measured on another machine, or with other versions, says which from now on. Raises ValueError where
+    ``old`` says what it was measured on in a way that can't be read.
     """
     head, *sections = old.rstrip("\n").split("\n\n## ")
-    other = [(name, value) for name, value in _facts_in(head) if (name, value) not in facts]
-    note = f"\n\n{ELSEWHERE}{'; '.join(f'{name} {value}' for name, value in other)}.*" if other else ""
-    kept = {section.splitlines()[0]: f"## {section}" for section in sections}
-    kept = {title: section if ELSEWHERE in section else f"{section}{note}" for title, section in kept.items()}
+    before = _facts_in(head)
+    kept = {section.splitlines()[0]: _noted(f"## {section}", before, facts) for section in sections}
     kept |= {block.splitlines()[0].removeprefix("## "): block for block in blocks}
     return page(list(kept.values()), facts)
 
 
+def _noted(section: str, before: Facts, now: Facts) -> str:
+    """Return ``section``, of a page whose head said ``before``, with a note of where it was measured that goes with ``now``."""
+    body, noted, said = section.partition(f"\n\n{ELSEWHERE}")
+    own = {**dict(before), **(_facts_of(said, [name for name, _ in (*before, *now)]) if noted else {})}
+    other = [f"{name} {value}" for name, value in own.items() if (name, value) not in now]
+    return f"{body}\n\n{ELSEWHERE}{'; '.join(other)}.*" if other else body
+
+
+def _facts_of(said: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the facts that a note lists after its first words; ``names``: all that there can be."""
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    unread, *pieces = re.split(rf"(?:^|; )({known}) ", said.removesuffix(".*"))
+    if unread or not pieces:
+        raise ValueError(f"not a note of where a section was measured: {said!r}")
+    return dict(zip(pieces[::2], pieces[1::2], strict=True))
+
+
 def _facts_in(head: str) -> list[tuple[str, str]]:
     """Return name and value of each row of the head's table."""
-    rows = [
-        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in head.splitlines() if line.startswith("| ")
-    ]
-    return [(row[0], row[1]) for row in rows[2:] if len(row) == 2]
+    lines = [line for line in head.splitlines() if line.startswith("| ")]
+    return [_fact_in(line) for line in lines[2:]]  # without the table's own head
+
+
+def _fact_in(line: str) -> tuple[str, str]:
+    cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+    if len(cells) != 2:
+        raise ValueError(f"not the name and the value of a fact: {line!r}")
+    return cells[0], cells[1]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -93,6 +93,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the settings of a chat with the scripted engine are, on whatever system."""
+    monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "home" / "settings.toml"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
 def notes(tmp_path: Path) -> Path:
     """A file to attach."""
     path = tmp_path / "notes.md"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ def last_path(data: Path) -> list[Message]:
         chat = store.latest()
         assert chat is not None
         return store.path(chat.id)
+
+
+def children(process: int) -> list[int]:
+    """The processes that ``process`` started and that still run."""
+    done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
+    return [int(line) for line in done.stdout.split()]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "never"
+        time.sleep(0.1)
 
 
 class Terminal:

@@ -1,6 +1,5 @@
 """``tokamac chat --plain``: copying by a tool of the system's, or into a private file; the terminal is asked for nothing."""
 
-import os
 import stat
 from pathlib import Path
 
@@ -8,18 +7,35 @@ import pytest
 
 from tests.cli.plain_chat import OBEYED, piped
 from tokamac.app.plain.copying import copied
+from tokamac.app.tui import clipboard
 from tokamac.app.tui.clipboard import FILE
+
+pytestmark = pytest.mark.usefixtures("data")
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the settings are, on whatever system; and nothing copies."""
-    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "home" / "settings.toml"))
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing copies: the machine is reached over SSH."""
     monkeypatch.setenv("SSH_CONNECTION", "1")
-    return tmp_path / "home"
 
 
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the system's tools are, none as yet."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    return tools
+
+
+def tool(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+
+
+@pytest.mark.usefixtures("far")
 def test_without_a_tool_what_is_copied_is_in_a_private_file(home: Path) -> None:
     _, out, err = piped("hi\n/copy\n", "hostile")
     file = home / FILE
@@ -30,30 +46,46 @@ def test_without_a_tool_what_is_copied_is_in_a_private_file(home: Path) -> None:
     assert "\x1b" not in out + err  # the terminal is asked for nothing
     _, _, err = piped("hi\n/code\n", "fast")
     assert file.read_text() == "ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step\n"
-    assert "the text, 51 characters, is in" in err
+    assert "Not copied (over SSH " in err
+    assert f"): the text, 51 characters, is in {file}." in err
 
 
-def test_of_several_code_blocks_it_is_said_which_is_copied(home: Path) -> None:
+@pytest.mark.usefixtures("far", "home")
+def test_of_several_code_blocks_it_is_said_which_is_copied() -> None:
     _, _, err = piped("hi\n/again\nho\n/code\n/code\n/code\n", "fast")
     assert [line.partition(".")[0] for line in err.splitlines()] == [
         f"Code block {which} of 2" for which in ("2", "1", "2")
     ]
 
 
-def test_a_tool_of_the_system_gets_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
+def test_a_tool_of_the_system_gets_the_text(tmp_path: Path, tools: Path) -> None:
     for name in ("pbcopy", "wl-copy"):
-        (tools / name).write_text(f"#!/bin/sh\ncat > {tmp_path}/taken\n")
-        (tools / name).chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
-    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+        tool(tools / name, f"/bin/cat > {tmp_path}/taken")
     assert copied("naïve", tmp_path / "home").startswith("Copied 5 characters (")
     assert (tmp_path / "taken").read_text() == "naïve"
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("", "there is no pbcopy here, nor wl-copy under Wayland"),
+        ("/bin/cat > /dev/null; exit 3", "wl-copy failed with exit status 3"),
+        ("exec /bin/sleep 60", "wl-copy did not end within 0.1 s"),
+    ],
+)
+def test_where_no_tool_takes_the_text_it_is_said_why(
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
+) -> None:
+    monkeypatch.setattr(clipboard, "PATIENCE_S", 0.1 if "sleep" in script else clipboard.PATIENCE_S)
+    if script:
+        tool(tools / "wl-copy", script)
+    file = tmp_path / clipboard.FILE
+    assert copied("naïve", tmp_path) == f"Not copied ({why}): the text, 5 characters, is in {file}."
+    assert file.read_text() == "naïve"
+
+
+@pytest.mark.usefixtures("far")
 def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(tmp_path: Path, home: Path) -> None:
     precious = tmp_path / "precious.txt"
     precious.write_text("mine")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import OBEYED, PATIENCE_S, last_path, piped, spawn
+from tests.tiny import make_tiny
 from tokamac.app.plain.commands import COMMANDS
+from tokamac.app.plain.convert import MODEL_FIRST
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import Message
 from tokamac.app.tui.actions import ACTIONS
@@ -237,6 +239,23 @@ def test_every_command_of_the_registry_is_done_or_says_what_it_needs(tmp_path: P
     for action in slashes:
         assert (action.id in COMMANDS) is (f"/{action.slash} needs the full screen" not in err)
         assert (action.id in COMMANDS) is (f"/{action.slash}" in out)  # the help lists it
+
+
+def test_a_plan_that_was_asked_for_as_such_is_carried_out_all_the_same(tmp_path: Path) -> None:
+    model, target = make_tiny(tmp_path / "tiny"), tmp_path / "tiny 8"
+    asked = f"/convert {model} --dry-run --json --bits 8 -o '{target}' --no-verify\n/convert\n"
+    status, _, err = piped(asked, "fast")
+    assert status == 0
+    assert err.splitlines()[-1] == f"/model {target} loads it."
+    assert (target / "config.json").exists()
+
+
+def test_where_the_model_belongs_is_said_where_it_stands_behind_the_flags() -> None:
+    _, _, err = piped("/convert --bits 4 org/m\n/convert org/m --nosuch\n", "fast")
+    behind, first, unknown = err.splitlines()
+    assert behind.startswith("tokamac convert: unrecognized arguments: fast")
+    assert first == MODEL_FIRST
+    assert "--nosuch" in unknown
 
 
 @pytest.mark.e2e

@@ -2,17 +2,18 @@
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from platformdirs import user_log_path
 
-from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn
+from tests.cli.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
 from tokamac.app.plain.waiting import HEARD_S, Meanwhile
 from tokamac.app.store.store import Store
+from tokamac.app.tui.titles import SYSTEM
 
 TOLD = "gave its memory back"
 TITLE = "Where decode spends its time"
@@ -20,26 +21,15 @@ TITLE = "Where decode spends its time"
 
 @pytest.fixture
 def hasty(tmp_path: Path, data: Path, terminal: Callable[..., Terminal]) -> Callable[..., Terminal]:
-    """Starts a chat on a terminal in which an unused minute passes in a tenth of a second."""
+    """Starts a chat on a terminal in which an unused minute passes in a tenth of a second; ``folder`` is where it is kept."""
 
-    def start(scenario: str, settings: str) -> Terminal:
-        path = tmp_path / "settings.toml"
+    def start(scenario: str, settings: str, folder: str = "data") -> Terminal:
+        path = tmp_path / f"{folder}.toml"
         path.write_text(settings)
-        return terminal(scenario, "--plain", TEST_SETTINGS=str(path), TEST_HASTE="600", TERM="dumb", NO_COLOR="1")
+        own = {"TOKAMAC_DATA_DIR": str(tmp_path / folder), "TEST_SETTINGS": str(path), "TEST_HASTE": "600"}
+        return terminal(scenario, "--plain", TERM="dumb", NO_COLOR="1", **own)
 
     return start
-
-
-def children(process: int) -> list[int]:
-    done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
-    return [int(line) for line in done.stdout.split()]
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "never"
-        time.sleep(0.2)
 
 
 def test_an_unused_model_is_unloaded_while_a_line_is_waited_for(hasty: Callable[..., Terminal], data: Path) -> None:
@@ -76,6 +66,13 @@ def titled(data: Path) -> tuple[str, str]:
         return chat.title, chat.title_origin
 
 
+def entitled(chat: Terminal, data: Path) -> bool:
+    """Whether the chat, which waits for a line, has its title: what came meanwhile is written when the line is whole."""
+    chat.type("/stop\n")
+    chat.until("you> ")
+    return titled(data) == (TITLE, "model")
+
+
 def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
     hasty: Callable[..., Terminal], data: Path
 ) -> None:
@@ -84,13 +81,7 @@ def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
     chat.type("hi\n")
     chat.until("you> ")
     assert titled(data) == ("hi", "words")
-
-    def written() -> bool:
-        chat.type("/stop\n")  # what came while a line was waited for is written when it is whole
-        chat.until("you> ")
-        return titled(data) == (TITLE, "model")
-
-    until(written)
+    until(lambda: entitled(chat, data))
     chat.type("and on\n")
     chat.until("entitles: Title:")
     chat.until("you> ")
@@ -100,11 +91,16 @@ def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
 
 
 def test_a_title_gives_way_to_a_prompt(hasty: Callable[..., Terminal], data: Path) -> None:
+    log = user_log_path("tokamac") / "engine.log"
+    begin = log.stat().st_size if log.exists() else 0
     chat = hasty("entitles-slowly", "")
     chat.until("you> ")
     chat.type("hi\n")
     chat.until("you> ")
-    time.sleep(1)  # it is being written now
+    until(lambda: f"warm [('system', {len(SYSTEM)})" in log.read_text()[begin:])  # what asks for a title has been read
+    time.sleep(
+        0.5
+    )  # so that it is being written, which takes three seconds; not before it was looked again, five times
     chat.type("and on\n")
     chat.until("time.**")
     chat.until("you> ")
@@ -119,23 +115,29 @@ def test_a_title_gives_way_to_a_prompt(hasty: Callable[..., Terminal], data: Pat
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "own", "title"), [('titles = "words"\n', "/stop\n", "hi"), ("", "/title Mine\n", "Mine")]
+)
 def test_a_chat_that_is_to_keep_its_words_or_has_a_title_of_the_users_gets_none(
-    hasty: Callable[..., Terminal], data: Path
+    hasty: Callable[..., Terminal], data: Path, tmp_path: Path, *, settings: str, own: str, title: str
 ) -> None:
-    for settings, own, title in (('titles = "words"\n', "/stop\n", "hi"), ("", "/title Mine\n", "Mine")):
-        data.unlink(missing_ok=True)
-        chat = hasty("entitles", settings)
-        for text in (f"hi\n{own}", "/stop\n"):
-            chat.until("you> ")
-            chat.type(text)
+    chat = hasty("entitles", settings)
+    for text in (f"hi\n{own}", "/stop\n"):
         chat.until("you> ")
-        chat.until("you> ")
-        time.sleep(1)  # in which one would have come
-        chat.type("/stop\n")
-        chat.until("you> ")
-        assert titled(data)[0] == title
-        chat.type("\x04")
-        assert chat.left() == 0
+        chat.type(text)
+    chat.until("you> ")
+    chat.until("you> ")
+    another = hasty("entitles", "", "another")  # begun later, which gets one
+    another.until("you> ")
+    another.type("hi\n")
+    another.until("you> ")
+    until(lambda: entitled(another, tmp_path / "another" / "chats" / "chats.db"))
+    chat.type("/stop\n")
+    chat.until("you> ")
+    assert titled(data)[0] == title
+    for each in (chat, another):
+        each.type("\x04")
+        assert each.left() == 0
 
 
 def test_a_pipe_that_is_silent_for_long_does_not_keep_the_model(tmp_path: Path, data: Path) -> None:

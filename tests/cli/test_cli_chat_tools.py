@@ -5,21 +5,28 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.conftest import Run
-from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, piped
+from tests.cli.plain_chat import Terminal, children, last_path, piped, until
+from tokamac.app.backend import wire
 from tokamac.app.backend.line_process import LineProcess
-from tokamac.app.plain.aside import INTERRUPTED, run_aside, words_of
+from tokamac.app.exit_status import INTERRUPTED
+from tokamac.app.plain import aside, guide
+from tokamac.app.plain.aside import run_aside, words_of
 from tokamac.app.plain.figures import TOLD
 from tokamac.app.store.store import Store
 from tokamac.engine.errors import OptionError
 
 pytestmark = pytest.mark.usefixtures("data")
+
+OWN_BITS = ("--kv-bits", "8,4", "--kv-group-size", "32")
+OWN_WINDOW = ("--kv-window", "512", "--kv-keep", "64")
 
 STUBBORN = """
 import signal, sys, time
@@ -27,13 +34,6 @@ signal.signal(signal.SIGINT, lambda *_: (print("heard", flush=True), sys.exit(13
 print("begun", flush=True)
 time.sleep(60)
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the settings are, on whatever system."""
-    monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "home" / "settings.toml"))
-    return tmp_path / "home"
 
 
 # The guide --------------------------------------------------------------------------------------------------------------
@@ -55,11 +55,8 @@ def test_the_guide_answers_beside_the_chat_which_stays_as_it_is(data: Path) -> N
 def test_ctrl_c_stops_the_guide_and_not_the_chat(terminal: Callable[..., Terminal], data: Path) -> None:
     chat = terminal("fast", "--plain")
     chat.until("you> ")
-    deadline = time.monotonic() + PATIENCE_S
     chat.type("/guide What is prefill?\n")
-    while len(children(chat.process.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(children(chat.process.pid)) == 2)
     chat.type("\x03")
     chat.until("The guide was stopped.")
     chat.until("you> ")
@@ -72,9 +69,17 @@ def test_ctrl_c_stops_the_guide_and_not_the_chat(terminal: Callable[..., Termina
     assert [m.state for m in last_path(data)] == ["complete", "complete"]
 
 
-def children(process: int) -> list[int]:
-    done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
-    return [int(line) for line in done.stdout.split()]
+def test_the_chats_own_engine_is_heard_however_much_the_guide_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, heard_s = 100.0, list[float]()
+    monkeypatch.setattr(guide, "time", SimpleNamespace(monotonic=lambda: now_s))
+    said: guide.Events = SimpleQueue()
+    for _ in range(10):
+        said.put(wire.Heartbeat())
+    told = guide.as_they_come(said, meanwhile=lambda: heard_s.append(now_s))
+    for _ in range(10):
+        assert next(told) == wire.Heartbeat()
+        now_s += 0.4
+    assert [round(each - 100, 1) for each in heard_s] == [1.2, 2.4, 3.6]
 
 
 @pytest.mark.e2e
@@ -94,8 +99,8 @@ def test_gauges_are_lines_with_names_and_units_and_each_is_explained() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("weights: "))
     told = dict(line.split(": ", 1) for line in lines[at : at + len(TOLD)])
     assert len(told) == len(TOLD)
-    units = {"decode rate": "tok/s", "time to first token": "s", "weights": "GB", "achieved bandwidth": "GB/s"}
-    assert all(told[name].endswith(f" {unit}") or unit == "s" for name, unit in units.items())
+    units = {"decode rate": "tok/s", "time to first token": "m?s", "weights": "GB", "achieved bandwidth": "GB/s"}
+    assert [name for name, unit in units.items() if not re.search(rf"\d {unit}$", told[name])] == []
     assert told["context"].endswith("tokens (context length 32,768)")
     assert told["share of the ceiling"].endswith("(ceiling 350 tok/s)")
     assert ", p99 " in told["gaps between tokens (ITL)"]
@@ -134,16 +139,40 @@ def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) ->
 
 @pytest.mark.parametrize(
     ("written", "asked"),
-    [("", ("--context", "4096", "--prompt", "2048")), (" --context 1024", ("--context", "1024"))],
+    [
+        ("", ("--context", "4096", "--prompt", "2048", *OWN_BITS, *OWN_WINDOW)),
+        (" --context 1024", ("--context", "1024", *OWN_BITS, *OWN_WINDOW)),
+        (" --context 1024 --kv-bits 16", ("--context", "1024", "--kv-bits", "16", *OWN_WINDOW)),
+        (" --context 1024 --kv-window=32", ("--context", "1024", *OWN_BITS, "--kv-window", "32")),
+        (" --context 1024 --kv-keep 8", ("--context", "1024", *OWN_BITS, "--kv-window", "512", "--kv-keep", "8")),
+    ],
 )
 def test_what_if_says_what_the_command_says(tokamac: Run, written: str, asked: tuple[str, ...]) -> None:
-    kv = ("--kv-bits", "8,4", "--kv-window", "512")  # of the chat
-    _, out, err = piped(f"/whatif guide{written}\n", "fast", *kv)
-    found = tokamac("inspect", "guide", "--table", *asked, *kv)
+    _, out, err = piped(f"/whatif guide{written}\n", "fast", *OWN_BITS, *OWN_WINDOW)
+    found = tokamac("inspect", "guide", "--table", *asked)
     budget = re.compile(r" of [0-9.]+ GB: ")  # what this machine has free changes
     assert budget.sub("", out) == budget.sub("", found.out)
     assert found.out.count("as it is") > 1
     assert err == found.err
+
+
+def test_what_if_says_so_where_it_was_stopped_or_killed(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", "--plain")
+    for end, said in (
+        (lambda _: chat.type("\x03"), "Stopped."),
+        (lambda asked: os.kill(asked, signal.SIGKILL), "It can't be said: killed by SIGKILL"),
+    ):
+        chat.until("you> ")
+        until(lambda: children(chat.process.pid))
+        engine = set(children(chat.process.pid))
+        chat.type("/whatif guide\n")
+        until(lambda: len(children(chat.process.pid)) == 2)
+        (asked,) = set(children(chat.process.pid)) - engine
+        end(asked)
+        chat.until(said)
+    chat.until("you> ")
+    chat.type("\x04")
+    assert chat.left() == 0
 
 
 def test_what_if_refuses_as_the_command_does() -> None:
@@ -215,23 +244,53 @@ def test_nothing_is_kept_of_what_was_asked_of_others(data: Path) -> None:
         assert store.chats() == []
 
 
-def test_the_engine_is_heard_while_a_command_runs() -> None:
-    looks: list[float] = []
-    process = LineProcess([sys.executable, "-c", "import time; time.sleep(3)"], bytes.decode)
-    end = run_aside(process, [], print, meanwhile=lambda: looks.append(time.monotonic()))
-    assert end.status == 0
-    assert len(looks) >= 2
+PATIENT = """
+import pathlib, sys, time
+given_up_s = time.monotonic() + 30
+while not pathlib.Path(sys.argv[1]).exists():
+    if time.monotonic() > given_up_s:
+        sys.exit("never")
+    time.sleep(0.01)
+"""
+
+
+def test_the_engine_is_heard_while_a_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "HEAR_S", 0.01)
+    enough, heard = tmp_path / "enough", 0
+
+    def hear() -> None:
+        nonlocal heard
+        heard += 1
+        if heard == 3:
+            enough.touch()
+
+    process = LineProcess([sys.executable, "-c", PATIENT], bytes.decode)
+    assert run_aside(process, [str(enough)], print, meanwhile=hear).status == 0
+    assert heard >= 3
+
+
+EDITOR = """#!/bin/sh
+engine() { pgrep -P $PPID -f backend.child; }
+engine > "$0.first"
+looks=0
+while engine > /dev/null && [ $looks -lt 300 ]; do sleep 0.1; looks=$((looks + 1)); done
+echo edited
+echo words > "$1"
+"""
+"""An editor that is open until the chat's engine is gone, or for half a minute."""
 
 
 def test_the_engine_is_heard_while_an_editor_has_the_terminal(tmp_path: Path) -> None:
     """And an unused one is let go: else it would seem busy, and to hang. What there is to say of it comes after."""
     (tmp_path / "settings.toml").write_text("unload_after_min = 1\n")
     editor = tmp_path / "editor"
-    editor.write_text('#!/bin/sh\nsleep 5\necho edited\necho words > "$1"\n')
+    editor.write_text(EDITOR)
     editor.chmod(0o700)
-    hasty = {"TEST_SETTINGS": str(tmp_path / "settings.toml"), "TEST_HASTE": "600", "EDITOR": str(editor), "VISUAL": ""}
-    status, out, err = piped("hi\n/editor\n", "fast", env={**os.environ, **hasty})
+    own = {"EDITOR": str(editor), "VISUAL": "", "TEST_SETTINGS": str(tmp_path / "settings.toml")}
+    hasty = {"TEST_HASTE": "30"}  # a minute is two seconds: it is not over before the editor is open
+    status, out, err = piped("hi\n/editor\n", "fast", env={**os.environ, **own, **hasty})
     assert status == 0
+    assert (tmp_path / "editor.first").read_text().strip().isdecimal()
     assert "gave its memory back" in err
     assert out.count("every weight once per token") == 2
     assert out.index("edited\n") < out.index("words\n")

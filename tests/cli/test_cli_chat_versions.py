@@ -11,10 +11,12 @@ import pytest
 from tests.cli.plain_chat import Terminal, last_path, piped
 from tokamac.app.plain.composer import Composer
 from tokamac.app.plain.outline import outline
+from tokamac.app.store import chats
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.conversation import Reply
+from tokamac.app.tui.recording import LEFT
 from tokamac.app.tui.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -201,15 +203,40 @@ def test_a_chat_is_deleted_and_brought_back_by_its_place_in_the_list_or_its_id(d
     assert [text for text, _ in prompts(data)] == ["apples", "figs"]
 
 
+def test_a_number_beyond_the_list_is_not_the_beginning_of_an_id(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "ID_CHARS", "3")  # which is in every other id
+    with Store.open(data) as store:
+        store.add_message(store.new_chat().id, None, "user", "apples")
+    status, _, err = piped("/delete 3\n/chats\n/delete 33\n/open 2\n/restore 0\n", "fast")
+    assert status == 0
+    said = [f"There is no number {number} in the last list. /chats lists them." for number in (3, 33, 2, 0)]
+    assert err.splitlines() == said
+    assert titles(data) == ["apples"]
+    piped("/delete 33333333\n", "fast")  # a whole id, which is no number of a list
+    assert titles(data, deleted=True) == ["apples"]
+
+
+def test_a_number_of_thousands_of_digits_is_refused_and_the_chat_goes_on(data: Path) -> None:
+    endless = "1" * 5000
+    status, _, err = piped(f"one\n/again\n/open {endless}\n/delete {endless}\n/branches {endless}\ntwo\n", "fast")
+    assert status == 0
+    first, second, third = err.splitlines()
+    assert first == second
+    assert "is no id of a chat" in first
+    assert third == f"There is no version {'1' * 40}: /branches lists them, 1 to 2."
+    assert [text for text, _ in prompts(data)] == ["one", "two"]
+
+
 def test_what_is_attached_is_deleted_with_the_chat_and_comes_back_with_it(data: Path, notes: Path) -> None:
-    piped(f"apples\n/attach {notes}\n/delete\npears\n/restore\nand these?\n", "fast")
+    _, _, err = piped(f"apples\n/attach {notes}\n/delete\npears\n/restore\nand these?\n", "fast")
+    assert "). /restore brings it back, with what was not sent.\n" in err
+    assert err.count(LEFT) == 0
     assert prompts(data) == [("apples", []), ("and these?", ["keys and values"])]
 
 
 def test_there_is_nothing_to_delete_in_a_chat_in_which_nothing_was_said(data: Path) -> None:
     _, _, err = piped("/delete\n/restore\n", "fast")
-    assert "Nothing was said yet" in err
-    assert "No chat is deleted." in err
+    assert err.splitlines() == ["There is nothing to delete yet.", "No chat is deleted."]
     assert titles(data) == []
 
 

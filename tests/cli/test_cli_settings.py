@@ -67,3 +67,27 @@ def test_nor_where_no_chat_begins(
     assert ended == status
     assert err.count("it is now settings.damaged.toml") == 1
     assert why in err
+
+
+def test_a_plain_chat_says_what_a_setting_is_now_or_is_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "settings.toml"))
+    written = (
+        "unload_after_min 7",
+        "unload_after_min 7",
+        f"unload_after_min {'1' * 5000}",
+        "key_bits 8",
+        "key_bits 8",
+        "window",
+    )
+    status, _, err = piped("".join(f"/settings {each}\n" for each in written), "fast")
+    assert status == 0
+    assert err.splitlines() == [
+        "unload_after_min is 7 now.",
+        "It is 7 already.",
+        f"unload_after_min: '{'1' * 39} is no number of minutes (0: never).",
+        "The model loads again with it.",
+        "It is 8 already.",
+        "It is not set already.",
+    ]
+    assert "unload_after_min = 7" in (tmp_path / "settings.toml").read_text()

@@ -1,12 +1,12 @@
 """``/pull`` in the plain chat, on the small local hub."""
 
+import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli.plain_chat import PATIENCE_S, piped, spawn
+from tests.cli.plain_chat import PATIENCE_S, Terminal, children, piped, spawn, until
 from tests.hub.hub_server import Hub
 
 
@@ -35,16 +35,38 @@ def test_a_model_is_downloaded_and_waited_for(hub: Hub, own: dict[str, str]) -> 
 
 def test_ctrl_c_stops_a_download_and_the_chat_goes_on(hub: Hub, own: dict[str, str]) -> None:
     hub.stall_at = 200_000
-    with spawn("fast", env={**own, "HF_HUB_DOWNLOAD_TIMEOUT": "1"}, stdin=subprocess.PIPE) as chat:
+    chat = Terminal("fast", "--plain", **{**own, "HF_HUB_DOWNLOAD_TIMEOUT": "1"})
+    try:
+        chat.until("you> ")
+        chat.type("/pull org/tiny\n")
+        assert hub.stalled.wait(PATIENCE_S)
+        chat.type("\x03")
+        chat.until("Stopped: /pull org/tiny goes on from there.")
+        hub.stall_at = None
+        hub.resume.set()
+        chat.until("you> ")
+        chat.type("hi\n")
+        chat.until("every weight once per token")
+        chat.until("you> ")
+        chat.type("/pull org/tiny\n")
+        chat.until("org/tiny is here, ")
+        chat.until("you> ")
+        chat.type("\x04")
+        assert chat.left() == 0
+    finally:
+        chat.end()
+
+
+def test_a_download_that_is_killed_says_by_what(hub: Hub, own: dict[str, str]) -> None:
+    hub.stall_at = 200_000
+    with spawn("fast", env=own) as chat:
         assert chat.stdin is not None
+        until(lambda: children(chat.pid))
+        engine = set(children(chat.pid))
         chat.stdin.write("/pull org/tiny\n")
         chat.stdin.flush()
         assert hub.stalled.wait(PATIENCE_S)
-        chat.send_signal(signal.SIGINT)
-        hub.stall_at = None
-        hub.resume.set()
-        out, err = chat.communicate("hi\n/pull org/tiny\n", timeout=PATIENCE_S)
-    assert chat.returncode == 0
-    assert "every weight once per token" in out
-    assert "Stopped: /pull org/tiny goes on from there." in err
-    assert "org/tiny is here, " in err
+        (download,) = set(children(chat.pid)) - engine
+        os.kill(download, signal.SIGKILL)
+        _, err = chat.communicate(timeout=PATIENCE_S)
+    assert "org/tiny was not downloaded: killed by SIGKILL\n" in err

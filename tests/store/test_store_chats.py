@@ -140,6 +140,19 @@ def test_a_deleted_chat_is_out_of_sight_until_it_is_brought_back(store: Store) -
     assert len(store.search("quokka")) == 1
 
 
+def test_the_chat_deleted_last_is_the_first_to_be_brought_back(file: Path) -> None:
+    moments = itertools.count()
+    with Store.open(file, clock=lambda: float(next(moments))) as store:
+        assert store.last_deleted() is None
+        first, second, third = (chat_about(store, words) for words in ("one", "two", "three"))
+        for chat in (second, third, first, store.new_chat().id):  # of the last one there is nothing to bring back
+            store.delete(chat)
+        brought = []
+        while (last := store.last_deleted()) is not None:
+            brought.append(store.undelete(last.id).id)
+        assert brought == [first, third, second]
+
+
 def test_purging_removes_what_was_deleted_long_enough_ago_and_its_bytes(file: Path) -> None:
     now = 1000.0
     with Store.open(file, clock=lambda: now) as store:

@@ -162,14 +162,14 @@ def test_another_programs_database_is_not_touched(file: Path) -> None:
 def test_a_file_that_another_process_makes_meanwhile_is_ours(
     file: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
+    overtaken: list[str] = []
+
     class Overtaken(sqlite3.Connection):
         """Another process makes the chats just before this one asks the file one of its questions."""
 
-        overtaken = False
-
         def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-            if moment in sql and not self.overtaken:
-                self.overtaken = True
+            if moment in sql and not overtaken:
+                overtaken.append(sql)
                 with monkeypatch.context() as other:
                     other.setattr(sqlite3, "connect", connect)
                     with suppress(StoreError):  # it may be kept waiting until this one has asked
@@ -179,6 +179,7 @@ def test_a_file_that_another_process_makes_meanwhile_is_ours(
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Overtaken))
     assert write_some(file)
+    assert len(overtaken) == 1
 
 
 def test_a_folder_that_cant_be_made_is_one_clear_line(tmp_path: Path) -> None:

@@ -162,10 +162,10 @@ def test_marks_are_taken_out_joined_and_kept_in_sight() -> None:
     assert window(long, (0, 900)) == (0, SNIPPET_CHARS)
 
 
-def test_a_system_message_of_an_import_is_not_found(store: Store) -> None:
+def test_a_system_message_of_an_import_is_found_like_the_others(store: Store) -> None:
     chat = store.new_chat().id
-    system = store.add_message(chat, None, "system", "Be a marmot. 😀")
-    asked = store.add_message(chat, system.id, "user", "What does a marmot eat? 😀")
-    assert [hit.message for hit in store.search("marmot")] == [asked.id]
-    assert [hit.message for hit in store.search("😀")] == [asked.id]
-    assert store.searchable() == 1
+    asked = store.add_message(chat, None, "user", "What does a marmot eat? 😀")
+    system = store.add_message(chat, asked.id, "system", "Be a marmot. 😀")
+    assert [(hit.message, hit.role) for hit in store.search("marmot")] == [(system.id, "system"), (asked.id, "user")]
+    assert [hit.message for hit in store.search("😀")] == [system.id, asked.id]
+    assert store.searchable() == 2

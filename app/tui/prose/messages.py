@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from textual.content import Content
 
@@ -67,9 +68,10 @@ class UserMessage:
 
 
 class SystemMessage:
-    """What a system message in the middle of a conversation says, verbatim."""
+    """What a system message of the conversation itself says, verbatim."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, key: int = 0) -> None:
+        self.key = key
         self._text = sanitise(text)
 
     def rows(self, width: int) -> list[PageRow]:
@@ -243,13 +245,17 @@ class ReplyMessage:
         return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
 
 
-def told(turns: Iterable[Turn]) -> Iterator[UserMessage | ReplyMessage | SystemMessage]:
+Spoken = UserMessage | ReplyMessage
+"""What can be pointed at."""
+
+
+def told(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
     """Yield the messages of turns that are over."""
     for turn in turns:
-        yield from map(SystemMessage, turn.system)
+        yield from map(SystemMessage, turn.system, chain(turn.system_keys, repeat(0)))
         if turn.key or turn.asked:  # else the reply has no prompt
             yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)
-        yield from map(SystemMessage, turn.between)
+        yield from map(SystemMessage, turn.between, chain(turn.between_keys, repeat(0)))
         if turn.reply is not None:
             message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
             message.end(turn.reply)

@@ -150,12 +150,14 @@ def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> lis
 
 
 def _shortened(wanted: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Return ``wanted`` within ``room``, none below its ``least``: the widest is shortened to the next one, and so on."""
+    """Return ``wanted`` within ``room``, none below its ``least``: all of the widest are shortened to the next one, and so on."""
     widths = list(wanted)
     while (excess := sum(widths) - room) > 0:
         spare = [index for index, width in enumerate(widths) if width > least[index]]
         widest = max(widths[index] for index in spare)
-        index = next(index for index in spare if widths[index] == widest)
-        second = max((widths[other] for other in spare if widths[other] < widest), default=0)
-        widths[index] -= max(1, min(excess, widest - max(second, least[index])))
+        tied = [index for index in spare if widths[index] == widest]
+        floor = max([least[index] for index in tied] + [widths[index] for index in spare if widths[index] < widest])
+        each, over = divmod(min(excess, len(tied) * (widest - floor)), len(tied))
+        for place, index in enumerate(tied):
+            widths[index] -= each + (place < over)
     return widths

@@ -12,11 +12,10 @@ from textual.containers import Vertical
 from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
-from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.one_line import said_in
 from tokamac.app.tui.prices import of_path
-from tokamac.app.tui.prose.messages import ENDINGS
 from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.tree import Node, Tree
+from tokamac.app.tui.tree import Tree
 from tokamac.engine.price import Price
 
 WORDS = 60
@@ -43,7 +42,6 @@ class BranchesScreen(Dialog[int]):
         """Yield the tree."""
         with Vertical(classes="box") as box:
             box.border_title = "Branches"
-            box.border_subtitle = "Enter reads that path · Space folds · ● is read now · Esc closes"
             view: TreeView[int] = TreeView("")
             view.show_root = False
             view.auto_expand = False  # Enter goes there
@@ -51,7 +49,7 @@ class BranchesScreen(Dialog[int]):
             yield view
 
     def on_mount(self) -> None:
-        """Fill it, and point at where the conversation stands."""
+        """Fill it, point at where the conversation stands, and name the keys."""
         view: TreeView[int] = self.query_one(TreeView)
         self._found = fill(view.root, self._tree)
         view.root.expand()
@@ -59,6 +57,7 @@ class BranchesScreen(Dialog[int]):
         if self._tree.head is not None:
             self.call_after_refresh(view.move_cursor, self._found[self._tree.head])
         self.set_interval(LOOK_S, self._look)
+        self.say_keys("Enter reads that path", "Space folds", "● is read now", "Esc closes")
 
     def _look(self) -> None:
         """Write the prices that have come beside their versions; ask for those of the versions that are in view now."""
@@ -103,8 +102,7 @@ def fill(root: TreeNode[int], tree: Tree) -> dict[int, TreeNode[int]]:
 
 def line(tree: Tree, key: int, *, here: bool, price: Price | None = None) -> Text:
     """Return the line of a message: whether it is read, who says it, which version it is, its price, and how it begins."""
-    node, (number, many) = tree.nodes[key], tree.place(key)
-    who, said = _said(node)
+    (number, many), (who, said) = tree.place(key), said_in(tree.nodes[key], WORDS)
     version = f" ‹{number} of {many}›" if many > 1 else ""
     return Text.assemble(
         HERE if here else ELSEWHERE,
@@ -114,19 +112,3 @@ def line(tree: Tree, key: int, *, here: bool, price: Price | None = None) -> Tex
         no_wrap=True,
         overflow="ellipsis",
     )
-
-
-def _said(node: Node) -> tuple[str, str]:
-    if node.prompt is not None:
-        return "you", _beginning(node.prompt)
-    if node.system is not None:
-        return "system", _beginning(node.system)
-    if node.reply is None:
-        return "reply", "is being written"
-    who = sanitise_line(node.reply.model).rpartition("/")[2] or "reply"
-    return who, _beginning(node.reply.text) or ENDINGS[node.reply.ending] or "says nothing"
-
-
-def _beginning(text: str) -> str:
-    said = sanitise_line(text[: 4 * WORDS])
-    return said if len(said) <= WORDS else f"{said[: WORDS - 1]}…"

@@ -12,17 +12,22 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import Worker, get_current_worker
 
+from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.errors import StoreError
 from tokamac.app.tui.chat_rows import chat_row, hit_row
 from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.listing import Found, Library, excerpt
 from tokamac.app.tui.screens.dialog import Dialog
 
+LISTING = ("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
+NAMING = ("Enter takes it", "Esc gives it up")
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What was chosen: a chat, and the message to jump to where it was found by what was said.."""
+    """What was chosen: a chat, and the message to jump to where it was found by what was said."""
 
     chat: str
     message: int | None = None
@@ -75,7 +80,7 @@ class ChatsScreen(Dialog[Pick]):
 
     def on_mount(self) -> None:
         """List all of them."""
-        self.say_keys("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
+        self.say_keys(*LISTING)
         self.find("")
 
     @on(Input.Changed)
@@ -87,25 +92,31 @@ class ChatsScreen(Dialog[Pick]):
     @work(thread=True, exclusive=True)
     def find(self, text: str) -> None:
         """Ask the store, aside: typing goes on meanwhile."""
+        asked = get_current_worker()
         try:
-            found = self._library.find(text)
+            found: Found | StoreError = self._library.find(text)
         except StoreError as error:
-            self.app.call_from_thread(self._say, error.one_line())
-        else:
-            self.app.call_from_thread(self._show, found)
+            found = error
+        self.app.call_from_thread(self._take, asked, found)
+
+    def _take(self, asked: Worker[None], found: Found | StoreError) -> None:
+        """Show the store's answer, unless it was asked again since, as after a deletion, or nothing is listed now."""
+        if asked.is_cancelled or self._naming is not None or not self.query(OptionList):
+            return
+        if isinstance(found, StoreError):
+            self._say(found.one_line())
+        elif found.text == self.query_one(Input).value:  # else more was typed since
+            self._show(found)
 
     def _show(self, found: Found) -> None:
-        if self._naming is not None or found.text != self.query_one(Input).value:
-            return  # more was typed since
+        """Show what was found. While the same is looked for, the row that is pointed at stays where it is."""
+        pointed = self.query_one(OptionList).highlighted if found.text == self._shown.text else None
         self._shown = found
-        self._fill()
-        if found.chats or found.hits:
-            self.query_one(OptionList).highlighted = 0
+        self._fill(pointed or 0)
         self._say("" if found.chats or found.hits else "Nothing was said so." if found.text.strip() else "No chat yet.")
 
-    def _fill(self) -> None:
+    def _fill(self, pointed: int | None) -> None:
         listed = self.query_one(OptionList)
-        pointed = listed.highlighted
         listed.clear_options()
         listed.add_options([Option(row) for row in self._rows(self._shown)])
         listed.highlighted = pointed
@@ -113,7 +124,11 @@ class ChatsScreen(Dialog[Pick]):
     @on(Resize)
     def resized(self) -> None:
         """Write the rows for the room there is now."""
-        self.call_after_refresh(self._fill)
+        self.call_after_refresh(self._refill)
+
+    def _refill(self) -> None:
+        for listed in self.query(OptionList):  # there is none any more where it was closed meanwhile
+            self._fill(listed.highlighted)
 
     def _rows(self, found: Found) -> Sequence[Content]:
         listed = self.query_one(OptionList)
@@ -135,7 +150,7 @@ class ChatsScreen(Dialog[Pick]):
     def entered(self) -> None:
         """Open what is first, or take the new title."""
         if self._naming is not None:
-            self._named(self.query_one(Input).value)
+            self._named(self._naming, self.query_one(Input).value)
         elif (index := self.query_one(OptionList).highlighted) is not None:
             self._open(index)
 
@@ -152,6 +167,11 @@ class ChatsScreen(Dialog[Pick]):
             hit = hits[index - len(chats)]
             self.dismiss(Pick(hit.chat, hit.message))
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """While a title is written, the keys of the list are those of the line that it is typed in."""
+        del parameters
+        return self._naming is None or action not in ("delete", "undo", "rename", "to_list")
+
     def action_to_list(self) -> None:
         """Go to the list."""
         self.query_one(OptionList).focus()
@@ -160,7 +180,7 @@ class ChatsScreen(Dialog[Pick]):
 
     def _pointed(self) -> Pointed | None:
         index, chats = self.query_one(OptionList).highlighted, self._shown.chats
-        if index is None or self._naming is not None:
+        if index is None:
             return None
         if index < len(chats):
             return Pointed(chats[index].id, chats[index].title, said=False)
@@ -181,10 +201,20 @@ class ChatsScreen(Dialog[Pick]):
             return
         if self._try(lambda: self._library.delete(pointed.chat)):
             self._deleted.append(pointed.chat)
+            self._take_out(pointed.chat)
             self.find(self.query_one(Input).value)
             what = f"Deleted {pointed.name}: {excerpt(pointed.title) or 'untitled'}."
             later = self._keymap.key("restore_chat")
             self.notify(f"{what} Ctrl+Z brings it back; once the list is closed, {later}.", markup=False, timeout=6)
+
+    def _take_out(self, chat: str) -> None:
+        """Take a chat's rows out at once, so that the next key is not for them again; point at the row that was after them."""
+        shown, pointed = self._shown, self.query_one(OptionList).highlighted
+        of = [*(each.id for each in shown.chats), *(hit.chat for hit in shown.hits)]
+        chats = tuple(each for each in shown.chats if each.id != chat)
+        hits = tuple(hit for hit in shown.hits if hit.chat != chat)
+        self._shown = Found(shown.text, chats, hits)
+        self._fill(sum(each != chat for each in of[:pointed]))
 
     def action_undo(self) -> None:
         """Bring back the chat that was deleted last."""
@@ -198,23 +228,28 @@ class ChatsScreen(Dialog[Pick]):
         if pointed is not None:
             self._naming = pointed.chat
             box = self.query_one(Input)
-            box.value = pointed.title
+            box.value = sanitise_line(pointed.title)
+            box.cursor_position = len(box.value)
             box.focus()
+            self.say_keys(*NAMING)
             self._say(f"The new title of {pointed.name}; Enter takes it.")
 
-    def _named(self, title: str) -> None:
-        chat, self._naming = self._naming, None
-        if chat is not None and title.strip():
-            self._try(lambda: self._library.rename(chat, title.strip()))
+    def _named(self, chat: str, title: str) -> None:
+        """Give ``chat`` the title that was written; one that is refused stays to be written otherwise."""
+        if not title.strip() or self._try(lambda: self._library.rename(chat, title.strip())):
+            self._list_again()
+
+    def _list_again(self) -> None:
+        """List all chats again: no title is written any more."""
+        self._naming = None
+        self.say_keys(*LISTING)
         self.query_one(Input).value = ""
         self.find("")
 
     def action_leave(self) -> None:
         """Give up a new title, else close."""
         if self._naming is not None:
-            self._naming = None
-            self.query_one(Input).value = ""
-            self.find("")
+            self._list_again()
         else:
             self.dismiss(None)
 

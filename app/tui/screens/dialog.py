@@ -28,7 +28,7 @@ class Dialog(ModalScreen[Result | None]):
     _keys: tuple[str, ...] = ()
 
     def say_keys(self, *keys: str) -> None:
-        """Name keys in the border, in words such as ``Enter saves``; the first one and the last one stay longest."""
+        """Write in the border what keys do, such as ``Enter saves``, or where one is; the first and the last stay longest."""
         self._keys = keys
         self.query_one(".box").border_subtitle = SEPARATOR.join(keys)
         self.call_after_refresh(self._fit_keys)

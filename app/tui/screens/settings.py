@@ -10,6 +10,7 @@ from textual.events import DescendantFocus
 from textual.widgets import Button, Checkbox, Input, Label, Static
 
 from tokamac.app.settings import Settings
+from tokamac.app.tui.digits import whole_number
 from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
 from tokamac.app.tui.screens.dialog import Dialog
 from tokamac.app.tui.screens.system import THIS_CHAT
@@ -132,9 +133,9 @@ class SettingsScreen(Dialog[Chosen]):
 
 def _read_minutes(text: str) -> int:
     """Return the minutes; raise FieldError for what is no number of them."""
-    if not text.strip().isdecimal():
-        raise FieldError(UNLOAD, f"Unload after: {text.strip() or 'nothing'!r} is no number of minutes (0: never).")
-    return int(text)
+    if (minutes := whole_number(text.strip())) is None:
+        raise FieldError(UNLOAD, f"Unload after: {text.strip() or 'nothing'!r:.40} is no number of minutes (0: never).")
+    return minutes
 
 
 def _line(field: Field, options: Sampling | KVSpec, placeholder: str = "") -> ComposeResult:

@@ -9,8 +9,9 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.ahead import is_ready
+from tokamac.app.tui.cells import end_of
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import READY, Known, amount, of_path
+from tokamac.app.tui.prices import READY, Known, amount, is_of_disk, of_path
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar
 from tokamac.engine.limits import metrics as rates
@@ -19,7 +20,7 @@ BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence
 LAMP = "● "
 GAP = 3  # cells between the two halves of the last line, at least
-LONGEST_NAME = 28  # characters
+LONGEST_NAME = 28  # cells
 SEPARATOR = Content.styled(" · ", "$foreground 60%")
 UNLOADED = "model unloaded; it loads again when you write"
 UNLOADED_SHORT = "model unloaded"
@@ -32,7 +33,7 @@ ACTED = {
     "newer": "newer version",
     "other": "other version",
 }
-"""What has a price, in a word or two, by the registry's ids; ``other``: of two versions, both keys read the other one."""
+"""What has a price, in a word or two, by the ids of questions."""
 
 
 class Activity(Static):
@@ -100,13 +101,8 @@ def _next(session: Session, width: int) -> Content:
         return Content("")
     if is_ready(price):
         return Content.styled("next: ready", "$foreground 70%")
-    if width < ROOMY:
-        disk, text = "", f"next: {units.short(price.tokens)} tokens"
-    else:
-        disk = f", {units.size(price.disk_bytes)} from disk" if price.disk_bytes else ""
-        text = f"next: {units.count(price.tokens)} tokens to read"
-    seconds = "" if price.seconds is None else f", about {units.seconds(price.seconds)}"
-    return Content.styled(text + disk + seconds, "$foreground 70%")
+    takes = amount(price, " to read") if width >= ROOMY else amount(price, brief=True)
+    return Content.styled(f"next: {takes}", "$foreground 70%")
 
 
 def _prices(known: Sequence[Known], width: int) -> str:
@@ -123,9 +119,10 @@ def _price(known: Known) -> str:
 
 
 def _short_price(known: Known) -> str:
-    question = known.question
-    ready = question.key is not None and is_ready(known.price)
-    takes = READY if ready else ("≤" if question.most else "") + units.short(known.price.tokens)
+    """Return that in as few characters as it can be said: ``edit: ≤240``, or ``fork: 310 MB``, which come from the disk."""
+    question, price = known.question, known.price
+    most = units.size(price.disk_bytes) if is_of_disk(price) else units.short(price.tokens)
+    takes = READY if question.key is not None and is_ready(price) else ("≤" if question.most else "") + most
     return f"{ACTED[question.id]}: {takes}"
 
 
@@ -191,10 +188,8 @@ def _lamp(session: Session) -> str:
 
 
 def _name(session: Session, most: int) -> str:
-    """Return the model's name, or as much of its end as has room in ``most`` characters."""
-    name = sanitise_line(session.load.model if session.info is None else session.info.name)
-    most = max(most, 2)
-    return name if len(name) <= most else f"…{name[1 - most :]}"
+    """Return the model's name, or as much of its end as has room in ``most`` cells."""
+    return end_of(sanitise_line(session.load.model if session.info is None else session.info.name), most)
 
 
 def _essentials(session: Session) -> list[str]:

@@ -1,6 +1,7 @@
 """The conversation on the screen: it grows, and its messages can be pointed at."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from textual import events
 from textual.reactive import var
@@ -9,7 +10,7 @@ from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.pace import SHARE_BESIDE_GPU, Pace
-from tokamac.app.tui.prose.messages import ReplyMessage, UserMessage, told
+from tokamac.app.tui.prose.messages import ReplyMessage, Spoken, SystemMessage, told
 from tokamac.app.tui.prose.page import Message
 from tokamac.app.tui.prose.welcome import Welcome
 from tokamac.app.tui.widgets.page_view import PageView
@@ -35,7 +36,7 @@ class Transcript(PageView, can_focus=False):
         self._reply: ReplyMessage | None = None
         self._grown = False
         self._pace = Pace(SHARE_BESIDE_GPU)
-        self._chosen: UserMessage | ReplyMessage | None = None
+        self._chosen: Spoken | None = None
 
     # What the chat says ---------------------------------------------------------------------------------------------------
 
@@ -60,9 +61,10 @@ class Transcript(PageView, can_focus=False):
             if isinstance(self.messages[-1], ReplyMessage):  # else it is the first to this prompt
                 self._page.pop()
         else:
-            if not self._choosable:
+            if self._welcomes:
                 self._page.clear()
-            self._page.append(UserMessage(turn.prompt, turn.key, turn.place, turn.attachments))
+            for message in told([replace(turn, system=(), reply=None)]):  # what stands before the prompt is shown
+                self._page.append(message)
         self._reply = ReplyMessage(model, turn.reply_key, turn.reply_place)
         if turn.reply is not None:
             self._reply.begin(turn.reply)
@@ -110,7 +112,7 @@ class Transcript(PageView, can_focus=False):
     def on_resize(self) -> None:
         """Lay out for the room there is now; the reader keeps their place."""
         width = max(NARROWEST, min(WIDEST, self.size.width - 2 * SIDE))
-        if not self._choosable:
+        if self._welcomes:
             self._page.clear()
             self._page.fit(width)
             self._welcome()
@@ -125,6 +127,11 @@ class Transcript(PageView, can_focus=False):
         self._show()
         self._move_bar(exact=True)
 
+    @property
+    def _welcomes(self) -> bool:
+        """Whether there is no conversation to show."""
+        return all(isinstance(message, Welcome) for message in self.messages)
+
     def _welcome(self) -> None:
         self._page.append(Welcome(self.size.height, tour=self._tour, keymap=self._keymap))
 
@@ -135,12 +142,22 @@ class Transcript(PageView, can_focus=False):
     # Choosing -------------------------------------------------------------------------------------------------------------
 
     def choose(self, key: int) -> None:
-        """Point at the message ``key``, if it is shown, and bring it into view."""
-        self._choose(next((message for message in self._choosable if message.key == key), None))
+        """Point at the message ``key``, if it is shown, and bring it into view.
+
+        A system message can't be pointed at: the one before it is then, or else the first one.
+        """
+        shown = [message for message in self.messages if isinstance(message, Spoken | SystemMessage)]
+        at = next((index for index, message in enumerate(shown) if message.key == key), None)
+        if at is None:
+            self._choose(None)
+            return
+        nearest = (*shown[at::-1], *shown[at + 1 :])
+        self._choose(next((message for message in nearest if isinstance(message, Spoken)), None))
+        self._bring_into_view(shown[at])
 
     @property
-    def _choosable(self) -> list[UserMessage | ReplyMessage]:
-        return [message for message in self.messages if isinstance(message, UserMessage | ReplyMessage)]
+    def _choosable(self) -> list[Spoken]:
+        return [message for message in self.messages if isinstance(message, Spoken)]
 
     def on_click(self, event: events.Click) -> None:
         """Unfold or fold the thinking that was clicked."""
@@ -186,7 +203,7 @@ class Transcript(PageView, can_focus=False):
         self._update(message)
         self._following = self.scroll_offset.y >= self.max_scroll_y
 
-    def _choose(self, message: UserMessage | ReplyMessage | None) -> None:
+    def _choose(self, message: Spoken | None) -> None:
         before, self._chosen = self._chosen, message
         self.chosen = None if message is None else message.key
         for each in (before, message):

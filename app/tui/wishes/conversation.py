@@ -22,18 +22,20 @@ def new_chat(chat: "ChatScreen", _: str) -> None:
     """Begin another conversation; this one is kept."""
     if chat.session.turns:
         chat.notify("New chat. The model stays loaded.", markup=False, timeout=3)
-    begin_new(chat)
+    if begin_new(chat):
+        _tell_left(chat)
 
 
-def begin_new(chat: "ChatScreen") -> None:
-    """Leave the conversation for a new one. Say what became of a reply that ran, and of what was not sent."""
+def begin_new(chat: "ChatScreen") -> bool:
+    """Leave the conversation for a new one, and say what became of a reply that ran. Return whether a draft stays with it."""
     stopped = running(chat)
-    unkept = _leave(chat)
-    hold_own(chat, Own())
+    stays, unkept = _leave(chat)
+    chat.memory.hold(Own(), chat.session)
     chat.perform(chat.session.new_chat())
     chat.composer.hold(unkept)
     tell(chat, stopped)
     chat.query_one(Prompt).focus()
+    return stays
 
 
 def chats(chat: "ChatScreen", _: str) -> None:
@@ -64,14 +66,19 @@ def open_(chat: "ChatScreen", name: str) -> None:
     open_chat(chat, Pick(found.id))
 
 
-def _leave(chat: "ChatScreen") -> Draft:
-    """Have what is not sent stay with the chat that is left; return what nothing keeps. An edit ends."""
+def _leave(chat: "ChatScreen") -> tuple[bool, Draft]:
+    """Have what is not sent stay with the chat that is left, and return whether there is any, and what nothing keeps.
+
+    An edit ends.
+    """
     unsent, recording = chat.composer.unsent, chat.recording
     kept = recording is not None and recording.drafted(unsent.whole)
-    if kept and unsent.whole:
-        chat.notify(LEFT, markup=False, timeout=4)
     chat.composer.hold(Draft())
-    return Draft() if kept else unsent
+    return (bool(unsent.whole), Draft()) if kept else (False, unsent)
+
+
+def _tell_left(chat: "ChatScreen") -> None:
+    chat.notify(LEFT, markup=False, timeout=4)
 
 
 def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None:
@@ -91,20 +98,16 @@ def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None
         return
     if not held:
         stopped = running(chat)
-        unkept = _leave(chat) if leaving and not again else chat.composer.unsent
-        hold_own(chat, own)
+        stays, unkept = _leave(chat) if leaving and not again else (False, chat.composer.unsent)
+        if stays:
+            _tell_left(chat)
+        chat.memory.hold(own, chat.session)
         chat.perform(chat.session.open(tree))
         recording.hold(pick.chat, tree, draft)
         chat.composer.hold(unkept if again else joined([apart(draft), unkept]))
         tell(chat, stopped)
     if pick.message is not None:
         jump(chat, pick.message if not held else recording.held(pick.message))
-
-
-def hold_own(chat: "ChatScreen", own: Own) -> None:
-    """Let what a chat has of its own hold from here on, and else what holds in every chat."""
-    chat.memory.own = own
-    chat.session.sampling, chat.session.system = chat.memory.sampling, chat.memory.system
 
 
 def jump(chat: "ChatScreen", key: int | None) -> None:

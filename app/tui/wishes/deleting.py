@@ -1,11 +1,11 @@
-"""Conversations set aside, and brought back: the one that is open, too."""
+"""Conversations deleted, and brought back: the one that is open, too."""
 
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.values import Chat
-from tokamac.app.tui.deleting import Said, bring_back, set_aside
+from tokamac.app.tui.deleting import Said, delete, restore
 from tokamac.app.tui.listing import excerpt, last_deleted
 from tokamac.app.tui.wishes.conversation import begin_new, open_chat
 
@@ -38,7 +38,7 @@ def _delete(chat: "ChatScreen", recording: "Recording", name: str) -> None:
         _tell(chat, Said(f"A reply is being written: wait, or stop it with {stop}, then delete.", refused=True))
         return
     begin = partial(begin_new, chat)
-    _tell(chat, set_aside(recording, found, begin, title=_titled(found), back=keymap.key("restore_chat")))
+    _tell(chat, delete(recording, found, begin, title=_titled(found), back=keymap.key("restore_chat")))
 
 
 def restore_chat(chat: "ChatScreen", name: str) -> None:
@@ -50,7 +50,7 @@ def restore_chat(chat: "ChatScreen", name: str) -> None:
         return
     try:
         found = recording.store.chat(name) if name else last_deleted(recording.store)
-        _tell(chat, bring_back(recording.store, found, lambda found: open_chat(chat, Pick(found)), title=_titled))
+        _tell(chat, restore(recording.store, found, lambda found: open_chat(chat, Pick(found)), title=_titled))
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
 

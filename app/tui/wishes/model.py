@@ -100,7 +100,7 @@ def system_prompt(chat: "ChatScreen", _: str) -> None:
 
 def _kept(chat: "ChatScreen", problem: str) -> None:
     """Let what was chosen hold, keep it with the chat, and say why it could not be kept, if it could not."""
-    chat.session.sampling, chat.session.system = chat.memory.sampling, chat.memory.system
+    chat.memory.give(chat.session)
     if chat.recording is not None:
         chat.recording.keep_own()
     if problem:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tokamac.app.tui.actions import by_slash
+from tokamac.app.tui import slash
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.editor import EditorError, edit_text, editor_command
 from tokamac.app.tui.steps import TurnBegun
@@ -46,9 +46,9 @@ def submit(chat: "ChatScreen", draft: Draft) -> None:
         chat.notify("Write something first; Enter sends it.", markup=False, timeout=3)
     elif chat.composer.editing is not None:
         _send_edit(chat, chat.composer.editing, words)
-    elif is_command(draft.text.rstrip()):
+    elif (command := slash.parse(draft.text)) is not None:
         prompt.attachments += draft.attachments  # they are not the command's
-        obey(chat, draft.text.rstrip())
+        _obey(chat, command, draft.text.rstrip())
     else:
         chat.perform(chat.session.submit(words.text, words.attachments))
 
@@ -62,23 +62,16 @@ def _send_edit(chat: "ChatScreen", key: int, draft: Draft) -> None:
     chat.perform(steps)
 
 
-def is_command(text: str) -> bool:
-    """Return whether ``text`` is written as a slash command."""
-    word = text.partition(" ")[0]
-    return word.startswith("/") and word[1:].isalpha() and "\n" not in text
-
-
-def obey(chat: "ChatScreen", text: str) -> None:
-    """Do the slash command that ``text`` is."""
-    word, _, argument = text.partition(" ")
-    action = by_slash(word[1:].lower())
+def _obey(chat: "ChatScreen", command: slash.Command, text: str) -> None:
+    """Do the slash command that was written as ``text``."""
+    word, action = command.word, command.action
     if action is None:
         lists = chat.session.keymap.key("help")
         _refuse(chat, text, f"There is no command {word}. {lists} lists them; a space before it sends it as it is.")
-    elif argument.strip() and not action.argument:
+    elif command.argument and not action.argument:
         _refuse(chat, text, f"{word} stands alone: a space before it sends all of this as it is.")
     else:
-        chat.do(action.id, argument.strip())
+        chat.do(action.id, command.argument)
 
 
 def _refuse(chat: "ChatScreen", text: str, why: str) -> None:
