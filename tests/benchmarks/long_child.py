@@ -23,8 +23,8 @@ CHARACTERS = 4
 class Reciting(Detokenizer):
     """Does a detokenizer's work, and returns the next characters of a fixed text instead."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        super().__init__(decode)
+    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int]) -> None:
+        super().__init__(decode, after)
         self._at = 0
 
     def add(self, token: int) -> str:
@@ -42,7 +42,7 @@ def load(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
     tokenizer: Tokenizer = port._engine.tokenizer  # type: ignore[attr-defined]
     tokenizer.eos_ids = tokenizer._hidden_ids = frozenset()
     decode = tokenizer._decode
-    tokenizer.detokenizer = lambda: Reciting(decode)  # type: ignore[method-assign]
+    tokenizer.detokenizer = lambda after=(): Reciting(decode, after)  # type: ignore[method-assign]
     return port
 
 
