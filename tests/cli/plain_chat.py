@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -85,6 +86,8 @@ class Terminal:
         deadline = time.monotonic() + PATIENCE_S
         while text.encode() not in self.shown[self.seen :]:
             assert time.monotonic() < deadline, f"never: {text!r}; {self.shown.decode(errors='replace')}"
+            if not select.select([self.leader], [], [], 1.0)[0]:
+                continue
             try:
                 self.shown += os.read(self.leader, 4096)
             except OSError:
