@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tokamac.app.backend.killed import killed_by
 from tokamac.app.backend.wire import LONGEST_LINE, Quit, Reply, Request, WireError, decode_reply, encode
 from tokamac.app.sanitise import sanitise_line
 
@@ -169,11 +170,7 @@ class EngineProcess:
         if self._frozen:
             return f"it did not answer for {self._silence_s:g} s and was stopped"
         if code < 0:
-            return (
-                f"killed by {signal.Signals(-code).name}"
-                if -code in set(signal.Signals)
-                else f"killed by signal {-code}"
-            )
+            return killed_by(-code)
         return f"exit status {code}"
 
     def _last_line(self) -> str:

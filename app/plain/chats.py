@@ -10,7 +10,7 @@ from tokamac.app.store.store import Store
 from tokamac.app.store.values import Chat, Hit
 from tokamac.app.tui import deleting
 from tokamac.app.tui.digits import whole_number
-from tokamac.app.tui.listing import ago, excerpt, flat, last_deleted
+from tokamac.app.tui.listing import ago, excerpt, flat
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.recording import LEFT, Recording
 
@@ -95,7 +95,7 @@ def delete(repl: Repl, name: str) -> None:
 def restore(repl: Repl, name: str) -> None:
     """Bring back the chat that was deleted last, or another one, and open it."""
     store = _recording(repl).store
-    chat = _named(repl, store, name) if name else last_deleted(store)
+    chat = _named(repl, store, name) if name else store.last_deleted()
     repl.console.note(deleting.restore(store, chat, repl.open, title=_titled).text)
 
 

@@ -52,11 +52,6 @@ class Library:
             store.rename(chat, title)
 
 
-def last_deleted(store: Store) -> Chat | None:
-    """Return the chat that was deleted last, of those that can be brought back; None where there is none. Raises StoreError."""
-    return store.last_deleted()
-
-
 def ago(seconds: float) -> str:
     """Return how long ago something was, as a person would say it."""
     for size, unit in ((86400 * 7, "week"), (86400, "day"), (3600, "hour"), (60, "minute")):

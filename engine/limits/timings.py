@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from tokamac.engine.limits import kept
@@ -30,11 +31,12 @@ class Timings:
         self._parts = parts
         self._best: dict[str, float] = {}
         on_file = kept.read_all(file)
-        self._open = [(number, part) for number in range(1, PASSES + 1) for part in parts]
-        for number, part in self._open:
-            if (found := on_file.get(name(part.key, number))) is not None:
+        self._open: list[tuple[int, Part]] = []
+        for number, part in product(range(1, PASSES + 1), parts):
+            if (found := on_file.get(name(part.key, number))) is None:
+                self._open.append((number, part))
+            else:
                 self._add(part, found)
-        self._open = [(number, part) for number, part in self._open if name(part.key, number) not in on_file]
 
     @property
     def best(self) -> Mapping[str, float]:

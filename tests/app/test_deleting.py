@@ -7,7 +7,6 @@ from textual.widgets import OptionList
 
 from tests.app.conftest import Chat
 from tokamac.app.store.store import Store
-from tokamac.app.tui.listing import last_deleted
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.recording import LEFT
 from tokamac.app.tui.screens.chats import ChatsScreen
@@ -161,15 +160,15 @@ async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat:
 def test_the_chat_deleted_last_is_not_the_one_used_last(tmp_path: Any) -> None:
     moments = iter(range(100))
     with Store.open(tmp_path / "chats.db", clock=lambda: float(next(moments))) as store:
-        assert last_deleted(store) is None
+        assert store.last_deleted() is None
         made = [store.new_chat().id for _ in range(3)]
         for chat in made:
             store.add_message(chat, None, "user", "hi")
         store.delete(made[2])
         store.delete(made[0])
-        assert last_deleted(store).id == made[0]
+        assert store.last_deleted().id == made[0]
         store.undelete(made[0])
-        assert last_deleted(store).id == made[2]
+        assert store.last_deleted().id == made[2]
 
 
 def shown(c: Chat) -> int:

@@ -97,6 +97,12 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.leader, text.encode())
 
+    def leave(self) -> int:
+        """End the input at the next prompt; return the status."""
+        self.until("you> ")
+        self.type("\x04")
+        return self.left()
+
     def left(self) -> int:
         """Wait for the end; return the status."""
         try:

@@ -78,6 +78,4 @@ def test_a_model_whose_loading_is_stopped_is_chosen_by_a_command(terminal: Calla
     chat.until("you> ")
     chat.type("/unload\n")
     chat.until("No model is loaded.")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0

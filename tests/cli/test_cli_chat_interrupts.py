@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn
+from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn, until
 from tokamac.app.backend.line_process import Ended, LineProcess
 from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.plain.aside import run_aside
@@ -49,13 +49,6 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "never"
-        time.sleep(0.02)
-
-
 def asked(data: Path) -> list[str]:
     return [message.text for message in last_path(data) if message.role == "user"]
 
@@ -74,9 +67,7 @@ def test_ctrl_c_while_an_editor_has_the_terminal_is_the_editors(
     chat.type(CTRL_C)
     chat.until("heard")
     chat.until("every weight once per token")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
     assert asked(data) == ["words"]
 
 
@@ -103,9 +94,7 @@ def test_ctrl_c_stops_a_command_and_the_chat_goes_on(
     chat.until("you> ")
     chat.type("two\n")
     chat.until("every weight once per token")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
     assert asked(data) == ["one", "two"]
     assert b"Copied" not in chat.shown
 
@@ -124,9 +113,7 @@ def test_a_prompt_that_was_given_back_is_discarded_by_an_empty_line(
     chat.until("you> ")
     chat.type("two\n")
     chat.until("every weight once per token")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
     assert asked(data) == ["two"]
 
 

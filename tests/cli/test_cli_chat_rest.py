@@ -43,9 +43,7 @@ def test_an_unused_model_is_unloaded_while_a_line_is_waited_for(hasty: Callable[
     until(lambda: not children(chat.process.pid))
     chat.type("/edit ho\n")
     chat.until("every weight once per token")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
     assert [message.text for message in last_path(data) if message.role == "user"] == ["ho"]
 
 
@@ -84,9 +82,7 @@ def test_the_model_gives_the_chat_a_title_while_a_line_is_waited_for(
     until(lambda: entitled(chat, data))
     chat.type("and on\n")
     chat.until("entitles: Title:")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
     assert chat.shown.count(TITLE.encode()) == 2  # both replies; that there is a title interrupts nobody
 
 

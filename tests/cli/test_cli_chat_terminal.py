@@ -19,9 +19,7 @@ def test_on_a_terminal_text_has_a_speaker_and_nothing_moves_the_cursor(terminal:
     chat.type("hi\n")
     chat.until("fast: Decode reads")
     chat.until(" in all, of which")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
     assert not OBEYED.search(chat.shown.decode().replace("\r\n", "\n"))
     assert re.search(r"tokamac chat --chat \w{8}", chat.shown.decode())
 
@@ -56,9 +54,7 @@ def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> N
         chat.until("you> ")
         chat.type(text)
     chat.until("Ctrl-C again leaves")
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
 
 
 def test_the_last_prompt_is_edited_on_the_line(terminal: Callable[..., Terminal], data: Path) -> None:

@@ -176,9 +176,7 @@ def test_what_if_says_so_where_it_was_stopped_or_killed(terminal: Callable[..., 
         (asked,) = set(children(chat.process.pid)) - engine
         end(asked)
         chat.until(said)
-    chat.until("you> ")
-    chat.type("\x04")
-    assert chat.left() == 0
+    assert chat.leave() == 0
 
 
 def test_what_if_refuses_as_the_command_does() -> None:

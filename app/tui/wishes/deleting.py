@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.values import Chat
 from tokamac.app.tui.deleting import Said, delete, restore
-from tokamac.app.tui.listing import excerpt, last_deleted
+from tokamac.app.tui.listing import excerpt
 from tokamac.app.tui.wishes.conversation import begin_new, open_chat
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def restore_chat(chat: "ChatScreen", name: str) -> None:
         chat.notify(NOT_KEPT, severity="warning", markup=False)
         return
     try:
-        found = recording.store.chat(name) if name else last_deleted(recording.store)
+        found = recording.store.chat(name) if name else recording.store.last_deleted()
         _tell(chat, restore(recording.store, found, lambda found: open_chat(chat, Pick(found)), title=_titled))
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
