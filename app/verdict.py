@@ -91,7 +91,7 @@ def _rates(remedy: Remedy) -> str:
 
 
 HOW: dict[RemedyName, str] = {
-    "packed keys and values": "--kv-bits 8; in the chat Ctrl+T",
+    "packed keys and values": "--kv-bits 8; in the chat /settings",
     "packed weights": "tokamac convert MODEL --bits 4",
     "shorter context": "a shorter prompt, a new chat, or --kv-window",
     "prompt cache": "leave out --no-prompt-cache",

@@ -3,7 +3,7 @@
 import queue
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from tokamac.app.backend.outbox import Outbox
@@ -23,12 +23,12 @@ class Answerer(Generic[Asked]):
         answer: Callable[[EnginePort, Asked], Reply],
         unknown: Callable[[Asked], Reply],
         *,
-        last_alone: bool = False,
+        replaces: Callable[[Asked], Hashable] | None = None,
     ) -> None:
-        """Begin the thread. last_alone: of the questions that wait, only the last is answered."""
+        """Begin the thread. replaces: of the questions that wait and have this in common, only the last is answered."""
         self._outbox = outbox
         self._answer, self._unknown = answer, unknown
-        self._last_alone = last_alone
+        self._replaces = replaces
         self._asked: queue.SimpleQueue[tuple[EnginePort, Asked]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="answerer", daemon=True).start()
 
@@ -41,13 +41,17 @@ class Answerer(Generic[Asked]):
 
     def _run(self) -> None:
         while True:
-            self._tell(*self._next())
+            for engine, question in self._waiting():
+                self._tell(engine, question)
 
-    def _next(self) -> tuple[EnginePort, Asked]:
-        asked = self._asked.get()
-        while self._last_alone and not self._asked.empty():
-            asked = self._asked.get()
-        return asked
+    def _waiting(self) -> list[tuple[EnginePort, Asked]]:
+        """Wait for a question; return those that wait by then, less those that were replaced."""
+        asked = [self._asked.get()]
+        if self._replaces is None:
+            return asked
+        while not self._asked.empty():
+            asked.append(self._asked.get())
+        return list({self._replaces(question): (engine, question) for engine, question in asked}.values())
 
     def _tell(self, engine: EnginePort, question: Asked) -> None:
         reply = self._unknown(question)
@@ -70,11 +74,13 @@ def counter(outbox: Outbox) -> Answerer[AskCount]:
 
 
 def pricer(outbox: Outbox) -> Answerer[AskPrice]:
-    """Return what tells prices, the last one alone. Asked for while something is read ahead, a price comes when that is done, which
-    is how the screen learns of it."""
+    """Return what tells prices, to each asker the last one alone.
+
+    Asked for while something is read ahead, a price comes when that is done, which is how the screen learns of it.
+    """
     return Answerer(
         outbox,
-        lambda engine, asked: Priced(asked.id, engine.price(asked.messages, continues=asked.continues)),
-        lambda asked: Priced(asked.id, None),
-        last_alone=True,
+        lambda engine, asked: Priced(asked.asker, asked.id, engine.price(asked.messages, continues=asked.continues)),
+        lambda asked: Priced(asked.asker, asked.id, None),
+        replaces=lambda asked: asked.asker,
     )

@@ -139,7 +139,7 @@ class Child:
 
     def _reply(self, request: Send) -> None:
         if self._engine is None:
-            raise TokamacError("no model is loaded", "Choose one with Ctrl+O.")
+            raise TokamacError("no model is loaded", "Choose one with /model.")
         self._running = request.id
         try:
             events = self._engine.reply(request.messages, request.sampling, continues=request.continues)

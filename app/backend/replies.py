@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tokamac.app.backend.requests import Asker
 from tokamac.app.backend.whatif import Answer, ModelLine
 from tokamac.engine.events import FinishReason, Live, Squeezed, TextKind
 from tokamac.engine.limits.diagnosis import Diagnosis
@@ -133,8 +134,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The answer to ``AskPrice`` of the same id; None where no price can be told: too long a conversation, say."""
+    """The answer to ``AskPrice`` of the same asker and id; None where no price can be told: too long a conversation, say."""
 
+    asker: Asker
     id: int
     price: Price | None
 

@@ -1,6 +1,7 @@
 """What the screen asks of the engine's process: one frozen dataclass a message."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tokamac.app.backend.whatif import Question
 from tokamac.engine.events import Message
@@ -46,13 +47,18 @@ class Warm:
     messages: tuple[Message, ...]
 
 
+Asker = Literal["draft", "actions", "title"]
+"""Who wants to know a price: what is being written, what could be done with older messages, or a title that is to be read ahead."""
+
+
 @dataclass(frozen=True, slots=True)
 class AskPrice:
     """Tell what a reply to a conversation would take until its first token: ``Priced`` comes when the engine is free.
 
-    A later question replaces one that still waits. continues: as for ``Send``.
+    A later question of the same asker replaces one that still waits. continues: as for ``Send``.
     """
 
+    asker: Asker
     id: int
     messages: tuple[Message, ...]
     continues: bool = False

@@ -237,7 +237,7 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> En
     if scenario.dies_on == "load":
         _die("load")
     if scenario.load_error:
-        raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with Ctrl+O.")
+        raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with /model.")
     if request.kv.quantized and not scenario.packs:
         raise OptionError("the keys and values of this model can't be packed", "Keep them at 16 bits.")
     return ScriptedEngine(request.model, scenario, keeps=request.prompt_cache)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tokamac.app.backend.killed import how_ended
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import size
 from tokamac.engine.errors import TokamacError
@@ -168,8 +169,7 @@ class PeerProcess:
 
     def _dead(self) -> PeerError:
         code = self._ended()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         last = next((sanitise_line(line) for line in reversed(lines) if line.strip()), "")
-        return PeerError(f"{NAME}'s process {how}{': ' if last else ''}{last}", WITHOUT)
+        return PeerError(f"{NAME}'s process {how_ended(code)}{': ' if last else ''}{last}", WITHOUT)

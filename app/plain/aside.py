@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tokamac.app.backend.line_process import Ended, LineProcess
-from tokamac.app.exit_status import INTERRUPTED
+from tokamac.app.exit_status import INTERRUPTED, WRONG_USAGE
 from tokamac.app.plain.interrupts import heard
 from tokamac.engine.errors import OptionError
 
@@ -15,6 +15,7 @@ HEAR_S = 1.0
 """How often the engine is heard while a process is waited for."""
 BEGUN_S = 0.05
 """How soon a process that was to stop before it had begun is asked again."""
+MODEL_FIRST = "The model comes first: /{} MODEL FLAGS. Without one it is the chat's."
 Line = TypeVar("Line")
 
 
@@ -75,3 +76,8 @@ def words_of(written: str, model: str) -> tuple[str, list[str]]:
     except ValueError as error:
         raise OptionError(f"{written} can't be read: {error}", "Close the quotation marks.") from None
     return (words[0], words[1:]) if words and not words[0].startswith("-") else (model, words)
+
+
+def misplaced(command: str, written: str, end: Ended) -> str:
+    """Return what to add where arguments were refused and a model may stand behind flags, which is not understood; else nothing."""
+    return MODEL_FIRST.format(command) if end.status == WRONG_USAGE and written.startswith("-") else ""

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tokamac.app.backend.conversion import Line, Stage
 from tokamac.app.backend.converter import Converter, converter_command
-from tokamac.app.exit_status import WRONG_USAGE
-from tokamac.app.plain.aside import run_aside, words_of
+from tokamac.app.plain.aside import misplaced, run_aside, words_of
 from tokamac.app.plain.progress import Rarely
 from tokamac.app.plain.repl import Repl
 from tokamac.app.tui.converting import Phase, Standing
@@ -14,7 +13,6 @@ from tokamac.app.tui.units import count, size
 
 OURS = ("--dry-run", "--json")
 """Flags that are given where they belong; kept with a plan, they would have it planned again for ever."""
-MODEL_FIRST = "The model comes first: /convert MODEL FLAGS. Without one it is the chat's."
 
 
 def convert(repl: Repl, written: str) -> None:
@@ -26,14 +24,13 @@ def convert(repl: Repl, written: str) -> None:
     repl.planned = ()
     model, flags = words_of(written, repl.driver.session.load.model)
     arguments = (*(flag for flag in flags if flag not in OURS), "--", model)
-    usage = MODEL_FIRST if written.startswith("-") else ""  # one that stands behind the flags is not understood
-    if _run(repl, arguments, dry_run=True, usage=usage) is Phase.PLANNED:
+    if _run(repl, arguments, dry_run=True, written=written) is Phase.PLANNED:
         repl.planned = arguments
         repl.console.note("/convert alone does it. Ctrl-C stops it; /convert goes on from there.")
 
 
-def _run(repl: Repl, arguments: tuple[str, ...], *, dry_run: bool, usage: str = "") -> Phase:
-    """Plan or convert, and say what came of it; return where it stands. usage: what to add where the arguments are wrong."""
+def _run(repl: Repl, arguments: tuple[str, ...], *, dry_run: bool, written: str = "") -> Phase:
+    """Plan or convert, and say what came of it; return where it stands. written: what the user gave the command."""
     standing, rarely = Standing(time.monotonic), Rarely()
     standing.begin(dry_run=dry_run)
 
@@ -54,8 +51,8 @@ def _run(repl: Repl, arguments: tuple[str, ...], *, dry_run: bool, usage: str = 
         repl.console.say(text)
     if standing.problem:
         repl.console.note(standing.problem)
-    if usage and end.status == WRONG_USAGE:
-        repl.console.note(usage)
+    if remark := misplaced("convert", written, end):
+        repl.console.note(remark)
     if standing.converted is not None:
         repl.console.note(f"/model {Path(standing.converted.path).absolute()} loads it.")
     return standing.phase

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from tokamac.app.backend.line_process import Ended, LineProcess
 from tokamac.app.exit_status import INTERRUPTED
-from tokamac.app.plain.aside import run_aside, words_of
+from tokamac.app.plain.aside import misplaced, run_aside, words_of
 from tokamac.app.plain.ending import why
 from tokamac.app.plain.repl import Repl
 from tokamac.engine.options import KVSpec
@@ -29,8 +29,9 @@ def what_if(repl: Repl, written: str) -> None:
         return
     if lines:
         repl.console.say("\n".join(lines))
-    if remark := _remark(end):
-        repl.console.note(remark)
+    for remark in (_remark(end), misplaced("whatif", written, end)):
+        if remark:
+            repl.console.note(remark)
 
 
 def _text(line: bytes) -> str:

@@ -48,7 +48,7 @@ class Ahead:
 
     def priced(self, event: Priced) -> list[Step]:
         """Take a price; return what to ask next."""
-        if event.id != self._id:
+        if (event.asker, event.id) != ("draft", self._id):
             return []
         read, self._reading = self._reading, False
         if not self._messages:
@@ -70,4 +70,4 @@ class Ahead:
 
     def _ask(self, messages: tuple[Message, ...]) -> Ask:
         self._id += 1
-        return Ask(AskPrice(self._id, messages))
+        return Ask(AskPrice("draft", self._id, messages))

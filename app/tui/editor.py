@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tokamac.app.backend.killed import how_ended
 from tokamac.app.sanitise import sanitise
 
 
@@ -26,17 +27,28 @@ def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def edit_text(command: Sequence[str], text: str) -> str:
-    """Run the editor on ``text`` and return what was saved, made safe. Raises EditorError; the text is then as it was."""
+    """Run the editor on ``text`` and return what was saved, made safe.
+
+    Raises EditorError; the text is then as it was, and what an editor that failed had saved stays in its file, which is named.
+    """
     handle, name = tempfile.mkstemp(prefix="tokamac-", suffix=".md")
     file = Path(name)
+    keep = False
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
         status = subprocess.run([*command, name], check=False).returncode
+        keep = file.read_bytes() != text.encode()
         if status:
-            raise EditorError(f"{command[0]} ended with status {status}; the prompt is as it was.")
-        return sanitise(file.read_text(encoding="utf-8").rstrip("\n"))
-    except (OSError, UnicodeDecodeError) as error:
+            saved = f" What it had saved is in {name}." if keep else ""
+            raise EditorError(f"{command[0]} {how_ended(status)}; the prompt is as it was.{saved}")
+        written = sanitise(file.read_text(encoding="utf-8").rstrip("\n"))
+        keep = False
+        return written
+    except UnicodeDecodeError:
+        raise EditorError(f"What {command[0]} saved in {name} is not UTF-8; the prompt is as it was.") from None
+    except OSError as error:
         raise EditorError(f"{command[0]} could not be used: {error}.") from error
     finally:
-        file.unlink(missing_ok=True)
+        if not keep:
+            file.unlink(missing_ok=True)

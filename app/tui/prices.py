@@ -2,7 +2,7 @@
 
     a message is pointed at, or versions are in view ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next ──▶ …
 
-One after the other: of questions that wait, the engine's process answers the last alone.
+One after the other: of these questions, those that wait, the engine's process answers the last alone.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Prices:
         self.known: tuple[Known, ...] = ()
         self.unpriced: tuple[Question, ...] = ()
         self.waiting: tuple[Question, ...] = ()
-        self._id = 0  # below zero: those above are of what is read ahead
+        self._id = 0
 
     def ask(self, asked: Sequence[Question]) -> list[Step]:
         """Return what to ask in place of what was asked before, which is forgotten with its prices."""
@@ -70,7 +70,7 @@ class Prices:
 
     def priced(self, event: Priced) -> list[Step]:
         """Take a price, and return what to ask next."""
-        if event.id != self._id or not self.waiting:
+        if (event.asker, event.id) != ("actions", self._id) or not self.waiting:
             return []
         question, *others = self.waiting
         self.waiting = tuple(others)
@@ -88,8 +88,8 @@ class Prices:
     def _next(self) -> list[Step]:
         if not self.waiting:
             return []
-        self._id -= 1
-        return [Ask(AskPrice(self._id, self.waiting[0].messages, self.waiting[0].continues))]
+        self._id += 1
+        return [Ask(AskPrice("actions", self._id, self.waiting[0].messages, self.waiting[0].continues))]
 
 
 def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:

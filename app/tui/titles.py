@@ -33,8 +33,6 @@ SYSTEM = (
 BEGUN = "Title:"
 """The reply begins with it: the model neither thinks first nor greets."""
 GREEDY = Sampling(temperature=0.0, max_tokens=16)
-PRICE = 0
-"""The number of the price that is waited for: those above are of what is read ahead, those below of what is pointed at."""
 
 _MARKS = re.compile(r"[`*_#<>|\[\]{}\\]+")
 _ENDS = " \t\"'“”„‟«»‹›‘’‚「」『』.:;,-–—"
@@ -58,6 +56,7 @@ class Titles:
         self._state = _State.NONE
         self._messages: tuple[Message, ...] = ()
         self._id = 0  # below zero: those above are of replies
+        self._price = 0
 
     @property
     def wanted(self) -> bool:
@@ -76,15 +75,14 @@ class Titles:
     def ask(self, turn: Turn) -> list[Step]:
         """Return what to ask for a title of the conversation that begins with ``turn``."""
         self._state, self._messages = _State.READING, question(turn)
-        return [Ask(Warm(self._messages)), Ask(AskPrice(PRICE, self._messages))]
+        self._price += 1
+        return [Ask(Warm(self._messages)), Ask(AskPrice("title", self._price, self._messages))]
 
     def priced(self, event: Priced) -> list[Step]:
         """Take the price that comes when the question is read; return what asks it."""
-        if event.id != PRICE or self._state is not _State.READING:
+        if (event.asker, event.id) != ("title", self._price) or self._state is not _State.READING:
             return []
-        if event.price is None or not is_ready(
-            event.price
-        ):  # it could not be read ahead: a prompt might have to wait for it
+        if event.price is None or not is_ready(event.price):  # not read ahead: a prompt might have to wait for it
             self._state = _State.NONE
             return []
         self._state = _State.WRITING

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from tokamac.app.backend.answerer import pricer
 from tokamac.app.backend.child import Child
 from tokamac.app.backend.outbox import Outbox
+from tokamac.app.backend.requests import Asker
 from tokamac.app.backend.scenarios import SCENARIOS
 from tokamac.app.backend.scripted import ScriptedEngine
 from tokamac.app.backend.wire import (
@@ -64,24 +66,24 @@ def written(text: str) -> tuple[Message, ...]:
 
 
 def test_a_long_draft_is_priced_then_read_then_priced_again(ready: Session) -> None:
-    assert asked(ready.pause(LONG)) == [AskPrice(1, written(LONG))]
-    assert asked(ready.on_event(Priced(1, MUCH))) == [Warm(written(LONG)), AskPrice(2, written(LONG))]
+    assert asked(ready.pause(LONG)) == [AskPrice("draft", 1, written(LONG))]
+    assert asked(ready.on_event(Priced("draft", 1, MUCH))) == [Warm(written(LONG)), AskPrice("draft", 2, written(LONG))]
     assert ready.ahead.price == MUCH
-    assert ready.on_event(Priced(2, LITTLE)) == []
+    assert ready.on_event(Priced("draft", 2, LITTLE)) == []
     assert ready.ahead.price == LITTLE
-    assert asked(ready.pause(LONG + "more")) == [AskPrice(3, written(LONG + "more"))]
+    assert asked(ready.pause(LONG + "more")) == [AskPrice("draft", 3, written(LONG + "more"))]
 
 
 @pytest.mark.parametrize("price", [LITTLE, None])
 def test_what_is_known_or_too_long_is_not_read(ready: Session, price: Price | None) -> None:
     ready.pause(LONG)
-    assert ready.on_event(Priced(1, price)) == []
+    assert ready.on_event(Priced("draft", 1, price)) == []
     assert ready.ahead.price == price
 
 
 def test_what_lies_on_disk_is_read(ready: Session) -> None:
     ready.pause(LONG)
-    assert Warm(written(LONG)) in asked(ready.on_event(Priced(1, Price(900, 9, 310_000_000, 0.2))))
+    assert Warm(written(LONG)) in asked(ready.on_event(Priced("draft", 1, Price(900, 9, 310_000_000, 0.2))))
 
 
 def test_what_is_asked_is_what_would_be_sent(ready: Session) -> None:
@@ -98,30 +100,30 @@ def test_what_is_asked_is_what_would_be_sent(ready: Session) -> None:
 def test_the_same_draft_is_asked_about_once_a_short_one_never(ready: Session) -> None:
     ready.pause(LONG)
     assert ready.pause(f"{LONG} \n") == []
-    ready.on_event(Priced(1, LITTLE))
+    ready.on_event(Priced("draft", 1, LITTLE))
     assert ready.pause("x" * (LEAST_CHARACTERS - 1)) == []
     assert ready.ahead.price is None
 
 
 def test_a_draft_that_changes_while_it_is_read_is_read_at_once(ready: Session) -> None:
     ready.pause(LONG)
-    ready.on_event(Priced(1, MUCH))
-    assert asked(ready.pause(LONG * 2)) == [Warm(written(LONG * 2)), AskPrice(3, written(LONG * 2))]
-    assert ready.on_event(Priced(2, LITTLE)) == []
+    ready.on_event(Priced("draft", 1, MUCH))
+    assert asked(ready.pause(LONG * 2)) == [Warm(written(LONG * 2)), AskPrice("draft", 3, written(LONG * 2))]
+    assert ready.on_event(Priced("draft", 2, LITTLE)) == []
     assert ready.ahead.price == MUCH  # until the price of what stands there now has come
     ready.pause("")
-    assert ready.on_event(Priced(3, LITTLE)) == []
+    assert ready.on_event(Priced("draft", 3, LITTLE)) == []
     assert ready.ahead.price is None
 
 
 def test_nothing_is_read_ahead_while_the_engine_is_busy(ready: Session) -> None:
     assert loading().pause(LONG) == []
     ready.pause(LONG)
-    ready.on_event(Priced(1, LITTLE))
+    ready.on_event(Priced("draft", 1, LITTLE))
     ready.submit("one")
     assert ready.ahead.price is None
     assert ready.pause(LONG) == []
-    assert ready.on_event(Priced(1, MUCH)) == []
+    assert ready.on_event(Priced("draft", 1, MUCH)) == []
     ready.on_event(Done(1, "stop", "1", "", METRICS))
     assert len(asked(ready.pause(LONG))) == 1
 
@@ -129,14 +131,14 @@ def test_nothing_is_read_ahead_while_the_engine_is_busy(ready: Session) -> None:
 def test_a_new_model_reads_the_conversation_there_is() -> None:
     session = loading("Be brief.")
     known = (Message("system", "Be brief."), Message("user", ""))
-    assert asked(session.on_event(LOADED)) == [Warm(known), AskPrice(1, known)]
-    assert session.on_event(Priced(1, MUCH)) == []
+    assert asked(session.on_event(LOADED)) == [Warm(known), AskPrice("draft", 1, known)]
+    assert session.on_event(Priced("draft", 1, MUCH)) == []
     assert session.ahead.price is None  # nothing is written yet
     session.submit("one")
     session.on_event(Done(1, "stop", "1", "", METRICS))
     session.choose(Load("other"))
     known = (Message("system", "Be brief."), Message("user", "one"), Message("assistant", "1"), Message("user", ""))
-    assert asked(session.on_event(LOADED)) == [Warm(known), AskPrice(2, known)]
+    assert asked(session.on_event(LOADED)) == [Warm(known), AskPrice("draft", 2, known)]
 
 
 def test_a_prompt_that_waits_for_the_model_goes_first() -> None:
@@ -216,11 +218,51 @@ def replies(engine: ScriptedEngine, *requests: Request) -> list[Reply]:
     return seen
 
 
+class Held(ScriptedEngine):
+    """An engine that tells a price once it is let; how many it was asked for is the price."""
+
+    def __init__(self) -> None:
+        super().__init__("fast", SCENARIOS["fast"])
+        self.asked: list[str] = []
+        self.begun, self.free = threading.Event(), threading.Event()
+
+    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
+        self.asked.append(messages[-1].content)
+        self.begun.set()
+        self.free.wait(60)
+        return LITTLE
+
+
+def test_of_the_prices_that_wait_each_asker_is_told_its_last_one() -> None:
+    outbox, engine = Replies(), Held()
+    prices = pricer(outbox)
+    prices.ask(engine, AskPrice("draft", 1, written("a")))
+    assert engine.begun.wait(60)
+    waiting: list[tuple[Asker, int, str]] = [
+        ("title", 1, "b"),
+        ("draft", 2, "c"),
+        ("actions", 1, "d"),
+        ("draft", 3, "e"),
+        ("actions", 2, "f"),
+    ]
+    for asker, number, text in waiting:
+        prices.ask(engine, AskPrice(asker, number, written(text)))
+    engine.free.set()
+    told = [outbox.written.get(timeout=60) for _ in range(4)]
+    assert told[0] == Priced("draft", 1, LITTLE)
+    assert {(each.asker, each.id) for each in told[1:] if isinstance(each, Priced)} == {
+        ("title", 1),
+        ("draft", 3),
+        ("actions", 2),
+    }
+    assert sorted(engine.asked) == ["a", "b", "e", "f"]
+
+
 @pytest.mark.parametrize("error", [EngineClosedError("closed", ""), ContextError("too long", ""), RuntimeError("bug")])
 def test_what_fails_aside_is_not_told_and_delays_nothing(error: Exception) -> None:
     messages = written(LONG)
-    *seen, last = replies(Broken(error), AskPrice(7, messages), Warm(messages), Send(1, messages))
-    assert last == Priced(7, None)
+    *seen, last = replies(Broken(error), AskPrice("draft", 7, messages), Warm(messages), Send(1, messages))
+    assert last == Priced("draft", 7, None)
     assert any(isinstance(reply, Text) for reply in seen)
     assert any(isinstance(reply, Done) for reply in seen)
     assert not any(isinstance(reply, Failed | Notice) for reply in seen)

@@ -58,7 +58,7 @@ class Talk:
         return self.until(Loaded, Failed, Died)
 
     def price(self, text: str, request: int) -> Priced:
-        self.process.send(AskPrice(request, (Message("user", text),)))
+        self.process.send(AskPrice("draft", request, (Message("user", text),)))
         priced = self.until(Priced)[-1]
         assert isinstance(priced, Priced)
         assert priced.id == request
@@ -142,7 +142,7 @@ def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Ta
 def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.say()
-    assert child.until(Failed)[-1] == Failed(1, "no model is loaded", "Choose one with Ctrl+O.")
+    assert child.until(Failed)[-1] == Failed(1, "no model is loaded", "Choose one with /model.")
     assert isinstance(child.load("missing")[-1], Failed)
     assert any(isinstance(event, Loading) for event in child.load("slow-load"))
     child.load("tiny-context")
@@ -159,7 +159,7 @@ LONG = "a question with many words " * 40
 
 def test_what_is_read_ahead_is_not_computed_again(talk: Callable[..., Talk]) -> None:
     child = talk()
-    assert child.price(LONG, 1) == Priced(1, None)  # there is no model
+    assert child.price(LONG, 1) == Priced("draft", 1, None)  # there is no model
     child.load("fast")
     before = child.price(LONG, 2).price
     child.process.send(Warm((Message("user", LONG),)))

@@ -154,7 +154,7 @@ def test_pointing_at_a_message_asks_what_each_action_would_take_one_after_the_ot
     (question,) = asked(ready.point(2))
     while isinstance(question, AskPrice):
         known.append((question.messages[-1].role, question.messages[-1].content, question.continues))
-        requests = asked(ready.on_event(Priced(question.id, Price(9, 1, 0, 0.01))))
+        requests = asked(ready.on_event(Priced("actions", question.id, Price(9, 1, 0, 0.01))))
         question = requests[0] if requests else None  # type: ignore[assignment]
     assert known == [
         ("user", "one", False),
@@ -174,10 +174,10 @@ def test_a_price_of_a_message_that_is_not_pointed_at_any_more_is_forgotten(ready
     (second,) = asked(ready.point(1))
     assert isinstance(first, AskPrice)
     assert isinstance(second, AskPrice)
-    assert not ready.on_event(Priced(first.id, Price(1, 1, 0, None)))
+    assert not ready.on_event(Priced("actions", first.id, Price(1, 1, 0, None)))
     assert not ready.prices.known
-    ready.on_event(Priced(second.id, None))
-    ready.on_event(Priced(second.id - 1, Price(3, 2, 0, None)))
+    ready.on_event(Priced("actions", second.id, None))
+    ready.on_event(Priced("actions", second.id + 1, Price(3, 2, 0, None)))
     assert [each.question.id for each in ready.prices.known] == ["edit"]  # what has no price is left out
 
 

@@ -22,7 +22,7 @@ def priced(held: Session, key: int) -> dict[str, tuple[Message, ...]]:
     while requests := asked(steps):
         (request,) = requests
         assert isinstance(request, AskPrice)
-        steps = held.on_event(Priced(request.id, Price(9, 1, 0, None)))
+        steps = held.on_event(Priced("actions", request.id, Price(9, 1, 0, None)))
     return {each.question.id: each.question.messages for each in held.prices.known}
 
 

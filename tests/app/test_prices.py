@@ -49,7 +49,7 @@ class Look:
     def answer(self, price: Price | None = DISK) -> str:
         """Answer the last question; return which reply it was about."""
         question = self.waiting.pop()
-        self.perform(self.session.on_event(Priced(question.id, price)))
+        self.perform(self.session.on_event(Priced("actions", question.id, price)))
         return question.messages[1].content
 
 

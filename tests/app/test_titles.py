@@ -1,6 +1,7 @@
 """A title by the model: asked for when nobody uses the chat, never in the way of a prompt, and only where it is one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tokamac.app.tui.conversation import Reply, Turn
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import Ask, Titled, TurnBegun
-from tokamac.app.tui.titles import BEGUN, EXCERPT, GREEDY, IDLE_S, PRICE, SYSTEM, question, title_of
+from tokamac.app.tui.titles import BEGUN, EXCERPT, GREEDY, IDLE_S, SYSTEM, question, title_of
 from tokamac.app.tui.tree import Node, Tree
 from tokamac.engine import Engine
 from tokamac.engine.errors import OptionError
@@ -27,7 +28,7 @@ from tokamac.engine.options import Sampling
 from tokamac.engine.price import Price
 
 Start = Callable[..., Any]
-READ = Priced(PRICE, Price(200, 10, 0, 0.1))
+READ = Priced("title", 1, Price(200, 10, 0, 0.1))
 TITLE = "Where decode spends its time"
 
 
@@ -55,8 +56,9 @@ def answered(clock: Clock) -> Session:
 
 def sent(session: Session) -> Send:
     """Ask for the title, and return how it was asked."""
-    session.entitle()
-    (request,) = asked(session.on_event(READ))
+    _, price = asked(session.entitle())
+    assert isinstance(price, AskPrice)
+    (request,) = asked(session.on_event(replace(READ, id=price.id)))
     assert isinstance(request, Send)
     return request
 
@@ -70,7 +72,7 @@ def says(request: Send, text: str, reason: str = "stop") -> Done:
 
 def test_it_is_read_ahead_then_asked_then_told(answered: Session) -> None:
     turn = answered.turns[0]
-    assert asked(answered.entitle()) == [Warm(question(turn)), AskPrice(PRICE, question(turn))]
+    assert asked(answered.entitle()) == [Warm(question(turn)), AskPrice("title", 1, question(turn))]
     assert answered.entitle() == []  # once
     (request,) = asked(answered.on_event(READ))
     assert isinstance(request, Send)
@@ -78,6 +80,21 @@ def test_it_is_read_ahead_then_asked_then_told(answered: Session) -> None:
     assert (request.continues, request.sampling) == (True, GREEDY)
     assert answered.on_event(says(request, TITLE)) == [Titled(TITLE)]
     assert answered.entitle() == []
+
+
+def test_the_price_of_a_question_that_was_stopped_is_not_taken_for_its_second_asking(
+    answered: Session, clock: Clock
+) -> None:
+    unread = Price(200, 200, 0, 0.1)
+    answered.entitle()
+    answered.point(1)  # the title makes way for what can be done with that message
+    clock.now += IDLE_S
+    answered.idle.seen()
+    clock.now += IDLE_S
+    assert asked(answered.entitle())[-1] == AskPrice("title", 2, question(answered.turns[0]))
+    assert answered.on_event(Priced("title", 1, unread)) == []
+    (request,) = asked(answered.on_event(Priced("title", 2, Price(200, 10, 0, 0.1))))
+    assert isinstance(request, Send)
 
 
 def test_nothing_that_is_shown_changes(answered: Session) -> None:
@@ -142,7 +159,7 @@ def test_a_short_draft_that_asks_nothing_does_not_stop_it(answered: Session) -> 
 @pytest.mark.parametrize("price", [None, Price(200, 190, 0, 9.0)])
 def test_what_could_not_be_read_ahead_is_not_asked(answered: Session, price: Price | None) -> None:
     answered.entitle()
-    assert answered.on_event(Priced(PRICE, price)) == []
+    assert answered.on_event(Priced("title", 1, price)) == []
     assert answered.entitle() == []
 
 

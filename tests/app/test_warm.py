@@ -41,7 +41,7 @@ async def test_a_pause_has_the_draft_read_once_and_the_screen_says_so(chat: Star
         await c.type(LONG)
         await c.until(lambda: "next: ready" in c.screen_text(), "ready")
         draft = (Message("user", LONG.strip()),)
-        assert asked == [AskPrice(1, draft), Warm(draft), AskPrice(2, draft)]
+        assert asked == [AskPrice("draft", 1, draft), Warm(draft), AskPrice("draft", 2, draft)]
         assert f"warm [('user', {len(LONG) - 1})]" in (tmp_path / "engine.log").read_text()
         c.prompt.submit()
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
@@ -79,7 +79,9 @@ async def test_every_key_begins_the_pause_anew(chat: Start) -> None:
         assert clock.seconds == {prompt.PAUSE_S}
         assert asked == []
         clock.waiting[0]()
-        await c.until(lambda: AskPrice(1, (Message("user", (LONG * 3).strip()),)) in asked, "the price of the whole")
+        await c.until(
+            lambda: AskPrice("draft", 1, (Message("user", (LONG * 3).strip()),)) in asked, "the price of the whole"
+        )
 
 
 async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from tokamac.app.backend import wire
+from tokamac.app.backend.requests import Asker
 from tokamac.app.backend.whatif import (
     Answer,
     CaseLine,
@@ -119,12 +120,13 @@ TERM = st.builds(
     st.sampled_from(typing.get_args(Unit)),
 )
 DIAGNOSIS = st.builds(Diagnosis, PARTS, st.lists(REMEDY, max_size=3).map(tuple), st.lists(TERM, max_size=3).map(tuple))
+ASKER = st.sampled_from(typing.get_args(Asker))
 REQUESTS = st.one_of(
     st.builds(wire.Load, TEXT, KV, st.booleans()),
     st.builds(wire.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
     st.builds(wire.Cancel, NUMBERS),
     st.builds(wire.Warm, st.lists(MESSAGE, max_size=4).map(tuple)),
-    st.builds(wire.AskPrice, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(wire.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(wire.AskCount, NUMBERS, TEXT),
     st.builds(wire.AskWhatIf, NUMBERS, QUESTION),
     st.just(wire.Unload()),
@@ -152,7 +154,7 @@ REPLIES = st.one_of(
         diagnosis=st.none() | DIAGNOSIS,
     ),
     st.builds(wire.Counted, NUMBERS, st.none() | NUMBERS),
-    st.builds(wire.Priced, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)),
+    st.builds(wire.Priced, ASKER, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)),
     st.builds(wire.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
     st.builds(wire.Notice, TEXT),
     st.just(wire.Heartbeat()),
@@ -202,7 +204,8 @@ def test_garbage_is_a_wire_error(line: bytes) -> None:
         b'{"type":"prefill","id":1.5,"done":1,"total":2,"cached":0}',
         b'{"type":"text","id":1,"text":"a","kind_":"x"}',
         b'{"type":"text","id":1,"text":null}',
-        b'{"type":"priced","id":1,"price":{"prompt_tokens":1,"tokens":1,"disk_bytes":0}}',
+        b'{"type":"priced","asker":"draft","id":1,"price":{"prompt_tokens":1,"tokens":1,"disk_bytes":0}}',
+        b'{"type":"priced","asker":"someone","id":1,"price":null}',
         b'{"type":"notice"}',
         b'{"type":"loading","stage":"else","done":0,"total":1}',
         b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":NaN}',

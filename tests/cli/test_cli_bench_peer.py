@@ -139,7 +139,7 @@ def test_a_process_that_is_killed_is_one_clear_error(tiny: Path) -> None:
         assert peer.reply([1, 2, 3], 2).generated_tokens == 2
         (line,) = running(tiny)
         os.kill(int(line.split()[0]), signal.SIGKILL)
-        with pytest.raises(PeerError, match="was ended by signal 9"):
+        with pytest.raises(PeerError, match="was killed by SIGKILL"):
             peer.reply([1, 2, 3], 2)
 
 

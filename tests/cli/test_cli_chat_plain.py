@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.plain_chat import OBEYED, PATIENCE_S, last_path, piped, spawn
 from tests.tiny import make_tiny
+from tokamac.app.plain.aside import MODEL_FIRST
 from tokamac.app.plain.commands import COMMANDS
-from tokamac.app.plain.convert import MODEL_FIRST
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import Message
 from tokamac.app.tui.actions import ACTIONS
@@ -254,7 +254,7 @@ def test_where_the_model_belongs_is_said_where_it_stands_behind_the_flags() -> N
     _, _, err = piped("/convert --bits 4 org/m\n/convert org/m --nosuch\n", "fast")
     behind, first, unknown = err.splitlines()
     assert behind.startswith("tokamac convert: unrecognized arguments: fast")
-    assert first == MODEL_FIRST
+    assert first == MODEL_FIRST.format("convert")
     assert "--nosuch" in unknown
 
 

@@ -18,7 +18,7 @@ from tokamac.app.backend import wire
 from tokamac.app.backend.line_process import LineProcess
 from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.plain import aside, guide
-from tokamac.app.plain.aside import run_aside, words_of
+from tokamac.app.plain.aside import MODEL_FIRST, run_aside, words_of
 from tokamac.app.plain.figures import TOLD
 from tokamac.app.store.store import Store
 from tokamac.engine.errors import OptionError
@@ -180,12 +180,16 @@ def test_what_if_says_so_where_it_was_stopped_or_killed(terminal: Callable[..., 
 
 
 def test_what_if_refuses_as_the_command_does() -> None:
-    status, out, err = piped('/whatif nosuch\n/whatif guide --nosuch\n/whatif "guide\n', "fast")
+    status, out, err = piped(
+        '/whatif nosuch\n/whatif guide --nosuch\n/whatif "guide\n/whatif --kv-bits 4 guide\n', "fast"
+    )
     assert (status, out) == (0, "")
-    unknown, flag, quotes = err.splitlines()
+    unknown, flag, quotes, behind, first = err.splitlines()
     assert "nosuch" in unknown
     assert "--nosuch" in flag
     assert quotes.endswith("Close the quotation marks.")
+    assert "unrecognized arguments" in behind
+    assert first == MODEL_FIRST.format("whatif")
 
 
 def test_convert_plans_and_alone_does_it(tiny: Path, tmp_path: Path) -> None:
