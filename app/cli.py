@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from tokamac.app.exit_status import INTERRUPTED, PIPE_CLOSED
+from tokamac.app.exit_status import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
+
+HELP = ("-h", "--help", "help")
+VERSION = ("-V", "--version")
 
 COMMANDS = {
     "chat": "the full-screen chat (what `tokamac` alone opens)",
@@ -24,7 +27,7 @@ COMMANDS = {
     "bench": "measured TTFT, prefill and decode rates, beside the ceiling",
     "models": "what is on disk; download, remove, suggest",
     "cache": "the prompt cache on disk: show, clear, check",
-    "chats": "conversations that are kept: list, show, export, import, delete, restore, repair",
+    "chats": "conversations that are kept: list, search, show, export, import, delete, restore, repair",
 }
 
 
@@ -56,23 +59,41 @@ def entry() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    first = arguments[0] if arguments else ""
-    if first in ("-h", "--help", "help"):
+    first, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if first in HELP and (not rest or rest[0] in HELP):
         print(_help())
         return 0
-    if first in ("-V", "--version"):
+    if first in HELP:
+        first, rest = rest[0], [*rest[1:], "--help"]
+    elif first in VERSION:
+        if rest:
+            return _refuse(f"{first} stands alone. See `tokamac --help`.")
         print(f"tokamac {_version()}")
         return 0
-    if first and not first.startswith("-") and first not in COMMANDS:
-        sys.stderr.write(
-            f"tokamac: there is no command {first!r}. See `tokamac --help`; to chat with a model: tokamac chat MODEL\n"
-        )
-        return 2
-    name, rest = (first, arguments[1:]) if first in COMMANDS else ("chat", arguments)
+    elif not first or first.startswith("-"):
+        return _do("chat", arguments, named=False)
+    if first not in COMMANDS:
+        from tokamac.app.mistyped import no_command
+
+        return _refuse(no_command(first, COMMANDS))
+    return _do(first, rest)
+
+
+def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
+    """Run the command. named: it was written, and is not only what ``tokamac`` alone does."""
     command = import_module(f"tokamac.app.commands.{name}")
     parser = command.parser()
-    status: int = command.run(parser, parser.parse_args(rest))
+    if not named:
+        parser.unnamed(VERSION)
+    status: int = command.run(parser, parser.parse_args(arguments))
     return status
+
+
+def _refuse(problem: str) -> int:
+    from tokamac.app.output import note
+
+    note(f"tokamac: {problem}")
+    return WRONG_USAGE
 
 
 def _help() -> str:
@@ -82,7 +103,7 @@ def _help() -> str:
 
 A terminal chat app for local language models on MLX that is honest about speed.
 
-commands (each has --help):
+commands (tokamac help COMMAND explains one):
 {listed}
 
 MODEL is a folder, a Hugging Face id (org/name), or guide, the embedded model.

@@ -6,7 +6,7 @@ A bad value is wrong usage (exit 2) and names its flag. A flag that would have n
 import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from tokamac.app.output import note
 from tokamac.engine.errors import OptionError
@@ -23,23 +23,6 @@ SAMPLING_FLAGS = {
     "--seed": "seed",
     "--stop": "stop",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line, with an example under --help."""
-
-    def __init__(self, command: str, description: str, examples: str) -> None:
-        super().__init__(
-            prog=f"tokamac {command}",
-            description=description,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """End with exit status 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}. See `{self.prog} --help`.\n")
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:

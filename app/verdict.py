@@ -1,4 +1,4 @@
-"""A reply's diagnosis in words, for the chat and for the command line: one sentence. No rate is computed here.
+"""A reply's diagnosis in words, for the chat and for the command line: one line, or one sentence. No rate is computed here.
 
 Of what is unknown nothing is said, and nothing is promised that was not predicted.
 """
@@ -14,6 +14,32 @@ BOUND: dict[Waits, str] = {
     "overhead": "bound by neither memory nor arithmetic",
     "not memory": "not bound by memory",
 }
+
+BRIEFLY: dict[Waits, str] = {**BOUND, "overhead": "bound by overhead"}
+"""For a line that must be short: overhead is all that is neither reading memory nor arithmetic."""
+WHOLE = "/explain"
+"""What says the rest, in the chat and in the plain one."""
+
+
+def brief(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
+    """Return the line below a reply: its slowest part, what that waited for, and where the rest is said.
+
+    ``3.6 of 4.1 s in prefill, bound by overhead, unusually slow · /explain``
+    """
+    if metrics.total_s is None or diagnosis is None:
+        return sentence(metrics, diagnosis)
+    part = diagnosis.slowest
+    doing = "before the prompt was read" if part.name == "wait" else f"in {part.name}"
+    bound = "" if part.bound is None else BRIEFLY[part.bound]
+    said = [f"{_of(part.seconds, metrics.total_s)} {doing}", bound, "unusually slow" if part.behind else ""]
+    return f"{', '.join(each for each in said if each)} · {WHOLE}"
+
+
+def _of(part_s: float, whole_s: float) -> str:
+    """Return ``3.6 of 4.1 s``, or ``99 ms of 4.1 s`` where the units differ."""
+    part, whole = seconds(part_s), seconds(whole_s)
+    amount, unit = part.split(" ", maxsplit=1)
+    return f"{amount if whole.split(' ')[1:] == [unit] else part} of {whole}"
 
 
 def sentence(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
@@ -55,33 +81,44 @@ def _how(part: Part) -> str:
 
 def reached_text(part: Part) -> str:
     """Return how near a phase came to what the machine allows, and to what is expected there; empty where neither is known."""
-    allowed = "" if part.of_ceiling is None else f"{part.of_ceiling:.0%} of what this machine allows"
-    expected = (
-        ""
-        if part.of_expected is None
-        else f"{'only ' if part.behind else ''}{part.of_expected:.0%} of what is expected"
-    )
+    allowed = "" if part.of_ceiling is None else f"{percent(part.of_ceiling)} of what this machine allows"
+    expected = "" if part.of_expected is None else f"{_only(part)}{percent(part.of_expected)} of what is expected"
     return " and ".join(each for each in (allowed, expected) if each)
+
+
+def percent(share: float) -> str:
+    """Return a share in whole per cent; what is less than one of them, but not nothing, is not written as nothing."""
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def _only(part: Part) -> str:
+    few = part.of_expected is not None and part.of_expected < 0.01
+    return "only " if part.behind and not few else ""
 
 
 def remedy_text(remedy: Remedy) -> str:
     """Return a change and what it is predicted to bring: ``4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less``."""
-    parts = [_rates(remedy), f"{seconds(remedy.gain_s)} less"]
+    parts = [_prefill(remedy), _rates(remedy), f"{seconds(remedy.gain_s)} less"]
     match remedy.name:
         case "packed keys and values":
             name = f"{remedy.to}-bit keys and values"
-            parts[0] += " at this context" if parts[0] else ""
+            parts[1] += " at this context" if parts[1] else ""
         case "packed weights":
             name = f"{remedy.to}-bit weights"
         case "shorter context":
             name = f"half the prompt ({count(remedy.to)} tokens)"
-            parts[0] = ""  # most of it may be prefill
         case "prompt cache":
             name = "with the prompt cache, this prompt once read"
-            parts[1] += " to the first token"
+            parts[2] += " to the first token"
         case "quiet machine":
             name = "with this machine undisturbed"
     return f"{name}: {', '.join(part for part in parts if part)}"
+
+
+def _prefill(remedy: Remedy) -> str:
+    if remedy.before_s is None or remedy.after_s is None:
+        return ""
+    return f"prefill from {seconds(remedy.before_s)} to {seconds(remedy.after_s)}"
 
 
 def _rates(remedy: Remedy) -> str:

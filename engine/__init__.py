@@ -9,6 +9,7 @@
 Importing this package does no work: MLX and mlx-lm are loaded by ``Engine.load``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import (
@@ -43,12 +44,20 @@ from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenera
 
 if TYPE_CHECKING:
     from tokamac.engine.chat import Chat
+    from tokamac.engine.core import ModelSpec
+    from tokamac.engine.kv.quality import Trial, TrialProgress
+    from tokamac.engine.limits.limits import Limits
+    from tokamac.engine.limits.memory import Memory
+    from tokamac.engine.limits.prediction import Prediction
+    from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.session import Engine
+    from tokamac.engine.tokens import Tokenizer
 
 __all__ = [
     "Action",
     "Branch",
     "Chat",
+    "Check",
     "ContextError",
     "Continue",
     "ConversionError",
@@ -61,16 +70,20 @@ __all__ = [
     "Finished",
     "Gaps",
     "KVSpec",
+    "Limits",
     "Live",
     "LoadProgress",
+    "Memory",
     "MemoryLimitError",
     "Message",
     "Metrics",
     "ModelDamagedError",
     "ModelError",
     "ModelNotFoundError",
+    "ModelSpec",
     "ModelUnsupportedError",
     "OptionError",
+    "Prediction",
     "PrefillProgress",
     "Price",
     "PromptCacheSpec",
@@ -81,18 +94,26 @@ __all__ = [
     "TemplateError",
     "TextChunk",
     "TokamacError",
+    "Tokenizer",
+    "Trial",
+    "TrialProgress",
     "Truncated",
 ]
 
 
+_HOMES = {
+    "Chat": "chat", "Check": "prompt_cache.check", "Engine": "session", "Limits": "limits.limits", "Memory": "limits.memory",
+    "ModelSpec": "core", "Prediction": "limits.prediction", "Tokenizer": "tokens", "Trial": "kv.quality",
+    "TrialProgress": "kv.quality",
+}  # fmt: skip
+"""Which module defines a name that MLX is imported with, so that the screen and the command line stay light."""
+
+
 def __getattr__(name: str) -> Any:
-    # MLX is imported when the engine is first asked for, so that the screen and the command line stay light.
-    if name == "Engine":
-        from tokamac.engine.session import Engine
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
-        return Engine
-    if name == "Chat":
-        from tokamac.engine.chat import Chat
 
-        return Chat
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

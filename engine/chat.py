@@ -1,74 +1,94 @@
 """A conversation: its messages, and what may be done with them. The engine finds what of it is computed already."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokamac.engine.continuation import unfinished
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Finished, Message, TextChunk
+from tokamac.engine.given import given_messages, given_sampling, given_text, given_words
 from tokamac.engine.options import Sampling
-from tokamac.engine.price import Action, Continue, Edit, Price, Regenerate, Send
+from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
     from tokamac.engine.session import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a reply was asked for with.
+
+    now: the messages then. after: those it comes after. before: those to go back to, if it fails before it says anything.
+    begun: what it goes on with.
+    """
+
+    now: tuple[Message, ...]
+    after: tuple[Message, ...]
+    before: tuple[Message, ...]
+    begun: Message | None = None
 
 
 class Chat:
     """A conversation with an engine's model. Made by ``engine.chat``.
 
     ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
-    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``.
+    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``. They wait for a reply in progress, and
+    so does ``price``.
     """
 
     def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
         self._engine = engine
-        self.system = system
-        self._messages = list(messages)
+        self.system = None if system is None else given_text(system, "the system prompt")
+        self._messages = given_messages(messages)
+
+    def __repr__(self) -> str:
+        return f"<Chat of {len(self._messages)} messages with {self._engine!r}>"
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The turns so far, oldest first."""
         return tuple(self._messages)
 
-    def send(self, text: str, sampling: Sampling | None = None) -> Iterator[Event]:
+    def send(self, text: str, sampling: Sampling | None = None) -> Generator[Event, None, None]:
         """Add a user's message and generate the reply. Raises OptionError for an empty message.
 
-        A message before it that was never answered (cancelled at once, say) is left out: templates refuse two in a row.
+        A message before it that was never answered (cancelled at once, say) is left out: templates refuse two in a row. Where the
+        reply fails before it says anything, the messages are what they were before.
         """
-        if not text.strip():
-            raise OptionError("the message is empty", "Write something first.")
-        if self._messages and self._messages[-1].role == "user":
-            self._messages.pop()
-        self._messages.append(Message("user", text))
-        return self._reply(sampling)
+        added, how = Message("user", given_words(text)), given_sampling(sampling)
+        before = self.messages
+        self._messages = [*self._answered(), added]
+        return self._record(_Asked(self.messages, self.messages, before), how)
 
-    def regenerate(self, sampling: Sampling | None = None) -> Iterator[Event]:
-        """Generate the last reply again, or the missing one after an edit. Raises OptionError when there is no question."""
-        if self._messages and self._messages[-1].role == "assistant":
-            self._messages.pop()
-        if not self._messages:
+    def regenerate(self, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+        """Generate the last reply again, or the missing one after an edit. Raises OptionError when there is no question.
+
+        The last reply stays until the new one has ended, or was cancelled; for good, where that says nothing.
+        """
+        how, now = given_sampling(sampling), self.messages
+        asked = now[:-1] if now and now[-1].role == "assistant" else now
+        if not asked:
             raise OptionError("there is nothing to regenerate", "Send a message first.")
-        return self._reply(sampling)
+        return self._record(_Asked(now, asked, now), how)
 
-    def continue_reply(self, sampling: Sampling | None = None) -> Iterator[Event]:
+    def continue_reply(self, sampling: Sampling | None = None) -> Generator[Event, None, None]:
         """Generate the rest of the last reply, which was cut: at its token limit, or by cancelling. It becomes one message with it.
 
         TextChunks are what is new; Finished holds all of the reply. Raises OptionError where no reply is last, or it is empty.
         """
-        begun = unfinished(self._messages)
-        self._messages[-1] = begun
-        return self._record(
-            self._engine.generate(self._prompt(self._messages), sampling or Sampling(), continues=True), begun
-        )
+        how, now = given_sampling(sampling), self.messages
+        return self._record(_Asked(now, now[:-1], now, unfinished(now)), how)
 
     def edit(self, index: int, text: str) -> None:
         """Replace the text of message ``index`` and drop what followed it; ``regenerate`` then answers it.
 
-        Raises OptionError when there is no such message.
+        Raises OptionError when there is no such message, and for an empty text.
         """
         self._check(index)
-        self._messages[index:] = [Message(self._messages[index].role, text)]
+        self._messages[index:] = [Message(self._messages[index].role, given_words(text))]
 
     def branch(self, index: int) -> "Chat":
         """Return a new chat that begins with the messages up to and including ``index``; this one stays as it is.
@@ -80,8 +100,10 @@ class Chat:
 
     def price(self, action: Action) -> Price:
         """Return what an action would take until the reply's first token, before it is taken: ``Send``, ``Regenerate``,
-        ``Continue``, ``Edit``, ``Branch``. Waits for a reply in progress. Raises OptionError for a message that is not there.
+        ``Continue``, ``Edit``, ``Branch``. Waits for a reply in progress. Raises OptionError where the action would.
         """  # fmt: skip
+        if isinstance(action, Send | Edit):
+            given_words(action.text)
         return self._engine.price(self._prompt(self._after(action)), continues=isinstance(action, Continue))
 
     def warm(self, text: str = "") -> None:
@@ -89,7 +111,7 @@ class Chat:
 
         Any request ends it; what was computed is found by the next.
         """
-        self._engine.warm_ahead(self._prompt(self._after(Send(text))))
+        self._engine.warm_ahead(self._prompt(self._after(Send(given_text(text, "the message")))))
 
     def _reread(self) -> None:
         """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
@@ -99,45 +121,70 @@ class Chat:
     def _after(self, action: Action) -> list[Message]:
         """Return the messages that an action would have answered."""
         messages = self._messages
-        if isinstance(action, Send):
-            answered = messages[:-1] if messages and messages[-1].role == "user" else messages
-            return [*answered, Message("user", action.text)]
-        if isinstance(action, Continue):
-            return [*messages[:-1], unfinished(messages)]
-        if isinstance(action, Regenerate):
-            return messages[:-1] if messages and messages[-1].role == "assistant" else messages
-        self._check(action.index)
-        if isinstance(action, Edit):
-            return [*messages[: action.index], Message(messages[action.index].role, action.text)]
-        kept = messages[: action.index + 1]
-        return kept if kept[-1].role == "user" else [*kept, Message("user", "")]
+        match action:
+            case Send(text):
+                return [*self._answered(), Message("user", text)]
+            case Continue():
+                return [*messages[:-1], unfinished(messages)]
+            case Regenerate():
+                return messages[:-1] if messages and messages[-1].role == "assistant" else messages
+            case Edit(index, text):
+                self._check(index)
+                return [*messages[:index], Message(messages[index].role, text)]
+            case Branch(index):
+                self._check(index)
+                kept = messages[: index + 1]
+                return kept if kept[-1].role == "user" else [*kept, Message("user", "")]
+        raise OptionError(f"{action!r:.60} is no action", "Use Send, Regenerate, Continue, Edit or Branch.")
+
+    def _answered(self) -> list[Message]:
+        """Return the messages without a last one of the user's that was never answered."""
+        messages = self._messages
+        return messages[:-1] if messages and messages[-1].role == "user" else messages
 
     def _prompt(self, messages: Sequence[Message]) -> list[Message]:
         return [*([Message("system", self.system)] if self.system else []), *messages]
 
-    def _check(self, index: int) -> None:
-        if not 0 <= index < len(self._messages):
-            raise OptionError(f"there is no message {index}", f"The chat has {len(self._messages)}, counted from 0.")
+    def _check(self, index: object) -> None:
+        if not isinstance(index, int) or not 0 <= index < len(self._messages):
+            raise OptionError(
+                f"there is no message {index!r:.60}", f"The chat has {len(self._messages)}, counted from 0."
+            )
 
-    def _reply(self, sampling: Sampling | None) -> Iterator[Event]:
-        return self._record(self._engine.generate(self._prompt(self._messages), sampling or Sampling()))
+    def _record(self, asked: _Asked, sampling: Sampling) -> Generator[Event, None, None]:
+        """Yield the events of a reply, and keep what it said.
 
-    def _record(self, events: Iterator[Event], begun: Message | None = None) -> Iterator[Event]:
-        """Yield ``events``, and keep the reply they make: a new message, or all of ``begun``, the last one."""
-        said = {"answer": begun.content, "thinking": begun.thinking} if begun else {"answer": "", "thinking": ""}
-        asked, position = self._messages[-1], len(self._messages)
+        An edit since it was asked for, or another reply, changes what it would belong to: then it belongs to nothing.
+        """
+        begun = asked.begun
+        prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
+        said = Message("assistant", "") if begun is None else begun
+        whole = False
         try:
-            for event in events:
-                if isinstance(event, TextChunk):
-                    said[event.kind] += event.text
-                elif isinstance(event, Finished):
-                    said = {"answer": event.text, "thinking": event.thinking}
-                yield event
+            with contextlib.closing(self._engine.generate(prompt, sampling, continues=begun is not None)) as events:
+                for event in events:
+                    if isinstance(event, TextChunk):
+                        said = _longer(said, event)
+                    elif isinstance(event, Finished):
+                        said, whole = Message("assistant", event.text, event.thinking), True
+                    yield event
+        except Exception:
+            if not whole and said in (begun, Message("assistant", "")) and self._is_as(asked.now):
+                self._messages[:] = asked.before
+            raise
         finally:
-            # An edit during the reply changes what was asked: then the reply belongs to nothing.
-            unchanged = len(self._messages) == position and self._messages[-1] is asked
-            if any(said.values()) and unchanged:
-                kept = position if begun is None else position - 1
-                self._messages[kept:] = [Message("assistant", said["answer"], said["thinking"])]
-                if said["thinking"]:
+            new = (said.content or said.thinking) and (whole or said != begun)
+            if new and self._is_as(asked.now):
+                self._messages[:] = [*asked.after, said]
+                if said.thinking:
                     self._reread()
+
+    def _is_as(self, messages: Sequence[Message]) -> bool:
+        """Whether the conversation is still this one: the very same messages."""
+        return len(messages) == len(self._messages) and all(map(operator.is_, messages, self._messages))
+
+
+def _longer(said: Message, chunk: TextChunk) -> Message:
+    if chunk.kind == "answer":
+        return replace(said, content=said.content + chunk.text)
+    return replace(said, thinking=said.thinking + chunk.text)

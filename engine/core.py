@@ -1,7 +1,7 @@
 """All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tokamac.engine.errors import ContextError, EngineClosedError, MemoryLimitEr
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
-from tokamac.engine.kv_trial import compare, log_probabilities
+from tokamac.engine.kv_trial import compare
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
@@ -28,9 +28,9 @@ from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Reply, check_room, paced
 from tokamac.engine.runtime import Runtime
+from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
 
-LOGPROBS_CHUNK = 2048
 IDLE_CHUNK_S = 0.1
 """What is computed in idle time can be interrupted so often."""
 IDLE_LEAST = 16
@@ -66,7 +66,7 @@ class ModelSpec:
 
 
 class Core:
-    """A loaded model and what may be done with it. One thread only."""
+    """A loaded model and what may be done with it. One thread only, where nothing else is said."""
 
     def __init__(self, runtime: Runtime, spec: ModelSpec, store: Store, pacing: Pacing, on_close: ExitStack) -> None:
         self.spec = spec
@@ -78,9 +78,10 @@ class Core:
     @property
     def runtime(self) -> Runtime:
         """What requests share. Raises EngineClosedError after ``close``."""
-        if self._runtime is None:
+        runtime = self._runtime
+        if runtime is None:
             raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
-        return self._runtime
+        return runtime
 
     @property
     def _prompting(self) -> Prompting:
@@ -107,7 +108,7 @@ class Core:
 
     def warm(
         self, prompt: Prompt, cancelled: Callable[[], bool], *, longest_s: float = LONGEST_S, least: int = LEAST
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache, all but its last token, in pieces of ``longest_s`` seconds, ``least`` tokens."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
@@ -166,17 +167,15 @@ class Core:
         yield from check(self.runtime, self._store, cancelled)
 
     def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
-        """ids (n,) → (n, V) float32 log-probabilities of what follows each. Raises OptionError for ids that are none."""
-        self._prompting.check_ids(ids)
-        caches = self.runtime.new_caches(self._prompting.pinned([]))
-        size = chunk or LOGPROBS_CHUNK
-        rows = [
-            log_probabilities(self.runtime.model, caches, ids[begin : begin + size])
-            for begin in range(0, len(ids), size)
-        ]
-        result = mx.concatenate(rows, axis=0)
-        mx.eval(result)
-        return result
+        """ids (n,) → (n, V) float32 log-probabilities of what follows each.
+
+        Raises OptionError for ids that are none, ContextError and MemoryLimitError where they or their rows do not fit.
+        """
+        prompting = self._prompting
+        prompting.check_ids(ids)
+        size = min(chunk or LOGPROBS_CHUNK, len(ids))
+        check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
+        return score(self.runtime, ids, size, keep=prompting.pinned([]))
 
     def compare_kv(
         self,
@@ -193,13 +192,15 @@ class Core:
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
 
     def limits(self, context: int) -> Limits:
-        """Return what the machine allows at a context of so many tokens."""
-        return limits_of(context, self.runtime.work, self.runtime.machine.chip, self.runtime.machine.pace)
+        """Return what the machine allows at a context of so many tokens. Callable from any thread."""
+        work, machine = self.runtime.work, self.runtime.machine
+        return limits_of(context, work, machine.chip, machine.pace)
 
     def predict(self, prompt: int, context: int, cached: int) -> Prediction:
-        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``."""
-        machine, chunk = self.runtime.machine, self.runtime.prefill_chunk
-        return predict(self.runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
+        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``. From any thread."""
+        runtime = self.runtime
+        machine, chunk = runtime.machine, runtime.prefill_chunk
+        return predict(runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
 
     def measure(self) -> None:
         """Measure the machine's pace with this model now, where nothing published knows it."""

@@ -14,7 +14,7 @@
     ├── ConversionError      a model can't be converted
     └── EngineClosedError    the engine was closed
 
-Every error says what failed (``str(error)``) and what to do next (``error.hint``).
+Every error says what failed (``str(error)``) and what to do next (``error.hint``); a traceback shows both.
 """
 
 
@@ -30,6 +30,8 @@ class TokamacError(Exception):
         super().__init__(_printable(message))
         self.message = _printable(message)
         self.hint = _printable(hint)
+        if self.hint:
+            self.add_note(self.hint)  # a traceback prints notes under the message
 
     def one_line(self) -> str:
         """Return the message and the hint as one line, for a terminal or a log."""

@@ -1,8 +1,9 @@
 """What a reply is made of: messages go in, events come out. Only plain values, so they may cross threads and pipes."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.diagnosis import Diagnosis
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
@@ -10,15 +11,26 @@ from tokamac.engine.limits.metrics import Metrics
 Role = Literal["system", "user", "assistant"]
 TextKind = Literal["answer", "thinking"]
 FinishReason = Literal["stop", "length", "cancelled"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. ``thinking`` is the reasoning that led to an assistant's ``content``."""
+    """One turn of a conversation. ``thinking`` is the reasoning that led to an assistant's ``content``.
+
+    Raises OptionError for a role that there is not, and for what is no text.
+    """
 
     role: Role
     content: str
     thinking: str = ""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise OptionError(f"there is no role {self.role!r:.60}", f"Use one of {', '.join(ROLES)}.")
+        for name, text in (("content", self.content), ("thinking", self.thinking)):
+            if not isinstance(text, str):
+                raise OptionError(f"the {name} of a message is a {type(text).__name__}, not a text", "Give a str.")
 
 
 @dataclass(frozen=True, slots=True)

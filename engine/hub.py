@@ -12,14 +12,13 @@ from pathlib import Path
 
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
-from tokamac.engine.hub_cache import ModelOnDisk, Repo, list_models, remove_model, whole_snapshot
+from tokamac.engine.hub_cache import ModelOnDisk, Repo, cache_folder, list_models, remove_model, whole_snapshot
+from tokamac.engine.hub_names import GUIDE, meant
 
-__all__ = ["ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve"]
+__all__ = ["GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve"]
 
 Progress = Callable[[LoadProgress], None]
 Cancelled = Callable[[], bool]
-
-GUIDE = "guide"
 
 _ID = re.compile(r"(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 
@@ -44,8 +43,10 @@ def find(model: str | Path) -> Path | None:
 def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
     """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
 
-    Raises like ``resolve``.
+    The embedded model is as new as the program. Raises like ``resolve``.
     """
+    if model == GUIDE:
+        return _embedded()
     return _download(repo_of(model), progress, cancelled)
 
 
@@ -53,21 +54,31 @@ def repo_of(model: str) -> Repo:
     """Return the repository that ``model`` names; raise ModelNotFoundError unless it is ``org/name[@revision]``."""
     match = _ID.fullmatch(model)
     if match is None or ".." in model or match["id"].endswith((".", "-")):
-        raise ModelNotFoundError(f"there is no model {model!r}", _hint(model))
+        raise _no_repository(model)
     return Repo(match["id"], match["revision"] or "main")
+
+
+def _no_repository(model: str) -> ModelNotFoundError:
+    if model == GUIDE:
+        return ModelNotFoundError("guide is the embedded model", "It is always here, and can't be removed.")
+    if not model.strip():
+        return ModelNotFoundError(
+            f"there is no model {model!r}", "Name a folder, a Hugging Face id such as org/name, or guide."
+        )
+    if Path(model).expanduser().is_dir():
+        return ModelNotFoundError(
+            f"{model} is a folder, and no Hugging Face id",
+            "What is not from Hugging Face is yours to update and remove.",
+        )
+    near = meant(model, cache_folder())
+    usual = "No folder has this name, and a Hugging Face id looks like org/name; guide is the embedded model."
+    return ModelNotFoundError(f"there is no model {model!r}", usual if near is None else f"Did you mean {near}?")
 
 
 def _local(model: str | Path) -> Path | None:
     """Return the folder that ``model`` names; None where it can only be an id."""
     if model == GUIDE:
-        from tokamac.assets import asset_path
-
-        folder = asset_path("guide", "model")
-        if not folder.is_dir():
-            raise ModelNotFoundError(
-                "the embedded model is not installed", "Install Tokamac again, or name another model."
-            )
-        return folder
+        return _embedded()
     if not str(model).strip():
         return None
     path = Path(model).expanduser()
@@ -76,20 +87,24 @@ def _local(model: str | Path) -> Path | None:
     if path.exists():
         raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
     if isinstance(model, Path) or _is_path(model):
-        raise ModelNotFoundError(
-            f"there is no folder {path}", "Check the path, or name a Hugging Face id such as org/name."
-        )
+        hint = "Check the path, or name a Hugging Face id such as org/name."
+        if path == Path(GUIDE):
+            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
+        raise ModelNotFoundError(f"there is no folder {path}", hint)
     return None
+
+
+def _embedded() -> Path:
+    from tokamac.assets import asset_path
+
+    folder = asset_path("guide", "model")
+    if not folder.is_dir():
+        raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
+    return folder
 
 
 def _is_path(model: str) -> bool:
     return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or "\\" in model or model.endswith("/")
-
-
-def _hint(model: str) -> str:
-    if not model.strip():
-        return "Name a folder, a Hugging Face id such as org/name, or guide."
-    return "No folder has this name, and a Hugging Face id looks like org/name; guide is the embedded model."
 
 
 def _download(repo: Repo, progress: Progress | None, cancelled: Cancelled | None) -> Path:

@@ -72,7 +72,7 @@ class Meter:
             self._told_s = now
             self._progress(LoadProgress("download", self.done, self.total))
         if self._cancelled():
-            raise DownloadError("the download was stopped", ADVICE)
+            raise DownloadError("the download was stopped", ADVICE if self.done else "")
 
 
 def download(repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> Path:
@@ -223,7 +223,9 @@ class _Transfer:
                 failure = error
             fruitless = 0 if self._arrived > before else fruitless + 1
             if fruitless >= RETRIES:
-                raise failure or DownloadError(f"the hub sends only a part of {self._file.name}", ADVICE)
+                raise failure or DownloadError(
+                    f"the hub sends only a part of {self._file.name}", ADVICE if self._arrived else "Try again later."
+                )
             if failure:
                 time.sleep(RETRY_S * (fruitless + 1))
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokamac.engine.errors import DownloadError, ModelNotFoundError, TokamacError
-from tokamac.engine.hub_cache import Repo, cache_folder
+from tokamac.engine.hub_cache import Repo, cache_folder, whole_snapshot
+from tokamac.engine.hub_names import meant
 
 ADVICE = "What has arrived is kept: the same command goes on from there."
 
@@ -39,9 +40,10 @@ def translate(error: Exception, repo: Repo) -> Exception:
     if isinstance(error, hub.GatedRepoError):
         return _gated(repo)
     if isinstance(error, hub.RepositoryNotFoundError):
+        near = meant(repo.id, cache_folder())
         return ModelNotFoundError(
             f"there is no folder {repo.id}, and no such model on Hugging Face (or it is private)",
-            "Check the spelling; for a private model set HF_TOKEN.",
+            f"{'Check the spelling.' if near is None else f'Did you mean {near}?'} For a private model set HF_TOKEN.",
         )
     if isinstance(error, hub.RevisionNotFoundError):
         return ModelNotFoundError(f"{repo.id} has no revision {repo.revision}", "Leave @… out for the newest.")
@@ -54,7 +56,7 @@ def translate(error: Exception, repo: Repo) -> Exception:
     if isinstance(error, HfHubHTTPError):
         return _refused(error.response.status_code, str(error.response.url), repo)
     if is_transport_error(error):
-        return _unreachable(error)
+        return _unreachable(error, repo)
     if isinstance(error, OSError) and error.errno is not None:
         return _disk(error, repo)
     return error
@@ -83,26 +85,32 @@ def _refused(status: int, url: str, repo: Repo) -> DownloadError:
             f"the hub refuses {repo} (HTTP {status})", "Check HF_TOKEN, and that its account may read the model."
         )
     if status == 429:
-        return DownloadError("the hub says there were too many requests (HTTP 429)", f"Wait some minutes. {ADVICE}")
-    return DownloadError(f"the hub failed (HTTP {status}) at {name}", f"Try again later. {ADVICE}")
+        return DownloadError("the hub says there were too many requests (HTTP 429)", _then("Wait some minutes.", repo))
+    return DownloadError(f"the hub failed (HTTP {status}) at {name}", _then("Try again later.", repo))
 
 
-def _unreachable(error: Exception) -> DownloadError:
+def _then(do: str, repo: Repo) -> str:
+    """Return what to do, and that an attempt will go on where this one ended, if anything has arrived."""
+    arrived = (repo.folder / "blobs").glob("*" if whole_snapshot(repo) is None else "*.incomplete")
+    return f"{do} {ADVICE}" if any(path.stat().st_size for path in arrived) else do
+
+
+def _unreachable(error: Exception, repo: Repo) -> DownloadError:
     from huggingface_hub import constants
 
     reason = " ".join(str(error).split()) or type(error).__name__
-    return DownloadError(f"no connection to {constants.ENDPOINT} ({reason})", f"Check the network. {ADVICE}")
+    return DownloadError(f"no connection to {constants.ENDPOINT} ({reason})", _then("Check the network.", repo))
 
 
 def _disk(error: OSError, repo: Repo) -> DownloadError:
     if error.errno in _FULL:
         return DownloadError(
             f"the disk is full: {cache_folder()} has no room for the rest of {repo}",
-            f"Free some space, or set HF_HOME to a folder on another disk. {ADVICE}",
+            _then("Free some space, or set HF_HOME to a folder on another disk.", repo),
         )
     if error.errno in _DENIED:
         return DownloadError(f"{error.filename or cache_folder()} can't be written", "Check its owner, or set HF_HOME.")
-    return DownloadError(f"{repo} can't be downloaded: {error}", ADVICE)
+    return DownloadError(f"{repo} can't be downloaded: {error}", _then("Check the disk that HF_HOME is on.", repo))
 
 
 @contextmanager

@@ -61,7 +61,8 @@ def load(
     notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk))
     spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
     work = work_of(loaded.module, loaded.config, cost, plan)
-    machine = Machine(with_bandwidth(detect(), work.weight_bytes() or spec.weight_bytes))
+    bytes_read = work.weight_bytes() or spec.weight_bytes
+    machine = Machine(with_bandwidth(detect(), bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
     runtime = Runtime(
         model=loaded.module,

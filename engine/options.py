@@ -1,10 +1,13 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tokamac.engine.errors import OptionError
+from tokamac.engine.values import real, whole
 
 OnFull = Literal["roll", "stop", "truncate-middle", "error"]
 ON_FULL: tuple[OnFull, ...] = ("roll", "stop", "truncate-middle", "error")
@@ -19,6 +22,23 @@ def _first(*values: float | None) -> float:
 def _require(ok: bool, message: str, hint: str) -> None:
     if not ok:
         raise OptionError(message, hint)
+
+
+def _set(options: object, name: str, value: object) -> None:
+    """Give a field of frozen options its plain value, while they are made."""
+    object.__setattr__(options, name, value)
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    """Return stop texts as a tuple. One text is one stop, not as many as it has letters. Raises OptionError."""
+    if isinstance(given, str):
+        given = (given,)
+    _require(isinstance(given, Iterable), f"stop {given!r:.60} is no text", 'Use texts: stop=("END",).')
+    texts = tuple(given) if isinstance(given, Iterable) else ()
+    for text in texts:
+        _require(isinstance(text, str), f"stop text {text!r:.60} is no text", 'Use texts: stop=("END",).')
+    _require(all(texts), "an empty stop text would end every reply at once", "Leave it out.")
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +63,22 @@ class Sampling:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
 
+    if TYPE_CHECKING:  # what callers may write: stop texts in any list, or one alone
+
+        def __init__(  # noqa: PLR0917
+            self,
+            temperature: float | None = None,
+            top_p: float | None = None,
+            top_k: int | None = None,
+            min_p: float | None = None,
+            repetition_penalty: float = 1.0,
+            seed: int | None = None,
+            max_tokens: int | None = None,
+            stop: str | Iterable[str] = (),
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        # One text is one stop, not as many as it has letters.
-        given: object = self.stop
-        object.__setattr__(self, "stop", (given,) if isinstance(given, str) else tuple(self.stop))
+        self._make_plain()
         temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p
         _require(
             temperature is None or 0 <= temperature <= 10, f"temperature {temperature} is out of range", "Use 0 to 10."
@@ -69,7 +101,17 @@ class Sampling:
             f"seed {self.seed} is out of range",
             "Use a non-negative integer.",
         )
-        _require(all(self.stop), "an empty stop text would end every reply at once", "Leave it out.")
+
+    def _make_plain(self) -> None:
+        """Turn numbers of other libraries into Python's. Raises OptionError for what is none."""
+        _set(self, "stop", _stops(self.stop))
+        _set(self, "repetition_penalty", real(self.repetition_penalty, "repetition penalty"))
+        for name, what in (("temperature", "temperature"), ("top_p", "top-p"), ("min_p", "min-p")):
+            if (value := getattr(self, name)) is not None:
+                _set(self, name, real(value, what))
+        for name, what in (("top_k", "top-k"), ("seed", "seed"), ("max_tokens", "max tokens")):
+            if (value := getattr(self, name)) is not None:
+                _set(self, name, whole(value, what))
 
     def resolved(self, recommended: "Sampling") -> "Sampling":
         """Return this with what is None taken from ``recommended``, a model's own values, and then from the defaults."""
@@ -87,6 +129,7 @@ class KVSpec:
     """How keys and values are kept.
 
     key_bits, value_bits: 16 keeps the model's own type; fewer packs groups of ``group_size`` along the head dimension.
+    group_size: the default gives way to 32, with a note, where 64 does not divide the head dimension; 128 is refused there.
     window: at most this many tokens are kept, the ``keep`` first ones for ever (they count inside the window);
     None keeps all. ``keep="system"`` pins the whole system prompt.
 
@@ -106,6 +149,7 @@ class KVSpec:
     on_full: OnFull | None = None
 
     def __post_init__(self) -> None:
+        self._make_plain()
         for name, bits in (("keys", self.key_bits), ("values", self.value_bits)):
             _require(bits in KV_BITS, f"{bits} bits for {name} is not supported", f"Use one of {KV_BITS}.")
         _require(
@@ -125,6 +169,17 @@ class KVSpec:
                 f"keep {self.keep} leaves no room in a window of {self.window}",
                 "Make the window larger than keep.",
             )
+
+    def _make_plain(self) -> None:
+        """Turn integers of other libraries into Python's. Raises OptionError for what is none."""
+        for name, what in (("key_bits", "key bits"), ("value_bits", "value bits"), ("group_size", "KV group size")):
+            _set(self, name, whole(getattr(self, name), what))
+        if self.window is not None:
+            _set(self, "window", whole(self.window, "KV window"))
+        if isinstance(self.keep, str):
+            _require(self.keep == "system", f"keep {self.keep!r:.60} is no number of tokens", "Or use 'system'.")
+        else:
+            _set(self, "keep", whole(self.keep, "keep"))
 
     @property
     def when_full(self) -> OnFull:
@@ -156,7 +211,8 @@ class PromptCacheSpec:
     """Reuse of computed prefixes. Sizes in bytes; None takes a default.
 
     memory_bytes: the live conversation and all others that are kept; a tenth of the memory budget.
-    disk: whether prefixes of 256 tokens and more are kept on disk, for the next start. folder: where; the user's cache folder.
+    disk: whether prefixes of 256 tokens and more are kept on disk, for the next start. folder: where, a Path or its text; the
+    user's cache folder.
     disk_bytes, daily_write_bytes: all of them at most, for all models, and what may be written in a day.
     """
 
@@ -166,7 +222,24 @@ class PromptCacheSpec:
     disk_bytes: int | None = None
     daily_write_bytes: int | None = None
 
+    if TYPE_CHECKING:  # what callers may write: a folder as text, too
+
+        def __init__(
+            self,
+            memory_bytes: int | None = None,
+            disk: bool = True,
+            folder: str | os.PathLike[str] | None = None,
+            disk_bytes: int | None = None,
+            daily_write_bytes: int | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "disk_bytes", "daily_write_bytes"):
-            value = getattr(self, name)
-            _require(value is None or value >= 0, f"{name} {value} is negative", "Use 0 or more.")
+            if (value := getattr(self, name)) is not None:
+                _set(self, name, whole(value, name))
+                _require(value >= 0, f"{name} {value} is negative", "Use 0 or more.")
+        given: object = self.folder
+        if isinstance(given, str | os.PathLike):
+            _set(self, "folder", Path(given))
+        elif given is not None:
+            raise OptionError(f"folder {given!r:.60} is no path", "Use a Path, or leave it out.")

@@ -1,6 +1,5 @@
 """From what a caller gives, messages or token ids, to a request: rendered, checked, cut where it must be, its places marked."""
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -17,6 +16,7 @@ from tokamac.engine.runtime import Runtime
 from tokamac.engine.truncate import Words, fit_ids, fit_messages, room_for_prompt
 
 Prompt = Sequence[int] | Sequence[Message]
+"""One of the two, not empty: given.py sees to it."""
 
 Turn = Literal["closed", "opened", "continued"]
 """How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
@@ -35,7 +35,8 @@ class Prompting:
 
         Raises OptionError, ContextError or TemplateError for a prompt that can't be.
         """
-        messages, ids = sort_prompt(prompt)
+        messages = [item for item in prompt if isinstance(item, Message)]
+        ids = [item for item in prompt if not isinstance(item, Message)]
         tokenizer, in_thinking = self._runtime.tokenizer, False
         said = continuation.unfinished(messages) if turn == "continued" else None
         asked = messages if said is None else messages[:-1]
@@ -121,16 +122,3 @@ class Prompting:
             for more in ("a", " b")
         )
         return a[: common_prefix(a, b)]
-
-
-def sort_prompt(prompt: Sequence[object]) -> tuple[list[Message], list[int]]:
-    """Return the prompt as messages or as token ids; the other list is empty. Raises OptionError for anything else."""
-    if isinstance(prompt, str) or not len(prompt):
-        raise OptionError("the prompt holds no token and no message", "Give token ids, or Messages.")
-    messages = [item for item in prompt if isinstance(item, Message)]
-    if len(messages) == len(prompt):
-        return messages, []
-    try:
-        return [], [operator.index(item) for item in prompt]  # type: ignore[arg-type]  # NumPy's integers, too
-    except TypeError:
-        raise OptionError("a prompt is token ids alone, or Messages alone", "Give one kind.") from None

@@ -27,6 +27,7 @@ from tokamac.engine.squeeze import Room, make_room
 from tokamac.engine.stream import ReplyText
 
 LIVE_GAPS = 64
+_LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Reply:
         if self._cut_off and self._runtime.kv.when_full == "error":
             raise ContextError(
                 f"the context of {self._runtime.capacity:,} tokens is full, and the reply was cut off",
-                "Start a new chat, or let the oldest go with --on-full roll or truncate-middle.",
+                f"Start a new chat, or let the oldest go: {_LETS_GO}.",
             )
 
     def live(self) -> Live:
@@ -188,5 +189,5 @@ def check_room(runtime: Runtime, prompt_tokens: int) -> None:
         what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
         raise ContextError(
             f"the prompt has {prompt_tokens:,} tokens, but {what} {runtime.capacity:,}",
-            "Shorten it, start a new chat, or let some of it go: --on-full roll or truncate-middle.",
+            f"Shorten it, start a new chat, or let some of it go: {_LETS_GO}.",
         )

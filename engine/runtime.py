@@ -5,7 +5,7 @@ from typing import Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.kv import CachePlan
-from tokamac.engine.limits.bandwidth import believed
+from tokamac.engine.limits.bandwidth import believed, learn
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.limits.peak_shape import Shape
@@ -26,17 +26,25 @@ SETTLED_TOKENS = 16
 
 @dataclass(slots=True)
 class Machine:
-    """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed."""
+    """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed.
+
+    bytes_read: of a decode step's weights: the size for which the bandwidth was measured. None: what is learned is not kept.
+    """
 
     chip: Chip
     pace: Pace | None = None
+    bytes_read: int | None = None
 
     def observe(self, metrics: Metrics) -> bool:
         """Learn from a reply's metrics; return whether its ceiling must be computed again."""
         if metrics.generated_tokens < SETTLED_TOKENS:
             return False
         before, self.chip = self.chip, believed(self.chip, metrics.achieved_gbs)
-        return self.chip is not before and self.chip != before
+        if self.chip == before:
+            return False
+        if self.bytes_read is not None:
+            learn(self.chip, self.bytes_read)  # every other reckoning of this model says the same
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,12 @@ class Tokenizer:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character."""
+        """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character.
+
+        Raises OptionError for a negative id.
+        """
+        if any(token < 0 for token in ids):
+            raise OptionError("a token id is negative", "Give ids of this tokenizer.")
         return self._decode([token for token in ids if token not in self._hidden_ids])
 
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:

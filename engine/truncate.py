@@ -100,5 +100,5 @@ def _cut_newest(messages: Sequence[Message], words: Words, room: int) -> list[in
         budget -= max(1, len(ids) - room)  # where the ends meet the mark, tokens join in another way
     raise ContextError(
         f"the conversation does not fit: {room:,} tokens are free for it, and not even its newest message's ends fit",
-        "Shorten the system prompt, ask for fewer tokens (--max-tokens), or use a larger context.",
+        "Shorten the system prompt, ask for fewer tokens (--max-tokens, max_tokens), or use a larger context.",
     )

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokamac.engine.errors import EngineClosedError
 from tokamac.engine.events import Event, TextChunk
@@ -13,27 +13,43 @@ from tokamac.engine.events import Event, TextChunk
 T = TypeVar("T")
 
 LOOK_AHEAD = 128
-"""Batches of events a reply may be ahead of its reader; then the engine waits."""
+"""Batches of events a reply may be ahead of its reader; then the engine waits, or does other work."""
 
 HAND_OVER_S = 1 / 60
 """Text is handed over so often at most: to wake the reader takes the engine's thread a good part of a small model's step."""
 
 
 class Stream:
-    """Events on their way from the engine's thread to a reader's. Either side may end it."""
+    """Events on their way from the engine's thread to a reader's. Either side may end it.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    meanwhile: called on the engine's thread while the reader is too far behind; it may do other work there, and returns whether to
+    go on without waiting. endless: whether nothing bounds the reply, so that it ends only when it is cancelled, or by itself.
+    reader: the thread that read last; None before one did. ended: whether all of it is on its way.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        meanwhile: Callable[[], bool] = lambda: False,
+        *,
+        endless: bool = False,
+    ) -> None:
         self._clock = clock
+        self._meanwhile = meanwhile
         self._batches: queue.SimpleQueue[list[Event] | BaseException | None] = queue.SimpleQueue()
         self._waiting: list[Event] = []
         self._handed_s = 0.0
         self._moved = threading.Event()
+        self.endless = endless
+        self.reader: int | None = None
+        self.ended = False
         self.cancelled = False
         self._abandoned = False
 
     def cancel(self) -> None:
         """Ask the engine to end the reply; the reader still gets its Finished event."""
         self.cancelled = True
+        self._moved.set()
 
     def is_cancelled(self) -> bool:
         """Whether the reply should end."""
@@ -45,13 +61,17 @@ class Stream:
 
     def abandon(self) -> None:
         """The reader is gone: end the reply, and don't wait for anyone."""
-        self._abandoned = self.cancelled = True
-        self._moved.set()
+        self._abandoned = True
+        self.cancel()
 
     def close(self) -> None:
         """The engine goes away: end the reply, and tell its reader so."""
         self.abandon()
         self._batches.put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
+
+    def nudge(self) -> None:
+        """Something may have changed for ``meanwhile``: if the engine waits for the reader, it looks again."""
+        self._moved.set()
 
     def put(self, event: Event) -> None:
         """Hand over an event: text with what follows within ``HAND_OVER_S``, all else at once."""
@@ -60,9 +80,11 @@ class Stream:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Wake the reader; waits while it is too far behind."""
-        while self._batches.qsize() >= LOOK_AHEAD and not self._abandoned:
-            self._moved.clear()
+        """Wake the reader; waits while it is too far behind, unless the reply is to end or the thread is needed."""
+        while self._batches.qsize() >= LOOK_AHEAD and not self.cancelled:
+            self._moved.clear()  # before looking: a nudge from now on is not missed
+            if self._meanwhile():
+                break
             self._moved.wait(0.1)
         self._batches.put(self._waiting)
         self._waiting = []
@@ -71,67 +93,128 @@ class Stream:
     def end(self, failure: BaseException | None = None) -> None:
         """No more will come; a failure is raised in the reader, after what it was to read before."""
         self._hand_over()
+        self.ended = True
         self._batches.put(failure)
 
     def read(self) -> Iterator[Event]:
         """Yield events until the end; raises the engine's failure, if there was one."""
-        while (batch := self._batches.get()) is not None:
+        while True:
+            self.reader = threading.get_ident()
+            batch = self._batches.get()
+            if batch is None:
+                return
             if isinstance(batch, BaseException):
                 raise batch
             self._moved.set()
             yield from batch
 
 
+class _Job:
+    """Work for the thread, and where its result goes. is_call: somebody waits for it, and it may be done during a reply."""
+
+    def __init__(self, work: Callable[[], Any], *, is_call: bool) -> None:
+        self._work = work
+        self.is_call = is_call
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._work())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
 class Worker:
     """A daemon thread that runs callables one after another, and ``at_end`` after the last of them.
 
-    ``when_idle`` is called after them, while none waits: it does a little work and returns after how many seconds to call it again,
-    or None. It must not raise.
+    A long one may let those that somebody waits for go first, with ``answer``. hurried: whether one of them asks for that.
+    ``when_asked`` is called by whoever queues one, after that. ``when_idle`` is called after them, while none waits: it does a
+    little work and returns after how many seconds to call it again, or None. Neither may raise.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
+        self.when_asked: Callable[[], None] = lambda: None
         self.when_idle: Callable[[], float | None] = lambda: None
+        self.hurried = False
+        self.closed = False
         self._at_end = at_end
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting: list[_Job] = []  # those of them that were not begun
+        self._lock = threading.RLock()  # a collected iterator submits its end, wherever the collector ran
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is on the thread."""
+        return threading.current_thread() is self._thread
+
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """Queue ``work``; its result or exception arrives in the future. Raises EngineClosedError after ``close``."""
-        future: Future[T] = Future()
+        return self._put(_Job(work, is_call=False))
 
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+    def call(self, work: Callable[[], T], *, hurry: bool = False) -> T:
+        """Run ``work`` on the thread and return its result: in its turn, or when what runs there calls ``answer``.
 
+        hurry: ask it to. On the thread itself ``work`` runs at once.
+        """
+        if self.is_here:
+            return work()
+        future: Future[T] = self._put(_Job(work, is_call=True), hurry=hurry)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # if the caller was interrupted, nobody wants it any more
+            raise
+
+    def answer(self) -> bool:
+        """Run the calls that wait, on the thread, in the middle of other work; return whether work that is no call waits."""
+        self.hurried = False
+        while (job := self._first_call()) is not None:
+            job.run()
         with self._lock:
-            if self._closed:
-                raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
-            self._jobs.put(job)
-        return future
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the thread and return its result."""
-        return self.submit(work).result()
+            return any(not job.future.cancelled() for job in self._waiting)
 
     def leave(self) -> None:
         """Take no more work; what is queued still runs, and is not waited for. Safe to call again."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 self._jobs.put(None)
 
     def close(self) -> None:
         """Let what is queued finish, then end the thread. Safe to call again."""
         self.leave()
-        if threading.current_thread() is not self._thread:
+        if not self.is_here:
             self._thread.join()
+
+    def _put(self, job: _Job, *, hurry: bool = False) -> "Future[Any]":
+        with self._lock:
+            if self.closed:
+                raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+            self._waiting.append(job)
+            self._jobs.put(job)
+            self.hurried = self.hurried or hurry
+        self.when_asked()
+        return job.future
+
+    def _first_call(self) -> _Job | None:
+        """Take the first call that waits; its place in the queue is passed over later."""
+        with self._lock:
+            job = next((job for job in self._waiting if job.is_call), None)
+            if job is not None:
+                self._waiting.remove(job)
+            return job
+
+    def _begin(self, job: _Job) -> bool:
+        """Take a job from those that wait; return whether it still did."""
+        with self._lock:
+            waited = job in self._waiting
+            if waited:
+                self._waiting.remove(job)
+            return waited
 
     def _run(self) -> None:
         pause: float | None = None
@@ -143,7 +226,8 @@ class Worker:
                 continue
             if job is None:
                 break
-            job()
+            if self._begin(job):
+                job.run()
             del job  # its result may be large, and the wait long
             pause = 0.0
         self._at_end()

@@ -51,7 +51,8 @@ class Asked(TypedDict, total=False):
 class Conversion:
     """A finished conversion. Bytes and seconds.
 
-    peak_memory_bytes: the most that MLX held at once. quality: how close it is to its source; None where that was not wanted.
+    peak_memory_bytes: the most that MLX held at once, beside what it held before. quality: how close it is to its source; None
+    where that was not wanted.
     notes: what a user should know.
     """
 
@@ -93,6 +94,16 @@ def convert(
     progress: Progress | None = None,
     **asked: Unpack[Asked],
 ) -> Plan: ...
+@overload
+def convert(
+    source: str | Path,
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    dry_run: bool,
+    progress: Progress | None = None,
+    **asked: Unpack[Asked],
+) -> Conversion | Plan: ...
 def convert(
     source: str | Path,
     out: str | Path | None = None,
@@ -106,10 +117,15 @@ def convert(
 
     out: None makes a folder here, named after the source and the bits. overwrite: replace a model folder of that name, at the end.
     dry_run: return the Plan and write nothing. progress: called after every tensor, on this thread. asked: see Options.
+
+    MLX is used on this thread, not on an engine's. Meanwhile MLX keeps no freed buffers for reuse in the whole process, so replies
+    of an engine beside it are slower; its limit is put back at the end. Its count of the peak begins anew, and what an engine
+    computes at the same time counts in both peaks.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
     options = Options(**asked)
     started_s, tell = time.perf_counter(), progress or (lambda _: None)
+    _check_paths(source, out)
     folder = locate(source)
     target = Path(out) if out is not None else default_target(source, options)
     if not dry_run:
@@ -120,16 +136,25 @@ def convert(
     if dry_run:
         return plan
     check_space(target, plan.needed_bytes)
-    with _lean_memory(), workplace(target, conversion_key(folder, options)) as place:
+    with _lean_memory() as peak, workplace(target, conversion_key(folder, options)) as place:
         ready = prepare(opened, options, place, tell)
         errors = write(ready.plan, ready.source, ready.quantizer, place, tell)
         outcome = _compared(opened, ready.plan, errors, place.folder, tell) if options.verify else None
         made = provenance(folder, options)
         (place.folder / RECORD).write_bytes(record(ready.plan, errors, outcome, made))
         (place.folder / CARD).write_bytes(card(ready.plan, outcome, made))
-        peak = mx.get_peak_memory()
-    report = _report(ready.plan, target, time.perf_counter() - started_s, peak, outcome)
+        held_bytes = peak()
+    report = _report(ready.plan, target, time.perf_counter() - started_s, held_bytes, outcome)
     return replace(report, notes=(*report.notes, *place.notes))
+
+
+def _check_paths(source: object, out: object) -> None:
+    """Raise OptionError for what names no folder, before anything is looked for."""
+    for what, path in (("source", source), *((("target", out),) if out is not None else ())):
+        if not isinstance(path, str | Path):
+            raise OptionError(f"the {what} is a {type(path).__name__}", "Give a folder, as a text or a Path.")
+        if "\0" in str(path):
+            raise OptionError(f"the {what} {str(path)!r:.60} holds a NUL character", "No path can: check the name.")
 
 
 def _compared(source: Source, plan: Plan, errors: Mapping[str, WeightError], folder: Path, tell: Progress) -> Outcome:
@@ -185,12 +210,16 @@ def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int, qu
 
 
 @contextmanager
-def _lean_memory() -> Iterator[None]:
-    """Keep no pool of freed buffers meanwhile: each tensor has another size, so reuse would gain little and cost the peak."""
+def _lean_memory() -> Iterator[Callable[[], int]]:
+    """Keep no pool of freed buffers meanwhile: each tensor has another size, so reuse would gain little and cost the peak.
+
+    Yields what tells the most bytes that MLX held since, beside what it holds now: an engine's weights are none of a conversion's.
+    """
     mx.clear_cache()
     mx.reset_peak_memory()
+    others = mx.get_active_memory()
     before = mx.set_cache_limit(0)
     try:
-        yield
+        yield lambda: max(0, mx.get_peak_memory() - others)
     finally:
         mx.set_cache_limit(before)

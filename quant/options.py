@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokamac.engine.errors import OptionError
+from tokamac.engine.values import real, whole
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -60,6 +61,7 @@ class Options:
     verify: bool = True
 
     def __post_init__(self) -> None:
+        self._make_plain()
         self._check_values()
         self._check_mode()
         self._check_together()
@@ -79,13 +81,23 @@ class Options:
         """The method, the default put in."""
         return self.method or ("search" if self.mode in SEARCHED else "round")
 
+    def _make_plain(self) -> None:
+        """Turn numbers of other libraries into Python's. Raises OptionError for what is none."""
+        for name in ("bits", "group_size", "embed_bits"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(value, name))
+        if self.target_bpw is not None:
+            object.__setattr__(self, "target_bpw", real(self.target_bpw, "target_bpw"))
+
     def _check_values(self) -> None:
+        if self.mode not in MODES:
+            raise OptionError(f"mode {self.mode} is not supported", f"Use one of {', '.join(MODES)}.")
         _one_of(f"{self.bits} bits is", self.bits, BITS)
         _one_of(f"group size {self.group_size} is", self.group_size, (*GROUP_SIZES, *_groups(self.mode)))
-        _one_of(f"mode {self.mode} is", self.mode, MODES)
         _one_of(f"method {self.method} is", self.method, METHODS)
         _one_of(f"dtype {self.dtype} is", self.dtype, DTYPES)
-        if isinstance(self.calibration, str) and self.calibration != SHIPPED:
+        known: object = self.calibration
+        if not (known is None or isinstance(known, Path) or known == SHIPPED):
             raise OptionError(f"{self.calibration!r} is no calibration text", f'Give a Path, or "{SHIPPED}".')
         _one_of(f"{self.embed_bits} bits for the embedding is", self.embed_bits, (*BITS, UNQUANTIZED))
         if self.target_bpw is not None and not 2 < self.target_bpw <= UNQUANTIZED:
@@ -98,27 +110,28 @@ class Options:
         if self.bits not in (None, bits) or self.group_size not in (None, group):
             raise OptionError(
                 f"{self.mode} has {bits} bits in groups of {group}",
-                "Leave --bits and --group-size, or use --mode affine.",
+                "Leave out the bits and the group size, or use mode affine.",
             )
         if self.method in CALIBRATED or (self.method == "search" and self.mode not in SEARCHED):
-            raise OptionError(f"{self.method} does not pack {self.mode}", "Use --method round, or --mode affine.")
+            raise OptionError(f"{self.method} does not pack {self.mode}", "Use method round, or mode affine.")
 
     def _check_together(self) -> None:
         if self.recipe is not None and self.target_bpw is not None:
             raise OptionError("a recipe and a target for bits per weight contradict each other", "Give one of them.")
         planned = "a recipe" if self.recipe else "a target for bits per weight"
         if (self.recipe or self.target_bpw) and self.mode != "affine":
-            raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use --mode affine.")
+            raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use mode affine.")
         if (self.recipe or self.target_bpw) and self.how in CALIBRATED:
-            raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use --method search.")
+            raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use method search.")
         if self.target_bpw is not None and self.bits is not None:
-            raise OptionError("--bits and --target-bpw contradict each other", "Give one of them.")
+            raise OptionError("bits and a target for bits per weight contradict each other", "Give one of them.")
         if self.dequantize and self._packs_otherwise():
             raise OptionError(
-                "--dequantize unpacks everything, so nothing can be said about packing", "Leave one of them."
+                "--dequantize (dequantize=True) unpacks everything, so nothing can be said about packing",
+                "Leave one of them.",
             )
         if self.calibration is not None and (self.how == "round" or self.dequantize):
-            raise OptionError("rounding looks at no text", "Use --method search, gptq or awq with --calibration.")
+            raise OptionError("rounding looks at no text", "Use method search, gptq or awq with a calibration text.")
 
     def _packs_otherwise(self) -> bool:
         given = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)

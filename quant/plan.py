@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tokamac.engine.limits.cost import Tensor
 from tokamac.quant.choices import Choices, left_out
 from tokamac.quant.options import Options
 from tokamac.quant.peak import peak_bytes
+from tokamac.quant.report import in_vain
 from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
 from tokamac.quant.source import Source
 
@@ -115,7 +116,7 @@ def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
     """Return what converting ``source`` will do with the packings that were chosen. Reads no weight."""
     tensors = tuple(_tensor(source, options, name, array, chosen) for name, array in source.weights.items())
     copies = sorted({file for pattern in COPIED for file in source.folder.glob(pattern) if file.is_file()})
-    return Plan(
+    plan = Plan(
         source=source.folder,
         options=options,
         tensors=tensors,
@@ -126,6 +127,8 @@ def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
         peak_memory_bytes=peak_bytes(source, options, chosen, tensors),
         notes=tuple(_notes(source, chosen)),
     )
+    useless = in_vain(plan)
+    return replace(plan, notes=(useless, *plan.notes)) if useless else plan
 
 
 def _notes(source: Source, chosen: Choices) -> Iterator[str]:

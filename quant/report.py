@@ -115,6 +115,25 @@ def by_part(plan: "Plan") -> tuple[PartRow, ...]:
     return tuple(sorted(rows, key=lambda row: (PARTS.index(row.part), -row.parameters)))
 
 
+def in_vain(plan: "Plan") -> str:
+    """Return why the conversion gains nothing: its source is packed like that already, or smaller; "" where it gains something."""
+    if not any(tensor.packing for tensor in plan.tensors):
+        return ""
+    if _copies(plan):
+        return "the source is packed like this already: the result is a copy of it"
+    if plan.weight_bytes <= plan.source_bytes:
+        return ""
+    bits = 8 * plan.source_bytes / plan.parameters
+    return f"the source has {bits:.2f} bits per weight already: with {plan.bits_per_weight:.2f} it gets larger and no better"
+
+
+def _copies(plan: "Plan") -> bool:
+    """Whether every tensor is taken over. What a calibrated method packs looks so too, and a budget's choices are made later."""
+    if plan.options.how in CALIBRATED or plan.options.target_bpw is not None:
+        return False
+    return all(each.kept or (each.packing is None and each.dtype == each.source_dtype) for each in plan.tensors)
+
+
 def record(plan: "Plan", errors: Mapping[str, WeightError], result: Outcome | None, made: "Provenance") -> bytes:
     """Return ``conversion.json``. The same conversion gives the same bytes: no time, no folder, no memory figure is in it.
 

@@ -1,11 +1,13 @@
 """What the child needs of an engine, and the real one in that shape. MLX is imported when a model is loaded, not before."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
-from tokamac.engine.options import PromptCacheSpec, Sampling
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 
 if TYPE_CHECKING:
@@ -54,8 +56,10 @@ class EnginePort(Protocol):
 class _RealEngine:
     """``tokamac.engine.Engine`` as an EnginePort."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", notes: tuple[str, ...] = ()) -> None:
+        """Notes: what of the settings was changed for this model, beside what the engine says itself."""
         self._engine = engine
+        self._notes = notes
         tokenizer = engine.tokenizer
         self._later_system = tokenizer.has_chat_template and tokenizer.takes_later_system()
 
@@ -75,7 +79,7 @@ class _RealEngine:
             capacity=spec.capacity,
             rolls=spec.rolls,
             recommended=Sampling().resolved(spec.recommended),
-            notes=spec.notes,
+            notes=(*self._notes, *spec.notes),
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
@@ -118,8 +122,21 @@ class _RealEngine:
 
 
 def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
-    """Load the model that ``request`` names; raise TokamacError if it can't be."""
+    """Load the model that ``request`` names; raise TokamacError if it can't be.
+
+    A group size is stored for all models: where this one can't have it, the default is used, and a note says so.
+    """
     from tokamac.engine import Engine
 
     cache = PromptCacheSpec() if request.prompt_cache else None
-    return _RealEngine(Engine.load(request.model, kv=request.kv, prompt_cache=cache, progress=progress))
+
+    def load(kv: KVSpec) -> "Engine":
+        return Engine.load(request.model, kv=kv, prompt_cache=cache, progress=progress)
+
+    try:
+        return _RealEngine(load(request.kv))
+    except OptionError as refused:
+        usual = replace(request.kv, group_size=KVSpec().group_size)
+        if usual == request.kv:
+            raise
+        return _RealEngine(load(usual), (f"{refused.message}; the default is used",))

@@ -85,7 +85,7 @@ class ChipLine:
 class ModelLine:
     """A model of the catalogue, or one that is here. Bytes, weights; None is unknown. verdict: in a few words.
 
-    download_bytes: of one that is not here.
+    download_bytes: of one that is not here. context: tokens of the prompt, and of the context, that the figures are for.
     """
 
     model: str
@@ -95,6 +95,7 @@ class ModelLine:
     verdict: str
     figures: Figures
     bits_per_weight: float | None = None
+    context: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class Weighing:
 class Answer:
     """The answer to a question: of what it did not want, nothing. place: the machine's name.
 
-    rule: how its budget is known, where it was not read. context_length: what the model was made for.
+    rule: how its budget is known, where it was not read. context_length: what the model was made for. notes: what is to be known
+    of all cases together.
     """
 
     model: str
@@ -152,3 +154,4 @@ class Answer:
     roof: Roof | None = None
     chips: tuple[ChipLine, ...] = ()
     models: tuple[ModelLine, ...] = ()
+    notes: tuple[str, ...] = ()

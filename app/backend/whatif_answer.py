@@ -84,7 +84,7 @@ def chip_name(chip: "Chip") -> str:
 
 
 def _table(question: Question) -> Answer:
-    from tokamac.engine.limits.whatif import curve, table
+    from tokamac.engine.limits.whatif import curve, notes, table
 
     case, found, subject = _inspected(question)
     outcomes = table(subject.config, case, found.place, own=subject.packing)
@@ -99,6 +99,7 @@ def _table(question: Question) -> Answer:
         cases=tuple(_case(each, case) for each in outcomes),
         curve=tuple(CurvePoint(each.context, each.ceiling_tps, each.expected_tps) for each in points),
         roof=None if found.prediction is None else _roof(found.prediction, found.place.chip),
+        notes=notes(outcomes, found.form),
     )
 
 
@@ -164,15 +165,25 @@ def _chip(found: "Outcome") -> ChipLine:
 
 
 def _model(found: "Suggestion") -> ModelLine:
-    figures = replace(_figures(found.outcome), reason=found.reason)
-    weights = (found.parameters, found.active_parameters)
-    return ModelLine(found.id, found.download_bytes, *weights, found.verdict, figures, found.outcome.bits_per_weight)
+    return _line(found.id, found.download_bytes, found)
 
 
 def _prospect(found: "Prospect") -> ModelLine:
-    figures = replace(_figures(found.outcome), reason=found.reason)
-    weights = (found.parameters, found.active_parameters)
-    return ModelLine(found.model, None, *weights, found.verdict, figures, found.outcome.bits_per_weight)
+    return _line(found.model, None, found)
+
+
+def _line(model: str, download_bytes: int | None, found: "Suggestion | Prospect") -> ModelLine:
+    outcome = found.outcome
+    return ModelLine(
+        model=model,
+        download_bytes=download_bytes,
+        parameters=found.parameters,
+        active_parameters=found.active_parameters,
+        verdict=found.verdict,
+        figures=replace(_figures(outcome), reason=found.reason),
+        bits_per_weight=outcome.bits_per_weight,
+        context=outcome.case.context,
+    )
 
 
 def _roof(predicted: "Prediction", chip: "Chip") -> Roof | None:

@@ -14,7 +14,6 @@ from tokamac.app.commands import loading
 from tokamac.app.commands.prompt import compose
 from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.options import (
-    Parser,
     add_kv_flags,
     add_model_flag,
     add_sampling_flags,
@@ -24,6 +23,7 @@ from tokamac.app.options import (
     sampling,
 )
 from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
+from tokamac.app.parser import Parser
 from tokamac.app.sanitise import Sanitiser
 from tokamac.engine.events import Event, Finished, Message, PrefillProgress, Squeezed, TextChunk, Truncated
 from tokamac.engine.limits.gaps import Outlier

@@ -17,7 +17,6 @@ from tokamac.app.commands import bench_machine, bench_plot, bench_report, kv_qua
 from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure, points
 from tokamac.app.options import (
     SAMPLING_FLAGS,
-    Parser,
     add_kv_flags,
     add_sampling_flags,
     default_model,
@@ -26,6 +25,7 @@ from tokamac.app.options import (
     sampling,
 )
 from tokamac.app.output import json_line, note
+from tokamac.app.parser import Parser
 from tokamac.engine.options import KVSpec, Sampling
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         print(bench_report.text(plan.model, measured, version))
     if chart is not None:  # last: figures are not lost with a picture that can't be written after all
         bench_plot.write(options.plot, chart)
+        note(f"note: the picture is in {options.plot}")
     return 0
 
 
@@ -188,7 +189,8 @@ def _measured(engine: "Engine", plan: Plan) -> tuple[list[Measured], str | None]
         beside = stack.enter_context(_start_peer(engine, plan.kv)) if plan.compare else None
         sizes = " / ".join(f"{point.tokens:,}" for point in plan.points)
         also = f", in turn with {beside.title}" if beside is not None else ""
-        note(f"warming up, then {plan.runs} runs of {sizes} prompt tokens and {new:,} new ones{also}")
+        runs = "one run" if plan.runs == 1 else f"{plan.runs} runs"
+        note(f"warming up, then {runs} of {sizes} prompt tokens and {new:,} new ones{also}")
         measured = measure(engine, plan.points, plan.runs, plan.sampling, beside)
         return measured, None if beside is None else beside.version
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from tokamac.app.action_parser import ActionParser
 from tokamac.app.commands import loading
-from tokamac.app.options import Parser, add_kv_flags, any_given, default_model, kv_spec
+from tokamac.app.options import add_kv_flags, any_given, default_model, kv_spec
 from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.parser import Parser
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import UNKNOWN, count, size
 from tokamac.engine.errors import TokamacError
@@ -19,29 +21,23 @@ if TYPE_CHECKING:
     from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.prompt_cache.folder import Folder
 
+ACTIONS = {
+    "show": "where it lies and what it takes",
+    "clear": "remove all of it",
+    "check": "compute what is stored for MODEL with these KV flags again, and compare",
+}
 _KV_FLAGS = ("kv_bits", "kv_window", "kv_group_size", "kv_keep", "on_full")
 
 
-class _Parser(Parser):
-    """Takes flags between ACTION and MODEL too: argparse of Python 3.11 finds no MODEL after them."""
-
-    def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        """Parse, in any order."""
-        return self.parse_intermixed_args(args, namespace)
-
-
-def parser() -> Parser:
+def parser() -> ActionParser:
     """Return what the command takes."""
-    made = _Parser(
+    made = ActionParser(
         "cache",
         "The prompt cache on disk: prompts that were computed once and need not be read again, also after a restart. "
-        "show: where it lies and what it takes. clear: remove all of it. check: compute what is stored for MODEL with "
-        "these KV flags again, and compare. TOKAMAC_CACHE_DIR moves it.",
+        "TOKAMAC_CACHE_DIR moves it.",
         "  tokamac cache\n  tokamac cache clear\n  tokamac cache check guide --kv-bits 8,4",
+        ACTIONS,
     )
-    made.add_argument("action", nargs="?", choices=("show", "clear", "check"), default="show", help="(show)")
     made.add_argument(
         "model",
         nargs="?",
@@ -50,6 +46,7 @@ def parser() -> Parser:
     )
     made.add_argument("--json", action="store_true", help="one JSON object")
     add_kv_flags(made, cache=False)
+    made.only(("check",), "model", *_KV_FLAGS)
     return made
 
 
@@ -154,7 +151,7 @@ def _checks(name: str, kv: KVSpec, *, json_wanted: bool) -> list["Check"]:
     checks, bar = [], Progress("computing what is stored again", plain=False)
     with (
         loading.load(name, kv=kv, prompt_cache=PromptCacheSpec()) as engine,
-        closing(engine.check_cache()) as steps,  # type: ignore[type-var]
+        closing(engine.check_cache()) as steps,
     ):
         try:
             bar.update(0, None)

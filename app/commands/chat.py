@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.options import (
     SAMPLING_FLAGS,
-    Parser,
     add_kv_flags,
     add_sampling_flags,
     any_given,
@@ -16,6 +15,7 @@ from tokamac.app.options import (
     sampling,
     warn,
 )
+from tokamac.app.parser import Parser
 from tokamac.engine.errors import TokamacError
 
 if TYPE_CHECKING:

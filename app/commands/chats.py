@@ -1,4 +1,4 @@
-"""``tokamac chats``: the conversations that are kept. List them, read one, take one out into a file, bring one in, mend."""
+"""``tokamac chats``: the conversations that are kept. List and search them, read one, take one out, bring one in, mend."""
 
 import argparse
 import sys
@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.options import Parser
+from tokamac.app.action_parser import ActionParser
 from tokamac.app.output import ModelText, json_line, note, table
+from tokamac.app.parser import Parser
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import count
 
@@ -16,58 +17,74 @@ if TYPE_CHECKING:
     from tokamac.app.store.store import Store
     from tokamac.app.store.values import Archive, Chat
 
-TARGETS = {"list": "", "show": "ID", "export": "ID", "import": "FILE", "delete": "ID", "restore": "ID", "repair": ""}
+TARGETS = {
+    "list": "",
+    "search": "WORDS",
+    "show": "ID",
+    "export": "ID",
+    "import": "FILE",
+    "delete": "ID",
+    "restore": "ID",
+    "repair": "",
+}
 """What each action is done to."""
+DOES = {
+    "list": "the chats, last used first",
+    "search": "the titles and messages that hold all the words",
+    "show": "print a chat",
+    "export": "write a chat to a new file, as Markdown, JSON (with all its branches), HTML or SVG, as the file's name ends",
+    "import": "read Markdown or JSON into a new chat",
+    "delete": "delete a chat; it can be restored for 30 days",
+    "restore": "bring back a chat that was deleted",
+    "repair": "make the search index anew and check the whole file",
+}
+NEEDED = {"ID": "an ID; `tokamac chats` lists them", "FILE": "a FILE", "WORDS": "WORDS"}
 Done = tuple[dict[str, Any], str]
 """What came of an action, as the JSON has it and as a person reads it."""
 
 
-class _Parser(Parser):
-    """Takes flags between ACTION and its target too: argparse of Python 3.11 finds no target after them."""
-
-    def parse_args(  # type: ignore[override]  # the cli asks for no other Namespace
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        """Parse, in any order."""
-        return self.parse_intermixed_args(args, namespace)
-
-
-def parser() -> Parser:
+def parser() -> ActionParser:
     """Return what the command takes."""
-    made = _Parser(
+    made = ActionParser(
         "chats",
-        "Conversations that are kept. show prints one; export writes it to a new file, as Markdown, JSON (with all its "
-        "branches), HTML or SVG, as the file's name ends; import reads Markdown or JSON into a new chat; a chat that was "
-        "deleted can be restored for 30 days; repair makes the search index anew, checks the whole file, and sets it aside where "
-        "it is beyond repair and --set-aside is given. An ID may be cut short. TOKAMAC_DATA_DIR moves what is kept.",
+        "Conversations that are kept. An ID may be cut short. TOKAMAC_DATA_DIR moves what is kept.",
         "  tokamac chats\n"
+        "  tokamac chats search memory bandwidth\n"
         "  tokamac chats show k3v7\n"
         "  tokamac chats export k3v7 -o bandwidth.html\n"
         "  tokamac chats import bandwidth.md",
+        DOES,
     )
-    made.add_argument("action", nargs="?", choices=tuple(TARGETS), default="list", help="(list)")
-    made.add_argument("target", nargs="?", metavar="ID|FILE", help="the id of a chat, or of import: a file")
+    made.add_argument(
+        "target", nargs="*", metavar="ID|FILE|WORDS", help="the id of a chat; of import: a file; of search: words"
+    )
     made.add_argument("-o", "--output", metavar="FILE", help="of export: the new file (made of the title, .md)")
     made.add_argument("--deleted", action="store_true", help="of list: those that were deleted")
     made.add_argument("--set-aside", action="store_true", help="of repair: move a file beyond repair away, whole")
     made.add_argument("--json", action="store_true", help="one JSON object")
+    made.only([action for action, target in TARGETS.items() if target], "target")
+    made.only(("export",), "output")
+    made.only(("list",), "deleted")
+    made.only(("repair",), "set_aside")
     return made
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Do the action; return the exit status."""
-    action, target, wanted = options.action, options.target, TARGETS[options.action]
-    if wanted and not target:
-        parser.error(f"{action} needs {'an ID; `tokamac chats` lists them' if wanted == 'ID' else 'a FILE'}")
-    if target and not wanted:
-        parser.error(f"{action} takes neither ID nor FILE")
+    action, given, wanted = options.action, options.target, TARGETS[options.action]
+    if wanted and not "".join(given).strip():
+        parser.error(f"{action} needs {NEEDED[wanted]}")
+    if given and not wanted:
+        parser.error(f"{action} takes neither ID, FILE nor WORDS")
+    if len(given) > 1 and wanted != "WORDS":
+        parser.error(f"unrecognized arguments: {' '.join(given[1:])}")
     if options.output and action != "export":
         parser.error(f"--output has no effect with {action}")
     if options.deleted and action != "list":
         parser.error(f"--deleted has no effect with {action}")
     if options.set_aside and action != "repair":
         parser.error(f"--set-aside has no effect with {action}")
-    plain, text = _repair(set_aside=options.set_aside) if action == "repair" else _on_store(options)
+    plain, text = _repair(set_aside=options.set_aside) if action == "repair" else _on_store(options, " ".join(given))
     if options.json:
         json_line(plain)
     else:
@@ -77,11 +94,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     return 0
 
 
-def _on_store(options: argparse.Namespace) -> Done:
+def _on_store(options: argparse.Namespace, target: str) -> Done:
     from tokamac.app.store.store import Store
 
     with Store.open() as store:
-        done = ACTIONS[options.action](store, options)
+        done = ACTIONS[options.action](store, target, options)
         if options.action in WRITE:
             _purge(store)
         return done
@@ -116,47 +133,66 @@ def _repair(*, set_aside: bool) -> Done:
     return {"path": str(path), "messages": messages}, said
 
 
-def _list(store: "Store", options: argparse.Namespace) -> Done:
+def _list(store: "Store", _: str, options: argparse.Namespace) -> Done:
     found = store.chats(limit=sys.maxsize, deleted=options.deleted)
     return {"chats": [_plain(chat) for chat in found]}, _listed(found, deleted=options.deleted)
 
 
-def _show(store: "Store", options: argparse.Namespace) -> Done:
+def _search(store: "Store", words: str, _: argparse.Namespace) -> Done:
+    from tokamac.app.commands import chats_search
+
+    chats, hits = chats_search.search(store, words)
+    plain = {"chats": [_plain(chat) for chat in chats], "messages": chats_search.to_json(hits)}
+    return plain, chats_search.text(chats, hits)
+
+
+def _show(store: "Store", target: str, _: argparse.Namespace) -> Done:
     from tokamac.app.store.export import to_json
     from tokamac.app.store.portable import loads
 
-    archive = store.archive(store.chat(options.target).id)
+    archive = store.archive(_chat(store, target).id)
     return {"id": archive.chat.id, **loads(to_json(archive))}, _read(archive)
 
 
-def _export(store: "Store", options: argparse.Namespace) -> Done:
+def _export(store: "Store", target: str, options: argparse.Namespace) -> Done:
     from tokamac.app.export.formats import export, free_name
 
-    chat = store.chat(options.target)
+    chat = _chat(store, target)
     path = Path(options.output).expanduser() if options.output else free_name(chat.title, Path.cwd())
     export(store.archive(chat.id), path)
     return {**_plain(chat), "path": str(path)}, f"exported {chat.id} to {sanitise_line(str(path))}"
 
 
-def _import(store: "Store", options: argparse.Namespace) -> Done:
+def _import(store: "Store", target: str, _: argparse.Namespace) -> Done:
     from tokamac.app.export.incoming import bring
 
-    chat = store.adopt(bring(Path(options.target).expanduser(), now=time.time()))
+    chat = store.adopt(bring(Path(target).expanduser(), now=time.time()))
     return _plain(chat), f"imported as {chat.id}: {_title(chat)}"
 
 
-def _delete(store: "Store", options: argparse.Namespace) -> Done:
-    chat = store.delete(store.chat(options.target).id)
+def _delete(store: "Store", target: str, _: argparse.Namespace) -> Done:
+    chat = store.delete(_chat(store, target).id)
     return _plain(chat), f"deleted {chat.id}: {_title(chat)}; bring it back with: tokamac chats restore {chat.id}"
 
 
-def _restore(store: "Store", options: argparse.Namespace) -> Done:
-    chat = store.undelete(store.chat(options.target).id)
+def _restore(store: "Store", target: str, _: argparse.Namespace) -> Done:
+    chat = store.undelete(_chat(store, target, "tokamac chats list --deleted").id)
     return _plain(chat), f"restored {chat.id}: {_title(chat)}"
 
 
-ACTIONS: "dict[str, Callable[[Store, argparse.Namespace], Done]]" = {
+def _chat(store: "Store", target: str, lists: str = "tokamac chats") -> "Chat":
+    """Return the chat that an id, or its beginning, names. lists: what shows such ids. Raises StoreError."""
+    from tokamac.app.store.errors import NoChatError
+
+    try:
+        return store.chat(target)
+    except NoChatError as error:
+        raise NoChatError(error.message, f"`{lists}` shows the ids.") from None
+
+
+ACTIONS: "dict[str, Callable[[Store, str, argparse.Namespace], Done]]" = {
     "list": _list,
+    "search": _search,
     "show": _show,
     "export": _export,
     "import": _import,

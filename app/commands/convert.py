@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
 from tokamac.app.commands.convert_progress import Shown
-from tokamac.app.options import Parser
 from tokamac.app.output import json_line, note
+from tokamac.app.parser import Parser
 from tokamac.engine.errors import OptionError
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 

@@ -75,7 +75,10 @@ def _figures(plan: "Plan", disk: Disk, converting_s: float | None) -> list[list[
     room, target = "fits" if disk.fits else "does not fit", plan.options.target_bpw
     bits = f"{plan.bits_per_weight:.2f} bits per weight" if target is None else f"at most {target:.2f} bits per weight"
     return [
-        ["size", f"{size(plan.source_bytes)} → {size(plan.needed_bytes)}, {bits}"],
+        [
+            "weights",
+            f"{size(plan.source_bytes)} → {size(plan.weight_bytes + plan.needed_bytes - plan.output_bytes)}, {bits}",
+        ],
         ["memory", f"{size(plan.peak_memory_bytes)} at most"],
         ["disk", f"{size(disk.needed)} needed, {size(disk.free)} free: {room}"],
         ["time", _time(plan, converting_s)],

@@ -4,9 +4,11 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tokamac.app.commands.measuring import measure_it
 from tokamac.app.commands.place import add_place_flags, place_of
-from tokamac.app.options import Parser, add_kv_flags, kv_spec, positive
+from tokamac.app.options import add_kv_flags, kv_spec, positive
 from tokamac.app.output import json_line, note
+from tokamac.app.parser import Parser
 from tokamac.engine.options import GROUP_SIZES, KVSpec
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ def parser() -> Parser:
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
     made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
-    made.add_argument("--context", type=positive, metavar="N", help=f"tokens held while decoding ({CONTEXT})")
+    made.add_argument(
+        "--context", type=positive, metavar="N", help=f"tokens held while decoding ({CONTEXT}, or --prompt)"
+    )
     made.add_argument(
         "--prompt", type=positive, metavar="N", help="tokens to compute for the first one (the whole context)"
     )
@@ -107,7 +111,7 @@ def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "Case":
 
 def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
-    everything = {**found.to_json(), "model": options.model, "quality": _quality(subject)}
+    everything = {**found.to_json(), "quality": _quality(subject)}
     if not (options.table or options.chips):
         return {key: everything[key] for key in _FIELDS}
     if options.table:
@@ -155,7 +159,7 @@ def _print(options: argparse.Namespace, subject: "Subject", found: "Inspection")
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
         print(f"\n{reports.kv_report(planned, found.context)}")
     if options.table:
-        print(f"\n{reports.cases_report(_table(subject, found))}")
+        print(f"\n{reports.cases_report(_table(subject, found), found.form)}")
     if options.chips:
         of_table = _chips(options, subject, found)
         print(f"\n{reports.chips_report(of_table, memory=options.memory is not None)}")
@@ -181,8 +185,8 @@ def _remarks(found: "Inspection") -> None:
     if found.kv_reason is not None:
         note(f"note: KV bytes are counted from the config alone, since the caches can't be planned: {found.kv_reason}")
     if found.reason is not None and found.kv_reason is None:
-        measure = "; measure it: tokamac bench --machine" if found.place.local and found.ceiling_tps is not None else ""
-        note(f"note: {found.reason}{measure}")
+        measurable = found.place.local and found.ceiling_tps is not None and found.known != "config"
+        note(f"note: {found.reason}{measure_it(found.model, here=found.known == 'files') if measurable else ''}")
     if found.context_length is not None and found.context > found.context_length:
         note(f"note: the model was made for {found.context_length:,} tokens of context")
 

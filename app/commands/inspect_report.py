@@ -11,6 +11,7 @@ from tokamac.app.tui.units import UNKNOWN, bandwidth, rate, seconds, short, size
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tokamac.engine.limits.cost import Form
     from tokamac.engine.limits.hardware import Chip
     from tokamac.engine.limits.inspect import Inspection
     from tokamac.engine.limits.kv_table import KVRow, KVTable
@@ -62,10 +63,16 @@ def kv_report(planned: "KVTable", context: int) -> str:
     return "\n".join([table([head, *rows, whole], right=(2, 3, 5, 6)), *notes])
 
 
-def cases_report(found: "Sequence[Outcome]") -> str:
-    """Return a row for each case of one model at one place; the first is what was asked for."""
+def cases_report(found: "Sequence[Outcome]", form: "Form" = "stored") -> str:
+    """Return a row for each case of one model at one place, the first what was asked for, and what is to be known of them all.
+
+    form: how the model's weights are held there.
+    """
+    from tokamac.engine.limits.whatif import notes
+
     head = ["weights", "KV", "context", "stored", "memory", "fits", "ceiling", "expected", "first token"]
-    return table([head, *map(_case_row, found)], right=(2, 3, 4, 6, 7, 8))
+    rows = table([head, *map(_case_row, found)], right=(2, 3, 4, 6, 7, 8))
+    return "\n".join([rows, *(sanitise_line(each) for each in notes(found, form))])
 
 
 def chips_report(found: "Sequence[Outcome]", *, memory: bool = False) -> str:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.kv_text import TEXT
 from tokamac.app.commands.prompt import InputError
-from tokamac.app.options import SAMPLING_FLAGS, Parser, default_model, kv_spec, positive
+from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_spec, positive
 from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.parser import Parser
 from tokamac.app.tui.units import UNKNOWN, count, rate, size
 from tokamac.engine.kv.quality import (
     FASTER,
@@ -94,7 +95,7 @@ def measure(
     found: dict[tuple[int, int], Trial] = {}
     bars: dict[str, Progress] = {}
     try:
-        with closing(engine.compare_kv(ids, settings, base, depths=depths)) as steps:  # type: ignore[type-var]
+        with closing(engine.compare_kv(ids, settings, base, depths=depths)) as steps:
             for step in steps:
                 if isinstance(step, TrialProgress):
                     _bar(bars, step.bits).update(step.done, step.total)

@@ -2,26 +2,31 @@
 
 import argparse
 
+from tokamac.app.action_parser import ActionParser
 from tokamac.app.commands.place import add_place_flags
-from tokamac.app.options import Parser, any_given, positive
+from tokamac.app.options import any_given, positive
+from tokamac.app.parser import Parser
 
-ACTIONS = ("list", "pull", "remove", "suggest")
+ACTIONS = {
+    "list": "how large each is, whether it fits and how fast it should be here",
+    "pull": "download a model, or bring it up to date; an interrupted download goes on where it stopped",
+    "remove": "take a model off the disk",
+    "suggest": "which models of the catalogue fit, or may fit, here or on another machine, best first",
+}
 SUGGEST_FLAGS = ("context", "chip", "gpu_cores", "memory")
 
 
-def parser() -> Parser:
+def parser() -> ActionParser:
     """Return what the command takes."""
-    made = Parser(
+    made = ActionParser(
         "models",
-        "Models on disk, in the Hugging Face cache that other tools share (HF_HOME moves it). HF_TOKEN opens gated ones. "
-        "list says how large each is, whether it fits and how fast it should be here; suggest names those of "
-        "the catalogue that fit, or may fit, best first; pull also brings a model up to date.",
+        "Models on disk, in the Hugging Face cache that other tools share (HF_HOME moves it). HF_TOKEN opens gated ones.",
         "  tokamac models list\n"
         "  tokamac models suggest --context 16384\n"
         "  tokamac models pull mlx-community/Qwen3-4B-Instruct-2507-4bit\n"
         "  tokamac models remove mlx-community/Qwen3-4B-Instruct-2507-4bit",
+        ACTIONS,
     )
-    made.add_argument("action", nargs="?", choices=ACTIONS, default="list", help="(list)")
     made.add_argument("id", nargs="?", metavar="ID", help="a Hugging Face id, org/name or org/name@revision")
     made.add_argument("--json", action="store_true", help="JSON lines, the last one the result")
     removing = made.add_argument_group("remove")
@@ -29,6 +34,9 @@ def parser() -> Parser:
     suggesting = made.add_argument_group("suggest")
     suggesting.add_argument("--context", type=positive, metavar="N", help="tokens of the prompt to reckon with (8192)")
     add_place_flags(made)
+    made.only(("pull", "remove"), "id")
+    made.only(("remove",), "unfinished")
+    made.only(("suggest",), *SUGGEST_FLAGS)
     return made
 
 

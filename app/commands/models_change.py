@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.app.commands import loading
-from tokamac.app.output import json_line
+from tokamac.app.output import json_line, note
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import size
 
@@ -17,6 +17,8 @@ def pull(model: str, *, json: bool) -> int:
     """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
     from tokamac.engine import hub
 
+    if model == hub.GUIDE:
+        note("note: guide is the embedded model: it is always here, and as new as the program")
     if not json:
         print(loading.fetch(model, hub.pull))
         return 0

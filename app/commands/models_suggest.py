@@ -5,9 +5,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands.inspect_report import chip_name
+from tokamac.app.commands.measuring import measure_it
 from tokamac.app.commands.place import place_of
-from tokamac.app.options import Parser
 from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.parser import Parser
 from tokamac.app.tui.units import rate, seconds, short, size
 
 if TYPE_CHECKING:
@@ -55,8 +56,11 @@ def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place:
         notes.append(place.budget_rule)
     if place.budget_bytes is None:
         notes.append("whether a model fits is unknown without --memory")
-    reasons = dict.fromkeys(each.outcome.reason for each in possible if each.outcome.reason)
-    notes.extend(f"{reason}; measure it: tokamac bench --machine" if place.local else reason for reason in reasons)
+    best: dict[str, str] = {}
+    for each in possible:
+        if each.outcome.reason:
+            best.setdefault(each.outcome.reason, each.id)
+    notes.extend(reason + (measure_it(model, here=False) if place.local else "") for reason, model in best.items())
     return notes
 
 

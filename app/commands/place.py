@@ -3,7 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tokamac.app.options import Parser, positive
+from tokamac.app.options import positive
+from tokamac.app.parser import Parser
 
 if TYPE_CHECKING:
     from tokamac.engine.limits.places import Place

@@ -22,8 +22,11 @@ TICKS = 5
 HEADROOM = 1.2
 """The axis ends so far above the highest point that the legend covers no curve."""
 
-LEGEND_DECADES = 0.6
-"""The same on a logarithmic axis, in powers of ten."""
+LEGEND_SHARE = 0.3
+"""The same on a logarithmic axis, as a share of the powers of ten below."""
+
+BENEATH = 2
+"""How many times lower than the lowest mark a logarithmic axis begins: of a mark outside of it plotext can't draw the legend."""
 
 
 def decode_plot(points: "Sequence[Point]", title: str) -> str | None:
@@ -60,6 +63,8 @@ def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
     phases = [(name, phase) for name, phase in both if phase.intensity]
     reach = [phase.intensity for _, phase in phases if phase.intensity is not None]
     left, right = min([*reach, ridge]) / 4, max([*reach, ridge]) * 4
+    marks = [mark for _, phase in phases if (mark := _reached_tflops(phase))]
+    low = min([left * gbs / 1e3, *(mark / BENEATH for mark in marks)])
 
     def draw(plot: Any) -> None:
         plot.xscale("log")
@@ -68,25 +73,29 @@ def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
         _line(plot, roof, f"roof: {gbs:,.3g} GB/s, {peak_tflops:,.3g} TFLOP/s", "blue", braille=True)
         for (name, phase), colour in zip(phases, ("green", "magenta"), strict=False):
             _mark(plot, name, phase, colour)
-        for set_ticks, (low, high) in ((plot.xticks, (left, right)), (plot.yticks, (left * gbs / 1e3, peak_tflops))):
-            powers = list(_powers(low, high))
+        for set_ticks, begin, end in ((plot.xticks, left, right), (plot.yticks, low, peak_tflops)):
+            powers = list(_powers(begin, end))
             set_ticks(powers, [f"{power:g}" for power in powers])
         # On a logarithmic axis plotext takes limits as exponents.
-        plot.ylim(math.log10(left * gbs / 1e3), math.log10(peak_tflops) + LEGEND_DECADES)
+        plot.ylim(math.log10(low), math.log10(peak_tflops) + LEGEND_SHARE * math.log10(peak_tflops / low))
         plot.xlabel("operations a byte")
 
     return _picture(f"{sanitise_line(chip.name)}: roofline, TFLOP/s", draw)
 
 
 def _mark(plot: Any, name: str, phase: "Phase", colour: str) -> None:
-    took_s = phase.ceiling_s if phase.expected_s is None else phase.expected_s
-    reached = None if phase.operations is None else metrics.rate(phase.operations, took_s)
+    reached = _reached_tflops(phase)
     if reached is None or phase.intensity is None:
         return
     side = f", waits for {'memory' if phase.bound == 'memory' else 'arithmetic'}" if phase.bound else ""
-    plot.scatter(
-        [phase.intensity], [reached / 1e12], marker=name[0].upper(), label=f"{name}{side}", **_coloured(colour)
-    )
+    plot.scatter([phase.intensity], [reached], marker=name[0].upper(), label=f"{name}{side}", **_coloured(colour))
+
+
+def _reached_tflops(phase: "Phase") -> float | None:
+    """Return what a phase is expected to reach, or else its roof."""
+    took_s = phase.ceiling_s if phase.expected_s is None else phase.expected_s
+    reached = None if phase.operations is None else metrics.rate(phase.operations, took_s)
+    return None if reached is None else reached / 1e12
 
 
 def _line(plot: Any, points: Sequence[tuple[float, float]], label: str, colour: str, *, braille: bool) -> None:

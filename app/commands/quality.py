@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.app.commands import loading
-from tokamac.app.options import Parser, positive
+from tokamac.app.options import positive
 from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.parser import Parser
 from tokamac.app.tui.units import UNKNOWN, count
 from tokamac.engine.errors import OptionError
 from tokamac.quant.quality import with_error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.store.values import Archive, Message
 from tokamac.app.tui.kept import Measured, measured_of
-from tokamac.app.tui.prose.messages import ENDINGS
+from tokamac.app.tui.prose.messages import ended
 from tokamac.app.tui.units import count, rate, seconds
 from tokamac.app.verdict import sentence
 from tokamac.engine.events import Role
@@ -73,7 +73,7 @@ def _entry(message: Message) -> Entry:
         thinking=sanitise(message.thinking),
         thought=f"Thought{took}",
         files=tuple(File(sanitise_line(each.name), sanitise(each.text)) for each in message.attachments),
-        ending=ENDINGS[kept.ending],
+        ending=ended(kept.ending, kept.reason),
         figures=() if kept.metrics is None else (_figures(kept.metrics), sentence(kept.metrics, kept.diagnosis)),
     )
 

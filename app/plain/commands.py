@@ -1,11 +1,12 @@
 """The registry's slash commands, done without a screen. What only a screen can show says so, and what does the same elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tokamac.app.plain import chats, convert, figures, guide, messages, options, pull, whatif, writing
 from tokamac.app.plain.repl import Repl
 from tokamac.app.tui import slash
 from tokamac.app.tui.actions import ACTIONS, Action
+from tokamac.app.tui.command_names import unknown
 from tokamac.app.tui.phase import Phase
 from tokamac.engine.errors import TokamacError
 
@@ -18,8 +19,7 @@ ARGUMENTS = {
     "open": "NUMBER|ID",
     "delete_chat": "[NUMBER|ID]",
     "branches": "[NUMBER]",
-    "choose_model": "[NAME]",
-    "detach": "[NAME]",
+    "attach": "PATH",
     "ask_guide": "QUESTION",
     "edit": "[TEXT]",
     "system_prompt": "[TEXT]",
@@ -53,7 +53,7 @@ def obey(repl: Repl, text: str) -> bool:
         return False
     word, argument, action = written.word, written.argument, written.action
     if action is None:
-        repl.console.note(f"There is no command {word}. /help lists them; a space before it sends it as it is.")
+        repl.console.note(f"{unknown(word)} /help lists them; a space before it sends it as it is.")
     elif argument and not takes(action):
         repl.console.note(f"{word} stands alone; a space before it sends all of this as it is.")
     elif (command := COMMANDS.get(action.id)) is None:
@@ -72,9 +72,19 @@ def takes(action: Action) -> str:
     return ARGUMENTS.get(action.id, action.argument)
 
 
-def slashes() -> list[str]:
-    """Return every command that can be done here, with its slash."""
-    return [f"/{action.slash}" for action in ACTIONS if action.slash and action.id in COMMANDS]
+def completed(before: str, begun: str) -> list[str]:
+    """Return what the word that is ``begun`` can become, after what stands ``before`` it: a command, or a setting's name."""
+    if not before:
+        return [name for name in _names() if begun.startswith("/") and name.startswith(begun.lower())]
+    names = options.NAMES if before.split() == ["/settings"] else ()
+    return [f"{name} " for name in names if name.startswith(begun)]
+
+
+def _names() -> Iterator[str]:
+    """Yield every command that can be done here, with its slash, and a space where something may follow it."""
+    for action in ACTIONS:
+        if action.slash and action.id in COMMANDS:
+            yield f"/{action.slash}" + (" " if takes(action) else "")
 
 
 def _help(repl: Repl, _: str) -> None:

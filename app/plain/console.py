@@ -1,7 +1,7 @@
 """Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
@@ -9,6 +9,8 @@ from tokamac.app.output import dim, is_terminal, note
 from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.engine.events import TextKind
 
+Complete = Callable[[str, str], list[str]]
+"""Returns what a word can become, given what stands before it on the line and how it begins."""
 BLOCK = '"""'
 """Alone on a line: what follows, up to another, is one prompt."""
 
@@ -31,8 +33,8 @@ class Console:
 
     # Reading --------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, sent: Iterable[str], commands: Sequence[str]) -> None:
-        """Let the user go back in what was ``sent``, newest first, and complete ``commands`` with Tab."""
+    def prepare(self, sent: Iterable[str], complete: Complete) -> None:
+        """Let the user go back in what was ``sent``, newest first, and ``complete`` words with Tab."""
         if not self._edits:
             return
         with suppress(ImportError):  # not every Python has it; the line is then as the terminal edits it
@@ -40,7 +42,7 @@ class Console:
 
             for text in reversed([text for text in sent if text.isprintable()]):
                 readline.add_history(text)
-            readline.set_completer(_completer(commands))
+            readline.set_completer(_completer(complete))
             readline.set_completer_delims(" ")
             is_libedit = "libedit" in (readline.__doc__ or "")
             readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
@@ -159,9 +161,12 @@ def _begun_with(draft: str) -> Iterator[None]:
         readline.set_startup_hook(None)
 
 
-def _completer(commands: Sequence[str]) -> Callable[[str, int], str | None]:
-    def complete(text: str, state: int) -> str | None:
-        fits = [command for command in commands if text.startswith("/") and command.startswith(text)]
+def _completer(complete: Complete) -> Callable[[str, int], str | None]:
+    """Return ``complete`` as readline calls it: for one word after another, until there is none."""
+    import readline
+
+    def completion(text: str, state: int) -> str | None:
+        fits = complete(readline.get_line_buffer()[: readline.get_begidx()], text)
         return fits[state] if state < len(fits) else None
 
-    return complete
+    return completion

@@ -33,7 +33,7 @@ from tokamac.app.tui.steps import (
     Titled,
     TurnBegun,
 )
-from tokamac.app.verdict import sentence
+from tokamac.app.verdict import brief
 
 TICK_S = 1.0
 
@@ -44,7 +44,7 @@ class _Interrupt:
 
 
 class Driver:
-    """Does what the session asks. returned: a prompt that was not sent. failed: whether a reply was lost or failed."""
+    """Does what the session asks. returned: a prompt that was not sent. failed: whether a reply, or loading a model, failed."""
 
     def __init__(self, begun: Begun, console: Console) -> None:
         self.session = begun.session
@@ -94,9 +94,18 @@ class Driver:
             case Titled(title):
                 self._titling.heard(title)
             case DraftReturned(text, attachments):
-                self.returned = Draft(text, attachments)
-            case Notice(text):
+                self._give_back(Draft(text, attachments))
+            case Notice(text, severity):
+                self.failed = self.failed or severity == "error"
                 self._console.note(text)
+
+    def _give_back(self, draft: Draft) -> None:
+        if not self._console.typed:
+            return  # nobody is there to write it anew, and what is attached to it would go with the next line
+        self.returned = draft
+        if draft.attachments:
+            names = ", ".join(each.name for each in draft.attachments)
+            self._console.note(f"Still attached, for the next prompt: {names}. /detach lets go of the last one.")
 
     def _record(self, write: Callable[[Recording], None]) -> None:
         if self.recording is not None:
@@ -105,7 +114,7 @@ class Driver:
     def _ended(self, reply: Reply) -> None:
         self._console.end()
         self.failed = self.failed or reply.ending in ("lost", "failed")
-        cost = "" if reply.metrics is None else sentence(reply.metrics, reply.diagnosis)
+        cost = "" if reply.metrics is None else brief(reply.metrics, reply.diagnosis)
         said = ", ".join(part for part in (ENDINGS[reply.ending], cost) if part)
         if said:
             self._console.aside(f"({said})")

@@ -13,6 +13,8 @@ from tokamac.engine.options import KVSpec, Sampling
 NONE = "none"
 """Takes the system prompt away."""
 UNLOAD = "unload_after_min"
+NAMES = (*(field.name for field in (*SAMPLING_FIELDS, *KV_FIELDS)), UNLOAD)
+"""Of what /settings changes."""
 UNLOAD_NOTE = "minutes without use until the model gives its memory back; 0: never"
 
 
@@ -24,6 +26,8 @@ def model(repl: Repl, name: str) -> None:
         repl.console.say(session.load.model)
         return
     name = lasting(name)
+    if not repl.console.typed:  # a script's line: the model before is loaded first, so that there is one to go back to
+        driver.settle(loaded=True)
     driver.perform(session.choose(replace(session.load, model=name)))
     driver.settle(loaded=True)
     if session.info is not None and session.load.model == name:

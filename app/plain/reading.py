@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.prose.messages import ENDINGS
+from tokamac.app.tui.prose.messages import ended
 
 NOTHING = "Nothing was said yet."
 
@@ -22,7 +22,7 @@ def last_turn(turns: Sequence[Turn]) -> str:
 
 
 def _reply(reply: Reply, place: tuple[int, int]) -> str:
-    ending = ENDINGS[reply.ending]
+    ending = ended(reply.ending, reply.reason)
     return f"{reply.model or 'reply'}{_version(place)}: {reply.text}" + (f"\n({ending})" if ending else "")
 
 

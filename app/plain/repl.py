@@ -1,7 +1,7 @@
 """The plain chat's loop: a prompt, its reply, and so on; or a command of the registry, with a slash.
 
 Ctrl-C stops a reply, or a command; twice at the prompt it leaves with 130, and at once where nobody types. The end of input leaves
-with 0, or with 1 where nobody types and a reply failed.
+with 0, or with 1 where nobody types and a reply, or loading a model, failed.
 """
 
 import time
@@ -30,6 +30,8 @@ from tokamac.app.tui.steps import TurnBegun
 MOST_SENT = 200
 LOOK_S = 2.0
 """How often it is looked, while a line is waited for, whether the model is to give the chat a title, or its memory back."""
+ENDED = "No model is loaded, so the chat ends here: what follows that prompt is not read."
+"""Said where nobody types, and nobody is there to choose another model. Commands are done without one."""
 GREETING = "/help lists the commands. Ctrl-C stops a reply; /quit or Ctrl-D leaves."
 Obey = Callable[["Repl", str], bool]
 """Does the slash command that a text is; returns whether it is one."""
@@ -40,7 +42,7 @@ def run_plain(options: ChatOptions) -> int:
 
     Raises StoreError for a chat that is not there.
     """
-    from tokamac.app.plain.commands import obey, slashes
+    from tokamac.app.plain.commands import completed, obey
 
     console, begun = Console(), begin(options)
     begun.session.keymap = NoKeys()
@@ -49,7 +51,7 @@ def run_plain(options: ChatOptions) -> int:
         for warning in begun.warnings:
             console.note(warning)
         repl.open_store(options)
-        console.prepare(repl.sent(), slashes())
+        console.prepare(repl.sent(), completed)
         repl.driver.perform(repl.driver.session.start())
         return repl.run(obey)
     finally:
@@ -95,21 +97,29 @@ class Repl:
                 continue
             interrupts = 0
             with noticed() as interrupted:
-                self._do(obey, text)
+                commanded = self._do(obey, text)
                 if interrupted() and not self.console.typed:
                     return INTERRUPTED
             if not self.console.typed and self.driver.session.phase is Phase.FAILED:
-                return 1  # nobody is there to choose another model
+                self.driver.failed = True
+                if not commanded:
+                    self.console.note(ENDED)
+                    break
             self._take_back()
         recording = self.driver.recording
         if recording is not None and recording.chat is not None:
             self.console.aside(f"To go on: tokamac chat --chat {recording.chat}")
         return int(self.driver.failed and not self.console.typed)
 
-    def _do(self, obey: Obey, text: str) -> None:
-        """Do what the line asks for, and wait until nobody waits for a reply. Raises KeyboardInterrupt where nobody types."""
+    def _do(self, obey: Obey, text: str) -> bool:
+        """Do what the line asks for, and wait until nobody waits for a reply; return whether it is a command.
+
+        Raises KeyboardInterrupt where nobody types.
+        """
+        commanded = True
         try:
-            if not obey(self, text):
+            commanded = obey(self, text)
+            if not commanded:
                 self._prompted(text.strip())
         except KeyboardInterrupt:
             if not self.console.typed:
@@ -117,6 +127,7 @@ class Repl:
             self.console.note("Stopped.")
             self.driver.stop()
         self.driver.settle()
+        return commanded
 
     def _prompted(self, text: str) -> None:
         """Ask ``text``. Nothing, in place of a prompt that was given back, gives that one up; what goes with it stays."""

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from tokamac.app.store.errors import StoreError
+from tokamac.app.store.errors import NoChatError, StoreError
 from tokamac.app.store.text import fold, one_line, storable, title_of
 from tokamac.app.store.values import Chat, Json, TitleOrigin
 
@@ -85,7 +85,7 @@ def find(connection: sqlite3.Connection, name: str) -> Chat:
         "SELECT * FROM chats WHERE id BETWEEN ? AND ? ORDER BY updated_at DESC LIMIT 4", (begin, begin + "{")
     ).fetchall()
     if not rows:
-        raise StoreError(f"No chat has an id that begins with {begin}", "The list of chats shows their ids.")
+        raise NoChatError(f"No chat has an id that begins with {begin}", "The list of chats shows their ids.")
     if len(rows) > 1:
         some = ", ".join(row["id"] for row in rows[:3]) + (" …" if len(rows) > 3 else "")
         raise StoreError(f"Several chats have an id that begins with {begin}: {some}", "Give more of it.")

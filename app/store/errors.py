@@ -1,7 +1,8 @@
-"""What can go wrong with the store: one class, and one below it for the case in which the file itself is broken.
+"""What can go wrong with the store: one class, and two below it: for an id of no chat, and for a file that is broken.
 
 TokamacError
 └── StoreError            what failed, and what to do
+    ├── NoChatError           no chat has that id
     └── StoreDamagedError     the file is no longer whole: Store.set_aside keeps it and makes room for a new one
 """
 
@@ -16,6 +17,10 @@ from tokamac.engine.errors import TokamacError
 
 class StoreError(TokamacError):
     """The store of chats can't do what was asked; nothing was changed."""
+
+
+class NoChatError(StoreError):
+    """No chat has the id that was given, nor one that begins so."""
 
 
 class StoreDamagedError(StoreError):

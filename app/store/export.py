@@ -44,7 +44,8 @@ def read(path: Path, *, now: float) -> Archive:
             raise StoreError(f"{path} is larger than {MAX_BYTES >> 20} MiB", "A conversation is not.")
         return parse(data.decode("utf-8"), now=now)
     except OSError as problem:
-        raise StoreError(f"{path} can't be read: {problem.strerror or problem}") from problem
+        hint = "Check the path and its permissions."
+        raise StoreError(f"{path} can't be read: {problem.strerror or problem}", hint) from problem
     except UnicodeDecodeError as error:
         raise StoreError(f"{path} is no UTF-8 text", "Save it as UTF-8.") from error
 

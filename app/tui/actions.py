@@ -16,7 +16,7 @@ Scope = Literal["chat", "message"]
 class Action:
     """``keys`` as Textual names them, the first shown first. ``shown`` overrides how they are printed.
 
-    slash: the command that does the same, written in the prompt. argument: what may follow it, as the help names it.
+    slash: the command that does the same. argument: what follows it, as the help names it; in brackets where it need not.
     """
 
     id: str
@@ -40,6 +40,11 @@ class Action:
     def key_name(self) -> str:
         """The first of the keys as a person reads it, or the command where there are none: how a text names the action."""
         return _name(self.keys[0]) if self.keys else f"/{self.slash}"
+
+    @property
+    def usage(self) -> str:
+        """The command and what may follow it; "" where there is none."""
+        return f"/{self.slash} {self.argument}".rstrip() if self.slash else ""
 
     @property
     def bound_keys(self) -> str:
@@ -90,7 +95,7 @@ ACTIONS: tuple[Action, ...] = (
         footer=True,
         slash="chats",
     ),
-    Action("open", (), "Open", "Open a chat by its id.", slash="open", argument="ID", palette=False),
+    Action("open", (), "Open", "Open a chat by its id.", slash="open", argument="[ID]", palette=False),
     Action("title", (), "Title", "Give this chat another title.", slash="title", argument="TITLE"),
     Action(
         "delete_chat",
@@ -135,7 +140,7 @@ ACTIONS: tuple[Action, ...] = (
         "Choose a model: here, or to download; a folder or a Hugging Face id.",
         footer=True,
         slash="model",
-        argument="NAME",
+        argument="[NAME]",
     ),
     Action(
         "pull",
@@ -169,7 +174,7 @@ ACTIONS: tuple[Action, ...] = (
         "Convert",
         "Pack a model into fewer bits: the plan, the run, the result.",
         slash="convert",
-        argument="MODEL",
+        argument="[MODEL]",
     ),
     Action(
         "attach",
@@ -178,7 +183,7 @@ ACTIONS: tuple[Action, ...] = (
         "Attach a file: @ and a part of its path, then Enter.",
         bound=False,
         slash="attach",
-        argument="PATH",
+        argument="[PATH]",
     ),
     Action(
         "detach",
@@ -187,7 +192,7 @@ ACTIONS: tuple[Action, ...] = (
         "In an empty box: let go of the last attachment.",
         bound=False,
         slash="detach",
-        argument="NAME",
+        argument="[NAME]",
     ),
     Action(
         "earlier",

@@ -4,6 +4,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
+from textual import on
 from textual.app import App, SystemCommand
 from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
@@ -15,8 +16,11 @@ from tokamac.app.tui.clipboard import through_tmux
 from tokamac.app.tui.last_gate import LastGate
 from tokamac.app.tui.memory import Memory
 from tokamac.app.tui.screens.chat import ChatScreen, OpenStore
+from tokamac.app.tui.screens.chats import DeleteOpen
 from tokamac.app.tui.session import Session
-from tokamac.app.tui.theme import DARK, FALLBACKS, FIRST, LIGHT, TERMINAL
+from tokamac.app.tui.terminal_title import RESTORE, SAVE, entitled
+from tokamac.app.tui.theme import DARK, FIRST, LIGHT, TERMINAL, text_colours
+from tokamac.app.tui.wishes.deleting import delete_open
 
 
 class TokamacApp(App[int]):
@@ -47,6 +51,7 @@ class TokamacApp(App[int]):
         self.chat = ChatScreen(session, bridge, memory, open_store)
         self._memory = memory
         self._gate = LastGate()
+        self._names_terminal = False
         self._warnings = (*warnings, *memory.keymap.warnings)
         for theme in (TERMINAL, DARK, LIGHT):
             self.register_theme(theme)
@@ -60,11 +65,24 @@ class TokamacApp(App[int]):
         return self.chat
 
     def on_mount(self) -> None:
-        """Say what was wrong with the settings; from here on a change of theme is a choice."""
+        """Say what was wrong with the settings; from here on a change of theme is a choice, and the terminal's title ours."""
+        self._names_terminal = self._driver is not None
+        if self._driver is not None:
+            self._driver.write(SAVE + entitled(self.sub_title))
         self.set_keymap(self._memory.keymap.changed)
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         for warning in self._warnings:
             self.notify(warning, severity="warning", markup=False, timeout=12)
+
+    def on_unmount(self) -> None:
+        """Give the terminal the title back that it had."""
+        if self._names_terminal and self._driver is not None:
+            self._driver.write(RESTORE)
+
+    def watch_sub_title(self, chat: str) -> None:
+        """Have the terminal's title name the chat whose title is ``chat``; "" is one that has none yet."""
+        if self._names_terminal and self._driver is not None:
+            self._driver.write(entitled(chat))
 
     def notify(
         self,
@@ -88,10 +106,11 @@ class TokamacApp(App[int]):
         """Return what every row passes before it is written: Textual's filters, and ours as the last."""
         return [*super().get_line_filters(), self._gate]
 
-    def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Give every theme the colours of prose, from what it has."""
-        variables = self.current_theme.to_color_system().generate()
-        return {name: variables.get(source, "") for name, source in FALLBACKS.items()}
+    def get_css_variables(self) -> dict[str, str]:
+        """Return the colours of the theme, those of text so that they can be read in it."""
+        known = super().get_css_variables()
+        self.theme_variables = {**known, **text_colours(self.current_theme, known)}
+        return self.theme_variables
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the palette's entries: the registry's actions, and the themes."""
@@ -106,6 +125,12 @@ class TokamacApp(App[int]):
             self.chat.do(action)
 
         return run
+
+    @on(DeleteOpen)
+    def delete_open(self, message: DeleteOpen) -> None:
+        """Delete the chat, for the list of chats that stands over it."""
+        if delete_open(self.chat, message.chat):
+            message.gone()
 
     def _theme_chosen(self, _: object) -> None:
         if self.theme != (self._memory.settings.theme or FIRST):

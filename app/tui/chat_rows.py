@@ -9,9 +9,9 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.values import Chat, Hit
 from tokamac.app.tui.listing import ago, excerpt, flat
 from tokamac.app.tui.model_rows import short_name
+from tokamac.app.tui.theme import FAINT
 from tokamac.engine.events import Role
 
-FAINT = "$foreground 55%"
 LEAST_TITLE = 24
 """Cells that a title keeps; what else there is of a chat gives way to it, the id last: it is what ``--chat`` takes."""
 LEAD = 24
@@ -22,7 +22,7 @@ WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: "}
 def chat_row(chat: Chat, *, held: bool, seconds: float, room: int) -> Content:
     """Return a chat's row of ``room`` cells. held: it is the one on the screen. seconds: since it was last written to."""
     title = sanitise_line(chat.title) or ("draft: " + excerpt(chat.draft) if chat.draft else "untitled")
-    here = Content.styled("● ", "$primary") if held else Content("  ")
+    here = Content.styled("● ", "$text-primary") if held else Content("  ")
     model = short_name(chat.model)
     choices = ((ago(seconds), model, chat.id), (model, chat.id), (chat.id,))
     notes = [" · ".join(part for part in parts if part) for parts in choices]
@@ -39,7 +39,7 @@ def hit_row(hit: Hit) -> Content:
         before = _one_line(hit.snippet[end:begin])
         if end == 0 and len(before) > LEAD:
             before = "…" + before[-LEAD:]
-        snippet += Content(before) + Content.styled(_one_line(hit.snippet[begin:stop]), "bold $primary")
+        snippet += Content(before) + Content.styled(_one_line(hit.snippet[begin:stop]), "bold $text-primary")
         end = stop
     found = Content("  ") + Content.styled(WHO[hit.role], FAINT) + snippet + Content(_one_line(hit.snippet[end:]))
     return found + Content.styled(f"\n      in {sanitise_line(hit.title)}", FAINT)

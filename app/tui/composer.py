@@ -73,3 +73,4 @@ class Composer:
     def _edit(self, key: int | None) -> None:
         self.editing = key
         self._prompt.border_title = "" if key is None else EDITING
+        self._prompt.obeys = key is None

@@ -19,7 +19,7 @@ Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
 class Reply:
     """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says.
 
-    model: its name; "" is not known.
+    model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
     """
 
     text: str
@@ -30,6 +30,7 @@ class Reply:
     metrics: Metrics | None = None
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
+    reason: str = ""
 
 
 def cut_here(reply: Reply) -> Reply:

@@ -179,19 +179,19 @@ def plan_text(planned: Planned) -> str:
     """Return a plan as text."""
     rows = [_part(line) for line in planned.parts]
     sizes = (
-        f"{size(planned.source_bytes)} → {size(planned.output_bytes)}, {planned.bits_per_weight:.2f} bits per weight"
+        f"{size(planned.source_bytes)} → {size(planned.weight_bytes)}, {planned.bits_per_weight:.2f} bits per weight"
     )
     disk = planned.disk
     room = f"{size(disk.needed)} needed, {size(disk.free)} free{'' if disk.fits else ': does not fit'}"
     time = UNKNOWN if planned.seconds is None else f"about {seconds(planned.seconds)}, comparing apart"
     figures = [
         ["to", sanitise_line(planned.path)],
-        ["size", sizes],
+        ["weights", sizes],
         ["memory", f"{size(planned.peak_memory_bytes)} at most"],
         ["disk", room],
         ["time", time],
     ]
-    notes = [sanitise_line(note) for note in planned.notes]
+    notes = [f"Note: {sanitise_line(note)}." for note in planned.notes]
     return "\n".join([table(rows, right=(2, 3)), "", table(figures), *notes])
 
 

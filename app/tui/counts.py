@@ -9,6 +9,7 @@ from tokamac.app.backend.wire import AskCount, Counted, ModelInfo
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.attachments import whole
 from tokamac.app.tui.steps import Ask, Step
+from tokamac.engine.options import KVSpec
 
 
 class Counts:
@@ -23,6 +24,15 @@ class Counts:
     def of(self, model: ModelInfo | None, attachment: Attachment) -> int | None:
         """Return the tokens that ``attachment`` takes of ``model``; None while that is unknown."""
         return self._known.get(attachment) if model is not None and model == self._model else None
+
+    def exceed(self, model: ModelInfo | None, kv: KVSpec, attachments: Iterable[Attachment]) -> bool:
+        """Whether ``attachments`` alone, as far as they are counted, leave no token of the context to a reply.
+
+        Never where the engine makes room by itself: the oldest tokens roll out, or the middle is left out.
+        """
+        if model is None or model.capacity is None or kv.when_full in ("roll", "truncate-middle"):
+            return False
+        return sum(self.of(model, each) or 0 for each in attachments) >= model.capacity
 
     def ask(self, model: ModelInfo | None, attachments: Iterable[Attachment]) -> list[Step]:
         """Return what to ask of ``model`` for attachments that were not counted yet."""

@@ -17,8 +17,11 @@ from typing import Any
 
 from tokamac.app.backend.puller import Line, Progress, Puller, Refused, Removed, pull_arguments, remove_arguments
 from tokamac.app.exit_status import INTERRUPTED
+from tokamac.engine.hub_errors import ADVICE
 from tokamac.engine.limits import metrics as rates
 
+AGAIN = "Enter on it in the list tries again."
+ARRIVED = "What has arrived is kept."
 RATE_OVER_S = 10.0
 """The rate is that of so many seconds."""
 
@@ -36,7 +39,9 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One download. Bytes, bytes a second, seconds; None is unknown. problem: why it failed. loads: it is wanted for the chat.
+    """One download. Bytes, bytes a second, seconds; None is unknown. loads: it is wanted for the chat.
+
+    problem: why it failed, and what to do here, in sentences of which the first goes on after a name and a colon.
 
     freed: of one that was cancelled, how much had arrived and is removed.
     """
@@ -161,7 +166,7 @@ class Downloads:
         try:
             end = await self._puller.run(pull_arguments(model), lambda line: self._take(model, line))
         except OSError as error:
-            self._fail(model, f"it could not be started: {error}")
+            self._fail(model, f"it could not be started: {error}. {AGAIN}")
             return
         stage = self._stage(model)
         if end.status == 0:  # also where it was to stop, and was quicker
@@ -172,7 +177,8 @@ class Downloads:
         elif stage is Stage.PAUSING or end.status == INTERRUPTED:
             self._set(model, stage=Stage.PAUSED, rate_bps=None, left_s=None)
         else:
-            self._fail(model, self._all[model].problem or end.last_line or f"exit status {end.status}")
+            why = self._all[model].problem or _sentence(end.last_line or f"it ended with exit status {end.status}")
+            self._fail(model, f"{why} {AGAIN}")
 
     def _take(self, model: str, line: Line) -> None:
         match line:
@@ -183,7 +189,7 @@ class Downloads:
                 ):  # it was asked to stop before there was a process to hear it
                     self._spawn(self._puller.interrupt())
             case Refused(error, hint):
-                self._set(model, problem=f"{error}. {hint}" if hint else error)
+                self._set(model, problem=_why(error, hint))
             case _:
                 pass
 
@@ -205,7 +211,7 @@ class Downloads:
             nonlocal freed
             match line:
                 case Refused(error, hint):
-                    refused.append(f"{error}. {hint}" if hint else error)
+                    refused.append(_why(error, hint))
                 case Removed(_, freed_bytes):
                     freed = freed_bytes
                 case _:
@@ -233,3 +239,12 @@ class Downloads:
     def _set(self, model: str, **fields: Any) -> None:
         self._all[model] = replace(self._all[model], **fields)
         self._changed()
+
+
+def _why(error: str, hint: str) -> str:
+    """Return what the process said of its failure. Its advice to give a command again is for who wrote the command."""
+    return f"{_sentence(error)} {hint.replace(ADVICE, ARRIVED)}".rstrip()
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

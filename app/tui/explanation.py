@@ -8,8 +8,9 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import measures, units
 from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.prose.rows import wrapped
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.charts import bar
-from tokamac.app.verdict import HOW, remedy_text, sentence
+from tokamac.app.verdict import HOW, percent, remedy_text, sentence
 from tokamac.app.verdict_full import numbers, part_text, value_text, words
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
@@ -51,7 +52,7 @@ def _sections(diagnosis: Diagnosis, outliers: Sequence[Outlier], width: int) -> 
 
 
 def _title(text: str) -> Content:
-    return Content.styled(text.upper(), "bold $foreground 60%")
+    return Content.styled(text.upper(), f"bold {FAINT}")
 
 
 def _wrapped(text: Content, width: int, *, indent: int = 0) -> Iterator[Content]:
@@ -68,7 +69,7 @@ def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
     legend = []
     for part in diagnosis.parts:
         share = rates.share(part.seconds, whole)
-        told = "" if share is None else f" {share:.0%}"
+        told = "" if share is None else f" {percent(share)}"
         legend.append(Content.styled("■ ", COLOURS[part.name]) + f"{part.name} {units.seconds(part.seconds)}{told}")
     yield from _wrapped(Content("   ").join(legend), width)
 
@@ -85,17 +86,17 @@ def shares(values: Sequence[float], cells: int) -> list[int]:
 
 def _help(found: Sequence[Remedy], width: int) -> Iterator[Content]:
     if not found:
-        yield Content.styled("nothing that was predicted for a reply like this one", "$foreground 60%")
+        yield Content.styled("nothing that was predicted for a reply like this one", FAINT)
     for index, remedy in enumerate(found, 1):
-        number = Content.styled(f"{index} ", "bold $success")
+        number = Content.styled(f"{index} ", "bold $text-success")
         first, *rest = wrapped(Content(remedy_text(remedy)), width - 2)
         yield number + first.content
         yield from (Content("  ") + row.content for row in rest)
-        yield from _wrapped(Content.styled(HOW[remedy.name], "$foreground 60%"), width, indent=2)
+        yield from _wrapped(Content.styled(HOW[remedy.name], FAINT), width, indent=2)
 
 
 def _part(part: Part, width: int) -> Iterator[Content]:
-    style = "$warning" if part.behind else ""
+    style = "$text-warning" if part.behind else ""
     yield from _wrapped(Content.styled(f"{units.seconds(part.seconds)}: {part_text(part)}", style), width)
 
 
@@ -107,7 +108,7 @@ def _bars(terms: Sequence[Term], keys: Sequence[str], width: int) -> Iterator[Co
     if len(shown) < 2 or room < 8:
         return
     for term in shown:
-        style = "$primary" if term.name == "measured" else "$foreground 50%"
+        style = "$text-primary" if term.name == "measured" else FAINT
         drawn = bar(rates.share(term.value, longest), room, style)
         yield Content(term.name.ljust(LABEL)) + drawn + Content(value_text(term.value, term.unit).rjust(VALUE + 1))
 
@@ -116,7 +117,7 @@ def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
     """Yield one number: its name and value, below them how it is computed, and with which numbers."""
     value = value_text(term.value, term.unit)
     gap = max(width - len(term.name) - len(value), 2)
-    style = "$foreground" if term.value is not None else "$foreground 45%"
+    style = "$foreground" if term.value is not None else FAINT
     yield (
         Content(term.name)
         + Content.styled(" " + "·" * (gap - 2) + " ", "$foreground 25%")
@@ -124,4 +125,4 @@ def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
     )
     for line in (words(term, terms), numbers(term, terms)):
         if line:
-            yield from _wrapped(Content.styled(sanitise_line(line), "$foreground 60%"), width, indent=2)
+            yield from _wrapped(Content.styled(sanitise_line(line), FAINT), width, indent=2)

@@ -15,6 +15,7 @@ from tokamac.app.tui.explanation import shares
 from tokamac.app.tui.figures import Figure
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.session import Session
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.charts import EMPTY, bar, sparkline
 from tokamac.app.verdict import sentence
 from tokamac.engine.limits import metrics as rates
@@ -22,7 +23,6 @@ from tokamac.engine.limits import metrics as rates
 WIDTH = 30
 SENTENCE_ROWS = 6
 NONE_YET = "–"  # no reply, so nothing to measure; what a reply does not tell is "unknown"
-FAINT = "$foreground 45%"
 CACHED, COMPUTED, WRITTEN = "$secondary", "$primary", "$success"
 
 
@@ -44,14 +44,14 @@ def rows(session: Session, room: int) -> list[GaugeRow]:
 
 
 def _title(text: str) -> GaugeRow:
-    return GaugeRow(Content.styled(text, "bold $foreground 60%"))
+    return GaugeRow(Content.styled(text, f"bold {FAINT}"))
 
 
 def _row(figure: Figure, label: str, value: str) -> GaugeRow:
     style, room = FAINT if value in (units.UNKNOWN, NONE_YET) else "$foreground", WIDTH - len(label) - 1
     value = value if len(value) <= room else f"{value[: room - 1]}…"
     gap = " " * (WIDTH - len(label) - len(value))
-    return GaugeRow(Content.styled(label, "$foreground 70%") + gap + Content.styled(value, style), figure)
+    return GaugeRow(Content.styled(label, FAINT) + gap + Content.styled(value, style), figure)
 
 
 def _of(part: int | None, whole: int | None) -> str:
@@ -64,13 +64,13 @@ def _model(session: Session) -> Iterator[GaugeRow]:
     info = session.info
     name = sanitise_line(session.load.model if info is None else info.name)
     name = end_of(name, WIDTH)
-    yield GaugeRow(Content.styled(name, "bold $primary"), "model")
+    yield GaugeRow(Content.styled(name, "bold $text-primary"), "model")
     if info is None:
         yield GaugeRow(Content.styled("not loaded", FAINT), "model")
     else:
         bits = "" if info.bits_per_weight is None else f"{info.bits_per_weight:.2g} bpw"
         parts = [units.short(info.parameters), bits, units.size(info.weight_bytes)]
-        yield GaugeRow(Content.styled(" · ".join(part for part in parts if part), "$foreground 70%"), "model")
+        yield GaugeRow(Content.styled(" · ".join(part for part in parts if part), FAINT), "model")
 
 
 def _first_token(session: Session) -> Iterator[GaugeRow]:
@@ -164,7 +164,7 @@ def _context(session: Session) -> Iterator[GaugeRow]:
 def _titled(figure: Figure, title: str, value: str) -> GaugeRow:
     gap = " " * max(1, WIDTH - len(title) - len(value))
     style = FAINT if value.startswith(NONE_YET) else "$foreground"
-    return GaugeRow(Content.styled(title, "bold $foreground 60%") + gap + Content.styled(value, style), figure)
+    return GaugeRow(Content.styled(title, f"bold {FAINT}") + gap + Content.styled(value, style), figure)
 
 
 def _legend(*parts: tuple[str, str, str]) -> GaugeRow:
@@ -172,7 +172,7 @@ def _legend(*parts: tuple[str, str, str]) -> GaugeRow:
     shown = []
     for name, count, style in parts:
         mark, text = "─ " if style == EMPTY else "■ ", f"{name} {count}"
-        shown.append(Content.styled(mark, style) + Content.styled(text.ljust(half - 2), "$foreground 70%"))
+        shown.append(Content.styled(mark, style) + Content.styled(text.ljust(half - 2), FAINT))
     return GaugeRow(Content("  ").join(shown), "context")
 
 

@@ -19,7 +19,7 @@ class History:
     def older(self, shown: Draft, sent: Sent) -> Draft | None:
         """Return what was sent before what the box shows; None where nothing was."""
         if not self._shows(shown):
-            self._sent, self._at, self._draft = sent(), -1, shown
+            self._sent, self._at, self._draft = _others(sent(), shown.text), -1, shown
         if self._at + 1 >= len(self._sent):
             return None
         self._at += 1
@@ -41,3 +41,8 @@ class History:
 
     def _here(self) -> Draft:
         return self._draft if self._at < 0 else Draft(self._sent[self._at])
+
+
+def _others(sent: Sequence[str], text: str) -> Sequence[str]:
+    """Return what was sent without the last, where that is what stands in the box: a prompt that came back."""
+    return sent[1:] if sent and text and sent[0] == text else sent

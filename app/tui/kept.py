@@ -15,19 +15,22 @@ from tokamac.engine.limits.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is kept of a reply beside its text."""
+    """What is kept of a reply beside its text. reason: why it failed; "" where it did not, and that is not written down."""
 
     ending: Ending = "stop"
     thinking_s: float | None = None
     metrics: Metrics | None = None
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
+    reason: str = ""
 
 
 def measured(reply: Reply) -> dict[str, Any]:
     """Return what is kept of ``reply`` beside its text, as plain values."""
-    kept = Measured(reply.ending, reply.thinking_s, reply.metrics, reply.outliers, reply.diagnosis)
+    kept = Measured(reply.ending, reply.thinking_s, reply.metrics, reply.outliers, reply.diagnosis, reply.reason)
     plain = asdict(kept)
+    if not kept.reason:
+        del plain["reason"]
     return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
 
 
@@ -68,6 +71,7 @@ def _reply(message: Message) -> Reply:
         metrics=kept.metrics,
         outliers=kept.outliers,
         diagnosis=kept.diagnosis,
+        reason=kept.reason,
     )
 
 

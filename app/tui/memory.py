@@ -9,6 +9,7 @@ from tokamac.app.settings import DAMAGED, Settings, read
 from tokamac.app.settings_change import change, merged
 from tokamac.app.tui.keymap import keymap
 from tokamac.app.tui.own import Own
+from tokamac.app.tui.system_drafts import SystemDrafts
 from tokamac.engine.options import Sampling
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Memory:
         self._written = settings
         self._told = set(told)
         self.own = Own()
+        self.system_drafts = SystemDrafts()
         self.keymap = keymap(settings.keys)
         self._given = given or Own()
         self._path = path

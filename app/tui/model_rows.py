@@ -10,9 +10,9 @@ from tokamac.app.tui import units
 from tokamac.app.tui.downloads import Download, Stage
 from tokamac.app.tui.models import is_id
 from tokamac.app.tui.shelf import Row
+from tokamac.app.tui.theme import FAINT
 from tokamac.engine.limits import metrics as rates
 
-FAINT = "$foreground 55%"
 PENDING = "…"
 ROOMY = 92
 """Columns from which an id stands with its owner."""
@@ -21,7 +21,12 @@ COLUMNS = (("size", 9), ("bits", 6), ("here", 13), ("expected", 13))
 NARROW, NARROWEST = 64, 46
 """Columns below which some of these have no room."""
 
-VERDICTS = {"runs well": "$success", "tight": "$warning", "slow": "$warning", "does not fit": "$error"}
+VERDICTS = {
+    "runs well": "$text-success",
+    "tight": "$text-warning",
+    "slow": "$text-warning",
+    "does not fit": "$text-error",
+}
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
 LEAST_NAME = 14
 ALL_WEIGHTS = 0.6
@@ -36,12 +41,12 @@ def head(width: int) -> Content:
 
 def section_line(text: str) -> Content:
     """Return the head of a section."""
-    return Content.styled(text, "bold $primary")
+    return Content.styled(text, "bold $text-primary")
 
 
 def row_line(row: Row, width: int, *, loaded: bool) -> Content:
     """Return a row, ``width`` cells wide. loaded: it is the model that the chat uses."""
-    mark = Content.styled("● ", "$success") if loaded else Content("  ")
+    mark = Content.styled("● ", "$text-success") if loaded else Content("  ")
     right = _right(row, width)
     return mark + _name(row.model, width - 2 - right.cell_length, owner=width >= ROOMY) + right
 
@@ -49,7 +54,7 @@ def row_line(row: Row, width: int, *, loaded: bool) -> Content:
 def _right(row: Row, width: int) -> Content:
     """Return what stands right of the name: the cells of the columns, how far a download is, or what Enter does."""
     if row.download is not None:
-        style = "$error" if row.download.stage is Stage.FAILED else ""
+        style = "$text-error" if row.download.stage is Stage.FAILED else ""
         text = " " + progress_text(row.download)
         return Content.styled(text, style).truncate(width - 2 - LEAST_NAME, ellipsis=True)
     if row.section == "typed":
@@ -62,9 +67,9 @@ def detail(row: Row, said: str) -> Content:
     """Return all that is known of a row, its whole name first; or what is ``said`` just now."""
     name = Content.styled(sanitise_line(row.model) + "\n", "bold")
     if said:
-        return name + Content.styled(sanitise_line(said), "bold $warning")
+        return name + Content.styled(sanitise_line(said), "bold $text-warning")
     if row.download is not None and row.download.problem:
-        return name + Content.styled(sanitise_line(row.download.problem), "$error")
+        return name + Content.styled(sanitise_line(row.download.problem), "$text-error")
     return name + Content.styled(" · ".join(_facts(row)), FAINT)
 
 
@@ -157,8 +162,14 @@ def _facts(row: Row) -> Iterator[str]:
         return
     yield f"{units.short(line.parameters)} weights{_active(line)}"
     yield sanitise_line(line.figures.reason)
-    yield f"ceiling {units.rate(line.figures.ceiling_tps)}"
-    yield f"first token {units.seconds(line.figures.ttft_s)}"
+    yield _speeds(line)
+
+
+def _speeds(line: ModelLine) -> str:
+    """Return the figures that the context decides, with the context that they are for."""
+    at = "" if line.context is None else f"at {line.context:,} tokens: "
+    rates_text = f"expected {units.rate(line.figures.expected_tps)}, ceiling {units.rate(line.figures.ceiling_tps)}"
+    return f"{at}{rates_text}, first token {units.seconds(line.figures.ttft_s)}"
 
 
 def _active(line: ModelLine) -> str:

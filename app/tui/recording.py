@@ -4,6 +4,7 @@ It is told what the screen is told. The store is written at once, on this thread
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 from tokamac.app.store.errors import StoreError
@@ -30,7 +31,8 @@ class Recording:
     """The chat that is held, in the store. While the store fails the chat goes on without it, ``tell`` is told why, and all that
     is not stored is tried again with each prompt, at the end of each reply, and when another chat is opened.
 
-    unsaved: whether anything of the chat is not in the store because it failed.
+    unsaved: whether anything of the chat is not in the store because it failed. title: the chat's, as it was stored when it was
+    last looked up; "" while there is none.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Recording:
         clock: Callable[[], float],
     ) -> None:
         self.store = store
-        self.unsaved = False
+        self.unsaved, self.title = False, ""
         self._session = session
         self._memory = memory
         self._tell = tell
@@ -104,6 +106,7 @@ class Recording:
         if self.unsaved:
             self._save(LOST)
         self._ledger, self._owed, self.unsaved, self._draft = Ledger(self.store), {}, False, ""
+        self.title = ""
 
     def drafted(self, text: str) -> bool:
         """This stands in the prompt, not sent; return whether it is kept. An empty chat with a draft is kept, too."""
@@ -128,6 +131,7 @@ class Recording:
         self.left()
         self._draft = draft
         self._ledger = Ledger(self.store, chat, tree)
+        self.look_up_title()
 
     def holds(self, chat: str) -> bool:
         """Whether ``chat`` is held, and need not be read again: no window has added to it, or it can't be left now.
@@ -166,6 +170,12 @@ class Recording:
     def retitle(self, title: str) -> bool:
         """Give the chat the user's title; return whether it is kept. What the store says against it is told."""
         return (chat := self.chat) is not None and self._entitle(chat, title, "user")
+
+    def look_up_title(self) -> None:
+        """Know the title that the chat has now: the store makes the first one, and the list of chats can change it."""
+        if self.chat is not None:
+            with suppress(StoreError):  # it is told when the next message can't be kept
+                self.title = self.store.chat(self.chat).title
 
     def entitle(self) -> list[Step]:
         """Return what to ask for a title by the model, if the chat is to have one now. To be called now and then."""
@@ -221,6 +231,7 @@ class Recording:
                 self._tell((failing or AGAIN).format(error.one_line()))
             self.unsaved = True
             return
+        self.look_up_title()
         if self.unsaved:
             self.unsaved = False
             self._tell(SAVED)
@@ -234,7 +245,9 @@ class Recording:
     def _new_chat(self) -> str:
         own = as_settings(self._memory.own)
         settings = {key: value for key, value in own.items() if value is not None}
-        return self.store.new_chat(model=self._session.load.model, settings=settings).id
+        made = self.store.new_chat(model=self._session.load.model, settings=settings).id
+        self._memory.system_drafts.begun(made)
+        return made
 
     def _keep_model(self, chat: str, model: str) -> None:
         if self.store.chat(chat).model != model:
@@ -250,7 +263,7 @@ class Recording:
 
     def _entitle(self, chat: str, title: str, origin: TitleOrigin) -> bool:
         try:
-            self.store.rename(chat, title, origin)
+            self.title = self.store.rename(chat, title, origin).title
         except StoreError as error:
             self._tell(TITLE.format(error.one_line()))
             return False

@@ -8,23 +8,23 @@
 Every event of a reply carries its id; events of a reply that is over are late, and ignored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from tokamac.app.backend import wire
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
 from tokamac.app.backend.wire import Cancel, Load, Send
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.attachments import Draft, joined
+from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.beside import Beside
 from tokamac.app.tui.conversation import Ending, Reply, Turn, cut_here
+from tokamac.app.tui.failing import reason, returned, unanswered
 from tokamac.app.tui.hearing import IMPATIENT_S, Hearing
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prices import whole
 from tokamac.app.tui.squeezed import sentence
 from tokamac.app.tui.steps import (
     Ask,
-    DraftReturned,
     Moved,
     Notice,
     Opened,
@@ -52,6 +52,7 @@ class Session(Beside):
         super().__init__(load, system, clock)
         self.sampling = sampling
         self.queued: list[Draft] = []
+        self._sent: Draft | None = None  # what the running reply was asked by, where that came from the box
         self.prefill: wire.Prefill | None = None
         self.live: Live | None = None
         self.metrics: Metrics | None = None
@@ -89,7 +90,7 @@ class Session(Beside):
 
     def take_back(self) -> list[Step]:
         """Return the prompt that would be sent last to the box."""
-        return self._returned([self.queued.pop()]) if self.queued else []
+        return returned([self.queued.pop()]) if self.queued else []
 
     def regenerate(self, key: int | None = None) -> list[Step]:
         """Make a reply anew, beside what it was: the last one, or that of the message ``key``."""
@@ -150,8 +151,7 @@ class Session(Beside):
         return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._begin_ahead()]
 
     def stop(self) -> list[Step]:
-        """Stop what runs: a reply within a token, the reading of its prompt after the piece being read, loading by ending the
-        process. Asked twice, wait less."""
+        """Stop what runs: a reply within a token, a prompt after the piece in hand, a load with the process. Twice: wait less."""
         if self.phase is Phase.LOADING:
             return self._stop_loading()
         back = self._return_queued()
@@ -226,7 +226,7 @@ class Session(Beside):
                 self.outliers, self.diagnosis = event.outliers, event.diagnosis
                 return self._end(event.reason, event)
             case wire.Failed(_, error, hint):
-                return [*self._end("failed"), Notice(" ".join(f"{error}. {hint}".split()), "error")]
+                return self._fail_reply(reason(error, hint))
 
     def _grew(self, step: ReplyGrew) -> list[Step]:
         self._hearing.progress(reading=False)
@@ -238,10 +238,12 @@ class Session(Beside):
     # Steps shared by the above --------------------------------------------------------------------------------------------
 
     def _send(self, draft: Draft) -> list[Step]:
-        return self._reply(self.talk.ask(draft, self.talk.tree.head))
+        return self._reply(self.talk.ask(draft, self.talk.tree.head), sent=draft)
 
-    def _reply(self, turn: Turn, begun: Reply | None = None, *, again: bool = False) -> list[Step]:
-        self._id += 1
+    def _reply(
+        self, turn: Turn, begun: Reply | None = None, *, again: bool = False, sent: Draft | None = None
+    ) -> list[Step]:
+        self._id, self._sent = self._id + 1, sent
         way = self.titles.stop()
         self._forget()
         self._begin_reply()
@@ -263,22 +265,23 @@ class Session(Beside):
 
     def _return_queued(self) -> list[Step]:
         drafts, self.queued = self.queued, []
-        return self._returned(drafts)
+        return returned(drafts)
 
-    @staticmethod
-    def _returned(drafts: Sequence[Draft]) -> list[Step]:
-        back = joined(drafts)
-        return [DraftReturned(back.text, back.attachments)] if drafts else []
+    def _fail_reply(self, why: str) -> list[Step]:
+        """End the reply that failed. A prompt to which nothing was said is the user's again, before those that wait."""
+        self.queued[:0] = unanswered(self._sent, self.talk.said)
+        ended, *back = self._end("failed", why=why)
+        return [ended, Notice(why, "error"), *back]
 
-    def _end(self, ending: Ending, done: wire.Done | None = None) -> list[Step]:
+    def _end(self, ending: Ending, done: wire.Done | None = None, *, why: str = "") -> list[Step]:
         """Close the running reply, and send what waits, if only since a stop; after a failure it is given back."""
-        ended = self._close(ending, done)
+        ended = self._close(ending, done, why)
         return [ended, *(self._return_queued() if ending in ("lost", "failed") else self._send_queued())]
 
-    def _close(self, ending: Ending, done: wire.Done | None = None) -> ReplyEnded:
+    def _close(self, ending: Ending, done: wire.Done | None = None, why: str = "") -> ReplyEnded:
         """Close the running reply with what was said so far, or what ``done`` says was said."""
         model = self.load.model if self.info is None else self.info.name
-        reply = self.talk.end(ending, self._clock(), model, done)
+        reply = self.talk.end(ending, self._clock(), model, done, reason=why)
         self.titles.ended(node.reply for node in self.talk.tree.nodes.values() if node.reply is not None)
         self._enter(Phase.IDLE)
         return ReplyEnded(reply)

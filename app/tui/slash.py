@@ -14,6 +14,12 @@ class Command:
     argument: str
     action: Action | None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is such a command, and what has to follow it follows."""
+        needed = "" if self.action is None else self.action.argument
+        return self.action is not None and (bool(self.argument) or not needed or needed.startswith("["))
+
 
 def parse(text: str, lined: Container[str] = ()) -> Command | None:
     """Return the command that ``text`` is; None where it is a prompt, as it is where it has several lines.

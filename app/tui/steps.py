@@ -73,7 +73,7 @@ class Titled:
 
 @dataclass(frozen=True, slots=True)
 class DraftReturned:
-    """Prompts that waited will not be sent: they belong in the box again."""
+    """Prompts that waited will not be sent, or one was refused: they belong in the box again."""
 
     text: str
     attachments: tuple[Attachment, ...] = ()

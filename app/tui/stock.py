@@ -163,7 +163,7 @@ class Stock:
         name = short_name(download.model)
         self._changed_on_disk(download.model)
         if download.stage is Stage.FAILED:
-            why = f"{name} was not downloaded: {download.problem}"
+            why = f"{sanitise_line(download.model)}: {sanitise_line(download.problem)}"
             self._chat.notify(why, severity="error", markup=False, timeout=20)
         elif download.stage is Stage.CANCELLING:
             freed = f"{size(download.freed)} had arrived and is removed" if download.freed else "nothing had arrived"

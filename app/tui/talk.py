@@ -42,9 +42,12 @@ class Talk:
         """Add to the running reply."""
         self._growing.add(text, kind, now)
 
-    def end(self, ending: Ending, now: float, model: str, done: wire.Done | None = None) -> Reply:
-        """Close the running reply of ``model`` with what was said so far, or what ``done`` says was said."""
-        reply = replace(self._growing.end(ending, now), model=model)
+    def end(self, ending: Ending, now: float, model: str, done: wire.Done | None = None, *, reason: str = "") -> Reply:
+        """Close the running reply of ``model`` with what was said so far, or what ``done`` says was said.
+
+        reason: why it failed; "" where it did not.
+        """
+        reply = replace(self._growing.end(ending, now), model=model, reason=reason)
         if done is not None:
             reply = replace(
                 reply,

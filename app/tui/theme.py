@@ -4,13 +4,20 @@
 background, so it is light where that is light, and as readable as all else there. What is pointed at is reversed, which
 needs no colour. The two others are ours, in 24 bits, or in the nearest of 256 where a terminal has no more: their greys are
 nearly neutral, for of a bluer dark one the nearest is navy blue, or black like the one beneath it.
+
+What text is written in beside the foreground, ``text-muted``, ``text-primary`` and so on, and the colours of prose, is derived so
+that it can be read in every theme: many have accents, or greys, that are too near to their background for text.
 """
 
+from collections.abc import Mapping
+
+from textual.color import Color
 from textual.theme import Theme
+
+from tokamac.app.tui.contrast import muted_share, readable
 
 _DARK = {
     "prose-code": "#8bd5ca",
-    "prose-faint": "#7a8194",
     "prose-marker": "#ff8f6b",
     "prose-heading": "#ffb199",
     "footer-key-foreground": "#ff8f6b",
@@ -20,7 +27,6 @@ _DARK = {
 }
 _LIGHT = {
     "prose-code": "#0f766e",
-    "prose-faint": "#6b7280",
     "prose-marker": "#c2410c",
     "prose-heading": "#9a3412",
     "footer-key-foreground": "#c2410c",
@@ -44,7 +50,6 @@ TERMINAL = Theme(
     boost="ansi_default",
     variables={
         "prose-code": "ansi_cyan",
-        "prose-faint": "ansi_default",  # bright black is invisible in some schemes
         "prose-marker": "ansi_magenta",
         "prose-heading": "ansi_magenta",
         "footer-key-foreground": "ansi_magenta",
@@ -97,12 +102,31 @@ LIGHT = Theme(
 )
 
 
-# Every theme must know the prose colours; in foreign themes they come from what all themes have.
-FALLBACKS = {
-    "prose-code": "secondary",
-    "prose-faint": "foreground-muted",
-    "prose-marker": "primary",
-    "prose-heading": "primary",
-}
+FAINT = "$text-muted"
+"""The style of what is said beside the rest."""
+LEAST_MUTED = 55
+"""Per cent of black or white in muted text. Where less would be enough to read it, it would still look like a mistake."""
+ACCENTS = ("primary", "secondary", "accent", "warning", "error", "success")
+PROSE = {"prose-code": "secondary", "prose-marker": "primary", "prose-heading": "primary"}
+"""The colours of prose, and what a theme that is not ours has for them."""
 FIRST = TERMINAL.name
 """The theme until one is chosen."""
+
+
+def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of text that ``theme`` does not set itself. colours: all that Textual makes of the theme.
+
+    On background and surface each has the contrast of running text. A terminal's own colours, which nobody knows, stay as they are.
+    """
+    sources = {f"text-{name}": name for name in ACCENTS} | PROSE
+    if theme.ansi:
+        found = {name: colours[source] for name, source in sources.items()}
+    else:
+        grounds = tuple(Color.parse(colours[name]) for name in ("background", "surface"))
+        found = {name: readable(Color.parse(colours[source]), grounds).hex for name, source in sources.items()}
+        panel, foreground = Color.parse(colours["panel"]), Color.parse(colours["foreground"])
+        focused = panel.tint(foreground.with_alpha(0.05))  # as Textual tints the box that one writes in
+        boxes = (*grounds, panel, focused)
+        found["text-muted"] = f"auto {muted_share(grounds, LEAST_MUTED)}%"
+        found["text-disabled"] = f"auto {muted_share(boxes, LEAST_MUTED)}%"  # what an empty box to write in says
+    return {name: value for name, value in found.items() if name not in theme.variables}

@@ -18,6 +18,8 @@ FRAME = 4
 """Rows around what is drawn: the frame, numbers and the axis' name."""
 ROOMY = 14
 MARKER = "braille"
+BENEATH = 2
+"""How many times lower than the lowest mark a logarithmic axis begins: of a mark outside of it plotext can't draw the legend."""
 Colour = tuple[int, int, int] | int | str
 """As plotext takes it: red, green and blue; one of the terminal's own by its number; or "default"."""
 
@@ -111,17 +113,19 @@ class RoofPlot(Plot):
             return False
         reach = [*(spot.intensity for spot in roof.spots), roof.ridge]
         left, right = min(reach) / 4, max(reach) * 4
-        low = left * roof.bandwidth_gbs / 1e3
+        low = min(
+            [left * roof.bandwidth_gbs / 1e3, *(mark / BENEATH for spot in roof.spots if (mark := _reached(spot)))]
+        )
         top = low * (roof.peak_tflops / low) ** self.stretch(1 + len(roof.spots))
         plot.xscale("log")
         plot.yscale("log")
-        edge = [(left, low), (roof.ridge, roof.peak_tflops), (right, roof.peak_tflops)]
+        edge = [(left, left * roof.bandwidth_gbs / 1e3), (roof.ridge, roof.peak_tflops), (right, roof.peak_tflops)]
         label = (
             f"roof, TFLOP/s: {units.bandwidth(roof.bandwidth_gbs)}, peak {roof.peak_tflops:.1f}, ridge {roof.ridge:.0f}"
         )
         self.line(plot, edge, label, self.colour("foreground-muted"))
         for spot in roof.spots:
-            reached = spot.ceiling_tflops if spot.expected_tflops is None else spot.expected_tflops
+            reached = _reached(spot)
             colour = self.colour("primary" if spot.name == "decode" else "secondary")
             said = spot_text(spot) if self.roomy else None
             if reached is not None:
@@ -174,6 +178,10 @@ def mark_of(spot: Spot) -> str:
 def spot_text(spot: Spot) -> str:
     """Return which phase a spot is, and what it waits for."""
     return spot.name if spot.bound is None else f"{spot.name}, {BOUND[spot.bound]}"
+
+
+def _reached(spot: Spot) -> float | None:
+    return spot.ceiling_tflops if spot.expected_tflops is None else spot.expected_tflops
 
 
 def _tick(value: float) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tokamac.engine.corrections import context_limit
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.attention import install_seam
 from tokamac.engine.kv.cache import Cache
@@ -25,6 +26,9 @@ from tokamac.engine.kv.windows import unbounded
 from tokamac.engine.options import KVSpec
 
 Keep = int | Literal["system"]
+
+DEFAULT = KVSpec()
+"""Who says nothing of groups and pinned tokens has these, and gets what fits; who says something else has asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,8 @@ def plan_caches(
     rotate = (spec.key_bits <= ROTATED_KEY_BITS if rotate_keys is None else rotate_keys, rotate_values)
     windows = {_window(leaf, spec)[0] for leaf in leaves if leaf.ours and not leaf.slides}
     layers = tuple(_layer(leaf, spec, rotate, own_mask=len(windows) > 1 and not leaf.slides) for leaf in leaves)
-    return CachePlan(spec, layers, (*notes, *_notes(leaves, layers, spec)), model)
+    _refuse_group(layers, spec)
+    return CachePlan(spec, layers, (*notes, *_notes(leaves, layers, spec), *_idle(spec, config)), model)
 
 
 def spare_slots(window: int) -> int:
@@ -180,11 +185,29 @@ def _refuse(leaves: list[Leaf], spec: KVSpec, unbounded: str) -> None:
     ours = [leaf for leaf in leaves if leaf.ours]
     reasons = "; ".join(sorted({leaf.note for leaf in leaves if not leaf.ours}))
     if spec.quantized and not ours:
-        raise OptionError(f"this model's cache can't be quantized: {reasons}", "Leave out --kv-bits.")
+        raise OptionError(f"this model's cache can't be quantized: {reasons}", "Keep it at 16 bits (--kv-bits).")
     growing = [leaf for leaf in leaves if leaf.grows and not leaf.ours]
     if spec.window is not None and (unbounded or growing or not ours):
         why = unbounded or reasons
-        raise OptionError(f"this model's cache can't be bounded by a window: {why}", "Leave out --kv-window.")
+        raise OptionError(f"this model's cache can't be bounded by a window: {why}", "Give no window (--kv-window).")
+
+
+def _refuse_group(layers: tuple[LayerPlan, ...], spec: KVSpec) -> None:
+    """Raise where a group size larger than the default was asked for, and divides the head dimension of no layer."""
+    found = _groups(layers)
+    if spec.group_size <= DEFAULT.group_size or not found or spec.group_size in found:
+        return
+    best = max(found)
+    raise OptionError(
+        f"KV groups of {spec.group_size} can't be had: this model's head dimension is no multiple of it",
+        f"Use groups of {best} (--kv-group-size {best}).",
+    )
+
+
+def _groups(layers: tuple[LayerPlan, ...]) -> set[int]:
+    """Return the group sizes of all that is packed."""
+    codecs = (codec for layer in layers if layer.ours for codec in (layer.ours.key_codec, layer.ours.value_codec))
+    return {codec.group_size for codec in codecs if codec.group_size is not None}
 
 
 def _window(leaf: Leaf, spec: KVSpec) -> tuple[int | None, Keep | None]:
@@ -224,13 +247,25 @@ def _notes(leaves: list[Leaf], layers: tuple[LayerPlan, ...], spec: KVSpec) -> I
     """Yield what was decided otherwise than the user may think."""
     for note, count in Counter(leaf.note for leaf in leaves if leaf.note).items():
         yield f"{count} of {len(leaves)} caches: {note}"
-    groups = {
-        codec.group_size for layer in layers if layer.ours for codec in (layer.ours.key_codec, layer.ours.value_codec)
-    }
-    for group in sorted(group for group in groups if group is not None and group != spec.group_size):
+    for group in sorted(_groups(layers) - {spec.group_size}):
         yield f"groups of {group}, not {spec.group_size}: the largest size that divides this model's head dimension"
     cut = Counter(
         leaf.window for leaf in leaves if leaf.ours and leaf.window and leaf.window > (spec.window or leaf.window)
     )
     for window, count in cut.items():
         yield f"{count} layers slide over {window} tokens by themselves: cut to {spec.window}, with nothing pinned"
+
+
+def _idle(spec: KVSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what of the spec has no effect with this model."""
+    if spec.window is None and not spec.rolls and spec.keep != DEFAULT.keep:
+        yield f"keep {spec.keep} has no effect: without a window nothing rolls out"
+    held = spec.capacity(_context_length(config))
+    if spec.window is not None and held is not None and held < spec.window:
+        yield f"the context holds {held:,} tokens, not {spec.window:,}: only a window that rolls may be longer than the model's own"
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    text = dict(config.get("text_config") or config)
+    known = [length for length in (text.get("max_position_embeddings"), context_limit(text)) if isinstance(length, int)]
+    return min(known, default=None)

@@ -35,19 +35,22 @@ BUSY_PATIENCE = 2.0
 GEMV_COLUMNS = (512, 2048)
 """Widths of the matrices read, as in small and middling models; the faster counts."""
 
+_unkept: dict[tuple[Path, str], float] = {}
+"""What was measured and could not be kept, by file and name: one size has one bandwidth for as long as this process lives."""
+
 
 def with_bandwidth(chip: Chip, bytes_read: int) -> Chip:
     """Return ``chip`` with a bandwidth: the table's, else the one kept for this machine, else measured now (up to 1.5 s)."""
     if chip.bandwidth_gbs is not None:
         return chip
-    device, size = device_kind(), bucket(bytes_read)
-    file, key = store_file(), f"{kept.machine_key(chip, device)} | {size} bytes"
-    gbs = kept.read(file, key)
+    device = device_kind()
+    file, key = store_file(), _key(chip, device, bytes_read)
+    gbs = kept.read(file, key) or _unkept.get((file, key))
     if gbs is None:
         busy = device == "cpu" and is_busy()
         gbs = measure_bandwidth(bytes_read, device=device)
-        if gbs is not None and not busy:
-            kept.keep(file, {key: gbs})
+        if gbs is not None:
+            _remember(file, key, gbs, keep=not busy)
     return chip if gbs is None else dataclasses.replace(chip, bandwidth_gbs=gbs, source="measured")
 
 
@@ -62,6 +65,18 @@ def believed(chip: Chip, achieved_gbs: float | None) -> Chip:
     if achieved_gbs > 1.1 * chip.bandwidth_gbs:
         return dataclasses.replace(chip, bandwidth_gbs=None, source="unknown")
     return dataclasses.replace(chip, bandwidth_gbs=max(chip.bandwidth_gbs, achieved_gbs))
+
+
+def learn(chip: Chip, bytes_read: int) -> None:
+    """Keep what a reply that read so many bytes a step proved of a measured bandwidth (``believed``), for whoever asks next.
+
+    One that was disproved is forgotten, and measured again by the next who needs it.
+    """
+    file, key = store_file(), _key(chip, device_kind(), bytes_read)
+    kept.forget(file, key)
+    _unkept.pop((file, key), None)
+    if chip.bandwidth_gbs is not None:
+        _remember(file, key, chip.bandwidth_gbs, keep=True)
 
 
 def measure_bandwidth(bytes_read: int = LARGEST, *, device: DeviceKind | None = None) -> float | None:
@@ -96,6 +111,18 @@ def bucket(bytes_read: int) -> int:
 def store_file() -> Path:
     """Return the file that measurements are kept in."""
     return kept.store_file("bandwidth.json")
+
+
+def _key(chip: Chip, device: DeviceKind, bytes_read: int) -> str:
+    return f"{kept.machine_key(chip, device)} | {bucket(bytes_read)} bytes"
+
+
+def _remember(file: Path, key: str, gbs: float, *, keep: bool) -> None:
+    """Keep a measurement, or hold it for this process where it is not to be kept, or can't be."""
+    if keep:
+        kept.keep(file, {key: gbs})
+    if kept.read(file, key) is None:
+        _unkept[file, key] = gbs
 
 
 def _best(run: Callable[[], object], bytes_moved: int) -> float | None:

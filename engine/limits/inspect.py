@@ -132,7 +132,7 @@ def inspect(subject: Subject, case: Case, place: Place | None = None) -> Inspect
     weighed = weigh(subject.config, at.device, at.memory_bytes, packing=packing, folder=subject.folder)
     if isinstance(weighed, str):
         return _of_headers(subject, case, place, weighed)
-    loaded = load(weighed, case.kv, place or _here(weighed.held))
+    loaded = load(weighed, case.kv, _sized(place, weighed.held))
     table = loaded.kv_table(case.context)
     if table.bytes_at_context is None:
         return _of_bytes(subject, case, loaded.place, weighed.stored, weighed.held, weighed.form, kv_table=table)
@@ -163,7 +163,7 @@ def _of_headers(subject: Subject, case: Case, place: Place | None, why: str) -> 
     stored = cost_of_folder(subject.folder, subject.config)
     form = form_on(stored, at.device, at.memory_bytes)
     held = cost_of_folder(subject.folder, subject.config, form=form)
-    return _of_bytes(subject, case, place or _here(held), stored, held, form, kv_reason=why)
+    return _of_bytes(subject, case, _sized(place, held), stored, held, form, kv_reason=why)
 
 
 def _of_bytes(  # noqa: PLR0917
@@ -222,5 +222,7 @@ def _bare() -> Place:
     return Place(detect(), memory.device_total(), None, None, device_kind(), local=True)
 
 
-def _here(held: Cost) -> Place:
-    return here(held.weight_bytes_per_token or held.weight_bytes)
+def _sized(place: Place | None, held: Cost) -> Place:
+    """Return the place, or this machine, with its bandwidth for weights that are held so."""
+    bytes_read = held.weight_bytes_per_token or held.weight_bytes
+    return here(bytes_read) if place is None else place.reading(bytes_read)

@@ -44,9 +44,20 @@ def read_all(file: Path) -> dict[str, float]:
 
 def keep(file: Path, values: Mapping[str, float]) -> None:
     """Add numbers to a file, mode 0600, whole or not at all. Where it can't be written they are not kept: that costs a second."""
+    _write(file, {**_load(file), **values})
+
+
+def forget(file: Path, key: str) -> None:
+    """Take a number out of a file, if it is there and the file can be written."""
+    known = _load(file)
+    if key in known:
+        _write(file, {name: value for name, value in known.items() if name != key})
+
+
+def _write(file: Path, values: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**_load(file), **values}, indent=1)
+        text = json.dumps(values, indent=1)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-")  # mkstemp makes it 0600
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as temporary:

@@ -22,6 +22,9 @@ LEAST_CHUNK = 32
 OFFERS = ((8, 8), (8, 4), (4, 4))
 """Bits of keys and values to offer, those that harm least first (BENCHMARKS.md, `tokamac bench --kv-quality`)."""
 
+_WHERE = "In the chat that is /settings, in Python KVSpec."
+"""Where those who gave no flags set the same."""
+
 WINDOW_STEP = 256
 
 RungName = Literal["pool", "chunk", "prompt cache"]
@@ -130,7 +133,11 @@ def refusal(what: str, peak: Peak, budget: int, found: list[Offer]) -> MemoryLim
     }
     listed = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size)
     would = " or ".join(f"{offer.flags} ({gb(offer.total)})" for offer in found)
-    hint = f"It would fit with {would}." if would else "Close other programs, shorten it, or take a smaller model."
+    hint = (
+        f"It would fit with {would}. {_WHERE}"
+        if would
+        else "Close other programs, shorten it, or take a smaller model."
+    )
     return MemoryLimitError(f"{what} needs {gb(peak.total)} of memory ({listed}), and {gb(budget)} may be used", hint)
 
 

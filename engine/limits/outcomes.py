@@ -24,6 +24,9 @@ BITS = (16, 8, 6, 5, 4, 3, 2)
 
 KV_UNKNOWN = "what its layers keep for each token is not known"
 
+UNMEASURED = "this machine was not measured with a model like this one"
+UNMEASURED_KV = "packed keys and values were not timed here (a chat that uses them does it, once idle)"
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -92,7 +95,7 @@ class Point:
 class Loaded:
     """A weighed model with the caches of one KV spec, at one place: what every context has in common.
 
-    pace: how fast kernels are there, with this model; None is unknown.
+    pace: how fast kernels are there, with this model; None is unknown. Made by ``load``.
     """
 
     weighed: Weighed
@@ -102,7 +105,8 @@ class Loaded:
     pace: Pace | None
 
     def at(self, place: Place) -> "Loaded":
-        """Return the same at another place that holds a model in the same form."""
+        """Return the same at another place that holds a model in the same form, with that place's bandwidth for this model."""
+        place = place.reading(self.work.weight_bytes() or self.weighed.held.weight_bytes)
         pace = place.pace_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
         return replace(self, place=place, pace=pace)
 
@@ -200,7 +204,7 @@ def outcome_at(loaded: Loaded, case: Case) -> Outcome:
         expected_tps=limits.expected_tps,
         prefill_tps=predicted.prefill.expected_tps,
         ttft_s=predicted.ttft_s,
-        reason=_unknown(loaded, predicted),
+        reason=_unknown(loaded, predicted, case.kv),
         prediction=predicted,
     )
 
@@ -219,7 +223,7 @@ def _chunk(place: Place) -> int:
     return PREFILL_CHUNK[place.device]
 
 
-def _unknown(loaded: Loaded, predicted: Prediction) -> str | None:
+def _unknown(loaded: Loaded, predicted: Prediction, kv: KVSpec) -> str | None:
     """Return why something is not known, what matters most first."""
     place = loaded.place
     if loaded.work.weight_bytes() is None:
@@ -228,7 +232,7 @@ def _unknown(loaded: Loaded, predicted: Prediction) -> str | None:
         return f"the memory bandwidth of {place.chip.name} is not known"
     if loaded.pace is None:
         if place.local:
-            return "this machine was not measured with a model like this one"
+            return UNMEASURED_KV if kv.quantized else UNMEASURED
         return f"no published measurement says what MLX reaches on {place.chip.name}"
     if predicted.ttft_s is None:
         return f"the peak arithmetic of {place.chip.name} is not known without its number of GPU cores"

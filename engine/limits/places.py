@@ -35,7 +35,8 @@ class Place:
     """A machine, as far as it is known. Bytes; None is unknown.
 
     budget_bytes: what the model may use, read on this machine, else as much as is sure. pace: how fast kernels are on its chip,
-    where that was published. local: it is this machine, so that what was measured here applies.
+    where that was published. local: it is this machine, so that what was measured here applies. by_size: the chip's bandwidth was
+    measured for one size of model, and ``reading`` tells that of another.
     """
 
     chip: Chip
@@ -44,6 +45,17 @@ class Place:
     pace: Pace | None
     device: DeviceKind
     local: bool = False
+    by_size: bool = False
+
+    def reading(self, bytes_read: int) -> "Place":
+        """Return this place with its bandwidth for a model that reads so many bytes a step.
+
+        That of a table is one for all. One that was measured is kept by size, and measured now where it was not (up to 1.5 s).
+        """
+        if not self.by_size:
+            return self
+        unmeasured = replace(self.chip, bandwidth_gbs=None, source="unknown")
+        return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
 
     def pace_of(self, work: "Work", plan: "CachePlan", *, unpacked: bool) -> Pace | None:
         """Return the pace with a model: as published, else as measured here and kept. Measures nothing."""
@@ -74,12 +86,17 @@ class Place:
 
 
 def here(bytes_read: int = LARGEST) -> Place:
-    """Return this machine. Where no table knows its bandwidth, it is measured once for models that read so many bytes a step."""
+    """Return this machine. Where no table knows its bandwidth, it is measured once for models that read so many bytes a step.
+
+    For another model it is that of its own size: ``reading``.
+    """
     from tokamac.engine.device import device_kind
 
     device = device_kind()
-    chip = _with_peak(with_bandwidth(detect(), bytes_read), device)
-    return Place(chip, memory.device_total(), memory.array_budget(), fitted(chip), device, local=True)
+    found = detect()
+    chip = _with_peak(with_bandwidth(found, bytes_read), device)
+    pace, by_size = fitted(chip), found.bandwidth_gbs is None
+    return Place(chip, memory.device_total(), memory.array_budget(), pace, device, local=True, by_size=by_size)
 
 
 def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | None = None) -> Place:

@@ -41,6 +41,7 @@ class Remedy:
     """One change. gain_s: predicted seconds less for a reply alike. ``to``: bits, or tokens of prompt, where that says something.
 
     before_tps, after_tps: the decode rate measured, and the one predicted with the change; None where decoding stays as it is.
+    before_s, after_s: the seconds of prefill, likewise. gain_s is the difference of these, and of the steps at those rates.
     """
 
     name: RemedyName
@@ -48,6 +49,8 @@ class Remedy:
     to: int | None = None
     before_tps: float | None = None
     after_tps: float | None = None
+    before_s: float | None = None
+    after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +120,27 @@ class _Weighing:
     def _kept(self) -> Remedy:
         """The next time, or in the next turn, all but the last token of this prompt would be there already."""
         last = self.machinery.reading(1, self.metrics.prompt_tokens - 1, self.foretold.chunk)
-        return Remedy("prompt cache", _saved_s(self.metrics.prefill_s, self.foretold.prefill, last))
+        return self._with_both("prompt cache", None, _saved_s(self.metrics.prefill_s, self.foretold.prefill, last), 0.0)
 
     def _quiet(self) -> Remedy:
         """What both phases lost to whatever else held the machine up, where that was much."""
-        step_s, expected_s = _step_s(self.metrics), self.foretold.decode.expected_s
-        slow = _behind_s(step_s, expected_s)
-        lost = self._steps * slow + _behind_s(self.metrics.prefill_s, self.foretold.prefill.expected_s)
-        if not slow:
-            return Remedy("quiet machine", lost)
-        return Remedy("quiet machine", lost, None, self.metrics.decode_tps, rate(1, expected_s))
+        reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill.expected_s)
+        step_s = _behind_s(_step_s(self.metrics), self.foretold.decode.expected_s)
+        return self._with_both("quiet machine", None, reading_s, step_s)
 
     def _with_step(self, name: RemedyName, to: int, after: Phase, sooner_s: float = 0.0) -> Remedy:
         """Return a change after which a step is ``after``, and the first token comes ``sooner_s``."""
-        step_s = _step_s(self.metrics)
-        saved = _saved_s(step_s, self.foretold.decode, after)
-        if step_s is None or not saved:
-            return Remedy(name, sooner_s, to)
-        gain_s = sooner_s + self._steps * saved
-        return Remedy(name, gain_s, to, self.metrics.decode_tps, rate(1, step_s - saved))
+        return self._with_both(name, to, sooner_s, _saved_s(_step_s(self.metrics), self.foretold.decode, after))
+
+    def _with_both(self, name: RemedyName, to: int | None, sooner_s: float, saved_s: float) -> Remedy:
+        """Return a change after which the first token comes ``sooner_s``, and each step takes ``saved_s`` less."""
+        step_s, prefill_s = _step_s(self.metrics), self.metrics.prefill_s
+        changed = Remedy(name, sooner_s + self._steps * saved_s, to)
+        if saved_s and step_s is not None:
+            changed = replace(changed, before_tps=self.metrics.decode_tps, after_tps=rate(1, step_s - saved_s))
+        if sooner_s and prefill_s is not None:
+            changed = replace(changed, before_s=prefill_s, after_s=prefill_s - sooner_s)
+        return changed
 
 
 def _step_s(metrics: Metrics) -> float | None:

@@ -137,11 +137,11 @@ def reason_of(found: Outcome, verdict: Verdict) -> str:
     memory = found.memory
     if memory is None:
         return found.reason or "its memory is not known"
-    need = f"needs {memory.total / 1e9:.3g} GB"
+    need = f"needs {_size(memory.total)}"
     if memory.budget is None:
         return f"{need}; how much may be used is not known"
-    of = f"{need} of {memory.budget / 1e9:.3g} GB"
-    most = f"{need}; the machine has {(found.place.memory_bytes or memory.budget) / 1e9:.3g} GB in all"
+    of = f"{need} of {_size(memory.budget)}"
+    most = f"{need}; the machine has {_size(found.place.memory_bytes or memory.budget)} in all"
     spoken: dict[Verdict, str] = {
         "runs well": of,
         "fits, speed unknown": f"{of}; {found.reason or 'its speed is not known'}",
@@ -151,3 +151,10 @@ def reason_of(found: Outcome, verdict: Verdict) -> str:
         "does not fit": of if found.place.local else most,
     }
     return spoken[verdict]
+
+
+def _size(nbytes: int) -> str:
+    """Return bytes in three figures or more, as the screen writes them: 50.4 MB, 9.57 GB, 1,024 GB."""
+    value, unit = (nbytes / 1e9, "GB") if nbytes >= 10**9 else (nbytes / 1e6, "MB")
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f} {unit}"

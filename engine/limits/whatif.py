@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.cost import Form
 from tokamac.engine.limits.outcomes import (
     Case,
     Outcome,
@@ -42,11 +43,15 @@ __all__ = [
     "elsewhere",
     "everywhere",
     "here",
+    "notes",
     "on_chips",
     "outcome",
     "suggestions",
     "table",
 ]
+
+SAME_BITS = "this CPU unpacks weights to 32 bits: fewer bits make a smaller file, no faster reply"
+"""Said of a table whose model is held unpacked (weighing.form_on): its rows of other bits are alike."""
 
 PRECISIONS = (16, 8, 6, 5, 4, 3)
 
@@ -69,6 +74,16 @@ def table(config: Mapping[str, Any], base: Case, place: Place, *, own: Packing |
         weighed = weigh(config, place.device, place.memory_bytes, packing=packing)
         found += outcomes_of(weighed, alike, place)
     return tuple(found)
+
+
+def notes(found: Sequence[Outcome], form: Form) -> tuple[str, ...]:
+    """Return what is to be known of a whole table, in clauses: why its rows are alike, and why speeds are unknown.
+
+    form: how the model's weights are held at the place.
+    """
+    unknown = dict.fromkeys(each.reason for each in found if each.reason and each.expected_tps is None)
+    said = [SAME_BITS] if form == "unpacked" else []
+    return (*said, *(f"unknown: {reason}" for reason in unknown))
 
 
 def on_chips(

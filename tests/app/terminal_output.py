@@ -9,6 +9,9 @@ OWN = re.compile(
     r"|\x1b\[\?(?:25|1000|1003|1004|1006|1015|1016|1049|2004|2026|2048)[hl]"  # cursor, mouse, focus, screen, pastes, syncing, sizes
     r"|\x1b\[\?(?:2026|2048)\$p|\x1b\[\?7[hl]|\x1b\[>[0-9]+u|\x1b\[<u"  # questions, wrapping, the keyboard
     r"|\x1b\]22;[a-z-]*\x07"  # the mouse pointer's shape
+    # Ours: the terminal's title is remembered, named after the chat, and given back.
+    r"|\x1b\[22;2t|\x1b\]2;\x07\x1b\[23;2t"
+    r"|\x1b\]2;(?:[^\x00-\x1f\x7f-\x9f]{1,40} · )?tokamac\x07"
 )
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 ALL_CONTROLS = [chr(code) for code in (*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0))]

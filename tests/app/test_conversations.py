@@ -188,18 +188,6 @@ async def test_a_hit_stands_for_its_chat_which_is_renamed_deleted_and_brought_ba
         await c.until(lambda: len(listed(c)) == 1)
 
 
-async def test_a_hit_in_the_open_chat_says_that_it_is_open(chat: Start) -> None:
-    async with chat("fast", size=(140, 40)) as c:
-        await ready(c)
-        await c.ask("about apples")
-        await c.ask("and about medlars")
-        await c.pilot.press("ctrl+l")
-        await narrowed(c, "medlars", 1)
-        await c.pilot.press("ctrl+d")
-        await c.until(lambda: "The chat in which this was said is open: leave it first (Ctrl+N)" in c.screen_text())
-        assert len(listed(c)) == 1
-
-
 async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) -> None:
     async with chat("fast") as c:
         await ready(c)

@@ -258,7 +258,8 @@ async def test_the_plan_comes_first_and_says_what_was_asked(dialog: Open) -> Non
         assert "--dry-run" in said
         assert "--bits=3" in said
         assert "--output=small" in said
-        assert "8.00 MB → 2.10 MB, 4.50 bits per weight" in said
+        assert "Note: --dry-run." in said
+        assert "8.00 MB → 2.00 MB, 4.50 bits per weight" in said  # of the weights: the folder holds more
         assert "norms and other" in said
         assert "about 61 s" in said
         await d.until(lambda: d.screen.focused is d.screen.query_one("#convert"), "the next step at hand")

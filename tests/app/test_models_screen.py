@@ -205,7 +205,7 @@ async def test_enter_on_what_is_not_here_downloads_it_then_loads_it_and_keeps_th
         c.prompt.insert("a draft")
         await p.type("org/tiny")
         await p.press("enter")
-        await c.until(lambda: "org/tiny is downloaded, then loaded" in c.notices, "a notice")
+        await c.until(lambda: "Downloading org/tiny, to be loaded once it is here." in c.notices, "a notice")
         await c.until(lambda: "called 'org/tiny'" in c.notices, "the load, which this engine refuses")
         assert (cache / "models--org--tiny" / "refs" / "main").exists()
         assert c.prompt.text == "a draft"
@@ -247,7 +247,7 @@ async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: H
         await p.press("f5")
         await p.until(lambda: [each.stage for each in c.app.chat.stock.downloads.all] == [Stage.FAILED], "its end")
         assert "HF_TOKEN" in p.detail
-        assert "F5 resumes" in p.keys
+        assert p.keys.startswith("Enter tries again · F6 gives it up")
 
 
 # Removing, unloading ------------------------------------------------------------------------------------------------------

@@ -341,7 +341,7 @@ def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
 
 def test_a_failed_reply_is_told_and_the_chat_goes_on(ready: Session) -> None:
     ready.submit("long")
-    assert kinds(ready.on_event(Failed(1, "too long", ""))) == [ReplyEnded, Notice]
+    assert kinds(ready.on_event(Failed(1, "too long", ""))) == [ReplyEnded, Notice, DraftReturned]
     assert kinds(ready.submit("short")) == [TurnBegun, Ask]
 
 

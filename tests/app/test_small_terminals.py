@@ -55,8 +55,9 @@ def shown(welcome: Welcome, width: int) -> list[str]:
 def test_where_the_room_ends_the_name_goes_first_and_the_keys_never() -> None:
     keys = [f"{key}  {does}" for key, does in told(HINTS, Keymap())]
     assert shown(Welcome(4), 60) == keys
-    assert shown(Welcome(6), 60) == [PROMISE, "", *keys]
-    assert shown(Welcome(9), 60)[2:] == ["", PROMISE, "", *keys]
+    assert shown(Welcome(6), 60) == [PROMISE, *keys]
+    assert shown(Welcome(7), 60) == [PROMISE, "", *keys]
+    assert shown(Welcome(10), 60)[2:] == ["", PROMISE, "", *keys]
     assert shown(Welcome(2), 60) == keys
 
 

@@ -4,7 +4,7 @@ import pytest
 from rich.color import Color, ColorSystem
 from textual.theme import Theme
 
-from tokamac.app.tui.theme import DARK, FALLBACKS, LIGHT, TERMINAL
+from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL
 
 TEXTS = ["foreground", "primary", "secondary", "accent", "warning", "error", "success"]
 GROUNDS = ["background", "surface", "panel"]
@@ -40,7 +40,7 @@ def test_every_text_stands_out_from_every_ground(theme: Theme, system: ColorSyst
     for ground in GROUNDS:
         behind = colour(theme, ground, system)
         assert contrast(colour(theme, "foreground", system), behind) >= 4.5
-        for text in (*TEXTS, *FALLBACKS):
+        for text in (*TEXTS, *PROSE):
             assert contrast(colour(theme, text, system), behind) >= LEAST_CONTRAST, (text, ground)
 
 
@@ -49,4 +49,4 @@ def test_the_terminal_theme_names_no_colour_but_the_terminals_own() -> None:
     named += [value for name, value in TERMINAL.variables.items() if not name.endswith("text-style")]
     assert all(value.startswith("ansi_") for value in named)
     assert TERMINAL.ansi
-    assert not FALLBACKS.keys() - TERMINAL.variables.keys()
+    assert not PROSE.keys() - TERMINAL.variables.keys()

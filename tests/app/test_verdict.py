@@ -11,9 +11,9 @@ from tokamac.app.tui import measures, units
 from tokamac.app.tui.conversation import Turn, messages
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar, sparkline
-from tokamac.app.verdict import HOW, remedy_text, sentence
+from tokamac.app.verdict import HOW, WHOLE, brief, percent, remedy_text, sentence
 from tokamac.engine.events import Live, Message
-from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
+from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName, Waits
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.limits.remedies import Remedy, RemedyName
@@ -88,6 +88,51 @@ def test_the_sentence_names_the_part_the_reason_and_what_would_help(diagnosis: D
 
 def test_without_a_token_the_sentence_says_so() -> None:
     assert sentence(replace(METRICS, ttft_s=None, total_s=None), None) == "No token was made."
+    assert brief(replace(METRICS, ttft_s=None, total_s=None), None) == "No token was made."
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "said"),
+    [
+        (
+            found("prefill", 2.4, bound="compute", of_ceiling=0.61, of_expected=0.92),
+            "2.4 of 3.1 s in prefill, bound by arithmetic · /explain",
+        ),
+        (
+            found("decode", 3.0, PACKED, bound="overhead", of_expected=0.6),
+            "3.0 of 3.1 s in decode, bound by overhead, unusually slow · /explain",
+        ),
+        (found("decode", 0.05), "50 ms of 3.1 s in decode · /explain"),
+        (found("wait", 2.5), "2.5 of 3.1 s before the prompt was read · /explain"),
+        (None, "3.1 s in all, 2.5 s of it before the first token."),
+    ],
+)
+def test_the_line_below_a_reply_names_the_slow_phase_and_where_the_rest_is(
+    diagnosis: Diagnosis | None, said: str
+) -> None:
+    assert brief(METRICS, diagnosis) == said
+
+
+@pytest.mark.parametrize("total_s", [0.0004, 0.05, 4.1, 45.0, 125.0, 7000.0])
+def test_the_line_below_a_reply_is_short_whatever_it_says(total_s: float) -> None:
+    phases = [
+        (name, {"bound": bound, "of_expected": 0.002}) for name in ("prefill", "decode") for bound in get_args(Waits)
+    ]
+    parts: list[tuple[PartName, dict[str, Any]]] = [("wait", {}), *phases]
+    for name, more in parts:
+        line = brief(replace(METRICS, total_s=total_s), found(name, total_s, PACKED, **more))
+        assert len(line) <= 100, line
+        assert "%" not in line
+        assert line.endswith(WHOLE)
+        assert units.seconds(total_s) in line
+
+
+def test_a_share_that_is_not_nothing_is_not_written_as_nothing() -> None:
+    assert [percent(share) for share in (0.0, 0.0004, 0.0099, 0.01, 0.126, 1.0)] == [
+        "0%", "under 1%", "under 1%", "1%", "13%", "100%",
+    ]  # fmt: skip
+    slow = found("prefill", 2.4, bound="overhead", of_ceiling=0.003, of_expected=0.004)
+    assert "under 1% of what this machine allows and under 1% of what is expected" in sentence(METRICS, slow)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +140,18 @@ def test_without_a_token_the_sentence_says_so() -> None:
     [
         (Remedy("packed weights", 8.1, 4, 12.0, 31.0), "4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less"),
         (Remedy("prompt cache", 1.9), "with the prompt cache, this prompt once read: 1.9 s less to the first token"),
-        (Remedy("shorter context", 2.0, 2048, 30.0, 33.0), "half the prompt (2,048 tokens): 2.0 s less"),
+        (
+            Remedy("shorter context", 2.0, 2048, 30.0, 33.0, 3.6, 1.8),
+            "half the prompt (2,048 tokens): prefill from 3.6 s to 1.8 s, decode from 30.0 to 33.0 tok/s, 2.0 s less",
+        ),
+        (
+            Remedy("quiet machine", 3.7, None, 172.0, 264.0, 3.6, 0.007),
+            "with this machine undisturbed: prefill from 3.6 s to 7 ms, decode from 172 to 264 tok/s, 3.7 s less",
+        ),
+        (
+            Remedy("prompt cache", 1.9, before_s=2.0, after_s=0.05),
+            "with the prompt cache, this prompt once read: prefill from 2.0 s to 50 ms, 1.9 s less to the first token",
+        ),
         (Remedy("packed keys and values", 0.4, 8), "8-bit keys and values: 0.4 s less"),
     ],
 )

@@ -31,6 +31,10 @@ from tokamac.app.tui.whatif_form import FormError, first_question, read, written
 from tokamac.app.tui.whatif_plots import curve_text, even_steps, powers_of_ten, roof_text
 from tokamac.app.tui.widgets.model_list import ModelList
 from tokamac.engine.errors import ModelNotFoundError, OptionError
+from tokamac.engine.limits.outcomes import Case
+from tokamac.engine.limits.places import elsewhere
+from tokamac.engine.limits.subject import subject_of
+from tokamac.engine.limits.whatif import notes, table
 from tokamac.engine.options import KVSpec
 
 Start = Callable[..., Any]
@@ -237,6 +241,28 @@ def test_plots_are_told_in_words_too(qwen: Answer) -> None:
     assert curve_text(qwen).startswith("ceiling 128 tok/s")
 
 
+def test_rows_that_are_alike_or_unknown_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a small model is unpacked, so its bits change nothing; and packed keys and values were never timed here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = answer_to(Question("table", "guide", context=512, prompt=256))
+    first, second, *_ = (line.figures for line in found.cases)
+    alike = first.ceiling_tps == second.ceiling_tps  # not on a GPU
+    unknown = first.expected_tps is None  # nothing published, and nothing kept in an empty cache folder
+    assert sum("unpacks weights to 32 bits" in note for note in found.notes) == alike
+    assert sum("packed keys and values were not timed" in note for note in found.notes) == unknown
+
+
+def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:
+    assert qwen.notes == ()
+
+
+def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
+    place = elsewhere("NVIDIA GeForce RTX 3090")
+    config, case = subject_of("Qwen3-8B-4bit").config, Case(context=512, prompt=512)
+    (why,) = notes(table(config, case, place), "stored")
+    assert why == "unknown: no published measurement says what MLX reaches on NVIDIA GeForce RTX 3090"
+
+
 # The screen ---------------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +289,37 @@ async def test_every_tab_shows_its_answer_at_every_size_and_plots_have_axes(chat
                 await see_the_axes(c)
             await c.pilot.press("escape")
             assert not isinstance(c.app.screen, WhatIfScreen)
+
+
+async def test_what_holds_for_all_rows_is_said_until_one_is_pointed_at_that_has_a_reason_of_its_own(
+    chat: Start,
+) -> None:
+    async with chat("fast", size=(100, 30)) as c:
+        await open_screen(c)
+        cases = c.app.screen.query_one("#case-table", DataTable)
+        await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+        screen = c.app.screen
+        screen._answers["table"] = replace(screen._answers["table"], notes=("bits change nothing",))
+        screen._note()
+        assert "bits change nothing" in note(c)
+        assert "two thirds" in note(c)
+
+
+@pytest.mark.parametrize("size", [(40, 12), (60, 14)])
+async def test_in_a_small_window_the_table_shows_several_cases_and_the_form_every_field(
+    chat: Start, size: tuple[int, int]
+) -> None:
+    async with chat("fast", size=size) as c:
+        await open_screen(c)
+        cases = c.app.screen.query_one("#case-table", DataTable)
+        await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+        await c.pilot.pause()
+        assert cases.scrollable_content_region.height - cases.header_height >= 3
+        form = c.app.screen.query_one("#form")
+        for field in ("model", "prompt"):
+            box = c.app.screen.query_one(f"#{field}", Input)
+            box.focus()
+            await c.until(lambda box=box: form.region.contains_region(box.region), f"{field} in sight")
 
 
 async def see_every_tab(c: Any) -> None:

@@ -370,7 +370,7 @@ def test_cancel_reaches_replies_that_wait(fresh: Engine) -> None:
     threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 2)]
     for thread in threads:
         thread.start()
-    while len(fresh._streams) < 2:
+    while len(fresh._replies.open) < 2:
         time.sleep(0.001)
     fresh.cancel()
     for thread in threads:
@@ -392,7 +392,7 @@ def test_closing_tells_every_reader(tiny: Path) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    while len(engine._streams) < 2:
+    while len(engine._replies.open) < 2:
         time.sleep(0.001)
     engine.close()
     reader.join(30)

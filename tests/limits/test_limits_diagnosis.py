@@ -176,6 +176,23 @@ def test_a_machine_that_is_held_up_is_told_and_what_that_cost():
     assert only.gain_s == pytest.approx(100 * (0.030 - 0.013562), abs=0.02)
 
 
+def test_what_both_phases_lost_is_told_of_both():
+    """Four tokens: 12.5 ms to read the weights once, measured 3.6 s; a step 13.5 ms, measured 30: 10 steps."""
+    (only,) = verdict(reply(4, 11, prefill_s=3.6, step_s=0.030)).remedies
+    assert only.name == "quiet machine"
+    assert (only.before_s, only.after_s) == (3.6, pytest.approx(0.0125, abs=1e-4))
+    assert (only.before_tps, only.after_tps) == (pytest.approx(1 / 0.030), pytest.approx(1 / 0.013504, rel=1e-3))
+    assert only.gain_s == pytest.approx(3.5875 + 10 * 0.016496, abs=1e-3)
+
+
+def test_of_a_phase_that_went_as_expected_nothing_is_told():
+    """A reply whose prompt alone was held up, and one whose steps alone were."""
+    (reading,) = verdict(reply(4, 11, prefill_s=3.6, step_s=0.0136)).remedies
+    assert (reading.before_tps, reading.after_tps, reading.before_s) == (None, None, 3.6)
+    (writing,) = verdict(reply(100, 101, prefill_s=0.1, step_s=0.030)).remedies
+    assert (writing.before_s, writing.after_s) == (None, None)
+
+
 def test_without_a_pace_nothing_is_promised():
     metrics = replace(reply(4000, 50, prefill_s=4.0, step_s=0.016), expected_tps=None)
     found = diagnose(metrics, WORK, CHIP, None, Situation(PACKED, 16.0, keeps_prompts=False, chunk=512))
@@ -284,6 +301,16 @@ def test_gains_are_worth_a_sentence_in_order_few_and_less_than_the_reply_took(me
     assert gains == sorted(gains, reverse=True)
     assert all(WORTH_S <= gain <= (metrics.total_s or 0) for gain in gains)
     assert all((remedy.after_tps or 1) >= (remedy.before_tps or 0) for remedy in found if remedy.before_tps)
+
+
+@given(REPLIES, SITUATIONS)
+def test_what_is_told_of_both_phases_is_the_seconds_that_are_promised(metrics: Metrics, situation: Situation):
+    for remedy in verdict(metrics, situation).remedies:
+        reading_s = (remedy.before_s or 0.0) - (remedy.after_s or 0.0)
+        step_s = 1 / remedy.before_tps - 1 / (remedy.after_tps or 1) if remedy.before_tps else 0.0
+        told_s = reading_s + (metrics.generated_tokens - 1) * step_s
+        assert told_s == pytest.approx(remedy.gain_s, rel=1e-6), remedy
+        assert reading_s >= 0
 
 
 @given(REPLIES, SITUATIONS)

@@ -197,6 +197,32 @@ def test_a_reply_that_was_faster_proves_the_measurement_too_low():
         assert bandwidth.believed(chip, achieved) == chip
 
 
+def test_a_busy_machine_is_measured_once_for_a_size(store, monkeypatch):
+    """A list of models must not measure for each, nor say of one size of model two bandwidths."""
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: True)
+    found = [bandwidth.with_bandwidth(NOBODY, size) for size in (100 << 20, 70 << 20, 10**12, 10**12)]
+    assert {chip.bandwidth_gbs for chip in found} == {50.0}
+    assert len(store[1]) == 2
+
+
+def test_what_a_reply_proved_is_what_is_said_of_the_size_from_then_on(store):
+    file, measured = store
+    chip = bandwidth.with_bandwidth(NOBODY, 100 << 20)
+    bandwidth.learn(bandwidth.believed(chip, 54.0), 100 << 20)
+    assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 54.0
+    assert len(measured) == 1
+    assert list(json.loads(file.read_text()).values()) == [54.0]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_reply_disproved_is_measured_again(store, monkeypatch, busy):
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: busy)
+    chip = bandwidth.with_bandwidth(NOBODY, 100 << 20)
+    bandwidth.learn(bandwidth.believed(chip, 60.0), 100 << 20)
+    assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 50.0
+    assert len(store[1]) == 2
+
+
 def test_what_cannot_be_measured_stays_unknown(store, monkeypatch):
     monkeypatch.setattr(bandwidth, "measure_bandwidth", lambda size, device=None: None)
     assert bandwidth.with_bandwidth(NOBODY, 10**9) is NOBODY

@@ -7,7 +7,7 @@ import pytest
 from tokamac.engine.limits.catalogue import catalogue, find
 from tokamac.engine.limits.outcomes import Case, Outcome
 from tokamac.engine.limits.places import Place, elsewhere
-from tokamac.engine.limits.suggest import VERDICTS, Suggestion, rank, suggestion, suggestions, verdict_of
+from tokamac.engine.limits.suggest import VERDICTS, Suggestion, rank, reason_of, suggestion, suggestions, verdict_of
 
 M4_PRO = elsewhere("M4 Pro", 20, 48)
 NAMED = (
@@ -75,6 +75,19 @@ def test_where_the_speed_is_unknown_what_fits_is_sorted_by_size() -> None:
 def test_more_bits_of_the_same_model_go_first_where_both_run_well() -> None:
     ranked = sorted((of(name, M4_PRO) for name in ("Qwen3-0.6B-4bit", "Qwen3-0.6B-8bit")), key=rank)
     assert [each.id[-4:] for each in ranked] == ["8bit", "4bit"]
+
+
+@pytest.mark.parametrize(
+    ("total", "said"),
+    [
+        (50_398_208, "needs 50.4 MB of 34.4 GB"),
+        (9_568_000_000, "needs 9.57 GB of 34.4 GB"),
+        (999_960_000, "needs 1,000 MB"),
+    ],
+)
+def test_a_small_model_needs_no_fraction_of_a_large_unit(total: int, said: str) -> None:
+    found = outcome(total)
+    assert reason_of(found, verdict_of(found)).startswith(said)
 
 
 def test_a_reason_has_the_numbers() -> None:

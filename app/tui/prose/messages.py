@@ -13,8 +13,9 @@ from tokamac.app.tui.conversation import Ending, Reply, Turn
 from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow, guess, keep_same
 from tokamac.app.tui.prose.prose import Prose
 from tokamac.app.tui.prose.rows import Row, wrapped
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.units import seconds
-from tokamac.app.verdict import sentence
+from tokamac.app.verdict import brief
 from tokamac.engine.events import TextKind
 
 ENDINGS: dict[Ending, str] = {
@@ -27,7 +28,6 @@ ENDINGS: dict[Ending, str] = {
 BAR = "█"
 USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)
 USER_CHOSEN = Frame(Content.styled(BAR, "$accent") + Content.styled(" ", "on $surface"), "on $surface", right=0)
-FAINT = "$foreground 55%"
 THOUGHT = f"italic {FAINT}"
 FOLDED = Frame(Content(" "), THOUGHT)
 UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
@@ -57,7 +57,7 @@ class UserMessage:
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells."""
         frame = USER_CHOSEN if self.chosen else USER
-        names = Content("\n").join(Content.styled(name, "$primary") for name in self._attached)
+        names = Content("\n").join(Content.styled(name, "$text-primary") for name in self._attached)
         parts = [part for part in (names, Content(self.text)) if part.plain]
         text = [PageRow(row, frame) for part in parts for row in wrapped(part, width - SIDES - len(BAR))]
         return [*([PageRow(Row(_placed(self._place)), frame)] if self._place[1] > 1 else []), *text]
@@ -223,10 +223,12 @@ class ReplyMessage:
 
     def guess(self, width: int) -> int:
         """Return about how many rows there are at ``width`` cells, once it has ended."""
-        return 3 + guess(self.reply.text, width) if self.reply is not None else 0
+        if self.reply is None:
+            return 0
+        return 3 + guess(self.reply.text, width) + len(self.reply.reason) // max(1, width)
 
     def _named(self) -> PageRow:
-        name = Content.styled(self._model, "bold $accent" if self._chosen else "bold $primary")
+        name = Content.styled(self._model, "bold $text-accent" if self._chosen else "bold $text-primary")
         place = Content("  ") + _placed(self._place) if self._place[1] > 1 else Content("")
         return PageRow(Row(name + place), CHOSEN_NAME if self._chosen else PLAIN)
 
@@ -238,15 +240,20 @@ class ReplyMessage:
         reply = self.reply
         if reply is None:
             return []
-        ending = ENDINGS[reply.ending]
-        cost = sentence(reply.metrics, reply.diagnosis) if reply.metrics is not None else ""
-        parts = [Content.styled(ending, "$warning"), Content(cost)]
+        ending, why = ENDINGS[reply.ending], sanitise_line(reply.reason)
+        cost = brief(reply.metrics, reply.diagnosis) if reply.metrics is not None else ""
+        parts = [Content.styled(ending, "$text-warning"), Content.styled(why, "$foreground"), Content(cost)]
         text = Content(" · ").join(part for part in parts if part.plain)
         return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
 
 
 Spoken = UserMessage | ReplyMessage
 """What can be pointed at."""
+
+
+def ended(ending: Ending, reason: str) -> str:
+    """Return how a reply ended that is not whole, and why it failed: on one line, safe to show; "" where it is whole."""
+    return ": ".join(part for part in (ENDINGS[ending], sanitise_line(reason)) if part)
 
 
 def told(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:

@@ -15,10 +15,10 @@ STYLES = {
     "code": "$prose-code",
     "strike": "strike",
     "link": "underline",
-    "faint": "$prose-faint",
+    "faint": "$text-muted",
     "marker": "$prose-marker",
     "heading": "bold $prose-heading",
-    "quote": "$prose-faint",
+    "quote": "$text-muted",
 }
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from textual import on
 from textual.app import ComposeResult
@@ -21,6 +20,7 @@ from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.bridge import Bridge, EngineSaid
 from tokamac.app.tui.composer import Composer
+from tokamac.app.tui.guidance import MODEL as GUIDE
 from tokamac.app.tui.history import History
 from tokamac.app.tui.memory import Memory
 from tokamac.app.tui.pace import share_on
@@ -49,10 +49,12 @@ from tokamac.app.tui.what_ifs import WhatIfs
 from tokamac.app.tui.widgets.chips import Chips
 from tokamac.app.tui.widgets.covered import Columns, Stack
 from tokamac.app.tui.widgets.gauges import Gauges
+from tokamac.app.tui.widgets.heading import Heading
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.status import Activity, StatusLine
 from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.app.tui.wishes.beginning import begin
+from tokamac.app.tui.wishes.picking import keep_picked
 from tokamac.app.tui.wishes.table import WISHES
 from tokamac.app.tui.wishes.writing import submit
 from tokamac.engine.options import KVSpec
@@ -92,6 +94,7 @@ class ChatScreen(Screen[None]):
         """Yield the parts."""
         with Columns(id="main"):
             with Stack(id="talk"):
+                yield Heading()
                 yield Transcript(tour=not self.memory.settings.toured, keymap=self.memory.keymap)
                 yield Activity()
                 yield Chips()
@@ -193,7 +196,7 @@ class ChatScreen(Screen[None]):
         if message.life == self.bridge.life:
             was = self.session.phase
             if isinstance(message.event, Loaded):
-                self._keep_picked()
+                keep_picked(self)
             steps = self.session.on_event(message.event)
             self.what_ifs.take(self.app, message.event)
             if self.session.busy and self.session.phase is was and all(isinstance(s, ReplyGrew) for s in steps):
@@ -207,14 +210,7 @@ class ChatScreen(Screen[None]):
                 self.perform(steps)
             if self.session.phase is Phase.IDLE and was is not Phase.IDLE:
                 self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
-
-    def _keep_picked(self) -> None:
-        """Keep what was picked, now that it is known to load: the next start begins with it."""
-        load, known = self.session.load, self.memory.settings
-        model = load.model if load.model == self.picked else known.model
-        kv = load.kv if load.kv == self.picked_kv else known.kv
-        if (model, kv) != (known.model, known.kv):
-            self.keep(replace(known, model=model, kv=kv))
+                self.perform(self.session.point(self.query_one(Transcript).chosen))
 
     def _tick(self) -> None:
         self.perform(self.session.tick()) if self.session.phase is Phase.STOPPING else self.show()
@@ -226,11 +222,15 @@ class ChatScreen(Screen[None]):
     def show(self) -> None:
         """Bring activity, status and gauges up to date."""
         transcript = self.query_one(Transcript)
+        transcript.greet(guide=self.session.load.model == GUIDE)
+        self.app.sub_title = title = self.recording.title if self.recording is not None else ""
+        self.query_one(Heading).show(title)
         self.query_one(Activity).show(
             self.session, time.monotonic(), following=transcript.following, aside=self.stock.activity()
         )
         self.query_one(Chips).show(self.session, self._prompt.attachments, self.reading)
-        self.query_one(StatusLine).show(self.session, essentials=not self._panel_shown)
+        essentials, pointing = not self._panel_shown, transcript.chosen is not None
+        self.query_one(StatusLine).show(self.session, essentials=essentials, pointing=pointing)
         if self._panel_shown:
             self.query_one(Gauges).show(self.session)
 

@@ -10,6 +10,7 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.events import Resize
+from textual.message import Message
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 from textual.worker import Worker, get_current_worker
@@ -45,6 +46,15 @@ class Pointed:
     def name(self) -> str:
         """What a text that says something of the chat calls it."""
         return "the chat in which this was said" if self.said else "the chat"
+
+
+class DeleteOpen(Message):
+    """The conversation that is open is to be deleted, which only who holds it can do. gone: to be called once it is."""
+
+    def __init__(self, chat: str, gone: Callable[[], None]) -> None:
+        super().__init__()
+        self.chat = chat
+        self.gone = gone
 
 
 class ChatsScreen(Dialog[Pick]):
@@ -193,19 +203,20 @@ class ChatsScreen(Dialog[Pick]):
         if pointed is None:
             return
         if pointed.chat == self._held:
-            begins, deletes = (self._keymap.key(action) for action in ("new_chat", "delete_chat"))
-            this = pointed.name if pointed.said else "this chat"
-            self._say(
-                f"{this[0].upper()}{this[1:]} is open: leave it first ({begins}), or delete it there ({deletes})."
-            )
-            return
-        if self._try(lambda: self._library.delete(pointed.chat)):
-            self._deleted.append(pointed.chat)
-            self._take_out(pointed.chat)
-            self.find(self.query_one(Input).value)
+            self.post_message(DeleteOpen(pointed.chat, lambda: self._gone(pointed.chat)))
+        elif self._try(lambda: self._library.delete(pointed.chat)):
+            self._gone(pointed.chat)
             what = f"Deleted {pointed.name}: {excerpt(pointed.title) or 'untitled'}."
             later = self._keymap.key("restore_chat")
             self.notify(f"{what} Ctrl+Z brings it back; once the list is closed, {later}.", markup=False, timeout=6)
+
+    def _gone(self, chat: str) -> None:
+        """Know that a chat is deleted, and list the others."""
+        if chat == self._held:
+            self._held = None
+        self._deleted.append(chat)
+        self._take_out(chat)
+        self.find(self.query_one(Input).value)
 
     def _take_out(self, chat: str) -> None:
         """Take a chat's rows out at once, so that the next key is not for them again; point at the row that was after them."""

@@ -12,10 +12,10 @@ from textual.widgets import Static
 from tokamac.app.tui.explained import Explained, Input
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.theme import FAINT
 
 NAME = 18  # cells
 VALUE = 14
-FAINT = "$foreground 60%"
 
 
 class FigureScreen(Dialog[int]):
@@ -67,7 +67,7 @@ class FigureScreen(Dialog[int]):
 def figure_text(figure: Explained, width: int) -> Content:
     """Return the explanation at ``width`` cells."""
     value = f"{figure.value}: {figure.why}" if figure.why else figure.value
-    rows = [*_wrapped(Content.styled(value, "bold $primary" if not figure.why else FAINT), width), Content("")]
+    rows = [*_wrapped(Content.styled(value, "bold $text-primary" if not figure.why else FAINT), width), Content("")]
     rows += [*_wrapped(Content(figure.meaning), width), Content("")]
     rows += [Content.styled("HOW", f"bold {FAINT}"), *_wrapped(Content(f"{figure.name} = {figure.formula}"), width)]
     if figure.inputs:
@@ -84,7 +84,7 @@ def _wrapped(text: Content, width: int) -> Iterator[Content]:
 def _input(given: Input, width: int) -> Iterator[Content]:
     """Yield a number: its name, its value, and beside it, or below where there is no room, where it comes from."""
     value = Content.styled(given.value.rjust(VALUE), "$foreground")
-    first = Content.styled(given.name.ljust(NAME), "$foreground 80%") + value
+    first = Content(given.name.ljust(NAME)) + value
     beside = width - first.cell_length - 2
     if beside >= NAME:
         source, *more = _wrapped(Content.styled(given.source, FAINT), beside)

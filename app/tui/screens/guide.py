@@ -17,6 +17,7 @@ from tokamac.app.tui.guidance import Guidance, Said
 from tokamac.app.tui.prose.prose import Prose
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.theme import FAINT
 
 EXAMPLES = ("How do I choose another model?", "What does --kv-bits 8,4 do?", "Why is decode memory-bound?")
 
@@ -111,19 +112,19 @@ def _rows(guidance: Guidance, width: int) -> Iterator[Content]:
     for each in guidance.said:
         yield from _said(each, width)
     if guidance.problem:
-        yield from (row.content for row in wrapped(Content.styled(guidance.problem, "$error"), width))
+        yield from (row.content for row in wrapped(Content.styled(guidance.problem, "$text-error"), width))
     elif not guidance.said:
-        yield Content.styled("The guide knows this app and how inference works.", "$foreground 70%")
-        yield Content.styled("It does not see the chat, which stays as it is. Ask for example:", "$foreground 70%")
+        yield Content.styled("The guide knows this app and how inference works.", FAINT)
+        yield Content.styled("It does not see the chat, which stays as it is. Ask for example:", FAINT)
         yield Content("")
-        yield from (Content.styled(f"  {example}", "$secondary") for example in EXAMPLES)
+        yield from (Content.styled(f"  {example}", "$text-secondary") for example in EXAMPLES)
 
 
 def _said(said: Said, width: int) -> Iterator[Content]:
-    yield from (row.content for row in wrapped(Content.styled(f"▌ {said.question}", "bold $primary"), width))
+    yield from (row.content for row in wrapped(Content.styled(f"▌ {said.question}", "bold $text-primary"), width))
     yield Content("")
     prose = Prose()
     prose.finish(said.answer)
     yield from (row.frame.lead + row.row.content for row in prose.rows(width))
     if not said.over:
-        yield Content.styled("…" if said.answer else "thinking …", "$foreground 55%")
+        yield Content.styled("…" if said.answer else "thinking …", FAINT)

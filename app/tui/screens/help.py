@@ -12,6 +12,7 @@ from textual.widgets import Static
 from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.theme import FAINT
 
 KEY_COLUMN = 14
 LEAST_TEXT = 24  # cells; where a line has less beside the keys, they have a line of their own
@@ -49,7 +50,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Actions by id. One that is not named stands in the last group."""
 NOTES = (  # keys that the user may change by the action's id
-    "What stands behind a slash is the same as a command: written in the prompt, Enter does it.",
+    "What stands behind a slash is the same as a command: written in the prompt, Enter does it. After a slash, as after @, what "
+    "fits is offered below the prompt: Up and Down choose, Tab or Enter completes.",
     "Tab goes from the prompt to the messages, on to the gauges, and back to the prompt; Esc does so at once.",
     "At a message, the line above the prompt says what making it again, going on, editing, forking or another version would "
     "cost: most of what was read before is still in the prompt cache; in the tree of versions each says the same. Nothing is "
@@ -109,7 +111,7 @@ def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240) -> Content:
         lines += [*(row for each in members for row in _rows(each, width)), Content("")]
     keys = {action.id: action.key_name for action in actions}
     for note in NOTES:
-        lines += [*_wrapped(note.format(**keys), "$foreground 70%", width), Content("")]
+        lines += [*_wrapped(note.format(**keys), FAINT, width), Content("")]
     return Content("\n").join(lines[:-1])
 
 
@@ -130,13 +132,12 @@ def _groups(actions: Sequence[Action]) -> Iterator[tuple[str, list[Action]]]:
 
 def _rows(action: Action, width: int) -> Iterator[Content]:
     """Yield the keys, and beside them what they do and the command that does the same; long keys have a row of their own."""
-    keys, command = action.key_names, f"/{action.slash} {action.argument}".rstrip() if action.slash else ""
-    command = command.replace(" ", "\u00a0")  # it is not torn apart
-    does = Content(action.help) + (Content.styled(f"  {command}", "$foreground 55%") if command else Content(""))
+    keys, command = action.key_names, action.usage.replace(" ", "\u00a0")  # it is not torn apart
+    does = Content(action.help) + (Content.styled(f"  {command}", FAINT) if command else Content(""))
     column = KEY_COLUMN if width >= KEY_COLUMN + LEAST_TEXT else INDENT
     beside = len(keys) < column
     if not beside:
-        yield from _wrapped(keys, "bold $primary", width)
+        yield from _wrapped(keys, "bold $text-primary", width)
     for index, row in enumerate(wrapped(does, width - column)):
         lead = keys if beside and index == 0 else ""
-        yield Content.styled(lead.ljust(column), "bold $primary") + row.content
+        yield Content.styled(lead.ljust(column), "bold $text-primary") + row.content

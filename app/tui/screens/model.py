@@ -249,6 +249,8 @@ class ModelScreen(Dialog[str]):
         """Return what the keys do with a row."""
         if row is None:
             return []
+        if row.download is not None and row.download.stage is Stage.FAILED:
+            return ["Enter tries again", "F6 gives it up"]
         if row.download is not None:
             going = row.download.stage in GOING
             return [f"F5 {'pauses' if going else 'resumes'}", "F6 cancels", "Enter loads it once it is here"]

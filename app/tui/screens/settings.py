@@ -47,6 +47,7 @@ class SettingsScreen(Dialog[Chosen]):
         self._everywhere = everywhere
         self._recommended = recommended
         self._current = current
+        self._before: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
         """Yield the form."""
@@ -77,6 +78,7 @@ class SettingsScreen(Dialog[Chosen]):
     def on_mount(self) -> None:
         """Name the keys."""
         self.say_keys("Enter saves", "Esc closes")
+        self._before = self._texts
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         """Say at the lower edge what is said of a field beside it, for windows that have no room there."""
@@ -86,7 +88,7 @@ class SettingsScreen(Dialog[Chosen]):
     @on(Button.Pressed, "#save")
     def action_save(self) -> None:
         """Close with the settings, or say what is wrong with them."""
-        texts = {box.name or "": box.value for box in self.query(Input)}
+        texts = self._texts
         try:
             chosen = Chosen(read_sampling(texts), read_kv(texts), _read_minutes(texts[UNLOAD]), self._own)
         except FieldError as error:
@@ -96,6 +98,10 @@ class SettingsScreen(Dialog[Chosen]):
             self._say(error.one_line())
         else:
             self.dismiss(chosen)
+
+    @property
+    def _texts(self) -> dict[str, str]:
+        return {box.name or "": box.value for box in self.query(Input)}
 
     @property
     def _own(self) -> bool:
@@ -126,8 +132,10 @@ class SettingsScreen(Dialog[Chosen]):
         self.query_one(f"#{UNLOAD}", Input).value = str(Settings().unload_after_min)
 
     @on(Button.Pressed, "#cancel")
-    def cancel(self) -> None:
-        """Close without a result."""
+    def action_leave(self) -> None:
+        """Close without a result, and say so where one would have been another."""
+        if self._texts != self._before:
+            self.notify("The settings are as they were: Enter saves what is changed.", markup=False, timeout=4)
         self.dismiss(None)
 
 

@@ -1,7 +1,6 @@
 """Ctrl+S: the system prompt, for this chat or for every one, and a library of them by name."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from textual import on
 from textual.app import ComposeResult
@@ -14,23 +13,22 @@ from textual.widgets.option_list import Option
 from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.tui.listing import excerpt
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.system_drafts import Written
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.tick import Tick
 
 THIS_CHAT = "For this chat only"
+NOT_USED = "You wrote this and have not used it yet: Ctrl+S uses it."
 Prompts = Mapping[str, str]
 """System prompts by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The system prompt, and whether it is this chat's alone."""
-
-    text: str
-    own: bool
-
-
 class SystemScreen(Dialog[Written]):
-    """Edits the system prompt; the result is the new one. A change of the library is kept at once, by ``keep``."""
+    """Edits the system prompt; the result is the new one. A change of the library is kept at once, by ``keep``.
+
+    draft: what was written earlier and not used. leave: is given what is written and not used when the dialog is left without
+    a result; None where it is what holds already.
+    """
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("ctrl+s", "save", "Use", id="system.save", priority=True),
@@ -38,9 +36,19 @@ class SystemScreen(Dialog[Written]):
         Binding("ctrl+z", "undo", "Undo", id="system.undo"),
     ]
 
-    def __init__(self, current: Written, prompts: Prompts, keep: Callable[[Prompts], None]) -> None:
+    def __init__(
+        self,
+        current: Written,
+        prompts: Prompts,
+        keep: Callable[[Prompts], None],
+        *,
+        draft: Written | None,
+        leave: Callable[[Written | None], None],
+    ) -> None:
         super().__init__()
         self._current = current
+        self._draft = draft
+        self._hand_over = leave
         self._prompts = dict(prompts)
         self._keep = keep
         self._deleted: list[tuple[str, str]] = []
@@ -51,8 +59,11 @@ class SystemScreen(Dialog[Written]):
         with VerticalScroll(classes="box", can_focus=False) as box:
             box.border_title = "System prompt"
             yield Static("Said to the model before the conversation. Empty means none.", classes="note", markup=False)
-            yield TextArea(sanitise(self._current.text), compact=True, tab_behavior="focus", id="system")
-            yield Tick(THIS_CHAT, value=self._current.own, id="own")
+            if self._draft is not None:
+                yield Static(NOT_USED, id="draft", markup=False)
+            shown = self._draft or self._current
+            yield TextArea(sanitise(shown.text), compact=True, tab_behavior="focus", id="system")
+            yield Tick(THIS_CHAT, value=shown.own, id="own")
             yield Label("Library", classes="group later")
             yield Static("", id="state", classes="note", markup=False)
             yield OptionList(markup=False, compact=True, id="library")
@@ -61,7 +72,9 @@ class SystemScreen(Dialog[Written]):
                 yield Input(placeholder="a name; Enter saves", id="name", compact=True)
             with Horizontal(classes="buttons"):
                 yield Button("Use", variant="primary", id="save", compact=True)
-                yield Button("Cancel", id="cancel", compact=True)
+                if self._draft is not None:
+                    yield Button("Discard", id="discard", compact=True)
+                yield Button("Close", id="cancel", compact=True)
 
     def on_mount(self) -> None:
         """List the library."""
@@ -73,7 +86,7 @@ class SystemScreen(Dialog[Written]):
         listed = self.query_one("#library", OptionList)
         listed.clear_options()
         for name in sorted(self._prompts):
-            note = Content.styled(f"  {excerpt(self._prompts[name])}", "$foreground 60%")
+            note = Content.styled(f"  {excerpt(self._prompts[name])}", FAINT)
             listed.add_option(Option(Content(sanitise_line(name)) + note))
         listed.display = bool(self._prompts)
         self.query_one("#state", Static).update(state)
@@ -125,12 +138,26 @@ class SystemScreen(Dialog[Written]):
     def _text(self) -> str:
         return self.query_one("#system", TextArea).text.strip()
 
+    @property
+    def _written(self) -> Written:
+        return Written(self._text, self.query_one("#own", Tick).value)
+
     @on(Button.Pressed, "#save")
     def action_save(self) -> None:
         """Close with what is written."""
-        self.dismiss(Written(self._text, self.query_one("#own", Tick).value))
+        self.dismiss(self._written)
+
+    @on(Button.Pressed, "#discard")
+    def discard(self) -> None:
+        """Write what holds into the box again, in place of the draft."""
+        self.query_one("#system", TextArea).text = sanitise(self._current.text)
+        self.query_one("#own", Tick).value = self._current.own
+        self.query_one("#draft").display = self.query_one("#discard").display = False
+        self.query_one("#system").focus()
 
     @on(Button.Pressed, "#cancel")
-    def cancel(self) -> None:
-        """Close without a result."""
+    def action_leave(self) -> None:
+        """Close without a result; a text that is written and not used is handed over to be kept."""
+        holds = sanitise(self._current.text).strip()
+        self._hand_over(None if self._text == holds else self._written)
         self.dismiss(None)

@@ -21,6 +21,7 @@ from tokamac.app.backend.wire import WhatIf
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui import whatif_tables as tables
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.whatif_form import CHIPS, HERE, KV_BITS, WEIGHTS, FormError, read, written
 from tokamac.app.tui.whatif_plots import CurvePlot, RoofPlot, curve_text, roof_text
 
@@ -116,7 +117,7 @@ class WhatIfScreen(Dialog[None]):
         try:
             question = read(wanted, self._texts(), self._start.kv)
         except FormError as error:
-            self._say(str(error), "$error")
+            self._say(str(error), "$text-error")
             return
         if self._asked.get(wanted) != question:
             self._asked[wanted] = question
@@ -145,7 +146,7 @@ class WhatIfScreen(Dialog[None]):
             self._note()
         elif event.error:
             del self._waiting[event.id]
-            self._say(event.error, "$error")
+            self._say(event.error, "$text-error")
         else:
             self._say(f"Weighing the catalogue: {event.done} of {event.total} models …")
 
@@ -188,7 +189,7 @@ class WhatIfScreen(Dialog[None]):
             case "roof":
                 said = roof_text(answer)
             case _:
-                said = self._reason(tab, answer) or answer.rule
+                said = self._reason(tab, answer) or " · ".join(each for each in (*answer.notes, answer.rule) if each)
         closer = "Enter looks closer" if tab == "models" else ""
         self._say(" · ".join(part for part in (answer.model, answer.place, said, closer) if part))
 
@@ -198,7 +199,7 @@ class WhatIfScreen(Dialog[None]):
         row = self.query_one(f"#{tab} DataTable", DataTable).cursor_row
         return lines[min(row, len(lines) - 1)].figures.reason if lines else ""
 
-    def _say(self, text: str, style: str = "$foreground 60%") -> None:
+    def _say(self, text: str, style: str = FAINT) -> None:
         self.query_one("#note", Static).update(Content.styled(sanitise_line(text), style))
 
 

@@ -11,16 +11,18 @@ from tokamac.app.tui import units
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.listing import excerpt
 from tokamac.app.tui.session import Session
+from tokamac.app.tui.theme import FAINT
 
 MOST_WAITING = 3
 """Lines for prompts that wait; more would take the room of the text."""
 ROOMY = 24
 """Rows of a window that has room for them; else one is shown."""
-FAINT = "$foreground 55%"
+OVER = "over the context of {} tokens"
+"""Said before it is sent, as the engine would refuse it."""
 
 
 class Chips(Static):
-    """One line a prompt that waits, one for the attachments; not there where there are none."""
+    """One line a prompt that waits, one for the attachments, and one where they are too much; not there where there are none."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
@@ -30,7 +32,10 @@ class Chips(Static):
     def show(self, session: Session, attachments: Sequence[Attachment], reading: Sequence[str]) -> None:
         """Show what waits, what is attached, and the files that are being read."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
-        lines = [*_waiting(session.queued, most), *_attached(attachments, reading, session.tokens)]
+        over = session.counts.exceed(session.info, session.load.kv, attachments)
+        lines = [*_waiting(session.queued, most), *_attached(attachments, reading, session.tokens, over=over)]
+        if over and session.info is not None:
+            lines.append(Content.styled(OVER.format(units.count(session.info.capacity)), "$text-error"))
         content = Content("\n").join(lines)
         if not content.is_same(self._shown):
             self._shown = content
@@ -40,7 +45,7 @@ class Chips(Static):
 
 def _waiting(queued: Sequence[Draft], most: int) -> list[Content]:
     """Return a line for each of the first prompts that wait. Up takes the last one back."""
-    lines = [Content.styled("waits  ", "$secondary") + Content.styled(_words(draft), FAINT) for draft in queued]
+    lines = [Content.styled("waits  ", "$text-secondary") + Content.styled(_words(draft), FAINT) for draft in queued]
     more = len(lines) - most
     return lines if more <= 0 else [*lines[:most], Content.styled(f"       and {more} more", FAINT)]
 
@@ -51,11 +56,15 @@ def _words(draft: Draft) -> str:
 
 
 def _attached(
-    attachments: Sequence[Attachment], reading: Sequence[str], tokens: Callable[[Attachment], int | None]
+    attachments: Sequence[Attachment],
+    reading: Sequence[str],
+    tokens: Callable[[Attachment], int | None],
+    *,
+    over: bool,
 ) -> list[Content]:
+    name, size = ("$text-error", "$text-error") if over else ("$text-primary", FAINT)
     chips = [
-        Content.styled(f"+ {sanitise_line(each.name)}", "$primary")
-        + Content.styled(f" {_size(each, tokens(each))}", FAINT)
+        Content.styled(f"+ {sanitise_line(each.name)}", name) + Content.styled(f" {_size(each, tokens(each))}", size)
         for each in attachments
     ]
     chips += [Content.styled(f"reading {sanitise_line(name)} …", FAINT) for name in reading]

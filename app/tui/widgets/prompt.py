@@ -12,8 +12,11 @@ from textual.widgets import TextArea
 
 from tokamac.app.sanitise import sanitise
 from tokamac.app.store.values import Attachment
+from tokamac.app.tui import slash
+from tokamac.app.tui.actions import by_slash
 from tokamac.app.tui.attachments import Draft, is_long, pasted
-from tokamac.app.tui.completion import naming
+from tokamac.app.tui.command_names import Calling, calling
+from tokamac.app.tui.completion import Naming, naming
 from tokamac.app.tui.widgets.offers import Offers
 
 NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
@@ -24,7 +27,8 @@ LONG_PASTE = 400  # characters, after which nobody need wait for a pause
 class Prompt(TextArea):
     """Enter sends; Shift+Enter, Ctrl+J, Alt+Enter or a backslash at the end of the line make a new one.
 
-    attachments: what goes with the text. offers: the files that fit a word that begins with @, to be shown below.
+    attachments: what goes with the text. offers: the files that fit a word that begins with @, or the commands that fit one
+    that begins with a slash, to be shown below. obeys: whether a text can be a command; an edited message can't.
     """
 
     @dataclass
@@ -55,7 +59,8 @@ class Prompt(TextArea):
             compact=True,
         )
         self.attachments: tuple[Attachment, ...] = ()
-        self.offers = Offers(self._pick)
+        self.obeys = True
+        self.offers = Offers(self._pick_file, self._pick_command)
         self._typing = False
         self._rest: Timer | None = None
         self._restyled = True
@@ -80,7 +85,7 @@ class Prompt(TextArea):
     # Keys -----------------------------------------------------------------------------------------------------------------
 
     async def on_key(self, event: events.Key) -> None:
-        """Send, break the line, choose a file, go back in what was sent, or let go of an attachment; write everything else."""
+        """Send, break the line, choose an offer, go back in what was sent, or let go of an attachment; write everything else."""
         self._typing = True
         if self.offers.display and self._choose(event.key):
             pass
@@ -96,8 +101,13 @@ class Prompt(TextArea):
         event.prevent_default()
 
     def _choose(self, key: str) -> bool:
-        """Do what ``key`` does to the files that are offered; return whether it does anything."""
+        """Do what ``key`` does to what is offered; return whether it does anything."""
+        self._offer()  # for the text as it is now: who types fast is ahead of what is shown
         match key:
+            case "escape":  # where that is not the key that stops
+                self.offers.withdraw()
+            case "enter" if self._is_whole():
+                return False
             case "up":
                 self.offers.action_cursor_up()
             case "down":
@@ -107,6 +117,11 @@ class Prompt(TextArea):
             case _:
                 return False
         return True
+
+    def _is_whole(self) -> bool:
+        """Whether the command that is pointed at is written already, with all that it needs: Enter does it then."""
+        written = slash.parse(self.text)
+        return written is not None and written.is_whole and written.word.lower() == f"/{self.offers.chosen}"
 
     def _enter(self) -> None:
         if self._ends_in_backslash():
@@ -175,10 +190,10 @@ class Prompt(TextArea):
         elif len(event.text) >= LONG_PASTE:
             self.call_later(self._pause)  # once the text stands in the box
 
-    # Pauses and files -----------------------------------------------------------------------------------------------------
+    # Pauses, files and commands -------------------------------------------------------------------------------------------
 
     def on_text_area_changed(self) -> None:
-        """Begin to wait for a pause; offer files where one is being named."""
+        """Begin to wait for a pause; offer files or commands where one is being named."""
         self.await_pause()
         self._offer()
 
@@ -197,13 +212,15 @@ class Prompt(TextArea):
         self.post_message(self.Paused(self.draft))
 
     def _offer(self) -> None:
-        """Offer the files that fit the word at the cursor. Only what is typed is taken for a path, not what was pasted."""
+        """Offer what fits the word at the cursor. Only what is typed is taken for a path or a command, not what was pasted."""
+        self.offers.offer((self._calling() or self._naming()) if self._typing else None)
+
+    def _naming(self) -> Naming | None:
         row, column = self.cursor_location
-        named = naming(self.document.get_line(row), column) if self._typing else None
-        if named is None:
-            self.offers.withdraw()
-        else:
-            self.offers.offer(named.part)
+        return naming(self.document.get_line(row), column)
+
+    def _calling(self) -> Calling | None:
+        return calling(self.text, *self.cursor_location) if self.obeys else None
 
     def name_file(self) -> None:
         """Begin to name a file at the cursor."""
@@ -212,11 +229,10 @@ class Prompt(TextArea):
         self._typing = True
         self.insert("@" if not before or before[-1].isspace() else " @")
 
-    def _pick(self, path: str) -> None:
+    def _pick_file(self, path: str) -> None:
         """Write ``path`` in place of the word at the cursor; a file is attached, a folder looked into."""
         row, column = self.cursor_location
-        named = naming(self.document.get_line(row), column)
-        if named is None:
+        if (named := self._naming()) is None:
             return
         self.offers.withdraw()
         if path.endswith("/"):
@@ -224,3 +240,14 @@ class Prompt(TextArea):
         else:
             self.replace(f"{path} ", (row, named.start), (row, column))
             self.post_message(self.Picked(path))
+
+    def _pick_command(self, name: str) -> None:
+        """Write the command ``name`` in place of the first word, and a space where something may follow it."""
+        named, action = self._calling(), by_slash(name)
+        if named is None or action is None:
+            return
+        self.offers.withdraw()
+        self._typing = False  # or it would be offered again
+        follows = " " if action.argument and not self.text[named.end :] else ""
+        self.replace(f"/{name}{follows}", (0, 0), (0, named.end))
+        self.move_cursor((0, len(name) + 1 + bool(action.argument)))

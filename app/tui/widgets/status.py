@@ -1,6 +1,8 @@
 """Two lines: above the prompt what goes on now, below it the essentials and the keys."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from textual.content import Content
 from textual.widgets import Static
@@ -10,9 +12,11 @@ from tokamac.app.tui import measures, units
 from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.ahead import is_ready
 from tokamac.app.tui.cells import end_of
+from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prices import READY, Known, amount, is_of_disk, of_path
 from tokamac.app.tui.session import Session
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.charts import bar
 from tokamac.engine.limits import metrics as rates
 
@@ -21,7 +25,7 @@ ROOMY = 56  # columns for a bar and a whole sentence
 LAMP = "● "
 GAP = 3  # cells between the two halves of the last line, at least
 LONGEST_NAME = 28  # cells
-SEPARATOR = Content.styled(" · ", "$foreground 60%")
+SEPARATOR = Content.styled(" · ", FAINT)
 UNLOADED = "model unloaded; it loads again when you write"
 UNLOADED_SHORT = "model unloaded"
 ACTED = {
@@ -34,6 +38,18 @@ ACTED = {
     "other": "other version",
 }
 """What has a price, in a word or two, by the ids of questions."""
+POINTED = {
+    "again": "again",
+    "edit": "edit",
+    "fork": "fork",
+    "copy_message": "copy",
+    "stop": "back",
+    "older": "older",
+    "newer": "newer",
+    "continue": "go on",
+    "copy_code": "copy code",
+}
+"""What the keys of a message do, in a word, by the ids of actions; those come first that stay where the line is short."""
 
 
 class Activity(Static):
@@ -46,10 +62,17 @@ class Activity(Static):
     def show(self, session: Session, now: float, *, following: bool, aside: str = "") -> None:
         """Show where ``session`` is, and what goes on aside."""
         width = self.content_size.width
+        pointed = _of_message(session, width, more=_more(session, following=following), aside=aside)
+        if pointed is not None:
+            self._draw(pointed)
+            return
         for rooms in ((width, width), (width, 0), (0, 0)):  # in fewer words; what is too long even so ends in dots
             content = self._said(session, now, rooms, following=following, aside=aside)
             if content.cell_length <= width:
                 break
+        self._draw(content)
+
+    def _draw(self, content: Content) -> None:
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
             self.update(content, layout=False)  # it is one line high
@@ -57,16 +80,38 @@ class Activity(Static):
     @staticmethod
     def _said(session: Session, now: float, rooms: tuple[int, int], *, following: bool, aside: str) -> Content:
         """Return all that is to be said. rooms: the cells that there are for what waits, and for what goes on."""
-        parts = []  # what asks for the reader comes first: in a narrow window the rest is cut
-        if not following:
-            parts.append(Content.styled(f"▼ more below: {session.keymap.key('scroll_end')}", "$secondary"))
+        # What asks for the reader comes first: in a narrow window the rest is cut.
+        parts = [_more(session, following=following)]
         if waiting := len(session.queued):
             text, back = ("1 prompt waits", "it") if waiting == 1 else (f"{waiting} prompts wait", "the last")
             text += f": Up takes {back} back" if rooms[0] >= ROOMY else ""
-            parts.append(Content.styled(text, "$secondary"))
+            parts.append(Content.styled(text, "$text-secondary"))
         parts.append(_doing(session, now, rooms[1]))
-        parts.append(Content.styled(aside, "$foreground 55%"))
-        return Content.styled(" · ", "$foreground 40%").join(part for part in parts if part.plain)
+        parts.append(Content.styled(aside, FAINT))
+        return _joined(*parts)
+
+
+def _more(session: Session, *, following: bool) -> Content:
+    text = "" if following else f"▼ more below: {session.keymap.key('scroll_end')}"
+    return Content.styled(text, "$text-secondary")
+
+
+def _of_message(session: Session, width: int, *, more: Content, aside: str) -> Content | None:
+    """Return what could be done with the message that is pointed at, if that is known and nothing else goes on.
+
+    That is what the reader looks for now: what else there is to say has the room that is left.
+    """
+    known = [each for each in session.prices.known if each.question.id in ACTED]
+    if not known or session.phase is not Phase.IDLE or session.queued:
+        return None
+    content = Content.styled(_prices(known, session.keymap, width), FAINT)
+    for longer in (_joined(more, content), _joined(more, content, Content.styled(aside, FAINT))):
+        content = longer if longer.cell_length <= width else content
+    return content
+
+
+def _joined(*parts: Content) -> Content:
+    return Content.styled(" · ", FAINT).join(part for part in parts if part.plain)
 
 
 def _doing(session: Session, now: float, width: int) -> Content:
@@ -81,34 +126,37 @@ def _doing(session: Session, now: float, width: int) -> Content:
             rate = measures.decode_now(session)
             speed = "" if rate is None else f" at {units.rate(rate)}"
             hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
-            return Content.styled(f"writing{tokens}{speed}{hint}", "$foreground 70%")
+            return Content.styled(f"writing{tokens}{speed}{hint}", FAINT)
         case Phase.STOPPING:
-            return Content.styled("stopping …", "$warning")
+            return Content.styled("stopping …", "$text-warning")
         case Phase.FAILED:
-            return Content.styled(f"no model is loaded · {session.keymap.key('choose_model')} chooses one", "$error")
+            return Content.styled(
+                f"no model is loaded · {session.keymap.key('choose_model')} chooses one", "$text-error"
+            )
         case Phase.UNLOADED:
-            return Content.styled(UNLOADED if width >= len(UNLOADED) else UNLOADED_SHORT, "$foreground 70%")
+            return Content.styled(UNLOADED if width >= len(UNLOADED) else UNLOADED_SHORT, FAINT)
         case Phase.IDLE:
             return _next(session, width)
 
 
 def _next(session: Session, width: int) -> Content:
-    """Say what could be done with the message that is pointed at, or what the draft would take if it were sent now."""
-    if known := [each for each in session.prices.known if each.question.id in ACTED]:
-        return Content.styled(_prices(known, width), "$foreground 70%")
+    """Say what the draft would take if it were sent now."""
     price = session.ahead.price
     if price is None:
         return Content("")
     if is_ready(price):
-        return Content.styled("next: ready", "$foreground 70%")
+        return Content.styled("next: ready", FAINT)
     takes = amount(price, " to read") if width >= ROOMY else amount(price, brief=True)
-    return Content.styled(f"next: {takes}", "$foreground 70%")
+    return Content.styled(f"next: {takes}", FAINT)
 
 
-def _prices(known: Sequence[Known], width: int) -> str:
-    """Return actions and what they would take; in as few characters as it can be said where the line has no room for more."""
-    said = " · ".join(_price(each) for each in known)
-    return said if len(said) <= width else " · ".join(_short_price(each) for each in known)
+def _prices(known: Sequence[Known], keymap: Keymap, width: int) -> str:
+    """Return actions and what they would take; in as few characters as it can be said where the line has no room for more.
+
+    At last an action is its key, which the last line has beside its name.
+    """
+    said = [" · ".join(map(form, known)) for form in (_price, _short_price, partial(_keyed_price, keymap))]
+    return next((each for each in said if len(each) <= width), said[-1])
 
 
 def _price(known: Known) -> str:
@@ -120,32 +168,41 @@ def _price(known: Known) -> str:
 
 def _short_price(known: Known) -> str:
     """Return that in as few characters as it can be said: ``edit: ≤240``, or ``fork: 310 MB``, which come from the disk."""
+    return f"{ACTED[known.question.id]}: {_short_amount(known)}"
+
+
+def _keyed_price(keymap: Keymap, known: Known) -> str:
+    """Return that with the action's key: ``e: ≤240``. Either of two versions is the other: ``[: ready``."""
+    action = known.question.id
+    return f"{keymap.key('older' if action == 'other' else action)}: {_short_amount(known)}"
+
+
+def _short_amount(known: Known) -> str:
     question, price = known.question, known.price
     most = units.size(price.disk_bytes) if is_of_disk(price) else units.short(price.tokens)
-    takes = READY if question.key is not None and is_ready(price) else ("≤" if question.most else "") + most
-    return f"{ACTED[question.id]}: {takes}"
+    return READY if question.key is not None and is_ready(price) else ("≤" if question.most else "") + most
 
 
 def _loading(session: Session, width: int) -> Content:
     name, loading = sanitise_line(session.load.model), session.loading
     if loading is None:
-        return Content.styled(f"loading {name} …", "$foreground 70%")
+        return Content.styled(f"loading {name} …", FAINT)
     verb = "downloading" if loading.stage == "download" else "loading"
     done = units.size(loading.done)
     total = "" if loading.total is None else f" of {units.size(loading.total)}"
     progress = bar(rates.share(loading.done, loading.total), _bar(width)) + " " if loading.total else Content("")
-    return progress + Content.styled(f"{verb} {name} {done}{total}", "$foreground 70%")
+    return progress + Content.styled(f"{verb} {name} {done}{total}", FAINT)
 
 
 def _prefill(session: Session, now: float, width: int) -> Content:
     prefill = session.prefill
     if prefill is None:
-        return Content.styled("sending …", "$foreground 70%")
+        return Content.styled("sending …", FAINT)
     eta = measures.prefill_eta_s(session, now)
     left = "" if eta is None or prefill.done >= prefill.total else f" · {units.seconds(eta)} left"
     write, verb = (units.count, "reading ") if width >= ROOMY else (units.short, "")
     text = f" {verb}{write(prefill.done)} of {write(prefill.total)} tokens{left}"
-    return bar(rates.share(prefill.done, prefill.total), _bar(width)) + Content.styled(text, "$foreground 70%")
+    return bar(rates.share(prefill.done, prefill.total), _bar(width)) + Content.styled(text, FAINT)
 
 
 def _bar(width: int) -> int:
@@ -155,26 +212,29 @@ def _bar(width: int) -> int:
 class StatusLine(Static):
     """The last line: model and essentials at the left; the keys of ``actions`` at the right, as many as fit.
 
-    unsaved: tells whether anything that was said is not kept.
+    While a message is pointed at they are those of a message. unsaved: tells whether anything that was said is not kept.
     """
 
     def __init__(self, actions: Sequence[Action] = ACTIONS) -> None:
         super().__init__(markup=False)
         self.unsaved: Callable[[], bool] = lambda: False
         self._actions = sorted((action for action in actions if action.footer), key=_importance)
+        found = {action.id: action for action in actions}
+        self._pointed = [replace(found[name], label=word) for name, word in POINTED.items() if found[name].keys]
         self._shown: Content | None = None
 
-    def show(self, session: Session, *, essentials: bool) -> None:
-        """Show ``session``'s model, and its figures if the panel does not."""
-        keys = [_key(action) for action in _useful(self._actions, session)]
+    def show(self, session: Session, *, essentials: bool, pointing: bool) -> None:
+        """Show ``session``'s model, and its figures if the panel does not. pointing: at a message, whose keys need the room."""
+        actions = _useful(self._actions, session)
+        keys = [_key(action) for action in (_for_message(actions, self._pointed, session) if pointing else actions)]
         width = self.content_size.width
         room = width - GAP - keys[0].cell_length  # the first key always stands there
-        warning = Content.styled(" · not saved" if self.unsaved() else "", "$error")
+        warning = Content.styled(" · not saved" if self.unsaved() else "", "$text-error")
         name = _name(session, min(LONGEST_NAME, room - len(LAMP) - warning.cell_length))
-        left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, "$foreground 80%") + warning
-        for part in _essentials(session) if essentials else ():
+        left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, FAINT) + warning
+        for part in _essentials(session) if essentials and not pointing else ():
             if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
-                left += SEPARATOR + Content.styled(part, "$foreground 60%")
+                left += SEPARATOR + Content.styled(part, FAINT)
         content = _beside(left, keys, width)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
@@ -219,12 +279,19 @@ def _beside(left: Content, keys: Sequence[Content], width: int) -> Content:
 
 
 def _key(action: Action) -> Content:
-    return Content.styled(action.key_name, "$primary") + Content.styled(f" {action.label.lower()}", "$foreground 60%")
+    return Content.styled(action.key_name, "$text-primary") + Content.styled(f" {action.label.lower()}", FAINT)
 
 
 def _useful(actions: Sequence[Action], session: Session) -> list[Action]:
     """Return those that do something now. While something runs, how to stop it is what nobody should have to look for."""
     return [action for action in actions if action.id != "stop" or session.busy]
+
+
+def _for_message(usual: Sequence[Action], pointed: Sequence[Action], session: Session) -> list[Action]:
+    """Return the keys of a message; of the ``usual`` ones the first, how to stop, while something runs."""
+    if session.busy:
+        return [usual[0], *(action for action in pointed if action.id != usual[0].id)]
+    return list(pointed)
 
 
 def _importance(action: Action) -> int:

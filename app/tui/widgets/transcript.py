@@ -32,7 +32,7 @@ class Transcript(PageView, can_focus=False):
 
     def __init__(self, *, tour: bool = False, keymap: Keymap | None = None) -> None:
         super().__init__()
-        self._tour, self._keymap = tour, keymap
+        self._tour, self._keymap, self._guide = tour, keymap, False
         self._reply: ReplyMessage | None = None
         self._grown = False
         self._pace = Pace(SHARE_BESIDE_GPU)
@@ -70,10 +70,13 @@ class Transcript(PageView, can_focus=False):
             self._reply.begin(turn.reply)
         self._page.append(self._reply)
         self._pace = Pace(share)
-        self._choose(None)
-        self._let_go_of_selection()
         self.can_focus = True
-        self.follow()
+        self._keep_pointing()
+        self._let_go_of_selection()
+        if self._chosen in (None, self._reply):
+            self.follow()
+        else:  # what waited is sent while the reader is elsewhere: there they stay
+            self._show()
 
     def show_turns(self, turns: Sequence[Turn]) -> None:
         """Show another conversation, or another path of this one, at its end."""
@@ -82,10 +85,19 @@ class Transcript(PageView, can_focus=False):
         for message in told(turns):
             self._page.append_later(message, message.guess(self._page.width))
         self.can_focus = bool(turns)
+        self._keep_pointing()
         self._let_go_of_selection()
         if not turns:
             self._welcome()
         self.follow()
+
+    def greet(self, *, guide: bool) -> None:
+        """Say in the welcome, if it is what is shown, what the model is good for. guide: it is the embedded one."""
+        changed, self._guide = guide is not self._guide, guide
+        if changed and self.messages and self._welcomes:
+            self._page.clear()
+            self._welcome()
+            self._show()
 
     def add(self, text: str, kind: TextKind) -> None:
         """Append to the running reply."""
@@ -133,7 +145,8 @@ class Transcript(PageView, can_focus=False):
         return all(isinstance(message, Welcome) for message in self.messages)
 
     def _welcome(self) -> None:
-        self._page.append(Welcome(self.size.height, tour=self._tour, keymap=self._keymap))
+        height = self.size.height - 1  # a message ends with a blank row
+        self._page.append(Welcome(height, tour=self._tour, keymap=self._keymap, guide=self._guide))
 
     def _update(self, message: Message) -> None:
         self._page.update(message)
@@ -171,6 +184,16 @@ class Transcript(PageView, can_focus=False):
 
     def on_focus(self) -> None:
         """Choose the last message, unless one is chosen."""
+        self._point_at_last()
+
+    def _keep_pointing(self) -> None:
+        """Keys of messages never go to a message that nobody sees pointed at: where that one is gone, the last is next."""
+        if self._chosen is not None and self._chosen not in self.messages:
+            self._choose(None)
+        if self.has_focus:
+            self._point_at_last()
+
+    def _point_at_last(self) -> None:
         if self._chosen is None and self._choosable:
             self._choose(self._choosable[-1])
 

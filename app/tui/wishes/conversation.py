@@ -7,6 +7,7 @@ from tokamac.app.tui.attachments import Draft, apart, joined
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.path_prices import PathPrices
 from tokamac.app.tui.recording import LEFT
+from tokamac.app.tui.steps import Step, TurnBegun
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.app.tui.wishes.leaving import running, tell
@@ -47,8 +48,14 @@ def chats(chat: "ChatScreen", _: str) -> None:
     if recording is None:
         chat.notify(NOT_KEPT, severity="warning", markup=False)
         return
-    screen = ChatsScreen(Library(recording.store.file), recording.chat, chat.session.keymap)
-    chat.app.push_screen(screen, lambda pick: open_chat(chat, pick) if pick is not None else None)
+
+    def closed(pick: "Pick | None") -> None:
+        recording.look_up_title()  # the list can change it
+        chat.show()
+        if pick is not None:
+            open_chat(chat, pick)
+
+    chat.app.push_screen(ChatsScreen(Library(recording.store.file), recording.chat, chat.session.keymap), closed)
 
 
 def open_(chat: "ChatScreen", name: str) -> None:
@@ -106,7 +113,10 @@ def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None
         recording.hold(pick.chat, tree, draft)
         chat.composer.hold(unkept if again else joined([apart(draft), unkept]))
         tell(chat, stopped)
-    if pick.message is not None:
+        chat.show()  # its title
+    if pick.message is None:
+        chat.query_one(Prompt).focus()
+    else:
         jump(chat, pick.message if not held else recording.held(pick.message))
 
 
@@ -149,23 +159,31 @@ def title(chat: "ChatScreen", text: str) -> None:
     elif not text:
         chat.notify("Write the title after the command: /title Keys and values", markup=False)
     elif recording.retitle(text):
+        chat.show()
         chat.notify("The chat has another title.", markup=False, timeout=3)
 
 
 def regenerate(chat: "ChatScreen", _: str) -> None:
     """Make the last reply again."""
-    chat.perform(chat.session.regenerate())
+    _answer(chat, chat.session.regenerate())
 
 
 def again(chat: "ChatScreen", _: str) -> None:
     """Make the reply again that is pointed at."""
     node = chat.pointed()
-    chat.perform(chat.session.regenerate(None if node is None else node.key))
+    _answer(chat, chat.session.regenerate(None if node is None else node.key))
 
 
 def continue_(chat: "ChatScreen", _: str) -> None:
     """Go on with the reply that is pointed at, or else the last one."""
-    chat.perform(chat.session.continue_reply(chat.query_one(Transcript).chosen))
+    _answer(chat, chat.session.continue_reply(chat.query_one(Transcript).chosen))
+
+
+def _answer(chat: "ChatScreen", steps: list[Step]) -> None:
+    """Do ``steps``; where a reply begins by them, one goes on in the box, as after sending."""
+    chat.perform(steps)
+    if any(isinstance(step, TurnBegun) for step in steps):
+        chat.query_one(Prompt).focus()
 
 
 def edit(chat: "ChatScreen", _: str) -> None:

@@ -20,25 +20,34 @@ def delete_chat(chat: "ChatScreen", name: str) -> None:
     """Delete the stored conversation whose id is, or begins with, ``name``; without one, the open one, and begin another."""
     if (recording := chat.recording) is None:
         chat.notify(NOT_KEPT, severity="warning", markup=False)
-        return
+    elif (wanted := name or recording.chat) is None:
+        chat.notify("There is nothing to delete yet.", markup=False, timeout=3)
+    else:
+        _delete(chat, recording, wanted, back=_restores(chat))
+
+
+def delete_open(chat: "ChatScreen", held: str) -> bool:
+    """Delete the conversation ``held`` for the list of chats, if it is still the open one; return whether that was done."""
+    recording = chat.recording
+    if recording is None or recording.chat != held:
+        return False
+    return _delete(chat, recording, held, back=f"Ctrl+Z, or {_restores(chat)} once the list is closed,")
+
+
+def _delete(chat: "ChatScreen", recording: "Recording", wanted: str, *, back: str) -> bool:
+    """Delete what is ``wanted``, unless a reply is being written to it; say what came of that, and return whether it was done."""
     try:
-        _delete(chat, recording, name)
+        found = recording.store.chat(wanted)
+        if found.id == recording.chat and chat.session.replying:
+            stop = chat.session.keymap.key("stop")
+            said = Said(f"A reply is being written: wait, or stop it with {stop}, then delete.", refused=True)
+        else:
+            said = delete(recording, found, partial(begin_new, chat), title=_titled(found), back=back)
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
-
-
-def _delete(chat: "ChatScreen", recording: "Recording", name: str) -> None:
-    wanted = name or recording.chat
-    if wanted is None:
-        chat.notify("There is nothing to delete yet.", markup=False, timeout=3)
-        return
-    found, keymap = recording.store.chat(wanted), chat.session.keymap
-    if found.id == recording.chat and chat.session.replying:
-        stop = keymap.key("stop")
-        _tell(chat, Said(f"A reply is being written: wait, or stop it with {stop}, then delete.", refused=True))
-        return
-    begin = partial(begin_new, chat)
-    _tell(chat, delete(recording, found, begin, title=_titled(found), back=keymap.key("restore_chat")))
+        return False
+    _tell(chat, said)
+    return not said.refused
 
 
 def restore_chat(chat: "ChatScreen", name: str) -> None:
@@ -53,6 +62,10 @@ def restore_chat(chat: "ChatScreen", name: str) -> None:
         _tell(chat, restore(recording.store, found, lambda found: open_chat(chat, Pick(found)), title=_titled))
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
+
+
+def _restores(chat: "ChatScreen") -> str:
+    return chat.session.keymap.key("restore_chat")
 
 
 def _tell(chat: "ChatScreen", said: Said) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tokamac.app.backend.wire import Load
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.models import is_id, lasting
+from tokamac.app.tui.system_drafts import Written
 from tokamac.engine.options import Sampling
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def take_model(chat: "ChatScreen", model: str) -> None:
         chat.stock.choose_another()
         chat.stock.downloads.start(model, loads=True)
         shows = chat.session.keymap.key("choose_model")
-        text = f"{sanitise_line(model)} is downloaded, then loaded. {shows} shows how far it is."
+        text = f"Downloading {sanitise_line(model)}, to be loaded once it is here. {shows} shows how far it is."
         chat.notify(text, markup=False, timeout=6)
     else:
         load_model(chat, model)
@@ -79,23 +80,37 @@ def convert(chat: "ChatScreen", model: str) -> None:
 
 
 def system_prompt(chat: "ChatScreen", _: str) -> None:
-    """Edit the system prompt."""
-    from tokamac.app.tui.screens.system import SystemScreen, Written
+    """Edit the system prompt. What is written and not used stays with the chat as a draft."""
+    from tokamac.app.tui.screens.system import SystemScreen
 
-    memory = chat.memory
+    memory, drafts = chat.memory, chat.memory.system_drafts
+    earlier = drafts.of(_held(chat))
 
     def keep(prompts: Mapping[str, str]) -> None:
         chat.keep(replace(memory.settings, system_prompts=dict(prompts)))
 
+    def leave(draft: Written | None) -> None:
+        drafts.keep(_held(chat), draft)
+        if draft is not None and draft != earlier:
+            shows = chat.session.keymap.key("system_prompt")
+            text = f"Not used: what you wrote stays in this chat as a draft until you leave tokamac. {shows} shows it."
+            chat.notify(text, markup=False, timeout=6)
+
     def chosen(written: Written | None) -> None:
         if written is not None:
+            drafts.keep(_held(chat), None)
             _kept(chat, memory.choose_system(written.text, own=written.own))
             where = "in this chat" if written.own else "in every chat without its own"
             text = f"The system prompt holds {where}, from the next message on."
             chat.notify(text if written.text else f"No system prompt {where}.", markup=False, timeout=4)
 
     current = Written(chat.session.system, memory.own.system is not None)
-    chat.app.push_screen(SystemScreen(current, memory.library(), keep), chosen)
+    chat.app.push_screen(SystemScreen(current, memory.library(), keep, draft=earlier, leave=leave), chosen)
+
+
+def _held(chat: "ChatScreen") -> str | None:
+    """Return the id of the chat that is held; None of one that nothing keeps, or not yet."""
+    return None if chat.recording is None else chat.recording.chat
 
 
 def _kept(chat: "ChatScreen", problem: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tokamac.app.tui import slash
+from tokamac.app.tui import command_names, slash
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.editor import EditorError, edit_text, editor_command
 from tokamac.app.tui.steps import TurnBegun
@@ -23,7 +23,7 @@ def newline(chat: "ChatScreen", _: str) -> None:
 
 
 def stop(chat: "ChatScreen", _: str) -> None:
-    """Stop what is nearest: the offer of files, what runs; else let go of a selection, and of a message that is pointed at."""
+    """Stop what is nearest: what is offered, what runs; else let go of a selection, and of a message that is pointed at."""
     prompt = chat.query_one(Prompt)
     if prompt.offers.display:
         prompt.offers.withdraw()
@@ -67,7 +67,7 @@ def _obey(chat: "ChatScreen", command: slash.Command, text: str) -> None:
     word, action = command.word, command.action
     if action is None:
         lists = chat.session.keymap.key("help")
-        _refuse(chat, text, f"There is no command {word}. {lists} lists them; a space before it sends it as it is.")
+        _refuse(chat, text, f"{command_names.unknown(word)} {lists} lists them; a space before it sends it as it is.")
     elif command.argument and not action.argument:
         _refuse(chat, text, f"{word} stands alone: a space before it sends all of this as it is.")
     else:

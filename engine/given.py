@@ -1,0 +1,113 @@
+"""What callers give, checked and made plain on their own thread. No MLX here; an array of another library is read item by item."""
+
+import operator
+from collections.abc import Iterable
+
+from tokamac.engine.errors import OptionError
+from tokamac.engine.events import Message
+from tokamac.engine.options import Sampling
+
+
+def given_prompt(prompt: object) -> list[Message] | list[int]:
+    """Return a prompt as Messages alone or as token ids alone. Raises OptionError for anything else."""
+    items = _items(prompt, "a prompt")
+    if not items:
+        raise OptionError("the prompt holds no token and no message", "Give token ids, or Messages.")
+    if isinstance(items[0], Message | dict):
+        return given_messages(items)
+    return _ids(items)
+
+
+def given_messages(messages: object) -> list[Message]:
+    """Return a conversation as a list. Raises OptionError for what is no sequence of Messages."""
+    items = _items(messages, "a conversation")
+    for item in items:
+        if isinstance(item, dict):
+            raise OptionError("a message is given as a dict", "Use Message(role, content).")
+        if not isinstance(item, Message):
+            raise OptionError(f"a {_kind(item)} stands among Messages", "Give Messages alone, or token ids alone.")
+    return [item for item in items if isinstance(item, Message)]
+
+
+def given_ids(tokens: object, what: str) -> list[int]:
+    """Return one token id or more as plain ints; ``what`` needs them. Raises OptionError for what are none."""
+    items = _items(tokens, "a sequence of token ids")
+    if not items:
+        raise OptionError(f"{what} needs a text, and there is no token", "Give at least one token id.")
+    if isinstance(items[0], Message | dict):
+        raise OptionError(
+            "messages are no token ids", "Use engine.tokenizer.encode(engine.tokenizer.render(messages))."
+        )
+    return _ids(items)
+
+
+def given_count(value: object, what: str, *, least: int) -> int:
+    """Return a number of tokens as an int. Raises OptionError for what is none, or below ``least``."""
+    try:
+        count = _index(value)
+    except TypeError:
+        raise OptionError(f"{what} of {value!r:.60} tokens is no whole number", "Give an int.") from None
+    if count < least:
+        raise OptionError(f"{what} of {count} tokens is too small", f"Use {least} or more.")
+    return count
+
+
+def given_text(text: object, what: str) -> str:
+    """Return a text. Raises OptionError for anything else."""
+    if not isinstance(text, str):
+        raise OptionError(f"{what} is a {_kind(text)}, not a text", "Give a str.")
+    return text
+
+
+def given_words(text: object) -> str:
+    """Return a message's text. Raises OptionError for what is none, and for one that is blank."""
+    words = given_text(text, "the message")
+    if not words.strip():
+        raise OptionError("the message is empty", "Write something first.")
+    return words
+
+
+def given_sampling(sampling: object) -> Sampling:
+    """Return how to sample; None is the default. Raises OptionError for anything but a Sampling."""
+    if sampling is None:
+        return Sampling()
+    if not isinstance(sampling, Sampling):
+        raise OptionError(f"sampling is a {_kind(sampling)}", "Use Sampling(temperature=0), for example.")
+    return sampling
+
+
+def _items(given: object, what: str) -> list[object]:
+    if isinstance(given, str | bytes):
+        raise OptionError(
+            f"a text is not {what}",
+            'Use engine.chat().send(text), [Message("user", text)] or engine.tokenizer.encode(text).',
+        )
+    if isinstance(given, dict | Message) or not isinstance(given, Iterable):
+        raise OptionError(f"a {_kind(given)} is not {what}", "Give a list of token ids, or of Messages.")
+    try:
+        return list(given)
+    except TypeError:  # an array of no dimension says that it can be iterated
+        raise OptionError(f"a single number is not {what}", "Give a list of token ids.") from None
+
+
+def _ids(items: list[object]) -> list[int]:
+    ids = []
+    for item in items:
+        try:
+            ids.append(_index(item))
+        except TypeError:
+            raise OptionError(
+                f"{item!r:.60} is no token id", "A prompt is token ids alone, or Messages alone."
+            ) from None
+    return ids
+
+
+def _index(value: object) -> int:
+    """Return an integer of any library as an int; raise TypeError for anything else. Python's truth values count as none."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number here")
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

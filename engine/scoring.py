@@ -1,0 +1,49 @@
+"""Log-probabilities of a text, row by row, through the engine's own prefill and caches. Runs on the engine's thread."""
+
+import mlx.core as mx
+
+from tokamac.engine.errors import ContextError, MemoryLimitError
+from tokamac.engine.kv_trial import log_probabilities
+from tokamac.engine.limits import memory
+from tokamac.engine.limits.ladder import gb
+from tokamac.engine.limits.peak import predict_peak
+from tokamac.engine.prompt_cache.seam import Store
+from tokamac.engine.runtime import Runtime
+
+LOGPROBS_CHUNK = 2048
+"""Tokens scored at once, where the caller does not say."""
+
+FLOAT32 = 4
+
+
+def score(runtime: Runtime, ids: list[int], chunk: int, *, keep: int | None) -> mx.array:
+    """ids (n,) → (n, V) float32 log-probabilities of what follows each, ``chunk`` ids at a time. Evaluated."""
+    caches = runtime.new_caches(keep)
+    rows = [log_probabilities(runtime.model, caches, ids[begin : begin + chunk]) for begin in range(0, len(ids), chunk)]
+    result = mx.concatenate(rows, axis=0)
+    mx.eval(result)
+    return result
+
+
+def check_scored(runtime: Runtime, store: Store, tokens: int, chunk: int, vocabulary: int) -> None:
+    """Raise ContextError where so many tokens do not fit the context, MemoryLimitError where their rows can't fit the memory."""
+    capacity = runtime.capacity
+    if capacity is not None and not runtime.kv.rolls and tokens > capacity:
+        what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
+        raise ContextError(f"{tokens:,} tokens are to be scored, but {what} {capacity:,}", "Score fewer at a time.")
+    budget = memory.array_budget()
+    rows = FLOAT32 * vocabulary * _rows_at_once(tokens, chunk)
+    least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + rows
+    if budget is not None and least > budget:
+        raise MemoryLimitError(
+            f"the log-probabilities of {tokens:,} tokens need {gb(least)} of memory ({gb(rows)} of it for the rows of "
+            f"{vocabulary:,} numbers), and {gb(budget)} may be used",
+            "Score fewer tokens at a time.",
+        )
+
+
+def _rows_at_once(tokens: int, chunk: int) -> int:
+    """Return the rows held at the highest moment, at least: while a chunk is computed its logits are beside its rows and those
+    before; at the end all are joined."""
+    joined = tokens if tokens <= chunk else 2 * tokens
+    return max(joined, tokens + min(chunk, tokens))

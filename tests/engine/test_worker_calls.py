@@ -1,0 +1,106 @@
+"""The engine's thread alone: calls that go first, waits that end, and its end when nobody refers to the engine."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.deadline import DEADLINE_S, until, within
+from tokamac.engine import Engine, Event, Finished, PrefillProgress, Sampling
+from tokamac.engine.worker import LOOK_AHEAD, Stream, Worker, _Job
+
+GREEDY = Sampling(temperature=0, max_tokens=8)
+
+
+def finish(events: Iterator[Event]) -> Finished:
+    *_, last = events
+    assert isinstance(last, Finished)
+    return last
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_not_run() -> None:
+    worker, hold, ran = Worker("test", at_end=lambda: None), threading.Event(), threading.Event()
+    worker.submit(hold.wait)
+    future = worker._put(_Job(ran.set, is_call=True))  # as ``call`` does, which an interruption ends
+    assert future.cancel()
+    hold.set()
+    within(worker.close)
+    assert not ran.is_set()
+
+
+def test_jobs_answered_early_are_not_run_again_and_keep_their_order() -> None:
+    worker, order = Worker("test", at_end=lambda: None), list[str]()
+    started, go = threading.Event(), threading.Event()
+
+    def long() -> bool:
+        started.set()
+        assert go.wait(DEADLINE_S)
+        return worker.answer()
+
+    reply = worker.submit(long)
+    started.wait(DEADLINE_S)
+    callers = []
+    for name in ("a", "b"):
+        callers.append(threading.Thread(target=worker.call, args=(lambda name=name: order.append(name),), daemon=True))
+        callers[-1].start()
+        until(lambda: len(worker._waiting) == len(callers))
+    later = worker.submit(lambda: order.append("later"))
+    go.set()
+    assert reply.result(DEADLINE_S)  # another job, that is no call, waits
+    later.result(DEADLINE_S)
+    within(worker.close)
+    assert order == ["a", "b", "later"]
+
+
+def test_a_stream_is_asked_again_when_it_is_nudged() -> None:
+    asked: list[float] = []
+    stream = Stream(meanwhile=lambda: asked.append(time.monotonic()) is not None)
+    for done in range(LOOK_AHEAD):
+        stream.put(PrefillProgress(done, LOOK_AHEAD, 0))
+    writer = threading.Thread(target=stream.put, args=(PrefillProgress(1, 1, 0),), daemon=True)
+    writer.start()
+    until(lambda: bool(asked))
+    assert writer.is_alive()
+    stream.cancel()
+    writer.join(DEADLINE_S)
+    assert not writer.is_alive()
+
+
+def test_an_engine_that_nobody_refers_to_closes_itself(tiny: Path) -> None:
+    engine = Engine.load(tiny, prompt_cache=None)
+    finish(engine.chat().send("hello", GREEDY))
+    gone, thread = weakref.ref(engine), engine._worker._thread
+    model = weakref.ref(engine._core.runtime.model)
+    del engine
+    gc.collect()
+    assert gone() is None
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    gc.collect()
+    assert model() is None
+
+
+def test_a_reply_keeps_its_engine(tiny: Path) -> None:
+    events = Engine.load(tiny, prompt_cache=None).generate([5, 6, 7], GREEDY)
+    gc.collect()
+    assert within(lambda: finish(events)).metrics.generated_tokens == 8
+
+
+@pytest.mark.parametrize("ending", ["del engine", "del events, engine", "pass"])
+def test_a_process_ends_cleanly_whatever_it_still_held(tiny: Path, ending: str) -> None:
+    code = f"""
+from tokamac.engine import Engine, KVSpec
+engine = Engine.load({str(tiny)!r}, kv=KVSpec(window=64, keep=4), prompt_cache=None)
+events = engine.generate([5, 6, 7])
+next(events)
+{ending}
+print("over")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "over", "")
