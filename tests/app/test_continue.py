@@ -198,7 +198,7 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
         assert c.session.turns[-1].reply is not None
         assert c.session.turns[-1].reply.text == whole
         assert "Decode reads" in c.shown(c.replies[-1])
-        await c.pilot.press("[")
+        await c.pilot.press("tab", "[")  # the box has had the keys since
         await c.until(lambda: c.session.turns[-1].reply_place == (1, 2))
         await c.send("/continue")
         await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].reply_place == (3, 3))

@@ -287,6 +287,7 @@ def test_closing_amid_measuring_gives_the_memory_back(folder: Path, monkeypatch:
 
     monkeypatch.setattr(parts.Multiplying, "seconds", noted)
     engine = Engine.load(folder, prompt_cache=None)
+    engine.memory()  # a request after which the thread is idle
     if engine.limits(10).expected_tps is None:
         assert started.wait(60)
     engine.close()
