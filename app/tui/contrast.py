@@ -31,17 +31,15 @@ def readable(colour: Color, grounds: Iterable[Color]) -> Color:
     return next((step for step in steps if _worst(step, behind) >= LEAST), target)
 
 
-def muted_share(grounds: Iterable[Color], floor: int) -> int:
-    """Return how many per cent of black or white, whichever Textual takes there, give ``LEAST`` on each of ``grounds``.
+def muted(foreground: Color, grounds: Iterable[Color], floor: int) -> Color:
+    """Return the first of ``grounds`` with as little of ``foreground`` over it as gives it ``LEAST`` on each of them.
 
-    floor: the result is no less, even where less would do.
+    floor: the per cent of the foreground that there are at least, even where less would do. A colour of its own, with nothing
+    shining through: text on a screen that has its rows drawn ahead can't tell what will be behind it.
     """
     behind = tuple(grounds)
-    return next((share for share in range(floor, 100) if _muted(behind, share) >= LEAST), 100)
-
-
-def _muted(grounds: tuple[Color, ...], percent: int) -> float:
-    return min(contrast(ground + ground.get_contrast_text(percent / 100), ground) for ground in grounds)
+    steps = (behind[0].blend(foreground, percent / 100) for percent in range(floor, 101))
+    return next((step for step in steps if _worst(step, behind) >= LEAST), readable(foreground, behind))
 
 
 def _worst(colour: Color, grounds: tuple[Color, ...]) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from textual.color import Color
 from textual.theme import Theme
 
-from tokamac.app.tui.contrast import muted_share, readable
+from tokamac.app.tui.contrast import LEAST, contrast, muted, readable
 
 _DARK = {
     "prose-code": "#8bd5ca",
@@ -105,7 +105,9 @@ LIGHT = Theme(
 FAINT = "$text-muted"
 """The style of what is said beside the rest."""
 LEAST_MUTED = 55
-"""Per cent of black or white in muted text. Where less would be enough to read it, it would still look like a mistake."""
+"""Per cent of the foreground in muted text. Where less would be enough to read it, it would still look like a mistake."""
+POINTED = 0.25
+"""Share of the primary colour in the ground of a row that is pointed at, as the style sheets of lists have it."""
 ACCENTS = ("primary", "secondary", "accent", "warning", "error", "success")
 PROSE = {"prose-code": "secondary", "prose-marker": "primary", "prose-heading": "primary"}
 """The colours of prose, and what a theme that is not ours has for them."""
@@ -127,6 +129,10 @@ def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
         panel, foreground = Color.parse(colours["panel"]), Color.parse(colours["foreground"])
         focused = panel.tint(foreground.with_alpha(0.05))  # as Textual tints the box that one writes in
         boxes = (*grounds, panel, focused)
-        found["text-muted"] = f"auto {muted_share(grounds, LEAST_MUTED)}%"
-        found["text-disabled"] = f"auto {muted_share(boxes, LEAST_MUTED)}%"  # what an empty box to write in says
+        pointed = grounds[1].blend(Color.parse(colours["primary"]), POINTED)
+        rows = (
+            (*grounds, pointed) if contrast(foreground, pointed) >= LEAST else grounds
+        )  # else nothing is readable there
+        found["text-muted"] = muted(foreground, rows, LEAST_MUTED).hex
+        found["text-disabled"] = muted(foreground, boxes, LEAST_MUTED).hex  # what an empty box to write in says
     return {name: value for name, value in found.items() if name not in theme.variables}
