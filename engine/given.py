@@ -1,11 +1,11 @@
 """What callers give, checked and made plain on their own thread. No MLX here; an array of another library is read item by item."""
 
-import operator
 from collections.abc import Iterable
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Message
 from tokamac.engine.options import Sampling
+from tokamac.engine.values import index
 
 
 def given_prompt(prompt: object) -> list[Message] | list[int]:
@@ -44,7 +44,7 @@ def given_ids(tokens: object, what: str) -> list[int]:
 def given_count(value: object, what: str, *, least: int) -> int:
     """Return a number of tokens as an int. Raises OptionError for what is none, or below ``least``."""
     try:
-        count = _index(value)
+        count = index(value)
     except TypeError:
         raise OptionError(f"{what} of {value!r:.60} tokens is no whole number", "Give an int.") from None
     if count < least:
@@ -94,19 +94,12 @@ def _ids(items: list[object]) -> list[int]:
     ids = []
     for item in items:
         try:
-            ids.append(_index(item))
+            ids.append(index(item))
         except TypeError:
             raise OptionError(
                 f"{item!r:.60} is no token id", "A prompt is token ids alone, or Messages alone."
             ) from None
     return ids
-
-
-def _index(value: object) -> int:
-    """Return an integer of any library as an int; raise TypeError for anything else. Python's truth values count as none."""
-    if isinstance(value, bool):
-        raise TypeError("a bool is no number here")
-    return operator.index(value)  # type: ignore[arg-type]
 
 
 def _kind(value: object) -> str:

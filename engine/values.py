@@ -10,11 +10,16 @@ from tokamac.engine.errors import OptionError
 def whole(value: Any, what: str) -> int:
     """Return an integer of any library as an int. Raises OptionError for anything else; a bool counts as none."""
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        return index(value)
     except TypeError:
-        pass
-    raise OptionError(f"{what} {value!r:.60} is not an integer", "Use a whole number.")
+        raise OptionError(f"{what} {value!r:.60} is not an integer", "Use a whole number.") from None
+
+
+def index(value: Any) -> int:
+    """Return an integer of any library as an int; raise TypeError for anything else. Python's truth values count as none."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number here")
+    return operator.index(value)
 
 
 def real(value: Any, what: str) -> float:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from tokamac.app.tui.actions import ACTIONS, Action
+from tokamac.engine.spelling import nearest
 
 ALSO_CALLED = {
     "abort": "stop",
@@ -79,8 +79,8 @@ def unknown(word: str, actions: Sequence[Action] = ACTIONS) -> str:
 def _nearest(word: str, actions: Sequence[Action]) -> str:
     """Return the command whose name, or whose other name, is nearest; "" where none is near."""
     names = {name: action.slash for action in _called(actions) for name in (*_others(action), action.slash)}
-    found = get_close_matches(word.lower(), names, 1, ALIKE)
-    return names[found[0]] if found else ""
+    found = nearest(word, names, ALIKE)
+    return names[found] if found is not None else ""
 
 
 def _called(actions: Sequence[Action]) -> Iterator[Action]:
