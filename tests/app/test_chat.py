@@ -407,7 +407,7 @@ async def test_the_real_engine_and_the_embedded_model(chat: Start) -> None:
 
 
 async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) -> None:
-    model = make_tiny(tmp_path / "tiny")
+    model = make_tiny(tmp_path / "tiny", context=100_000)  # it is stopped long before it could come to that
     async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=40)) as c:
         await c.ask("hi")
         first = c.session.turns[0].reply

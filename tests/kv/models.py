@@ -1,6 +1,7 @@
 """Tiny seeded models, and the plain reference that caches are measured against: full attention, masked by position."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -95,11 +96,62 @@ def seen(count: int, window: int | None, keep: int) -> mx.array:
     return mx.array(rule)
 
 
-def reference_logits(model: Any, ids: mx.array, make: Callable[[int], Reference]) -> mx.array:
-    """Return logits (T, V) of the whole prompt at once, with one Reference per layer."""
-    logits = model(ids, cache=[make(index) for index in range(len(model.layers))])[0]
+def reference_logits(
+    model: Any, ids: mx.array, make: Callable[[int], Reference], taken: Sequence["Taken"] = ()
+) -> mx.array:
+    """Return logits (T, V) of the whole prompt at once, with one Reference per layer, each following what was ``taken``."""
+    references = [make(index) for index in range(len(model.layers))]
+    for each, its in zip(references, taken, strict=bool(taken)):
+        follow(each, its)
+    logits = model(ids, cache=references)[0]
     mx.eval(logits)
     return logits
+
+
+@dataclass
+class Taken:
+    """The keys and the values (B, H, n, D) that a cache was given, call by call."""
+
+    keys: list[mx.array] = field(default_factory=list)
+    values: list[mx.array] = field(default_factory=list)
+
+    def trim(self, n: int) -> None:
+        """Forget those of the last n tokens, which the cache took back."""
+        for parts in (self.keys, self.values):
+            parts[:] = [mx.concatenate(parts, axis=2)[:, :, :-n]]
+
+
+def overhear(cache: Any) -> Taken:
+    """Write down what a cache is given from now on."""
+    taken, take_in = Taken(), cache.update_and_fetch
+
+    def update_and_fetch(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        taken.keys.append(keys)
+        taken.values.append(values)
+        both: tuple[mx.array, mx.array] = take_in(keys, values)
+        return both
+
+    cache.update_and_fetch = update_and_fetch
+    return taken
+
+
+def follow(cache: Any, taken: Taken) -> None:
+    """Have a cache encode what another was given, which must be what this one is given but for rounding.
+
+    A sum that is cut otherwise differs in its last bit; a value on the edge of two levels then falls on the other, and what
+    follows differs by a whole level. Fed alike, both encode alike, and nothing but rounding is left between their logits.
+    """
+    keys, values = mx.concatenate(taken.keys, axis=2), mx.concatenate(taken.values, axis=2)
+    take_in = cache.update_and_fetch
+
+    def update_and_fetch(*own: mx.array) -> tuple[mx.array, mx.array]:
+        start, count = cache.offset, own[0].shape[2]
+        same = [whole[:, :, start : start + count] for whole in (keys, values)]
+        assert max(largest_difference(a, b) for a, b in zip(same, own, strict=True)) < 1e-4
+        both: tuple[mx.array, mx.array] = take_in(*same)
+        return both
+
+    cache.update_and_fetch = update_and_fetch
 
 
 def codec(bits: int, group: int = 32, *, rotated_dim: int | None = None) -> Codec:
