@@ -3,7 +3,7 @@
 Of what is unknown nothing is said, and nothing is promised that was not predicted.
 """
 
-from tokamac.app.tui.units import count, rate, seconds
+from tokamac.app.tui.units import count, percent, rate, seconds
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, Waits
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.limits.remedies import Remedy, RemedyName
@@ -84,11 +84,6 @@ def reached_text(part: Part) -> str:
     allowed = "" if part.of_ceiling is None else f"{percent(part.of_ceiling)} of what this machine allows"
     expected = "" if part.of_expected is None else f"{_only(part)}{percent(part.of_expected)} of what is expected"
     return " and ".join(each for each in (allowed, expected) if each)
-
-
-def percent(share: float) -> str:
-    """Return a share in whole per cent; what is less than one of them, but not nothing, is not written as nothing."""
-    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
 
 
 def _only(part: Part) -> str:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokamac.engine import hub
+from tokamac.engine.context_length import context_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
-from tokamac.engine.corrections import context_limit
 from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
 from tokamac.engine.errors import OptionError
@@ -16,7 +15,7 @@ from tokamac.engine.events import LoadProgress
 from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
-from tokamac.engine.limits.cost import cost_of_model
+from tokamac.engine.limits.cost import cost_of_model, text_config
 from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.kept import machine_key
@@ -52,12 +51,12 @@ def load(
     loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
-    kv = rolling(kv, _context_length(loaded.config))
+    kv = rolling(kv, context_length(loaded.config))
     plan = plan_caches(loaded.module, loaded.config, kv)
     cost = cost_of_model(loaded.module, loaded.config)
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
     shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
-    capacity, chunk = kv.capacity(_context_length(loaded.config)), PREFILL_CHUNK[device]
+    capacity, chunk = kv.capacity(context_length(loaded.config)), PREFILL_CHUNK[device]
     notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk))
     spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
     work = work_of(loaded.module, loaded.config, cost, plan)
@@ -104,7 +103,7 @@ def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:
 def _spec(  # noqa: PLR0917
     name: str, device: DeviceKind, loaded: LoadedModel, tokenizer: Tokenizer, kv: KVSpec, notes: tuple[str, ...]
 ) -> ModelSpec:
-    context_length = _context_length(loaded.config)
+    longest = context_length(loaded.config)
     return ModelSpec(
         name=name,
         path=loaded.folder,
@@ -114,21 +113,11 @@ def _spec(  # noqa: PLR0917
         parameters=loaded.stored.parameters,
         weight_bytes=loaded.stored.weight_bytes,
         bits_per_weight=loaded.stored.bits_per_weight,
-        context_length=context_length,
-        capacity=kv.capacity(context_length),
+        context_length=longest,
+        capacity=kv.capacity(longest),
         rolls=kv.rolls,
-        vocabulary_size=_text(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
+        vocabulary_size=text_config(loaded.config).get("vocab_size") or tokenizer.vocabulary_size,
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),
         notes=notes,
     )
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config") or config
-
-
-def _context_length(config: dict[str, Any]) -> int | None:
-    text = _text(config)
-    known = [length for length in (text.get("max_position_embeddings"), context_limit(text)) if length is not None]
-    return min(known, default=None)

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokamac.engine.context_length import context_length
 from tokamac.engine.errors import ModelError
 from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.cost import text_config
 from tokamac.engine.tokens import load_tokenizer
 from tokamac.quant import calibration
 from tokamac.quant.choices import Choices, choose
@@ -87,8 +87,7 @@ def sequences(source: Source, options: Options, count: int = SEQUENCES) -> list[
     """Return token sequences of the calibration text, all equally long. Raises OptionError, and ModelError without a tokenizer."""
     text = calibration.text(options.calibration if isinstance(options.calibration, Path) else None)
     tokenizer = load_tokenizer(source.folder, source.config, source.folder.name)
-    longest = text_config(source.config).get("max_position_embeddings")
-    length = min(calibration.LENGTH, longest) if isinstance(longest, int) else calibration.LENGTH
+    length = min(calibration.LENGTH, context_length(source.config) or calibration.LENGTH)
     return calibration.sequences(tokenizer, text, count, length)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.listing import part
 from tokamac.app.tui.units import count
 
 if TYPE_CHECKING:
@@ -33,17 +34,10 @@ def text(chats: "Sequence[Chat]", hits: "Sequence[Hit]") -> str:
         return "nothing was found"
     rows = [["id", "when", "where", "text"]]
     rows += [[chat.id, _day(chat.updated_at), "title", sanitise_line(chat.title)] for chat in chats]
-    rows += [[hit.chat, _day(hit.created_at), hit.role, _part(hit)] for hit in hits]
+    rows += [[hit.chat, _day(hit.created_at), hit.role, part(hit)] for hit in hits]
     number = len(rows) - 1
     return f"{table(rows)}\n\n{count(number)} place{'' if number == 1 else 's'}; tokamac chats show ID prints a chat"
 
 
 def _day(seconds: float) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(seconds))
-
-
-def _part(hit: "Hit") -> str:
-    """Return the part of a message that holds the words, on one line, with … where it is cut."""
-    before = "…" if hit.start else ""
-    after = "…" if hit.start + len(hit.snippet) < hit.length else ""
-    return f"{before}{sanitise_line(' '.join(hit.snippet.split()))}{after}"

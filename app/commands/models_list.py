@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.output import Progress, json_line, table
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import UNKNOWN, rate, size
+from tokamac.app.tui.units import UNKNOWN, count, rate, size
 
 if TYPE_CHECKING:
     from tokamac.engine.hub import ModelOnDisk
@@ -29,6 +29,9 @@ def list_(*, json: bool) -> int:
                 [["model", "size", "bits", "", "expected", "last used"], *(_row(*each) for each in weighed)],
                 right=(1, 2, 4),
             )
+        )
+        print(
+            f"\nFit and expected speed are for {count(CONTEXT)} tokens held, or all that a model's own context holds."
         )
     else:
         print("no models on disk; get one with: tokamac models pull ID")

@@ -97,12 +97,13 @@ def report(names: Sequence[str], text: str, found: "Comparison") -> str:
 def _ids(names: Sequence[str], folders: Sequence[Path], text: str, tokens: int, *, from_start: bool) -> list[int]:
     """Return the tokens to compare on: of our text, those that no calibration reads. Raises OptionError, ModelError."""
     from tokamac.engine.config import read_config
+    from tokamac.engine.context_length import context_length
     from tokamac.engine.tokens import load_tokenizer
     from tokamac.quant.calibration import first_ids, verification_ids
 
     configs = [read_config(folder) for folder in folders]
     tokenizers = [load_tokenizer(*each) for each in zip(folders, configs, names, strict=True)]
-    length = _within(tokens, [_context_length(config) for config in configs])
+    length = _within(tokens, [context_length(config) for config in configs])
     take = first_ids if from_start else verification_ids
     first, second = (take(tokenizer, text, length) for tokenizer in tokenizers)
     if first != second or not _same_words(*tokenizers):
@@ -115,13 +116,6 @@ def _ids(names: Sequence[str], folders: Sequence[Path], text: str, tokens: int, 
 
 def _same_words(one: "Tokenizer", other: "Tokenizer") -> bool:
     return one.vocabulary_size == other.vocabulary_size
-
-
-def _context_length(config: dict[str, object]) -> int | None:
-    from tokamac.engine.limits.cost import text_config
-
-    longest = text_config(config).get("max_position_embeddings")
-    return longest if isinstance(longest, int) else None
 
 
 def _within(tokens: int, contexts: Sequence[int | None]) -> int:

@@ -7,10 +7,10 @@ from tokamac.app.plain.interrupts import unbroken
 from tokamac.app.plain.repl import Repl
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Chat, Hit
+from tokamac.app.store.values import Chat
 from tokamac.app.tui import deleting
 from tokamac.app.tui.digits import whole_number
-from tokamac.app.tui.listing import ago, excerpt, flat
+from tokamac.app.tui.listing import ago, excerpt, part
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.recording import LEFT, Recording
 
@@ -44,17 +44,12 @@ def listed(repl: Repl, words: str) -> None:
     repl.listed = tuple(chat.id for chat in chats)
     if words:
         hits = store.search(words, MOST_LISTED)
-        lines += [f"{hit.title}, {hit.role}: {_around(hit)} ({hit.chat})" for hit in hits]
+        lines += [f"{hit.title}, {hit.role}: {part(hit)} ({hit.chat})" for hit in hits]
         repl.listed += tuple(hit.chat for hit in hits)
     numbered = [f"{number}. {line}" for number, line in enumerate(lines, 1)]
     repl.console.say("\n".join(numbered) if numbered else "No chat is kept yet." if not words else "Nothing was found.")
     if numbered:
         repl.console.aside("/open and a number, or an id, opens one.")
-
-
-def _around(hit: Hit) -> str:
-    cut = hit.start > 0, hit.start + len(hit.snippet) < hit.length
-    return f"{'…' if cut[0] else ''}{flat(hit.snippet).strip()}{'…' if cut[1] else ''}"
 
 
 def opened(repl: Repl, name: str) -> None:

@@ -10,7 +10,7 @@ from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.charts import bar
-from tokamac.app.verdict import HOW, percent, remedy_text, sentence
+from tokamac.app.verdict import HOW, remedy_text, sentence
 from tokamac.app.verdict_full import numbers, part_text, value_text, words
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
@@ -69,7 +69,7 @@ def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
     legend = []
     for part in diagnosis.parts:
         share = rates.share(part.seconds, whole)
-        told = "" if share is None else f" {percent(share)}"
+        told = "" if share is None else f" {units.percent(share)}"
         legend.append(Content.styled("■ ", COLOURS[part.name]) + f"{part.name} {units.seconds(part.seconds)}{told}")
     yield from _wrapped(Content("   ").join(legend), width)
 

@@ -119,9 +119,9 @@ def _limits(session: Session) -> Iterator[GaugeRow]:
     of_ceiling = measures.share_of_ceiling(m) if m is not None else None
     of_expected = measures.share_of_expected(m) if m is not None else None
     yield _title("CEILING")
-    yield _row("ceiling", f"ceiling{_allowed(ceiling)}", none if of_ceiling is None else f"{of_ceiling:.0%}")
+    yield _row("ceiling", f"ceiling{_allowed(ceiling)}", none if of_ceiling is None else units.percent(of_ceiling))
     yield GaugeRow(bar(of_ceiling, WIDTH, "$success"), "ceiling")
-    yield _row("expected", f"expected{_allowed(expected)}", none if of_expected is None else f"{of_expected:.0%}")
+    yield _row("expected", f"expected{_allowed(expected)}", none if of_expected is None else units.percent(of_expected))
     yield GaugeRow(bar(of_expected, WIDTH, "$secondary"), "expected")
     yield _row("achieved", "achieved", none if achieved is None else units.bandwidth(achieved))
 

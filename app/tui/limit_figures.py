@@ -13,7 +13,7 @@ def ceiling(session: Session) -> Explained:
     ceiling = session.ceiling_tps if m is None else m.ceiling_tps
     return Explained(
         "share of the ceiling",
-        units.UNKNOWN if reached is None else f"{reached:.0%}",
+        units.percent(reached),
         "decode rate ÷ (bandwidth ÷ bytes a step)",
         (
             Input("decode rate", units.rate(None if m is None else m.decode_tps), MEASURED),
@@ -33,7 +33,7 @@ def expected(session: Session) -> Explained:
     how = next((term.source for term in terms(session, "expected")), "what good kernels reach")
     return Explained(
         "share of the expected",
-        units.UNKNOWN if share is None else f"{share:.0%}",
+        units.percent(share),
         "decode rate ÷ expected rate",
         (
             Input("decode rate", units.rate(None if m is None else m.decode_tps), MEASURED),

@@ -67,6 +67,13 @@ def excerpt(text: str) -> str:
     return line if len(line) <= EXCERPT else line[: EXCERPT - 1] + "…"
 
 
+def part(hit: Hit) -> str:
+    """Return the part of a message that holds what was searched, on one line, with … where it is cut."""
+    before = "…" if hit.start else ""
+    after = "…" if hit.start + len(hit.snippet) < hit.length else ""
+    return f"{before}{sanitise_line(' '.join(hit.snippet.split()))}{after}"
+
+
 def flat(text: str) -> str:
     """Return a part of a text made safe, its line breaks as spaces, its ends as they are."""
     return sanitise(text).replace("\n", " ")

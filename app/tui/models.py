@@ -78,7 +78,8 @@ def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:
     from tokamac.assets import asset_path
 
     embedded = asset_path("guide", "model")
-    yield OnDisk(GUIDE, "embedded", embedded, _bytes(embedded.glob("*")))
+    own = sum(path.stat().st_size for path in embedded.glob("*"))  # of links too: an editable install is made of them
+    yield OnDisk(GUIDE, "embedded", embedded, own)
     for name in folders:
         path = Path(name).expanduser()
         if path.is_dir():

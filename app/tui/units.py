@@ -43,6 +43,13 @@ def tflops(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3g} TFLOP/s"
 
 
+def percent(share: float | None) -> str:
+    """Return a share in whole per cent; what is less than one of them, but not nothing, is not written as nothing."""
+    if share is None:
+        return UNKNOWN
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
 def milliseconds(value: float | None) -> str:
     """Return milliseconds."""
     return UNKNOWN if value is None else f"{_figures(value)} ms"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tokamac.engine.corrections import context_limit
+from tokamac.engine.context_length import context_length
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.attention import install_seam
 from tokamac.engine.kv.cache import Cache
@@ -260,12 +260,6 @@ def _idle(spec: KVSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of the spec has no effect with this model."""
     if spec.window is None and not spec.rolls and spec.keep != DEFAULT.keep:
         yield f"keep {spec.keep} has no effect: without a window nothing rolls out"
-    held = spec.capacity(_context_length(config))
+    held = spec.capacity(context_length(config))
     if spec.window is not None and held is not None and held < spec.window:
         yield f"the context holds {held:,} tokens, not {spec.window:,}: only a window that rolls may be longer than the model's own"
-
-
-def _context_length(config: Mapping[str, Any]) -> int | None:
-    text = dict(config.get("text_config") or config)
-    known = [length for length in (text.get("max_position_embeddings"), context_limit(text)) if isinstance(length, int)]
-    return min(known, default=None)

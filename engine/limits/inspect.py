@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.context_length import context_length
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.limits import memory
@@ -19,7 +20,7 @@ from tokamac.engine.limits.part_names import PartName
 from tokamac.engine.limits.places import Place, here
 from tokamac.engine.limits.prediction import Prediction
 from tokamac.engine.limits.subject import Known, Subject, subject_of_folder
-from tokamac.engine.limits.weighing import context_length, form_on, weigh
+from tokamac.engine.limits.weighing import form_on, weigh
 from tokamac.engine.options import KVSpec
 
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from tokamac.engine.context_length import context_length
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.limits.outcomes import Case, Outcome, outcome_of
 from tokamac.engine.limits.places import Place
 from tokamac.engine.limits.subject import subject_of
 from tokamac.engine.limits.suggest import Verdict, reason_of, verdict_of
-from tokamac.engine.limits.weighing import Weighed, context_length, weigh
+from tokamac.engine.limits.weighing import Weighed, weigh
 
 
 @dataclass(frozen=True, slots=True)

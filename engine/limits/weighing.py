@@ -10,7 +10,7 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.config_cost import Packing, cost_of_hollow
-from tokamac.engine.limits.cost import Cost, Form, cost_of_folder, first_of, text_config
+from tokamac.engine.limits.cost import Cost, Form, cost_of_folder
 from tokamac.engine.limits.kv_cost import names_unknown_layers, value_bytes_of
 from tokamac.engine.limits.work import module_of
 from tokamac.engine.options import KVSpec
@@ -143,16 +143,6 @@ def form_here(stored: Cost) -> Form:
     from tokamac.engine.device import device_kind
 
     return form_on(stored, device_kind(), memory.machine_total())
-
-
-def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens that a model of this normalised config was made for; None where it does not say."""
-    from tokamac.engine.corrections import context_limit
-
-    text = text_config(config)
-    named = first_of(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    known = [length for length in (named, context_limit(text)) if isinstance(length, int)]
-    return min(known, default=None)
 
 
 def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | None) -> Cost:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from tokamac.engine.context_length import context_length
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import Form
 from tokamac.engine.limits.outcomes import (
@@ -29,7 +30,7 @@ from tokamac.engine.limits.outcomes import (
 )
 from tokamac.engine.limits.places import Place, elsewhere, everywhere, here
 from tokamac.engine.limits.suggest import Suggestion, suggestions
-from tokamac.engine.limits.weighing import context_length, weigh
+from tokamac.engine.limits.weighing import weigh
 from tokamac.engine.options import KVSpec
 
 __all__ = [

@@ -14,6 +14,7 @@ from tokamac.app.tui.folders import MOST, Folders
 from tokamac.app.tui.model_rows import detail, row_line
 from tokamac.app.tui.models import Disk, OnDisk, hub_cache, is_id, look, must_be_downloaded, names_on_disk
 from tokamac.app.tui.shelf import Offer, Row, best_guess, rows
+from tokamac.assets import asset_path
 from tokamac.engine.options import KVSpec
 
 # The disk -----------------------------------------------------------------------------------------------------------------
@@ -46,6 +47,7 @@ def test_what_is_on_disk_with_its_size_and_whether_it_is_whole(tmp_path: Path) -
     files = sum(path.stat().st_size for path in whole.iterdir())
     assert files <= found["org/whole"].nbytes <= files + 40  # the reference's own bytes
     assert [each.model for each in disk.models if not each.whole] == ["org/part"]
+    assert found["guide"].nbytes == sum(len(path.read_bytes()) for path in asset_path("guide", "model").iterdir())
     assert disk.free_bytes is not None
     assert names_on_disk(tmp_path) == ["guide", "org/tagged", "org/whole"]
 

@@ -11,7 +11,7 @@ from tokamac.app.tui import measures, units
 from tokamac.app.tui.conversation import Turn, messages
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.charts import bar, sparkline
-from tokamac.app.verdict import HOW, WHOLE, brief, percent, remedy_text, sentence
+from tokamac.app.verdict import HOW, WHOLE, brief, remedy_text, sentence
 from tokamac.engine.events import Live, Message
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName, Waits
 from tokamac.engine.limits.gaps import Outlier
@@ -128,9 +128,10 @@ def test_the_line_below_a_reply_is_short_whatever_it_says(total_s: float) -> Non
 
 
 def test_a_share_that_is_not_nothing_is_not_written_as_nothing() -> None:
-    assert [percent(share) for share in (0.0, 0.0004, 0.0099, 0.01, 0.126, 1.0)] == [
+    assert [units.percent(share) for share in (0.0, 0.0004, 0.0099, 0.01, 0.126, 1.0)] == [
         "0%", "under 1%", "under 1%", "1%", "13%", "100%",
     ]  # fmt: skip
+    assert units.percent(None) == "unknown"
     slow = found("prefill", 2.4, bound="overhead", of_ceiling=0.003, of_expected=0.004)
     assert "under 1% of what this machine allows and under 1% of what is expected" in sentence(METRICS, slow)
 

@@ -38,3 +38,4 @@ def test_the_list_for_people_says_it_in_words(tokamac: Run, on_disk: Path) -> No
     assert "org/tiny" in shown.out
     assert "32.00" in shown.out
     assert "fits" in shown.out or "runs well" in shown.out
+    assert "for 8,192 tokens held" in shown.out

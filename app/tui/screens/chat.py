@@ -181,7 +181,7 @@ class ChatScreen(Screen[None]):
             case DraftReturned(text, attachments):
                 self.composer.give_back(Draft(text, attachments))
                 if self.composer.editing is not None:
-                    self.notify("What waited was not sent; it is in the box again after the edit.", markup=False)
+                    self.notify("What was not answered is in the box again after the edit.", markup=False)
             case Notice(text, severity):
                 seconds = 5 if severity == "information" else 12
                 self.notify(sanitise(text), severity=severity, markup=False, timeout=seconds)
