@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import ContextError, OptionError
 from tokamac.engine.generation import Run
 from tokamac.engine.kv import CachePlan, plan_caches
 from tokamac.engine.kv.quality import Quality, Speed, Tally, Trial, TrialProgress, differences, fit_depths
@@ -82,12 +82,17 @@ def compare(
     """Yield progress, and a Trial for each of ``bits`` (keys, values) on ``base``; 16 bits come first, asked for or not.
 
     ids: the text, which is repeated where a depth is greater. Ends early once ``cancelled`` says so.
-    Raises OptionError for a ``base`` that the model can't take, and where none of its caches can be packed.
+    Raises OptionError for a ``base`` that the model can't take, and where none of its caches can be packed; ContextError for a text
+    that the model's context does not hold.
     """
+    longest = runtime.context_length
+    if longest is not None and len(ids) > longest:
+        raise ContextError(
+            f"the text has {len(ids):,} tokens, but the model's context is {longest:,}", "Compare on fewer."
+        )
     settings, refused = _plan(runtime, config, bits, base)
     yield from refused
     yield from _read(runtime, ids, settings, cancelled)
-    longest = runtime.context_length
     for setting in settings:
         if cancelled():
             return

@@ -166,7 +166,8 @@ class Engine:
         Yields progress, and a Trial for each setting: bytes, how far it moves the log-probabilities of ``tokens``, decode rates at
         ``depths``. A depth that the model's context can't hold is reduced. Stop iterating, or close the iterator, to cancel.
         Each step waits for a reply in progress.
-        Raises OptionError where no cache of the model can be packed, or the window of ``kv`` can't be honoured.
+        Raises OptionError where no cache of the model can be packed, or the window of ``kv`` can't be honoured; ContextError for
+        more tokens than the model's context holds.
         """
         ids = given_ids(tokens, "a comparison")
         if not depths or min(depths) < 1:

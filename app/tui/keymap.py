@@ -3,11 +3,11 @@
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from textual.keys import Keys
 
 from tokamac.app.tui.actions import ACTIONS, Action, Scope
+from tokamac.engine.spelling import nearest
 
 Chosen = Mapping[str, tuple[str, ...]]
 """Keys of actions, by id."""
@@ -75,8 +75,8 @@ def _problem(name: str, keys: tuple[str, ...]) -> str:
     """Return why an action can't have these keys, whoever else has them; "" where it can."""
     action = next((each for each in ACTIONS if each.id == name), None)
     if action is None:
-        near = get_close_matches(name, [each.id for each in ACTIONS], 1)
-        return "there is no such action" + (f"; {near[0]} is one" if near else "")
+        near = nearest(name, (each.id for each in ACTIONS))
+        return "there is no such action" + (f"; {near} is one" if near else "")
     if not action.bound:
         return "its keys are the prompt's own and fixed"
     if not keys and not (action.slash or action.palette):

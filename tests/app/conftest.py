@@ -5,11 +5,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from textual.events import Paste
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.phase import Phase
@@ -20,6 +21,8 @@ from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.widgets.prompt import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
+
+Shown = TypeVar("Shown", bound=Screen[Any])
 
 PATIENCE_S = 60.0  # a machine that is busy with other work takes its time
 OFTEN_S, SOON_S, SELDOM_S = (
@@ -59,6 +62,14 @@ class Chat:
             assert waited < patience_s, f"never: {what or condition}; {self.session.phase} {self.session.problem}"
             await asyncio.sleep(OFTEN_S if waited < SOON_S else SELDOM_S)
         await self.pilot.pause()
+
+    async def opened(self, key: str, kind: type[Shown]) -> Shown:
+        """Press the key that opens a screen; return the screen."""
+        await self.pilot.press(key)
+        await self.until(lambda: isinstance(self.app.screen, kind), kind.__name__)
+        screen = self.app.screen
+        assert isinstance(screen, kind)
+        return screen
 
     async def phase(self, phase: Phase) -> None:
         await self.until(lambda: self.session.phase is phase, phase.name)

@@ -244,14 +244,6 @@ def test_what_a_chat_has_of_its_own_survives_json() -> None:
     assert as_settings(Own()) == {"sampling": None, "system": None}
 
 
-async def library(c: Chat) -> SystemScreen:
-    await c.pilot.press("ctrl+s")
-    await c.until(lambda: isinstance(c.app.screen, SystemScreen))
-    screen = c.app.screen
-    assert isinstance(screen, SystemScreen)
-    return screen
-
-
 def named(screen: SystemScreen) -> list[str]:
     listed = screen.query_one("#library", OptionList)
     return [str(listed.get_option_at_index(i).prompt).split("  ")[0] for i in range(listed.option_count)]
@@ -263,7 +255,7 @@ async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and
     file = tmp_path / "settings.toml"
     async with chat("fast", size=(100, 40)) as c:
         await ready(c)
-        screen = await library(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         for name, text in (("terse", "Be brief."), ("[b]odd[/]", "Be\nodd.")):
             screen.query_one("#system", TextArea).text = text
             screen.query_one("#name", Input).value = name
@@ -285,7 +277,7 @@ async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and
         assert named(screen) == ["[b]odd[/]", "terse"]
         await c.pilot.press("escape")
         assert c.session.system == "", "a library is not yet a choice"
-        screen = await library(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         screen.query_one("#library").focus()
         await c.pilot.press("end", "enter", "ctrl+s")
         await c.until(lambda: c.session.system == "Be briefer.")
@@ -296,7 +288,7 @@ async def test_a_chat_has_its_own_system_prompt(chat: Start, tmp_path: Path) -> 
     async with chat("fast") as c:
         await ready(c)
         await c.ask("one")
-        screen = await library(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         screen.query_one("#system", TextArea).text = "Only here."
         screen.query_one("#own", Tick).value = True
         await c.pilot.press("ctrl+s")
@@ -306,6 +298,6 @@ async def test_a_chat_has_its_own_system_prompt(chat: Start, tmp_path: Path) -> 
     async with chat("fast", resume=True) as c:
         await ready(c)
         await c.until(lambda: c.session.system == "Only here.")
-        screen = await library(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert screen.query_one("#own", Tick).value
     assert settings.load(tmp_path / "settings.toml").settings.system == ""

@@ -157,9 +157,7 @@ async def test_the_library_shows_and_keeps_what_another_window_saved(chat: Start
         assert other.keep(replace(other.settings, theme="nord", system_prompts={"theirs": "Be theirs."})) == ""
         await c.pilot.press("ctrl+b")
         assert (stored(file).panel, stored(file).theme) == (False, "nord")
-        await c.pilot.press("ctrl+s")
-        await c.until(lambda: isinstance(c.app.screen, SystemScreen))
-        screen = c.app.screen
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert screen.query_one("#library", OptionList).option_count == 1
         screen.query_one("#system", TextArea).text = "Be mine."
         screen.query_one("#name", Input).value = "mine"

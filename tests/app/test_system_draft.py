@@ -17,14 +17,6 @@ Start = Callable[..., Any]
 KEPT = "Not used: what you wrote stays in this chat as a draft until you leave tokamac. Ctrl+S shows it."
 
 
-async def dialog(c: Chat) -> SystemScreen:
-    await c.pilot.press("ctrl+s")
-    await c.until(lambda: isinstance(c.app.screen, SystemScreen))
-    screen = c.app.screen
-    assert isinstance(screen, SystemScreen)
-    return screen
-
-
 def text(screen: SystemScreen) -> str:
     return screen.query_one("#system", TextArea).text
 
@@ -36,7 +28,7 @@ async def left(c: Chat) -> None:
 
 async def seen(c: Chat) -> str:
     """What the dialog shows when it is opened; it is closed again."""
-    shown = text(await dialog(c))
+    shown = text(await c.opened("ctrl+s", SystemScreen))
     await left(c)
     return shown
 
@@ -44,7 +36,7 @@ async def seen(c: Chat) -> str:
 async def test_what_was_written_is_there_again_after_esc_and_it_is_told_once(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
-        screen = await dialog(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert not screen.query("#draft")
         await c.pilot.press(*"Be brief.")
         screen.query_one("#own", Tick).value = True
@@ -52,15 +44,15 @@ async def test_what_was_written_is_there_again_after_esc_and_it_is_told_once(cha
         assert KEPT in c.notices
         assert c.session.system == ""
         c.app.clear_notifications()
-        screen = await dialog(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert (text(screen), screen.query_one("#own", Tick).value) == ("Be brief.", True)
         assert str(screen.query_one("#draft", Static).render()) == NOT_USED
         await left(c)
         assert c.notices == ""
-        await dialog(c)
+        await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press("ctrl+s")
         await c.until(lambda: c.session.system == "Be brief.")
-        screen = await dialog(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert (text(screen), len(screen.query("#draft"))) == ("Be brief.", 0)
         await left(c)
         assert KEPT not in c.notices
@@ -71,12 +63,12 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
         await c.ready()
         await c.ask("about apples")
         first = c.held
-        await dialog(c)
+        await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press(*"apples")
         await left(c)
         await c.pilot.press("ctrl+n")
         assert await seen(c) == ""
-        await dialog(c)
+        await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press(*"pears")
         await left(c)
         await c.ask("about pears")  # from here on it is a chat of its own
@@ -94,16 +86,16 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
 async def test_a_draft_can_be_discarded_for_what_holds(chat: Start) -> None:
     async with chat("fast", system="Shout.") as c:
         await c.ready()
-        screen = await dialog(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         screen.query_one("#system", TextArea).text = "Whisper."
         await left(c)
-        screen = await dialog(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert text(screen) == "Whisper."
         screen.query_one("#discard").press()
         await c.until(lambda: text(screen) == "Shout.")
         assert not screen.query_one("#draft").display
         await left(c)
-        screen = await dialog(c)
+        screen = await c.opened("ctrl+s", SystemScreen)
         assert (text(screen), len(screen.query("#draft"))) == ("Shout.", 0)
 
 
@@ -112,7 +104,7 @@ async def test_without_a_store_it_stays_too(chat: Start, tmp_path: Any) -> None:
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
         await c.until(lambda: "Chats are not kept" in c.notices)
-        await dialog(c)
+        await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press(*"terse")
         await left(c)
         assert await seen(c) == "terse"

@@ -359,8 +359,7 @@ async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> No
         await c.phase(Phase.IDLE)
         await c.send("hi")
         await c.until(lambda: c.session.replying, "a reply")
-        await c.pilot.press("f3")
-        await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "the screen")
+        await c.opened("f3", WhatIfScreen)
         assert "computed after the reply" in note(c)
         c.app.screen.query_one("#model", Input).value = "Qwen3-8B-4bit"
         assert c.session.replying
@@ -380,14 +379,10 @@ async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:
 async def test_the_model_picker_leads_to_it(chat: Start) -> None:
     async with chat("fast") as c:
         await c.phase(Phase.IDLE)
-        await c.pilot.press("ctrl+o")
-        await c.until(lambda: isinstance(c.app.screen, ModelScreen), "the picker")
-        offered = c.app.screen.query_one(ModelList)
+        offered = (await c.opened("ctrl+o", ModelScreen)).query_one(ModelList)
         offered.highlighted = offered.option_count - 1
         named = offered.pointed.model
-        await c.pilot.press("f3")
-        await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "what if")
-        assert c.app.screen.query_one("#model", Input).value == named
+        assert (await c.opened("f3", WhatIfScreen)).query_one("#model", Input).value == named
 
 
 async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start) -> None:

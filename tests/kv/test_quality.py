@@ -12,7 +12,7 @@ import pytest
 from tests.engine.seeded import write_tokenizer
 from tests.golden.weights import write_weights
 from tests.tiny import make_tiny
-from tokamac.engine import Engine, KVSpec, OptionError
+from tokamac.engine import ContextError, Engine, KVSpec, OptionError
 from tokamac.engine.config import read_config
 from tokamac.engine.kv.quality import (
     FASTER,
@@ -169,6 +169,11 @@ def test_bytes_are_the_plans_and_depths_fit_the_context(engine: Engine) -> None:
     for each in trials:
         assert [speed.depth for speed in each.decode] == [4, 100, 300 - 72]
         assert all(speed.tps is not None and speed.tps > 0 for speed in each.decode)
+
+
+def test_a_text_that_the_context_does_not_hold_is_one_clear_error(engine: Engine) -> None:
+    with pytest.raises(ContextError, match="301 tokens, but the model's context is 300"):
+        next(engine.compare_kv([*IDS, 1], BITS, depths=[4]))
 
 
 def test_who_stops_reading_stops_the_work_and_the_engine_goes_on(engine: Engine) -> None:
