@@ -67,6 +67,14 @@ def settled_memory() -> None:
     mx.clear_cache()
 
 
+@pytest.fixture
+def all_worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt is stored: whether reading is quicker than computing is measured, and a busy machine says otherwise at times."""
+    from tokamac.engine.prompt_cache.disk import Rates
+
+    monkeypatch.setattr(Rates, "is_worth", lambda *_: True)
+
+
 @pytest.fixture(autouse=True)
 def own_prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test stored must not be found by the next."""

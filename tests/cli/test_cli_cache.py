@@ -18,6 +18,8 @@ from tokamac.engine import Engine, KVSpec, PromptCacheSpec
 from tokamac.engine.prompt_cache.folder import DAILY_BYTES, Folder, default_root
 from tokamac.engine.prompt_cache.names import child_name, root_name
 
+pytestmark = pytest.mark.usefixtures("all_worth_storing")
+
 ONE, OTHER = "ab" * 16, "cd" * 16
 HOSTILE = "mine\x1b]0;owned\x07\nand\tmore\x9b2J"
 LONG = "The river had risen in the night. " * 20  # a token a byte: 680

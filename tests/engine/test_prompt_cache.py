@@ -171,6 +171,7 @@ def test_a_reply_that_thought_leaves_the_next_turn_little_to_read(
         assert chat.messages[-1].thinking  # its template opens it, and a seeded model never ends it
 
 
+@pytest.mark.usefixtures("all_worth_storing")
 def test_what_is_stored_can_be_checked(tiny: Path, tmp_path: Path) -> None:
     spec = PromptCacheSpec(folder=tmp_path / "cache")
     prompts = [[(5 * number + seed) % 260 for number in range(300 + 50 * seed)] for seed in (0, 1, 2)]

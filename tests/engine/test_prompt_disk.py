@@ -221,6 +221,7 @@ def finish(engine: Engine, prompt: list[int], **more: Any) -> Finished:
     return last
 
 
+@pytest.mark.usefixtures("all_worth_storing")
 @pytest.mark.parametrize("kv", [KVSpec(), KVSpec(8, 4, group_size=32), KVSpec(window=96)], ids=["16", "8,4", "window"])
 def test_an_engine_finds_what_another_left(tiny: Path, tmp_path: Path, kv: KVSpec) -> None:
     prompt = [(5 * number + number // 7) % 260 for number in range(400)]
