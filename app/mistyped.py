@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tokamac.engine.hub_names import GUIDE
 from tokamac.engine.spelling import nearest
 
 ELSEWHERE = {
@@ -33,4 +34,4 @@ def no_command(word: str, commands: Iterable[str]) -> str:
 
 
 def _is_model(word: str) -> bool:
-    return word == "guide" or "/" in word
+    return word == GUIDE or "/" in word

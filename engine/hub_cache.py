@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import DownloadError, ModelError, ModelNotFoundError
+from tokamac.engine.hub_names import folder_name
 from tokamac.engine.shards import find_shards
 from tokamac.engine.tokens import TOKENIZER_FILES
 
@@ -34,7 +35,7 @@ class Repo:
     @property
     def folder(self) -> Path:
         """Its folder in the cache, there or not."""
-        return cache_folder() / f"models--{self.id.replace('/', '--')}"
+        return cache_folder() / folder_name(self.id)
 
     @property
     def reference(self) -> Path:

@@ -1,4 +1,4 @@
-"""The model that was probably meant by a name under which there is none."""
+"""Names of models: what the cache calls their folders, and which was probably meant by one under which there is none."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,20 @@ from pathlib import Path
 from tokamac.engine.spelling import nearest
 
 GUIDE = "guide"
+"""The embedded model."""
+_PREFIX = "models--"
 ALIKE = 0.75
 """Ids share much with one another, owners and endings above all, so that the usual likeness would find one for any."""
+
+
+def folder_name(model: str) -> str:
+    """Return what the cache calls the folder of a Hugging Face id: ``models--org--name``."""
+    return _PREFIX + model.replace("/", "--")
+
+
+def id_of(folder: str) -> str | None:
+    """Return the Hugging Face id whose folder in the cache is called so; None for what is no model's."""
+    return folder.removeprefix(_PREFIX).replace("--", "/", 1) if folder.startswith(_PREFIX) else None
 
 
 def meant(model: str, cache: Path) -> str | None:
@@ -30,7 +42,7 @@ def _catalogued() -> Iterator[tuple[str, str]]:
 
 
 def _in_cache(cache: Path) -> Iterator[tuple[str, str]]:
-    for folder in cache.glob("models--*--*"):
-        model = folder.name.removeprefix("models--").replace("--", "/", 1)
-        yield model, model
-        yield model.rpartition("/")[2], model
+    for folder in cache.glob("*--*--*"):
+        if model := id_of(folder.name):
+            yield model, model
+            yield model.rpartition("/")[2], model

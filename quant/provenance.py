@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tokamac.engine.hub_names import id_of
 from tokamac.engine.shards import find_shards
 from tokamac.quant.options import Options
 
@@ -83,10 +84,8 @@ def provenance(source: Path, options: Options) -> Provenance:
 def source_id(folder: Path) -> str | None:
     """Return the Hugging Face id whose snapshot ``folder`` is: ``…/models--org--name/snapshots/<commit>``; None for any other."""
     parts = folder.absolute().parts
-    if len(parts) < 3 or parts[-2] != "snapshots" or not parts[-3].startswith("models--"):
-        return None
-    found = parts[-3].removeprefix("models--").replace("--", "/", 1)
-    return found if _ID.fullmatch(found) else None
+    found = id_of(parts[-3]) if len(parts) >= 3 and parts[-2] == "snapshots" else None
+    return found if found is not None and _ID.fullmatch(found) else None
 
 
 def safe_name(name: str) -> str:

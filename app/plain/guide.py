@@ -9,7 +9,8 @@ from tokamac.app.backend.client import BackendEvent, EngineProcess
 from tokamac.app.plain.aside import HEAR_S
 from tokamac.app.plain.interrupts import heard
 from tokamac.app.plain.repl import Repl
-from tokamac.app.tui.guidance import MODEL, Guidance
+from tokamac.app.tui.guidance import Guidance
+from tokamac.engine.hub_names import GUIDE
 
 Events = queue.SimpleQueue[BackendEvent | None]
 """What the guide's process says; None is Ctrl-C."""
@@ -41,7 +42,7 @@ def _answer(repl: Repl, process: EngineProcess, question: str, events: Events) -
     for request in (*guidance.start(), *guidance.ask(question)):
         process.send(request)
     process.set_busy(True)
-    repl.console.begin(MODEL)
+    repl.console.begin(GUIDE)
     for event in as_they_come(events, meanwhile=repl.driver.rest):
         if event is None:
             break

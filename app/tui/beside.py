@@ -7,7 +7,6 @@ from tokamac.app.store.values import Attachment
 from tokamac.app.tui.ahead import Ahead
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.counts import Counts
-from tokamac.app.tui.guidance import MODEL as GUIDE
 from tokamac.app.tui.life import Life
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prices import Prices, path, questions
@@ -16,6 +15,7 @@ from tokamac.app.tui.talk import Talk
 from tokamac.app.tui.titles import IDLE_S, Titles
 from tokamac.app.tui.tree import Tree
 from tokamac.engine.events import Message
+from tokamac.engine.hub_names import GUIDE
 
 
 class Beside(Life):

@@ -5,9 +5,9 @@ import re
 from rich.cells import cell_len
 from textual.content import Content
 
-from tokamac.app.sanitise import sanitise_line
+from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.store.values import Chat, Hit
-from tokamac.app.tui.listing import ago, excerpt, flat
+from tokamac.app.tui.listing import ago, excerpt
 from tokamac.app.tui.model_rows import short_name
 from tokamac.app.tui.theme import FAINT
 from tokamac.engine.events import Role
@@ -46,4 +46,4 @@ def hit_row(hit: Hit) -> Content:
 
 
 def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", flat(text))
+    return re.sub(r"\s+", " ", sanitise(text))

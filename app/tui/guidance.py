@@ -7,9 +7,9 @@ from tokamac.app.backend.client import BackendEvent, Died, Garbled
 from tokamac.app.backend.wire import Load, Request, Send
 from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.engine.events import Message
+from tokamac.engine.hub_names import GUIDE
 from tokamac.engine.options import Sampling
 
-MODEL = "guide"
 LONGEST = Sampling(max_tokens=400)
 
 
@@ -48,7 +48,7 @@ class Guidance:
 
     def start(self) -> list[Request]:
         """Return what to ask of a process that is new."""
-        return [Load(MODEL)]
+        return [Load(GUIDE)]
 
     def ask(self, question: str) -> list[Request]:
         """Ask, now or as soon as the guide is there. To be called when nothing is being answered."""

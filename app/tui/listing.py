@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Chat, Hit
 
@@ -72,8 +72,3 @@ def part(hit: Hit) -> str:
     before = "…" if hit.start else ""
     after = "…" if hit.start + len(hit.snippet) < hit.length else ""
     return f"{before}{sanitise_line(' '.join(hit.snippet.split()))}{after}"
-
-
-def flat(text: str) -> str:
-    """Return a part of a text made safe, its line breaks as spaces, its ends as they are."""
-    return sanitise(text).replace("\n", " ")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-GUIDE = "guide"
+from tokamac.engine.hub_names import GUIDE, folder_name, id_of
 
 Home = Literal["embedded", "folder", "cache"]
 """Where a model is: what may be done with it follows from that. A folder is the user's own."""
@@ -45,7 +45,7 @@ def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 def names_on_disk(cache: Path) -> list[str]:
     """Return the ids in the cache that have weights, whole or not, and the embedded model first. Opens no file."""
-    ids = [_id(folder) for folder in _repositories(cache) if any(folder.glob("snapshots/*/*.safetensors"))]
+    ids = [name for folder, name in _repositories(cache).items() if any(folder.glob("snapshots/*/*.safetensors"))]
     return [GUIDE, *ids]
 
 
@@ -84,20 +84,21 @@ def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:
         path = Path(name).expanduser()
         if path.is_dir():
             yield OnDisk(name, "folder", path, _bytes(path.glob("*.*")))
-    for folder in _repositories(cache):
-        yield from _cached(folder)
+    for folder, name in _repositories(cache).items():
+        yield from _cached(folder, name)
 
 
 def _cached_as(cache: Path, model: str) -> Iterator[OnDisk]:
-    folder = cache / f"models--{model.partition('@')[0].replace('/', '--')}"
-    return _cached(folder) if folder.is_dir() else iter(())
+    name = model.partition("@")[0]
+    folder = cache / folder_name(name)
+    return _cached(folder, name) if folder.is_dir() else iter(())
 
 
-def _cached(folder: Path) -> Iterator[OnDisk]:
+def _cached(folder: Path, name: str) -> Iterator[OnDisk]:
     """Yield the revisions of a repository that are whole, or the repository if none is but something of a model is there."""
     from tokamac.engine.hub_cache import is_whole, writes_text
 
-    nbytes, name = _bytes(folder.rglob("*")), _id(folder)
+    nbytes = _bytes(folder.rglob("*"))
     whole = [(revision, path) for revision, path in _revisions(folder) if is_whole(path) and writes_text(path)]
     for revision, path in whole:
         yield OnDisk(name if revision == "main" else f"{name}@{revision}", "cache", path, nbytes)
@@ -122,15 +123,13 @@ def _revisions(folder: Path) -> Iterator[tuple[str, Path]]:
             yield reference.relative_to(references).as_posix(), folder / "snapshots" / commit
 
 
-def _repositories(cache: Path) -> list[Path]:
+def _repositories(cache: Path) -> dict[Path, str]:
+    """Return the folders of repositories in the cache, in order, with their ids."""
     try:
-        return sorted(folder for folder in cache.iterdir() if folder.name.startswith("models--"))
+        named = {folder: id_of(folder.name) for folder in sorted(cache.iterdir())}
     except OSError:
-        return []  # no cache, or none that may be read: nothing to offer
-
-
-def _id(folder: Path) -> str:
-    return folder.name.removeprefix("models--").replace("--", "/", 1)
+        return {}  # no cache, or none that may be read: nothing to offer
+    return {folder: name for folder, name in named.items() if name is not None}
 
 
 def _bytes(paths: Iterable[Path]) -> int:

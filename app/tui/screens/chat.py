@@ -20,7 +20,6 @@ from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.bridge import Bridge, EngineSaid
 from tokamac.app.tui.composer import Composer
-from tokamac.app.tui.guidance import MODEL as GUIDE
 from tokamac.app.tui.history import History
 from tokamac.app.tui.memory import Memory
 from tokamac.app.tui.pace import share_on
@@ -57,6 +56,7 @@ from tokamac.app.tui.wishes.beginning import begin
 from tokamac.app.tui.wishes.picking import keep_picked
 from tokamac.app.tui.wishes.table import WISHES
 from tokamac.app.tui.wishes.writing import submit
+from tokamac.engine.hub_names import GUIDE
 from tokamac.engine.options import KVSpec
 
 NARROW = 90  # below this many columns the gauges would take the room that the text needs
