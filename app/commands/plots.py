@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokamac.app.output import is_terminal
+from tokamac.app.roofline_axis import lowest
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import short
 from tokamac.engine.limits import metrics
@@ -24,9 +25,6 @@ HEADROOM = 1.2
 
 LEGEND_SHARE = 0.3
 """The same on a logarithmic axis, as a share of the powers of ten below."""
-
-BENEATH = 2
-"""How many times lower than the lowest mark a logarithmic axis begins: of a mark outside of it plotext can't draw the legend."""
 
 
 def decode_plot(points: "Sequence[Point]", title: str) -> str | None:
@@ -63,8 +61,7 @@ def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
     phases = [(name, phase) for name, phase in both if phase.intensity]
     reach = [phase.intensity for _, phase in phases if phase.intensity is not None]
     left, right = min([*reach, ridge]) / 4, max([*reach, ridge]) * 4
-    marks = [mark for _, phase in phases if (mark := _reached_tflops(phase))]
-    low = min([left * gbs / 1e3, *(mark / BENEATH for mark in marks)])
+    low = lowest(left * gbs / 1e3, (_reached_tflops(phase) for _, phase in phases))
 
     def draw(plot: Any) -> None:
         plot.xscale("log")

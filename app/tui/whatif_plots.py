@@ -10,6 +10,7 @@ from textual.color import Color
 from textual_plotext import PlotextPlot
 
 from tokamac.app.backend.whatif import Answer, CurvePoint, Roof, Spot
+from tokamac.app.roofline_axis import lowest
 from tokamac.app.tui import units
 from tokamac.app.verdict import BOUND
 
@@ -18,8 +19,6 @@ FRAME = 4
 """Rows around what is drawn: the frame, numbers and the axis' name."""
 ROOMY = 14
 MARKER = "braille"
-BENEATH = 2
-"""How many times lower than the lowest mark a logarithmic axis begins: of a mark outside of it plotext can't draw the legend."""
 Colour = tuple[int, int, int] | int | str
 """As plotext takes it: red, green and blue; one of the terminal's own by its number; or "default"."""
 
@@ -113,9 +112,7 @@ class RoofPlot(Plot):
             return False
         reach = [*(spot.intensity for spot in roof.spots), roof.ridge]
         left, right = min(reach) / 4, max(reach) * 4
-        low = min(
-            [left * roof.bandwidth_gbs / 1e3, *(mark / BENEATH for spot in roof.spots if (mark := _reached(spot)))]
-        )
+        low = lowest(left * roof.bandwidth_gbs / 1e3, map(_reached, roof.spots))
         top = low * (roof.peak_tflops / low) ** self.stretch(1 + len(roof.spots))
         plot.xscale("log")
         plot.yscale("log")
