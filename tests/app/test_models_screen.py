@@ -124,6 +124,19 @@ async def test_the_keyboard_types_and_points_without_leaving_the_line(chat: Star
         assert not isinstance(c.app.screen, ModelScreen)
 
 
+@pytest.mark.parametrize("part", ["#head", "Input", "ModelList"])
+async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_still_there(
+    chat: Start, part: str
+) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        screen = await c.opened("ctrl+o", ModelScreen)
+        await screen.query_one(part).remove()
+        screen.refresh_rows()
+        await c.app.pop_screen()
+        assert c.app.screen is c.app.chat
+
+
 async def test_names_from_the_disk_are_made_safe_and_hold_no_markup(chat: Start, tmp_path: Path) -> None:
     evil = make_tiny(tmp_path / "[red]x\x1b]52;c;AAAA\x07")
     async with chat("fast", size=(120, 40)) as c:

@@ -4,11 +4,13 @@ The list is there at once; sizes, fit and speeds come as the disk is read and th
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.css.query import NoMatches
 from textual.events import Resize
 from textual.widgets import Input, OptionList, Static
 
@@ -104,8 +106,10 @@ class ModelScreen(Dialog[str]):
 
     def refresh_rows(self) -> None:
         """Bring the list up to date. Once the user has moved in it, what is pointed at stays pointed at."""
-        if not self.query(ModelList):
-            return  # the screen is being left: its parts go first
+        with suppress(NoMatches):  # the screen is being left: its parts go before it, one after another
+            self._refresh_rows()
+
+    def _refresh_rows(self) -> None:
         text = self.query_one(Input).value
         width = self._list.cells
         self.query_one("#head", Static).update(head(width))
