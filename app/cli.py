@@ -131,8 +131,11 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
 
         traceback.print_exception(error)
     from tokamac.app.output import json_line, note
+    from tokamac.engine.device import cannot_import
     from tokamac.engine.errors import TokamacError
 
+    if isinstance(error, ImportError):
+        error = cannot_import(error) or error
     if isinstance(error, TokamacError):
         message, hint = error.message, error.hint
     elif isinstance(error, OSError) and error.strerror:

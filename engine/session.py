@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from tokamac.engine.chat import Chat
-from tokamac.engine.device import leave_thread
+from tokamac.engine.device import cannot_import, check_backends, installed_backends, leave_thread
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
 from tokamac.engine.given import given_count, given_ids, given_messages, given_prompt, given_sampling
@@ -84,7 +84,11 @@ class Engine:
                 progress(at)
 
         def work() -> "Core":
-            from tokamac.engine.loading import load
+            check_backends(installed_backends())
+            try:
+                from tokamac.engine.loading import load
+            except ImportError as error:
+                raise (cannot_import(error) or error) from error
 
             return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, progress=tell)
 
