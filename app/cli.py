@@ -81,6 +81,9 @@ def _run(arguments: list[str]) -> int:
 
 def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
     """Run the command. named: it was written, and is not only what ``tokamac`` alone does."""
+    from tokamac.engine.open_files import raise_open_files
+
+    raise_open_files()
     command = import_module(f"tokamac.app.commands.{name}")
     parser = command.parser()
     if not named:
