@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tokamac.engine.durable import path_to_disk, sync
 from tokamac.engine.errors import ConversionError
-from tokamac.quant.files import sync
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
@@ -102,6 +102,7 @@ def install(root: Path, target: Path, *, replace: bool) -> None:
     """
     for path in (*(root / MODEL).rglob("*"), root / MODEL):
         sync(path)
+    path_to_disk(root / MODEL)
     if target.exists() and not replace:
         raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
     try:
