@@ -1,5 +1,6 @@
 """Which device MLX runs on, and the checks to make before the first use of it."""
 
+import os
 import re
 import sys
 from importlib import metadata
@@ -70,6 +71,24 @@ def device_kind() -> DeviceKind:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+TF32 = "MLX_ENABLE_TF32"
+"""The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h)."""
+
+
+def multiply_in_float32() -> None:
+    """Have this process multiply float32 in full where GPUs would take TF32, unless whoever started it says otherwise.
+
+    MLX lets CUDA and Apple GPUs from M5 on round factors to 10 bits of mantissa, an error of about one in a thousand. For a
+    program's own beginning: it concerns the whole process, and does nothing once MLX has multiplied on a GPU.
+    """
+    os.environ.setdefault(TF32, "0")
+
+
+def may_use_tf32(device: DeviceKind) -> bool:
+    """Return whether MLX rounds the factors of float32 products, where the GPU can."""
+    return device != "cpu" and os.environ.get(TF32, "1").strip() != "0"
 
 
 def leave_thread() -> None:

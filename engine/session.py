@@ -70,7 +70,9 @@ class Engine:
         """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
 
         kv: how keys and values are kept. prompt_cache: None computes every prompt afresh. dtype: of what is not packed; None
-        takes the checkpoint's own on a GPU and float32 on a CPU. progress is called from another thread.
+        takes the checkpoint's own on a GPU and float32 on a CPU. On a GPU that has TF32 (CUDA, Apple's from M5 on), MLX rounds
+        factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0.
+        progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         _check_load(model, kv, prompt_cache)

@@ -120,7 +120,8 @@ def convert(
 
     MLX is used on this thread, not on an engine's. Meanwhile MLX keeps no freed buffers for reuse in the whole process, so replies
     of an engine beside it are slower; its limit is put back at the end. Its count of the peak begins anew, and what an engine
-    computes at the same time counts in both peaks.
+    computes at the same time counts in both peaks. Start the process with MLX_ENABLE_TF32=0, as ``tokamac convert`` does: else a
+    GPU that has TF32 rounds float32 products, in which errors and sensitivities are measured; what was so is in the record.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
     options = Options(**asked)
