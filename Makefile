@@ -46,7 +46,7 @@ golden: $(DEV)
 	$(BIN)/python -m tests.golden.make
 
 roofline: $(DEV)
-	$(BIN)/pip install --quiet 'scipy>=1.13'
+	$(BIN)/pip install --quiet 'scipy>=1.17'
 	$(BIN)/python -m tokamac.assets.tables.fit_roofline
 
 wheel: $(DEV)

@@ -1,11 +1,13 @@
 """What `make` and .ci/install do before and around pip, with a machine's commands replaced where they would say another one."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,3 +62,16 @@ def test_what_finder_leaves_installs_nothing_again(tmp_path: Path) -> None:
     assert stamp() == before
     (tmp_path / "app" / "new.py").touch()
     assert stamp() != before
+
+
+def test_the_workflow_runs_what_there_is() -> None:
+    """GitHub's own checks can't run here: that it is YAML, has bounds, and asks for targets and scripts that exist, can."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert 0 < job["timeout-minutes"] <= 120
+        for step in job["steps"]:
+            assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/none@v0"))
+            assert set(re.findall(r"make (\w+)", step.get("run", ""))) <= targets
+            assert all((ROOT / script).exists() for script in re.findall(r"\.ci/[\w-]+", step.get("run", "")))
