@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 
@@ -60,7 +61,8 @@ class Reply:
         self._room: Room | None = None
         self._pieces: Pieces | None = None
         self._cut_off = False
-        self._thermal = ThermalWatch(macos.throttled if macos.is_mac() else None)
+        mac = macos.system()
+        self._thermal = ThermalWatch(None if mac is None else partial(macos.throttled, mac))
 
     def events(self) -> Iterator[Event]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.

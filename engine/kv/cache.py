@@ -10,6 +10,7 @@ depend on how a prompt was cut. A decode step multiplies packed data as it lies.
 
 import mlx.core as mx
 
+from tokamac.engine.device import device_kind
 from tokamac.engine.kv.attention import Attending, Products, fused, stepwise
 from tokamac.engine.kv.codec import Codec, Encoded, Plain
 from tokamac.engine.kv.layout import Layout, Mask, Slots
@@ -26,7 +27,7 @@ def multiplies_packed(tokens: int) -> bool:
     equal. So depth does not matter there, and up to 8 tokens packed wins. On a GPU it was not measured by us: one token, as mlx-lm
     does, and the fused kernel, which never writes the scores down, for more.
     """
-    return tokens <= (PACKED_TOKENS_CPU if mx.default_device() == mx.cpu else PACKED_TOKENS_GPU)
+    return tokens <= (PACKED_TOKENS_CPU if device_kind() == "cpu" else PACKED_TOKENS_GPU)
 
 
 class Cache(Attending):

@@ -4,8 +4,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokamac.engine.limits import macos_memory
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -72,8 +70,7 @@ def device_total() -> int | None:
 def budget() -> int | None:
     """Return what this process may use in all."""
     if (size := recommended()) is not None:
-        left = macos_memory.available()  # one memory for all programs; a CUDA card's working set is not shared so
-        return size if left is None else min(size, left + _arrays())
+        return size
     if (total := _device_number("total_memory")) is not None:  # a CUDA card that names no working set
         return total
     available, total = _available(), machine_total()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.limits import metrics
+from tests.mac import RecordedMac
+from tokamac.engine.limits import macos, metrics
 from tokamac.engine.limits.gaps import MOST, Gap, GapLog, Mark, Outlier, outliers
-from tokamac.engine.limits.macos import parse_throttled
 from tokamac.engine.limits.process import ProcessWatch
 from tokamac.engine.limits.thermal import ThermalWatch
 
@@ -195,35 +195,10 @@ def test_the_real_counters_see_a_process_that_stands_still():
     assert all(0 < most_ms < math.inf for _, most_ms in marks)
 
 
-NOTHING_RECORDED = """Note: No thermal warning level has been recorded
-Note: No performance warning level has been recorded
-Note: No CPU power status has been recorded
-"""
-CPU_POWER = """Note: No thermal warning level has been recorded
-Note: No performance warning level has been recorded
-2026-01-10 10:11:12 +0100 CPU Power notify
-	CPU_Scheduler_Limit 	= 100
-	CPU_Available_CPUs 	= 8
-	CPU_Speed_Limit 	= {speed}
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (NOTHING_RECORDED, False),
-        (CPU_POWER.format(speed=100), False),
-        (CPU_POWER.format(speed=62), True),
-        ("2026-01-10 10:11:12 +0100 Thermal Warning Level = 5\n", True),
-        ("2026-01-10 10:11:12 +0100 Thermal Warning Level = 0\n", False),
-        ("Note: No thermal warning level has been recorded\nPerformance Warning Level = 1\n", True),
-        ("", None),
-        ("Usage: pmset <options>\n", None),
-        ("CPU_Available_CPUs = 8\n", None),
-    ],
-)
-def test_what_pmset_says_of_heat(text, said):
-    assert parse_throttled(text) is said
+@pytest.mark.parametrize(("level", "held_back"), [(None, None), (0, False), (1, False), (2, True), (4, True)])
+def test_what_macos_says_of_heat(level, held_back):
+    states = {} if level is None else {macos.THERMAL_PRESSURE: level}
+    assert macos.throttled(RecordedMac(states=states)) is held_back
 
 
 def test_heat_is_asked_for_beside_the_reply_and_remembered():

@@ -1,0 +1,23 @@
+"""The embedded model from end to end on Metal's paths."""
+
+from tokamac.engine import Engine, Finished, Message, Sampling
+
+
+def reply(engine: Engine, text: str) -> Finished:
+    last = list(engine.generate([Message("user", text)], Sampling(temperature=0, max_tokens=40)))[-1]
+    assert isinstance(last, Finished)
+    return last
+
+
+def test_the_guide_answers_and_no_process_is_started_in_a_reply(metal, mac):
+    with Engine.load("guide") as engine:
+        assert engine.spec.device == "metal"
+        assert max(metal.wired) > engine.spec.weight_bytes
+        started = len(metal.processes)
+        mac.asked.clear()
+        last = reply(engine, "Why is decode memory-bound?")
+        assert "memory" in last.text
+        assert last.metrics.ceiling_tps is not None
+        assert mac.asked["output"] == 0
+        assert metal.processes[started:] == []
+    assert metal.wired[-1] == 0
