@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message, TextKind
 from tokamac.engine.template import with_deadline
@@ -42,6 +44,9 @@ LATER_SYSTEM = (
     Message("user", "What is decode?"),
 )
 """What a chat template is tried with: does it write a system message that follows others, in its place?"""
+
+MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+"""What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
 
 POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
 """Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
@@ -96,6 +101,7 @@ class Tokenizer:
         self.vocabulary_size = len(hf_tokenizer)
         self.thinking = self._find_thinking()
         self._hidden_ids = self._find_hidden_ids()
+        self._control = ControlTokens(self._find_marks())
 
     @property
     def has_chat_template(self) -> bool:
@@ -103,13 +109,27 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ``text``, as they stand: nothing is added unless asked for."""
+        """Return the token ids of ``text``, as they stand: nothing is added unless asked for.
+
+        Of a rendered conversation, what its contents only looked like is encoded as plain text; else marks become control tokens.
+        """
+        if BREAK in text:
+            return encode_broken(text, self.encode, self._decode)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
         # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def plain(self, said: Message) -> Message:
+        """Return a message in which nothing looks like a control token.
+
+        A reply keeps its marks of thinking, which templates read.
+        """
+        keep = (self.thinking or ()) if said.role == "assistant" else ()
+        content, thinking = (self._control.broken(text, keep) for text in (said.content, said.thinking))
+        return replace(said, content=content, thinking=thinking)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character.
@@ -143,6 +163,7 @@ class Tokenizer:
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
 
+        For ``encode``: contents that look like control tokens are marked.
         Raises TemplateError when the template is missing, fails, or does not end.
         """
         if not self.has_chat_template:
@@ -190,7 +211,7 @@ class Tokenizer:
             raise TemplateError(
                 f"the chat template of {self._name} computes powers, which no template needs", "Don't use it."
             )
-        turns = [_as_dict(message) for message in messages]
+        turns = [_as_dict(self.plain(message)) for message in messages]
 
         def work() -> str:
             how = {"add_generation_prompt": reply, "continue_final_message": cut or False}
@@ -219,6 +240,12 @@ class Tokenizer:
             if first in vocabulary:
                 return start, end
         return None
+
+    def _find_marks(self) -> set[str]:
+        """Return the texts of control tokens: special ones, and added ones that look like marks. Not runs of spaces or digits."""
+        added = self._hf.added_tokens_decoder.values()
+        marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
+        return marks | set(self._hf.all_special_tokens)
 
     def _find_hidden_ids(self) -> frozenset[int]:
         marks = "".join(self.thinking or ())
