@@ -3,14 +3,16 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message, TextKind
-from tokamac.engine.template import with_deadline
+from tokamac.engine.template import ChatTemplate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
 
@@ -47,9 +49,6 @@ LATER_SYSTEM = (
 
 MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 """What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
-
-POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
-"""Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
 
 
 class Detokenizer:
@@ -207,18 +206,9 @@ class Tokenizer:
         return rendered.rstrip().endswith(start)
 
     def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None) -> str:
-        if POWER.search(str(self._hf.chat_template)):
-            raise TemplateError(
-                f"the chat template of {self._name} computes powers, which no template needs", "Don't use it."
-            )
         turns = [_as_dict(self.plain(message)) for message in messages]
-
-        def work() -> str:
-            how = {"add_generation_prompt": reply, "continue_final_message": cut or False}
-            return str(self._hf.apply_chat_template(turns, tokenize=False, **how))
-
         try:
-            return with_deadline(work)
+            return self._template.render(turns, reply=reply, cut=cut)
         except TemplateError:
             raise
         except Exception as error:  # a template may raise anything
@@ -227,6 +217,16 @@ class Tokenizer:
                 f"the chat template of {self._name} failed: {reason}",
                 "Check the order of the messages, or use another model.",
             ) from error
+
+    def compile_template(self) -> None:
+        """Compile the chat template now, so that no reply waits for it. One that is none says so when it is used."""
+        if self.has_chat_template:
+            with suppress(Exception):
+                _ = self._template
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend_decode is not None:
@@ -294,7 +294,9 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         raise ModelDamagedError(
             f"the tokenizer of {name} can't be read: {reason}", f"Download the files of {folder} again."
         ) from error
-    return Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
+    found = Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
+    found.compile_template()
+    return found
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:

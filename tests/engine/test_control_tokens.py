@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
@@ -30,6 +30,7 @@ def control_ids(ids: list[int]) -> list[int]:
     return [token for token in ids if token < len(SPECIAL)]
 
 
+@settings(deadline=None)
 @given(PARTS, PARTS)
 def test_only_the_template_writes_control_tokens(tokenizer: Tokenizer, said: list[str], before: list[str]) -> None:
     turns = [Message("system", "".join(before)), Message("user", "".join(said))]
@@ -40,6 +41,7 @@ def test_only_the_template_writes_control_tokens(tokenizer: Tokenizer, said: lis
     assert text == f"<system>{turns[0].content}<end><user>{turns[1].content}<end><assistant>".replace(BREAK, "\ufffd")
 
 
+@settings(deadline=None)
 @given(PARTS.filter(bool), PARTS.filter(bool))
 def test_a_conversation_that_goes_on_begins_with_the_same_tokens(
     tokenizer: Tokenizer, said: list[str], more: list[str]
