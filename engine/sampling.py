@@ -72,6 +72,7 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self._sampling = sampling
         self._filters = _filters(sampling)
+        self._greedy = (sampling.temperature or 0) < COLDEST
         self._penalised = sampling.repetition_penalty != 1.0
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
         self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
@@ -81,10 +82,7 @@ class Sampler:
         logits = logits.astype(mx.float32)
         if self._penalised:
             logits = penalise_repeats(logits, self._recent, self._sampling.repetition_penalty)
-        if (self._sampling.temperature or 0) < COLDEST:
-            token = mx.argmax(logits, axis=-1)
-        else:
-            token = self._draw(logits)
+        token = mx.argmax(logits, axis=-1) if self._greedy else self._draw(logits)
         token = token.astype(mx.uint32)
         if self._penalised:
             self._recent = mx.concatenate([self._recent, token])[-PENALTY_WINDOW:]
