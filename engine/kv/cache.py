@@ -63,6 +63,7 @@ class Cache(Attending):
         self._offset = 0
         self.seam_calls = 0
         self._packable = direct and (key_codec.packed or value_codec.packed)
+        self._rotatable = direct and (key_codec.block is not None or value_codec.block is not None)
         self._direct, self._shared, self._own_mask = direct, shared, own_mask
         self._keys, self._values = Slots(layout.limit), Slots(layout.limit)
         self._high = 0  # the most tokens ever held: what lies above offset was taken back
@@ -96,11 +97,14 @@ class Cache(Attending):
         self._offset, self._last = start + count, count
         self._high = max(self._high, self._offset)
         self._in_slots = fits and self._packable and multiplies_packed(count)
-        self._rotated = self._direct and not self._in_slots
+        self._rotated = self._rotatable and not self._in_slots
         if self._in_slots:
             handed = keys, values
         elif fits:
-            handed = self._decode_slots(self.key_codec, self._keys), self._decode_slots(self.value_codec, self._values)
+            handed = (
+                self._decode_slots(self.key_codec, self._keys, used),
+                self._decode_slots(self.value_codec, self._values, used),
+            )
         else:
             handed = self._decode(self.key_codec, kept[0]), self._decode(self.value_codec, kept[1])
         if self._shared:
@@ -232,10 +236,9 @@ class Cache(Attending):
         used = self.layout.used(self.offset)
         return self._keys.read(used), self._values.read(used)
 
-    def _decode_slots(self, codec: Codec, slots: Slots) -> mx.array:
-        """Return what the used slots hold: (B, H, T, D)."""
-        used = self.layout.used(self.offset)
-        if device_kind() == "metal" and 0 < slots.capacity - used <= used // SPARE_DECODED:
+    def _decode_slots(self, codec: Codec, slots: Slots, used: int) -> mx.array:
+        """Return what the first ``used`` slots hold: (B, H, T, D)."""
+        if codec.packed and 0 < slots.capacity - used <= used // SPARE_DECODED and device_kind() == "metal":
             return self._decode(codec, slots.arrays)[..., :used, :]
         return self._decode(codec, slots.read(used))
 

@@ -189,8 +189,9 @@ class Affine:
         """
         if device_kind() != "metal" or weights.shape[2] == 1:
             return self.rotate(self._times(weights, encoded, transpose=False))
-        each = tuple(array[:, :, None] for array in encoded)
-        return self.rotate(self._times(weights[..., None, :], each, transpose=False).squeeze(3))
+        rows = mx.expand_dims(weights, 3)  # (B, H, M, 1, T)
+        shared = tuple([mx.expand_dims(array, 2) for array in encoded])
+        return self.rotate(self._times(rows, shared, transpose=False).squeeze(3))
 
     def rotate(self, x: mx.array) -> mx.array:
         """Rotate x (..., D) in blocks of channels; doing it twice gives x again, since these matrices are symmetric."""
