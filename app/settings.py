@@ -34,6 +34,7 @@ from typing import Any, get_type_hints
 
 from tokamac.app.backend.shapes import ShapeError, build
 from tokamac.app.toml import toml
+from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -123,7 +124,7 @@ def save(path: Path, settings: Settings) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(dumps(settings))
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

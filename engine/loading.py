@@ -9,7 +9,7 @@ from tokamac.engine import hub
 from tokamac.engine.context_length import context_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.cpu import is_unpacked
-from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
+from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
@@ -42,7 +42,6 @@ def load(
     progress: Progress | None,
 ) -> Core:
     """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
-    check_backends(installed_backends())
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
