@@ -12,6 +12,9 @@ from tokamac.engine.template import with_deadline
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
 
+HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+"""How a Harmony reply usually begins, and how its answer follows."""
+
 # How models mark their reasoning: (begins with, ends with). Only pairs whose first special token is in the vocabulary apply.
 THINKING_MARKERS = (
     ("<think>", "</think>"),
@@ -19,7 +22,7 @@ THINKING_MARKERS = (
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
     ("<|channel>thought", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    HARMONY,
 )
 
 FIELDS: dict[TextKind, str] = {"answer": "content", "thinking": "reasoning_content"}
@@ -127,6 +130,15 @@ class Tokenizer:
     def is_hidden(self, token: int) -> bool:
         """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
         return token in self._hidden_ids
+
+    def mark(self, token: int) -> str:
+        """Return the text of a hidden token."""
+        return self._decode([token])
+
+    @property
+    def writes_channels(self) -> bool:
+        """Whether replies are Harmony messages, each in a channel of its own (gpt-oss)."""
+        return self.thinking == HARMONY
 
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
@@ -260,7 +272,8 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
-    for value in (generation_config(folder).get("eos_token_id") or config.get("eos_token_id"), tokenizer.eos_token_id):
+    generation = generation_config(folder).get("eos_token_id")
+    for value in (config.get("eos_token_id") if generation is None else generation, tokenizer.eos_token_id):
         if isinstance(value, int):
             found.add(value)
         elif isinstance(value, list):
