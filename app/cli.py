@@ -131,14 +131,14 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
 
         traceback.print_exception(error)
     from tokamac.app.output import json_line, note
-    from tokamac.engine.errors import TokamacError
+    from tokamac.engine.errors import TokamacError, access_hint
 
     if isinstance(error, TokamacError):
         message, hint = error.message, error.hint
     elif isinstance(error, OSError) and error.strerror:
         message, hint = (
             f"{error.filename or 'output'}: {error.strerror}",
-            "Check the path, its permissions and the disk.",
+            access_hint(error, "Check the path, its permissions and the disk."),
         )
     else:
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
