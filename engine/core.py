@@ -46,6 +46,7 @@ class ModelSpec:
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    memory_notes: what loading it cost other programs.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelSpec:
     thinks: bool
     recommended: Sampling
     notes: tuple[str, ...] = ()
+    memory_notes: tuple[str, ...] = ()
 
 
 class Core:
@@ -214,7 +216,7 @@ class Core:
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
-        return snapshot()
+        return snapshot(self.runtime.memory_limit)
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""

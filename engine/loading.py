@@ -39,14 +39,18 @@ def load(
     kv: KVSpec,
     prompt_cache: PromptCacheSpec | None,
     dtype: str | None,
+    memory: int | None = None,
     progress: Progress | None,
 ) -> Core:
-    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
+    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
+
+    memory: bytes that arrays may take; None is the system's limit.
+    """
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
-    if dtype is None:  # of another type, weights take other memory than the files say
-        check_fits(folder, kv, device)
+    # Of another type, weights take other memory than the files say.
+    costs = check_fits(folder, kv, device, memory) if dtype is None else ()
     loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
@@ -56,8 +60,8 @@ def load(
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
     shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
     capacity, chunk = kv.capacity(context_length(loaded.config)), PREFILL_CHUNK[device]
-    notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk))
-    spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
+    notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk, asked=memory))
+    spec = replace(_spec(str(model), device, loaded, tokenizer, kv, notes), memory_notes=costs)
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or spec.weight_bytes
     machine = Machine(with_bandwidth(detect(), bytes_read), bytes_read=bytes_read)
@@ -75,6 +79,7 @@ def load(
         shape=shape,
         packed_kv=packed_layers(plan.layers, kv.group_size),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
+        memory_limit=memory,
     )
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunk=chunk)))
