@@ -12,8 +12,9 @@ from tokamac.engine.kv.plan import spare_slots
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.ladder import Squeeze, offers, refusal, steps
-from tokamac.engine.limits.peak import Peak, predict_peak
+from tokamac.engine.limits.peak import Peak
 from tokamac.engine.limits.peak_shape import Shape
+from tokamac.engine.limits.prefill_chunk import prompt_peak
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.runtime import Runtime
@@ -40,13 +41,15 @@ def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int) -> Room:
 
     def peak(of: Shape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
         new = max(0, tokens - 1 - held)
-        return predict_peak(of, held=held, new=new, chunk=chunk, slots=slots, reply=reply, prompt_cache=beside)
+        return prompt_peak(
+            of, runtime.chunking, held=held, new=new, most=chunk, slots=slots, reply=reply, prompt_cache=beside
+        )
 
     def afresh(of: Shape) -> Peak:
-        return predict_peak(of, held=0, new=tokens - 1, chunk=runtime.prefill_chunk, reply=1)
+        return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
     budget = _budget(shape, store)
-    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=runtime.prefill_chunk, pool=mx.get_cache_memory())
+    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=runtime.chunking.at(held), pool=mx.get_cache_memory())
     if budget is not None and found.missing:
         offered = list(offers(shape, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered)
