@@ -55,7 +55,7 @@ def given_count(value: object, what: str, *, least: int) -> int:
 def given_limit(value: object) -> int:
     """Return a limit of memory, in bytes. Raises OptionError for what is none."""
     try:
-        nbytes = index(value)  # type: ignore[call-overload]
+        nbytes = index(value)
     except TypeError:
         raise OptionError(
             f"a memory limit of {value!r:.60} is no whole number of bytes", "Give an int: 14_000_000_000."
