@@ -135,7 +135,7 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
         traceback.print_exception(error)
     from tokamac.app.output import json_line, note
     from tokamac.engine.device import cannot_import
-    from tokamac.engine.errors import TokamacError
+    from tokamac.engine.errors import TokamacError, access_hint
 
     if isinstance(error, ImportError):
         error = cannot_import(error) or error
@@ -144,7 +144,7 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
     elif isinstance(error, OSError) and error.strerror:
         message, hint = (
             f"{error.filename or 'output'}: {error.strerror}",
-            "Check the path, its permissions and the disk.",
+            access_hint(error, "Check the path, its permissions and the disk."),
         )
     else:
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")

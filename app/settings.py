@@ -4,6 +4,7 @@
     theme = "tokamac-dark"
     system = ""
     unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never
+    keep_awake = true       # on a Mac: no sleep while a model works; false lets it sleep
     titles = "model"        # who gives a chat its title: the model, once the chat is idle, or "words": the first ones stay
 
     [sampling]          # the fields of tokamac.engine.Sampling
@@ -41,7 +42,7 @@ from tokamac.engine.options import KVSpec, Sampling
 FILE = "settings.toml"
 MOST_ASIDE = 100
 """Damaged files that are kept beside it; after that the damaged one stays where it is."""
-PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "titles", "toured")
+PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "keep_awake", "titles", "toured")
 """Settings that are one value, not a table."""
 TITLES = ("model", "words")
 """Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
@@ -54,8 +55,9 @@ DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 class Settings:
     """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
 
-    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. titles: who gives a chat its
-    title, one of ``TITLES``. Raises OptionError for what these can't be.
+    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. keep_awake: whether a Mac
+    may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
+    Raises OptionError for what these can't be.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. keys: of actions
     by id, as they were written.
     """
@@ -65,6 +67,7 @@ class Settings:
     system: str = ""
     panel: bool = True
     unload_after_min: int = 0
+    keep_awake: bool = True
     titles: str = "model"
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)

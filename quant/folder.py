@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tokamac.engine.durable import path_to_disk, sync
-from tokamac.engine.errors import ConversionError
+from tokamac.engine.errors import ALLOW, ConversionError, private
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
@@ -155,7 +155,7 @@ def writing_to(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space" if full else "Check its disk and permissions"
+        remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"
         then = f", then {AGAIN}" if partial_folder(target).exists() else ", or choose another folder."
         what = f" ({error.filename})" if error.filename else ""
         raise ConversionError(f"{target} can't be written: {error.strerror or error}{what}", remedy + then) from error

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
 from tokamac.app.commands.convert_progress import Shown
+from tokamac.app.keep_awake import awake
 from tokamac.app.output import json_line, note
 from tokamac.app.parser import Parser
 from tokamac.engine.device import multiply_in_float32
@@ -92,6 +93,7 @@ def _add_finding(made: Parser) -> None:
     )
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Convert, or say what would be done; return the exit status."""
     if not options.source.strip() or options.output == "":

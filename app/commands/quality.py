@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.app.commands import loading
+from tokamac.app.keep_awake import awake
 from tokamac.app.options import positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
@@ -45,6 +46,7 @@ def parser() -> Parser:
     return made
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Compare, and return the exit status."""
     if not options.a.strip() or not options.b.strip():

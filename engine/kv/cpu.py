@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from tokamac.engine.device import device_kind
+
 Floats = npt.NDArray[np.float32]
 
 WORTH = 1 << 14
@@ -22,7 +24,7 @@ long."""
 def is_worth(queries: mx.array, keys: mx.array, *, packed: bool = False) -> bool:
     """Whether NumPy should attend: queries (B, H·R, N, D) and keys (B, H, T, D) of float32, many of them, and no GPU."""
     many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= (WORTH_PACKED if packed else WORTH)
-    return many and queries.dtype == keys.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
+    return many and queries.dtype == keys.dtype == mx.float32 and device_kind() == "cpu"
 
 
 def attend(

@@ -73,8 +73,8 @@ def detect() -> Chip:
     from tokamac.engine.device import device_kind
     from tokamac.engine.limits import macos
 
-    if macos.is_mac():
-        return lookup(macos.chip_name() or "unknown chip", macos.gpu_cores())
+    if (mac := macos.system()) is not None:
+        return lookup(macos.chip_name(mac) or "unknown chip", macos.gpu_cores(mac))
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name") or "unknown device")

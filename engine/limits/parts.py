@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from tokamac.engine.cpu import DenseLinear, stays_lazy
+from tokamac.engine.device import device_kind
 from tokamac.engine.limits.measured import A_LAYER
 from tokamac.engine.limits.products import Product
 
@@ -241,7 +242,7 @@ def _constant(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 def _float_type() -> mx.Dtype:
     """Return what the engine computes in: float32 on a CPU, a half on a GPU."""
-    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
+    return mx.float32 if device_kind() == "cpu" else mx.bfloat16
 
 
 def usual_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:

@@ -1,11 +1,13 @@
 """Chips: the table, what macOS prints for every one of them, and the measurement where no table knows."""
 
+import ctypes
 import json
 import stat
 from pathlib import Path
 
 import pytest
 
+from tests.mac import RecordedMac, play_mac
 from tokamac.engine.limits import bandwidth, hardware, macos
 from tokamac.engine.limits.hardware import Chip, lookup, plain_name, table
 
@@ -38,35 +40,41 @@ def fill(text, row):
 
 @pytest.mark.parametrize("row", APPLE, ids=lambda row: f"{row['chip']}-{row['gpu_cores']}")
 def test_every_bin_is_told_apart_by_what_macos_prints(row, monkeypatch):
-    outputs = {
-        "sysctl": plain_name(row["chip"]) + " \n",
-        "ioreg": fill(IOREG, row),
-        "system_profiler": fill(PROFILER, row),
-    }
-    monkeypatch.setattr(macos, "is_mac", lambda: True)
-    for missing in (None, "ioreg"):
-        outputs.pop(missing, None)
-        monkeypatch.setattr(macos, "_output", lambda *command: outputs.get(command[0]))
+    mac = RecordedMac(
+        sysctl={"machdep.cpu.brand_string": plain_name(row["chip"]) + " "},
+        outputs={macos.IOREG[0]: fill(IOREG, row), macos.PROFILER[0]: fill(PROFILER, row)},
+    )
+    play_mac(monkeypatch, mac)
+    for missing in (None, macos.IOREG[0]):
+        mac.outputs.pop(missing, None)
+        macos.gpu_cores.cache_clear()
         chip = hardware.detect()
         assert (chip.name, chip.gpu_cores) == (plain_name(row["chip"]), row["gpu_cores"])
         assert (chip.bandwidth_gbs, chip.fp16_tflops) == (row["bandwidth_gbs"], row["fp16_tflops"])
         assert chip.source == "table"
         assert chip.citation == row["source"]
+        asked = mac.asked["output"]
+        assert hardware.detect() == chip
+        assert mac.asked["output"] == asked  # a process is started once
 
 
 def test_a_mac_that_answers_nothing_is_an_unknown_chip(monkeypatch):
-    monkeypatch.setattr(macos, "is_mac", lambda: True)
-    monkeypatch.setattr(macos, "_output", lambda *command: None)
+    play_mac(monkeypatch, RecordedMac(sysctl={}, outputs={}))
     assert hardware.detect() == Chip("unknown chip", None, None, None, "unknown")
 
 
-def test_commands_that_are_not_there_give_nothing():
-    assert macos._output("no-such-command-of-macos") is None
+def test_programs_that_are_not_there_give_nothing():
+    assert macos.run("/no-such-program-of-macos") is None
 
 
-def test_the_driver_key_is_not_the_memory_in_use():
-    assert macos.parse_ioreg_memory(IOREG) == 356089856
-    assert macos.parse_ioreg_memory("") is None
+def test_the_page_counts_lie_where_macos_writes_them():
+    fields = {
+        name: getattr(macos._VMStatistics64, name) for name in ("free", "wire", "pageins", "purgeable", "external")
+    }
+    assert {name: at.offset for name, at in fields.items()} == {
+        "free": 0, "wire": 12, "pageins": 32, "purgeable": 88, "external": 136,
+    }  # fmt: skip
+    assert ctypes.sizeof(macos._VMStatistics64) == 4 * 38  # HOST_VM_INFO64_REV1_COUNT of mach/host_info.h
 
 
 def test_the_cpus_core_line_is_not_the_gpus():

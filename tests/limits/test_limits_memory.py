@@ -6,7 +6,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from tokamac.engine.limits import macos_memory, memory
+from tokamac.engine.limits import memory
 from tokamac.engine.limits.wired import wired
 
 
@@ -39,44 +39,6 @@ def test_a_card_without_a_recommended_size_offers_its_memory(monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 999})
     assert memory.budget() == memory.device_total() == 999
     assert memory.recommended() is None
-
-
-VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                                6014.
-Pages active:                            361934.
-Pages inactive:                          356812.
-Pages speculative:                         3561.
-Pages throttled:                              0.
-Pages wired down:                        158236.
-Pages purgeable:                          10236.
-"Translation faults":                 912873412.
-File-backed pages:                       221845.
-Anonymous pages:                         500462.
-"""
-
-
-def test_what_other_programs_leave_on_macos():
-    assert macos_memory.parse_vm_stat(VM_STAT) == (6014 + 3561 + 356812) * 16384
-    assert macos_memory.parse_vm_stat(VM_STAT.replace("Pages inactive", "Pages idle")) is None
-    assert macos_memory.parse_vm_stat("") is None
-
-
-@pytest.mark.parametrize(("text", "level"), [("1\n", 1), ("4", 4), ("", None), ("second level name unknown", None)])
-def test_the_pressure_level_of_macos(text, level):
-    assert macos_memory.parse_pressure(text) == level
-
-
-def test_macos_is_asked_only_on_a_mac():
-    assert sys.platform == "darwin" or macos_memory.available() is None
-
-
-@pytest.mark.parametrize(("left", "budget"), [(None, 10**12), (10**12, 10**12), (5 << 20, (5 << 20) + (4 << 20))])
-def test_what_others_have_of_the_working_set_is_left_out_of_the_budget(monkeypatch, left, budget):
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**12})
-    monkeypatch.setattr(macos_memory, "available", lambda: left)
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 3 << 20)
-    monkeypatch.setattr(mx, "get_cache_memory", lambda: 1 << 20)
-    assert memory.budget() == memory.array_budget() == budget
 
 
 def test_arrays_may_not_take_what_the_process_holds_beside_them(monkeypatch):
