@@ -42,15 +42,15 @@ def rows_at_once(kind: DeviceKind, peak_tflops: float | None, row_operations: in
 
 def rows_here(row_operations: int) -> int | None:
     """Return ``rows_at_once`` for MLX's default device."""
-    return rows_at_once(*_this_gpu(), row_operations)
+    kind = device_kind()
+    return rows_at_once(kind, _peak_tflops() if kind == "metal" else None, row_operations)
 
 
 @cache
-def _this_gpu() -> tuple[DeviceKind, float | None]:
+def _peak_tflops() -> float | None:
     from tokamac.engine.limits.hardware import detect
 
-    kind = device_kind()
-    return kind, detect().fp16_tflops if kind == "metal" else None
+    return detect().fp16_tflops
 
 
 def in_pieces(product: Callable[[mx.array], mx.array], x: mx.array, outputs: int) -> mx.array:

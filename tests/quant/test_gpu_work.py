@@ -23,7 +23,8 @@ WIDE = 2 * 4096 * 14336
 @pytest.fixture
 def slow_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU so slow that no product may take more rows than a step."""
-    monkeypatch.setattr(gpu_work, "_this_gpu", lambda: ("metal", 1e-9))
+    monkeypatch.setattr(gpu_work, "device_kind", lambda: "metal")
+    monkeypatch.setattr(gpu_work, "_peak_tflops", lambda: 1e-9)
 
 
 @pytest.mark.parametrize(
