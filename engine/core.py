@@ -245,6 +245,7 @@ def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
         {"top_p": number("top_p")},
         {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
         {"min_p": number("min_p")},
+        {"repetition_penalty": number("repetition_penalty")},
     ):
         try:
             suggested = replace(suggested, **change)

@@ -62,7 +62,7 @@ def given_limit(value: object) -> int:
         ) from None
     if nbytes < 1:
         raise OptionError(f"a memory limit of {nbytes} bytes is too small", "Give the bytes that arrays may take.")
-    return int(nbytes)
+    return nbytes
 
 
 def given_text(text: object, what: str) -> str:

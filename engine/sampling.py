@@ -73,7 +73,8 @@ class Sampler:
         self._sampling = sampling
         self._filters = _filters(sampling)
         self._greedy = (sampling.temperature or 0) < COLDEST
-        self._penalised = sampling.repetition_penalty != 1.0
+        self._penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+        self._penalised = self._penalty != 1.0
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
         self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
 
@@ -81,7 +82,7 @@ class Sampler:
         """logits (1, V) in any float type → token (1,) uint32, not evaluated."""
         logits = logits.astype(mx.float32)
         if self._penalised:
-            logits = penalise_repeats(logits, self._recent, self._sampling.repetition_penalty)
+            logits = penalise_repeats(logits, self._recent, self._penalty)
         token = mx.argmax(logits, axis=-1) if self._greedy else self._draw(logits)
         token = token.astype(mx.uint32)
         if self._penalised:

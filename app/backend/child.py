@@ -108,6 +108,7 @@ class Child:
             match request:
                 case Load():
                     self._close()
+                    self._advisor.limit = request.memory
                     with self._unloaded:
                         self._engine = self._load(request, self._progress)
                     self._told_trouble = False

@@ -221,7 +221,10 @@ def test_a_prompt_cache_has_no_negative_size() -> None:
 
 
 def test_what_is_not_asked_for_comes_from_the_model_then_from_the_defaults() -> None:
-    recommended = recommended_sampling({"temperature": 0.6, "top_k": 20, "top_p": 7})
+    recommended = recommended_sampling({"temperature": 0.6, "top_k": 20, "top_p": 7, "repetition_penalty": 1.05})
+    assert Sampling().resolved(recommended).repetition_penalty == 1.05
+    assert Sampling(repetition_penalty=1.0).resolved(recommended).repetition_penalty == 1.0
+    assert Sampling().resolved(Sampling()).repetition_penalty == 1.0
     assert (recommended.temperature, recommended.top_k, recommended.top_p) == (0.6, 20, None)  # 7 is nonsense
     resolved = Sampling(temperature=0.1).resolved(recommended)
     assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (0.1, 20, 1.0, 0.0)
