@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import fcntl
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import pytest
 from tests.engine.prompt_writer import MODEL, writers
 from tests.tiny import make_tiny
 from tokamac.engine import KVSpec
+from tokamac.engine.prompt_cache import folder as folder_module
 from tokamac.engine.prompt_cache.folder import Budgets, Entry, Folder, FullError, least_used_first
 from tokamac.engine.prompt_cache.names import child_name, fingerprint, root_name
 
@@ -91,6 +93,28 @@ def test_the_daily_budget_counts_all_processes_and_begins_anew(tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("written-*")] == ["written-2026-03-02"]
 
 
+def test_making_room_makes_some_more_so_that_the_next_write_need_not(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Budgets(total=100_000))
+    for number in range(99):
+        store(folder, number)
+    store(folder, 99, 3000)
+    assert sum(entry.size for entry in folder.entries(MODEL)) <= 98_000
+
+
+def test_what_a_living_writer_writes_is_left_alone_whatever_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "LEAST_AGE_S", 0.0)
+    folder = Folder(tmp_path)
+    store(folder, 1)
+    for name in (".new-999999-of-another-container", ".new-left"):
+        (tmp_path / MODEL / name).write_bytes(b"half")
+    with (tmp_path / MODEL / ".new-999999-of-another-container").open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        folder.tidy()
+        assert [path.name for path in (tmp_path / MODEL).glob(".new-*")] == [".new-999999-of-another-container"]
+
+
 def test_clearing_removes_all_models(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     store(folder, 1)
@@ -102,7 +126,10 @@ def test_clearing_removes_all_models(tmp_path: Path) -> None:
     assert Folder(tmp_path / "nowhere").clear() == 0
 
 
-def test_killed_at_any_moment_nothing_half_done_counts_as_whole(tmp_path: Path) -> None:
+def test_killed_at_any_moment_nothing_half_done_counts_as_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "LEAST_AGE_S", 0.0)
     chance = random.Random(5)
     folder = Folder(tmp_path / "cache")
     seen = 0
