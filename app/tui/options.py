@@ -61,7 +61,7 @@ def _minutes(text: str) -> int | None:
 
 MEMORY_FIELDS = (
     Field("memory_gb", "Memory limit", "GB; empty: the system's limit", float, None),
-    Field("unload_after_min", "Unload after", "minutes idle, 0: never, or: auto", _minutes),
+    Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
 )
 
 
