@@ -5,6 +5,7 @@
     system = ""
     unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never; left out: 30 for large ones
     memory_gb = 14.0        # what a model may take of memory, in place of the limit that the system sets
+    keep_awake = true       # on a Mac: no sleep while a model works; false lets it sleep
     titles = "model"        # who gives a chat its title: the model, once the chat is idle, or "words": the first ones stay
 
     [sampling]          # the fields of tokamac.engine.Sampling
@@ -35,13 +36,16 @@ from typing import Any, get_type_hints
 
 from tokamac.app.backend.shapes import ShapeError, build
 from tokamac.app.toml import toml
+from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 FILE = "settings.toml"
 MOST_ASIDE = 100
 """Damaged files that are kept beside it; after that the damaged one stays where it is."""
-PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "memory_gb", "titles", "toured")
+PLAIN = (
+    "model", "theme", "system", "panel", "unload_after_min", "memory_gb", "keep_awake", "titles", "toured",
+)  # fmt: skip
 """Settings that are one value, not a table."""
 MOST_MEMORY_GB = 1e6
 TITLES = ("model", "words")
@@ -56,8 +60,9 @@ class Settings:
     """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
 
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, and None for the chat to say
-    (app/tui/idle.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. titles: who gives a
-    chat its title, one of ``TITLES``. Raises OptionError for what these can't be.
+    (app/tui/idle.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake: whether
+    a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
+    Raises OptionError for what these can't be.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. keys: of actions
     by id, as they were written.
     """
@@ -68,6 +73,7 @@ class Settings:
     panel: bool = True
     unload_after_min: int | None = None
     memory_gb: float | None = None
+    keep_awake: bool = True
     titles: str = "model"
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
@@ -139,7 +145,7 @@ def save(path: Path, settings: Settings) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(dumps(settings))
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

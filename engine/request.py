@@ -1,8 +1,7 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -16,9 +15,9 @@ from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent_rate
 from tokamac.engine.limits.process import ProcessWatch
-from tokamac.engine.limits.thermal import ThermalWatch
+from tokamac.engine.limits.thermal import ThrottleWatch
 from tokamac.engine.options import Sampling
-from tokamac.engine.pieces import LEAST, LONGEST_S, Pieces
+from tokamac.engine.pieces import Pieces
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
@@ -61,8 +60,7 @@ class Reply:
         self._room: Room | None = None
         self._pieces: Pieces | None = None
         self._cut_off = False
-        mac = macos.system()
-        self._thermal = ThermalWatch(None if mac is None else partial(macos.throttled, mac))
+        self._throttled = ThrottleWatch(macos.system())
 
     def events(self) -> Iterator[Event]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
@@ -79,8 +77,8 @@ class Reply:
         self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
         runtime = self._runtime
         run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
-        with self._store.lending(slot), self._thermal:
-            self._pieces = paced(runtime, self._store, slot, room.chunk)
+        with self._store.lending(slot):
+            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids))
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
@@ -113,7 +111,7 @@ class Reply:
         )
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._thermal.throttled)
+        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
 
     def _predicted_peak(self) -> int | None:
         """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
@@ -144,6 +142,7 @@ class Reply:
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
+                self._throttled.look()
                 if token in self._runtime.tokenizer.eos_ids:
                     reason = "stop"
                     break
@@ -157,6 +156,7 @@ class Reply:
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from text.finish()
         request.recorder.end()
+        self._throttled.look(now=True)
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
@@ -166,22 +166,14 @@ class Reply:
         runtime, machine = self._runtime, self._runtime.machine
         chunk = runtime.prefill_chunk if self._pieces is None else self._pieces.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
-        return diagnose(metrics, runtime.work, machine.chip, machine.pace, situation)
+        throttled = replace(situation, throttles=self._throttled.seen)
+        return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
-
-
-def paced(
-    runtime: Runtime, store: Store, slot: Slot, most: int, *, longest_s: float = LONGEST_S, least: int = LEAST
-) -> Pieces:
-    """Return how to read a prompt after what ``slot`` holds: at first by the pace measured so far, else by the one foretold."""
-    measured_s = store.rates.prefill_s(1)
-    token_s = runtime.prompt_token_s(most, len(slot.ids)) if measured_s is None else measured_s
-    return Pieces(most, token_s, longest_s=longest_s, least=least)
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

@@ -16,8 +16,9 @@ from tokamac.engine.kv.plan import spare_slots
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.ladder import Squeeze, offers, refusal, relieving, steps
-from tokamac.engine.limits.peak import Peak, predict_peak
+from tokamac.engine.limits.peak import Peak
 from tokamac.engine.limits.peak_shape import Shape
+from tokamac.engine.limits.prefill_chunk import prompt_peak
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.runtime import Runtime
@@ -45,22 +46,24 @@ def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int) -> Room:
 
     def peak(of: Shape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
         new = max(0, tokens - 1 - held)
-        return predict_peak(of, held=held, new=new, chunk=chunk, slots=slots, reply=reply, prompt_cache=beside)
+        return prompt_peak(
+            of, runtime.chunking, held=held, new=new, most=chunk, slots=slots, reply=reply, prompt_cache=beside
+        )
 
     def afresh(of: Shape) -> Peak:
-        return predict_peak(of, held=0, new=tokens - 1, chunk=runtime.prefill_chunk, reply=1)
+        return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
     others = _others(shape, store)
     budget = None if (whole := runtime.memory_budget) is None else whole - others
     spare = None if (left := memory.available()) is None else left - others
-    pool = mx.get_cache_memory()
-    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=runtime.prefill_chunk, pool=pool)
+    pool, largest = mx.get_cache_memory(), runtime.chunking.at(held)
+    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=largest, pool=pool)
     if budget is not None and found.missing:
         offered = list(offers(shape, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
     critical = memory.is_critical()
     if critical and budget is not None and spare is not None and spare < budget:
-        found = relieving(lambda chunk: peak(shape, chunk), spare, chunk=runtime.prefill_chunk, pool=pool)
+        found = relieving(lambda chunk: peak(shape, chunk), spare, chunk=largest, pool=pool)
     given = memory.taken_from_others(found.peak.total, spare)
     squeezed = _take(found, store, budget or 0, given, critical) if found.rungs or given or critical else None
     return Room(found.chunk, squeezed, lambda reply: peak(shape, found.chunk, reply, found.peak.prompt_cache))

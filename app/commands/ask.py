@@ -13,6 +13,7 @@ from typing import Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.prompt import compose
 from tokamac.app.exit_status import INTERRUPTED
+from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     add_kv_flags,
     add_memory_flag,
@@ -62,6 +63,7 @@ def parser() -> Parser:
     return made
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     wanted, kv = sampling(parser, options), kv_spec(parser, options)

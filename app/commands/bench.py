@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.commands import bench_machine, bench_plot, bench_report, kv_quality, loading, peer
 from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure, points
+from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     SAMPLING_FLAGS,
     add_kv_flags,
@@ -122,6 +123,7 @@ def svg_path(text: str) -> Path:
     return path
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
     if options.no_prompt_cache:

@@ -14,6 +14,7 @@ from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_spec, memory_l
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.tui.units import UNKNOWN, count, rate, size
+from tokamac.engine.errors import access_hint
 from tokamac.engine.kv.quality import (
     FASTER,
     LEAST_TOP1,
@@ -148,7 +149,9 @@ def _read(name: str) -> str:
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise InputError(f"{name} can't be read: {error.strerror}", "Check the path given to --text.") from error
+        raise InputError(
+            f"{name} can't be read: {error.strerror}", access_hint(error, "Check the path given to --text.")
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text", "Only text can be read; convert it first.") from error
     if not text.strip():

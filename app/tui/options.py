@@ -36,7 +36,7 @@ SAMPLING_FIELDS = (
     Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
     Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
     Field("min_p", "Min-p", "0 is off; empty: the model's own", float, None),
-    Field("repetition_penalty", "Repetition penalty", "1 is off", float),
+    Field("repetition_penalty", "Repetition penalty", "1 is off; empty: the model's own", float, None),
     Field("seed", "Seed", "empty: another each time", int, None),
     Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app import settings
+from tokamac.app import keep_awake, settings
+from tokamac.app.keep_awake import KeepAwake
 from tokamac.engine.options import KVSpec, Sampling
 
 if TYPE_CHECKING:
@@ -54,13 +55,14 @@ class ChatOptions:
 class Begun:
     """A chat that is about to begin, on a screen or without. command: starts the engine's process; log: where that writes.
 
-    warnings: what was wrong with the settings.
+    keep_awake: keeps the machine from sleeping while that works. warnings: what was wrong with the settings.
     """
 
     session: "Session"
     memory: "Memory"
     command: list[str]
     log: Path
+    keep_awake: KeepAwake
     warnings: tuple[str, ...]
 
 
@@ -94,7 +96,7 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
 
     teach_alt_enter()
     begun = begin(options)
-    bridge = Bridge(begun.command, begun.log)
+    bridge = Bridge(begun.command, begun.log, begun.keep_awake)
     app = TokamacApp(begun.session, bridge, begun.memory, lambda: _open_picked(options), begun.warnings)
     bridge.post = app.chat.post_message
     return app, bridge
@@ -118,7 +120,8 @@ def begin(options: ChatOptions) -> Begun:
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap
     command = child_command(scripted=options.scripted)
-    return Begun(session, memory, command, options.log_path or _default_log(), tuple(read.warnings))
+    awake = KeepAwake(keep_awake.program(), lambda: memory.settings.keep_awake)
+    return Begun(session, memory, command, options.log_path or _default_log(), awake, tuple(read.warnings))
 
 
 def found(options: ChatOptions) -> ChatOptions:
