@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tokamac.engine.durable import path_to_disk, sync
 from tokamac.engine.errors import ALLOW, ConversionError, private
+from tokamac.engine.limits.ladder import told_apart
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
@@ -89,10 +90,11 @@ def free_bytes(target: Path) -> int:
 
 def check_space(target: Path, needed_bytes: int) -> None:
     """Raise ConversionError where the disk of ``target`` has less room than needed."""
-    free = free_bytes(target)
-    if free < needed_bytes + SPARE_BYTES:
+    needed_bytes, free = needed_bytes + SPARE_BYTES, free_bytes(target)
+    if free < needed_bytes:
+        needed, left = told_apart(needed_bytes, free)
         raise ConversionError(
-            f"{target} needs {needed_bytes / 1e9:.3f} GB and its disk has {free / 1e9:.3f} GB left",
+            f"{target} needs {needed} and its disk has {left} left",
             "Free some space, or choose a folder on another disk.",
         )
 

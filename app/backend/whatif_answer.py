@@ -159,6 +159,7 @@ def _figures(found: "Outcome") -> Figures:
         expected_tps=found.expected_tps,
         ttft_s=found.ttft_s,
         reason=found.reason or "",
+        from_others=0 if memory is None else memory.from_others,
     )
 
 

@@ -60,8 +60,8 @@ def _minutes(text: str) -> int | None:
 
 
 MEMORY_FIELDS = (
-    Field("memory_gb", "Memory limit", "GB for the model; empty: the system's limit", float, None),
-    Field("unload_after_min", "Unload after", "minutes without use; 0: never; auto: large ones 30", _minutes),
+    Field("memory_gb", "Memory limit", "GB; empty: the system's limit", float, None),
+    Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
 )
 
 

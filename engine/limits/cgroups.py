@@ -8,6 +8,7 @@ A group is charged for the pages of files that its programs read: after a downlo
 it refuses anything, so they are not held. Shared memory counts as a file there, but lies on the lists of what can't be dropped.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -45,8 +46,13 @@ def bounding(proc: Path = Path("/proc/self")) -> list[Group]:
     return [group for group in found if group is not None]
 
 
-def _folders(proc: Path) -> Iterator[tuple[Path, _Version]]:
-    """Yield the folders of this process's groups and of all above them, as far as they are mounted."""
+@functools.cache
+def _folders(proc: Path) -> tuple[tuple[Path, _Version], ...]:
+    """Return the folders of this process's groups and of all above them, as far as they are mounted: looked for once."""
+    return tuple(_search(proc))
+
+
+def _search(proc: Path) -> Iterator[tuple[Path, _Version]]:
     try:
         groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
         mounts = (proc / "mountinfo").read_text(encoding="utf-8").splitlines()
@@ -87,8 +93,8 @@ def _upwards(mounted: Path, root: PurePosixPath, name: str) -> Iterator[Path]:
 
 def _group(folder: Path, version: _Version) -> Group | None:
     """Return what a group's files say; None where nothing bounds it, or they are not there."""
-    limit, usage = _number(folder / version.limit), _number(folder / version.usage)
-    if limit is None or usage is None or limit >= UNBOUNDED:
+    limit = _number(folder / version.limit)
+    if limit is None or limit >= UNBOUNDED or (usage := _number(folder / version.usage)) is None:
         return None
     return Group(limit, max(0, usage - _droppable(folder / "memory.stat", version.prefix)))
 

@@ -73,7 +73,6 @@ def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> No
         (("--chip", "M4 Mox"), "M4 Max"),
         (("--chip", "M4 Max", "--gpu-cores", "20"), "32, 40"),
         (("--gpu-cores", "40"), "without --chip"),
-        (("--memory", "64"), "without --chip"),
         (("--memory", "0"), "--memory"),
         (("--memory", "nan"), "--memory"),
         (("--group-size", "32"), "without --bits"),
@@ -188,7 +187,6 @@ def test_suggestions_for_people(tokamac: Run) -> None:
         (("pull", "org/name", "--memory", "8"), "pull takes no flags of suggest"),
         (("pull", "org/name", "--unfinished"), "pull takes no --unfinished"),
         (("suggest", "org/name"), "suggest takes no ID"),
-        (("suggest", "--memory", "8"), "without --chip"),
         (("suggest", "--chip", "M3 Max"), "30 or 40"),
     ],
 )
