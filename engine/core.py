@@ -118,7 +118,7 @@ class Core:
         room = make_room(self.runtime, self._store, slot, len(request.ids))
         if room.squeezed is not None:
             yield room.squeezed
-        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
+        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=room.force_fused)
         cached, total = len(slot.ids), len(request.ids)
         with self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)

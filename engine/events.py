@@ -55,7 +55,8 @@ class Squeezed:
     """Memory was short before a prefill, and this was done about it. Bytes; 0 and None where nothing was.
 
     pool_bytes: given back by MLX's pool. chunk: tokens computed at once from here on. cache_bytes: of other prompts let go of.
-    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used.
+    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used. fused_bytes: of attention's scores that
+    are not written down, by kernels that take somewhat longer.
     """
 
     pool_bytes: int
@@ -63,6 +64,7 @@ class Squeezed:
     cache_bytes: int
     predicted_bytes: int
     budget_bytes: int
+    fused_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import MemoryLimitError
 from tokamac.engine.kv import CachePlan
+from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.cost import Cost, bits_per_weight
 from tokamac.engine.limits.kv_cost import value_bytes_of
@@ -63,7 +64,8 @@ def shaped(  # noqa: PLR0917
     config: Mapping[str, Any], plan: CachePlan, weights: int, device: DeviceKind, bytes_of_value: int, order: Order
 ) -> Shape:
     """Return the shape of a model on this device."""
-    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, fused=device != "cpu")
+    attends = AttentionDevice(device)
+    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, device=attends)
 
 
 def order_of(device: DeviceKind, dtype: str | None, *, unpacked: bool) -> Order:

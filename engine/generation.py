@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.kv.attention import forcing_fused
 from tokamac.engine.kv.room import Room
 from tokamac.engine.limits.gaps import Cause
 from tokamac.engine.sampling import Sampler
@@ -19,7 +20,8 @@ class Run:
     """One sequence being computed: a model, its caches, and the ids that the caches hold.
 
     Number line: ``held`` are the tokens whose keys and values are in the caches, always, whenever the caller regains control.
-    ``mark`` is told, while decoding, of what may hold the next token up.
+    ``mark`` is told, while decoding, of what may hold the next token up. force_fused: prefill writes no attention scores down
+    where MLX has a kernel for that.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class Run:
         *,
         ahead: bool,
         mark: Callable[[Cause], None] = lambda _: None,
+        force_fused: bool = False,
     ) -> None:
         self._model = model
         self._caches = caches
         self._ahead = ahead
         self._mark = mark
+        self._force_fused = force_fused
         self._sound = False  # whether logits were seen to be numbers
         self.held = held
 
@@ -43,7 +47,8 @@ class Run:
         done = 0
         while done < len(ids):
             part = ids[done : done + chunk]
-            self._model(mx.array([part]), cache=self._caches)
+            with forcing_fused(self._force_fused):
+                self._model(mx.array([part]), cache=self._caches)
             mx.eval(
                 [cache.state for cache in self._caches]
             )  # the logits are not asked for, so the head is never computed

@@ -78,7 +78,14 @@ class Reply:
             yield room.squeezed
         self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
         runtime = self._runtime
-        run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
+        run = Run(
+            runtime.model,
+            slot.caches,
+            slot.ids,
+            ahead=runtime.ahead,
+            mark=self._request.recorder.mark,
+            force_fused=room.force_fused,
+        )
         with self._store.lending(slot), self._thermal:
             self._pieces = paced(runtime, self._store, slot, room.chunk)
             yield from self._prefill(run, slot, self._pieces)

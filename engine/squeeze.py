@@ -1,7 +1,7 @@
 """Make room for a prefill before it begins: predict its peak, take the ladder's steps, or refuse. Runs on the engine's thread."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,12 +23,14 @@ from tokamac.engine.runtime import Runtime
 class Room:
     """Room for a prefill. chunk: tokens to compute at once. squeezed: what was done for it; None where nothing had to be.
 
-    peak_with: the peak that is expected with a reply of so many tokens.
+    force_fused: whether to ask for fused attention wherever there is a kernel. peak_with: the peak that is expected with a reply
+    of so many tokens.
     """
 
     chunk: int
     squeezed: Squeezed | None
     peak_with: Callable[[int], Peak]
+    force_fused: bool = False
 
 
 def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int) -> Room:
@@ -46,12 +48,21 @@ def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int) -> Room:
         return predict_peak(of, held=0, new=tokens - 1, chunk=runtime.prefill_chunk, reply=1)
 
     budget = _budget(shape, store)
-    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=runtime.prefill_chunk, pool=mx.get_cache_memory())
+    fused = replace(shape, force_fused=True)
+    found = steps(
+        lambda chunk: peak(shape, chunk),
+        budget,
+        chunk=runtime.prefill_chunk,
+        pool=mx.get_cache_memory(),
+        fused_at=lambda chunk: peak(fused, chunk),
+    )
     if budget is not None and found.missing:
         offered = list(offers(shape, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered)
     squeezed = None if budget is None or not found.rungs else _take(found, store, budget)
-    return Room(found.chunk, squeezed, lambda reply: peak(shape, found.chunk, reply, found.peak.prompt_cache))
+    taken = fused if found.fused else shape
+    beside = found.peak.prompt_cache
+    return Room(found.chunk, squeezed, lambda reply: peak(taken, found.chunk, reply, beside), found.fused)
 
 
 def slots_of(caches: list[Any]) -> int:
@@ -68,15 +79,17 @@ def _budget(shape: Shape, store: Store) -> int | None:
 
 def _take(found: Squeeze, store: Store, budget: int) -> Squeezed:
     """Take the steps, in their order."""
-    pool, chunk, freed = 0, None, 0
+    pool, chunk, freed, spared = 0, None, 0, 0
     for rung in found.rungs:
         match rung.name:
             case "pool":
                 pool = rung.amount
                 mx.clear_cache()
+            case "fused":
+                spared = rung.amount
             case "chunk":
                 chunk = rung.amount
             case "prompt cache":
                 freed = store.shrink(rung.amount)
                 mx.clear_cache()
-    return Squeezed(pool, chunk, freed, found.peak.total, budget)
+    return Squeezed(pool, chunk, freed, found.peak.total, budget, spared)

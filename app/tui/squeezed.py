@@ -9,6 +9,8 @@ def sentence(event: Squeezed) -> str:
     done = []
     if event.pool_bytes:
         done.append(f"{units.size(event.pool_bytes)} of unused buffers were given back")
+    if event.fused_bytes:
+        done.append(f"attention runs fused, which is slower and takes {units.size(event.fused_bytes)} less")
     if event.chunk is not None:
         done.append(f"the prompt is read {units.count(event.chunk)} tokens at a time")
     if event.cache_bytes:

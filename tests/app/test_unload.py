@@ -112,6 +112,7 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
     ("event", "words"),
     [
         (SQUEEZED, ("3.00 MB of unused buffers", "64 tokens at a time", "900 MB of 1.00 GB")),
+        (Squeezed(0, None, 0, 1, 2, 5_000_000), ("attention runs fused", "5.00 MB less")),
         (Squeezed(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
     ],
 )
