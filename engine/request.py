@@ -1,8 +1,7 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -18,9 +17,9 @@ from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.ladder import LEAST_CHUNK
 from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent_rate
 from tokamac.engine.limits.process import ProcessWatch
-from tokamac.engine.limits.thermal import ThermalWatch
+from tokamac.engine.limits.thermal import ThrottleWatch
 from tokamac.engine.options import Sampling
-from tokamac.engine.pieces import LEAST, LONGEST_S, Pieces
+from tokamac.engine.pieces import Pieces
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
@@ -64,8 +63,7 @@ class Reply:
         self._pieces: Pieces | None = None
         self._run: Run | None = None
         self._cut_off = self._ended_by_memory = self._decoding = False
-        mac = macos.system()
-        self._thermal = ThermalWatch(None if mac is None else partial(macos.throttled, mac))
+        self._throttled = ThrottleWatch(macos.system())
 
     def events(self) -> Iterator[Event]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
@@ -83,7 +81,7 @@ class Reply:
                 yield from self._attempt(most)
                 break
             except FAILURES as error:
-                most = self._smaller(error)
+                most = self._smaller(error)  # the caches went with the failure, and what they held may not be believed
         if self._cut_off and not self._ended_by_memory and self._runtime.kv.when_full == "error":
             raise ContextError(
                 f"the context of {self._runtime.capacity:,} tokens is full, and the reply was cut off",
@@ -101,7 +99,8 @@ class Reply:
         size = 0 if self._run is None or self._decoding else self._run.piece
         if size <= LEAST_CHUNK:
             raise known from error
-        return max(LEAST_CHUNK, size // 2)
+        whole = 1 << (size - 1).bit_length()  # the last piece may be a part of one
+        return max(LEAST_CHUNK, whole // 2)
 
     def _attempt(self, most: int | None) -> Iterator[Event]:
         """Prefill in pieces of ``most`` tokens at most, then decode. most: given after a failure, whose caches are gone."""
@@ -124,8 +123,8 @@ class Reply:
             force_fused=room.force_fused,
             may_grow=growth.fits,
         )
-        with self._store.lending(slot), self._thermal:
-            self._pieces = paced(runtime, self._store, slot, room.chunk)
+        with self._store.lending(slot):
+            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids))
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run, growth)
 
@@ -153,7 +152,7 @@ class Reply:
         )
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._thermal.throttled)
+        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
 
     def _predicted_peak(self) -> int | None:
         """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
@@ -185,6 +184,7 @@ class Reply:
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
+                self._throttled.look()
                 if token in self._runtime.tokenizer.eos_ids:
                     reason = "stop"
                     break
@@ -201,6 +201,7 @@ class Reply:
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from text.finish()
         request.recorder.end()
+        self._throttled.look(now=True)
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
@@ -210,22 +211,14 @@ class Reply:
         runtime, machine = self._runtime, self._runtime.machine
         chunk = runtime.prefill_chunk if self._pieces is None else self._pieces.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
-        return diagnose(metrics, runtime.work, machine.chip, machine.pace, situation)
+        throttled = replace(situation, throttles=self._throttled.seen)
+        return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
-
-
-def paced(
-    runtime: Runtime, store: Store, slot: Slot, most: int, *, longest_s: float = LONGEST_S, least: int = LEAST
-) -> Pieces:
-    """Return how to read a prompt after what ``slot`` holds: at first by the pace measured so far, else by the one foretold."""
-    measured_s = store.rates.prefill_s(1)
-    token_s = runtime.prompt_token_s(most, len(slot.ids)) if measured_s is None else measured_s
-    return Pieces(most, token_s, longest_s=longest_s, least=least)
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

@@ -67,6 +67,7 @@ class Driver:
             self._perform(step)
         if self._process is not None:
             self._process.set_busy(self.session.busy)
+        self._begun.keep_awake.tell(self, busy=self.session.busy)
 
     def _perform(self, step: Step) -> None:
         match step:
@@ -183,6 +184,7 @@ class Driver:
 
     def close(self) -> None:
         """End the engine's process."""
+        self._begun.keep_awake.close()
         process, self._process = self._process, None
         self._life += 1
         if process is not None:
