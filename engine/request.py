@@ -8,7 +8,7 @@ import mlx.core as mx
 from tokamac.engine import kv
 from tokamac.engine.compute_errors import FAILURES, computing_error
 from tokamac.engine.continuation import Begun
-from tokamac.engine.errors import ContextError
+from tokamac.engine.errors import ContextError, DeviceError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
 from tokamac.engine.limits import macos
@@ -62,6 +62,7 @@ class Reply:
         self._room: Room | None = None
         self._pieces: Pieces | None = None
         self._run: Run | None = None
+        self._may_force = True
         self._cut_off = self._ended_by_memory = self._decoding = False
         self._throttled = ThrottleWatch(macos.system())
 
@@ -97,6 +98,8 @@ class Reply:
         if known is None:
             raise error
         size = 0 if self._run is None or self._decoding else self._run.piece
+        if isinstance(known, DeviceError) and self._room is not None and self._room.force_fused:
+            self._may_force = False  # MLX says so where this GPU has too few registers for such a kernel
         if size <= LEAST_CHUNK:
             raise known from error
         whole = 1 << (size - 1).bit_length()  # the last piece may be a part of one
@@ -108,7 +111,9 @@ class Reply:
             self._slot = self._room = self._pieces = self._run = None
             mx.clear_cache()
         slot = self._slot = self._store.take(self._request.ids, self._request.keep)
-        room = self._room = make_room(self._runtime, self._store, slot, len(self._request.ids), most=most)
+        room = self._room = make_room(
+            self._runtime, self._store, slot, len(self._request.ids), most=most, may_force=self._may_force
+        )
         if room.squeezed is not None:
             yield room.squeezed
         self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))

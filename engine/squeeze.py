@@ -77,10 +77,12 @@ class ReplyGrowth:
         return whole - max(0, mx.get_active_memory() - ours)
 
 
-def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int, *, most: int | None = None) -> Room:
+def make_room(
+    runtime: Runtime, store: Store, slot: Slot, tokens: int, *, most: int | None = None, may_force: bool = True
+) -> Room:
     """Make room to compute a prompt of so many ``tokens``, of which ``slot`` holds the first, and one token of reply.
 
-    most: tokens to compute at once at most, after MLX had no memory for more.
+    most: tokens to compute at once at most, after MLX had no memory for more. may_force: whether fused attention may be asked for.
     Raises MemoryLimitError where there can be none, with what would fit; nothing was given up for it then.
     """
     shape, held, slots, aside = runtime.shape, len(slot.ids), slots_of(slot.caches), store.aside
@@ -107,13 +109,13 @@ def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int, *, most: 
     def fused_at(chunk: int) -> Peak:
         return peak(fused, chunk)
 
-    found = steps(plain_at, budget, chunk=largest, pool=pool, fused_at=fused_at)
+    found = steps(plain_at, budget, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
     if budget is not None and found.missing:
         offered = list(offers(fused, afresh, budget, spare=spare_slots, longest=tokens))
         raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
     critical = memory.is_critical()
     if critical and budget is not None and spare is not None and spare < budget:
-        found = relieving(plain_at, spare, chunk=largest, pool=pool, fused_at=fused_at)
+        found = relieving(plain_at, spare, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
     given = memory.taken_from_others(found.peak.total, spare)
     squeezed = _take(found, store, budget, given, critical) if found.rungs or given or critical else None
     if most is not None:

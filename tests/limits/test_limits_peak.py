@@ -1,7 +1,6 @@
 """The predicted peak of a prefill: by hand, by what must hold for any shape, and against caches and models as they are."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -9,20 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.seeded import write_model
+from tests.limits.unfused import CALLS
 from tokamac.engine import Engine, KVSpec, Sampling
 from tokamac.engine.events import Finished
-from tokamac.engine.generation import Run
-from tokamac.engine.kv import cpu, install_seam, plan_caches
+from tokamac.engine.kv import cpu, plan_caches
 from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.cache import PACKED_TOKENS_CPU, PACKED_TOKENS_GPU
 from tokamac.engine.kv.codec import ROTATED_KEY_BITS
 from tokamac.engine.kv.layout import Slots
 from tokamac.engine.limits import peak
-from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.peak import grown, predict_peak, rounded
 from tokamac.engine.limits.peak_shape import LayerCache, Shape, shape_of
-from tokamac.engine.model import load_model
 
 LAYER = LayerCache(heads=2, key_dim=64, value_dim=64, value_bytes=4)
 CPU, METAL = AttentionDevice("cpu"), AttentionDevice("metal")
@@ -200,67 +197,8 @@ def test_the_peak_of_a_real_prefill(tmp_path, kv):
     assert last.predicted_peak_bytes == pytest.approx(last.metrics.peak_memory_bytes - others, rel=0.15)
 
 
-DEFAULT_KV = KVSpec()
-
-
-@dataclass(frozen=True)
-class Unfused:
-    """A call whose attention writes its scores down: ``new`` tokens after ``held``."""
-
-    head_dim: int
-    heads: int
-    kv_heads: int
-    held: int
-    new: int
-    kv: KVSpec = DEFAULT_KV
-
-    def measure(self, folder: Path) -> tuple[int, int]:
-        """Return the predicted peak and MLX's, weights and caches included."""
-        write_model(
-            folder,
-            num_hidden_layers=4,  # the last one's attention is not computed, since no logits are asked for
-            head_dim=self.head_dim,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-        )
-        loaded = load_model(folder, dtype=None, device="metal", progress=lambda *_: None)
-        plan = plan_caches(loaded.module, loaded.config, self.kv)
-        weights = cost_of_model(loaded.module, loaded.config).weight_bytes
-        shape = shape_of(loaded.config, plan, weights=weights, value_bytes=4, order="ahead", device=CPU)
-        others = mx.get_active_memory() - weights
-        caches = plan.make(0)
-        for cache in caches:
-            some = mx.zeros((1, self.kv_heads, self.held, self.head_dim))
-            cache.update_and_fetch(some, some)
-            mx.eval(cache.state)
-        del some
-        found = predict_peak(shape, held=self.held, new=self.new, chunk=self.new, slots=caches[0].slots)
-        run = Run(loaded.module, caches, [7] * self.held, ahead=True)
-        mx.synchronize()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        assert list(run.prefill([7] * self.new, self.new)) == [self.new]
-        return found.total, mx.get_peak_memory() - others
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        Unfused(256, 8, 1, held=2040, new=32),
-        Unfused(256, 8, 8, held=1000, new=24),
-        Unfused(128, 8, 2, held=2040, new=32),
-        Unfused(128, 4, 4, held=600, new=64),
-        Unfused(256, 8, 2, held=2040, new=9),
-        Unfused(256, 8, 1, held=3500, new=32, kv=KVSpec(key_bits=8, value_bits=4)),
-        Unfused(256, 8, 1, held=2040, new=32, kv=KVSpec(window=512)),
-        Unfused(128, 4, 4, held=1200, new=80, kv=KVSpec(window=1024)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.usefixtures("settled_memory")
-def test_the_peak_of_scores_that_are_written_down(tmp_path, monkeypatch, call):
-    """MLX's own products on the CPU device stand for those that a GPU runs where no kernel is fused: the arrays are the same."""
-    monkeypatch.setattr(cpu, "is_worth", lambda *_, **__: False)
-    install_seam()
+def test_the_peak_of_scores_that_are_written_down(tmp_path, call):
     predicted, real = call.measure(tmp_path)
     assert 0.9 <= predicted / real <= 1.15, (predicted, real)
