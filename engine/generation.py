@@ -73,7 +73,7 @@ class Run:
         self.held.append(last)
         room = Room(self._caches)
         for count in itertools.count(1):
-            self.ended_by_memory = count != limit and room.will_grow() and not self._may_grow()
+            self.ended_by_memory = count != limit and room.will_grow(len(self.held)) and not self._may_grow()
             last_one = count == limit or self.ended_by_memory
             following = self._step(pending, sampler) if self._ahead and not last_one else None
             if room.grew():
