@@ -8,9 +8,17 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from tokamac.engine.compute_errors import computing
 from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import ContextError, EngineClosedError, MemoryLimitError, OptionError, TemplateError
+from tokamac.engine.errors import (
+    ContextError,
+    DeviceError,
+    EngineClosedError,
+    MemoryLimitError,
+    OptionError,
+    TemplateError,
+)
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
@@ -115,9 +123,9 @@ class Core:
         room = make_room(self.runtime, self._store, slot, len(request.ids))
         if room.squeezed is not None:
             yield room.squeezed
-        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
+        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=room.force_fused)
         cached, total = len(slot.ids), len(request.ids)
-        with self._store.lending(slot):
+        with computing(), self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
             pieces = Pieces(self.runtime.chunking, room.chunk, cached)
@@ -145,7 +153,7 @@ class Core:
                 for _ in self.warm(ids, cancelled):
                     if cancelled():
                         return
-        except (OptionError, TemplateError, ContextError, MemoryLimitError):
+        except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
             return  # it is said when the user sends it
 
     def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
@@ -175,7 +183,8 @@ class Core:
         prompting.check_ids(ids)
         size = min(chunk or LOGPROBS_CHUNK, len(ids))
         check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
-        return score(self.runtime, ids, size, keep=prompting.pinned([]))
+        with computing():
+            return score(self.runtime, ids, size, keep=prompting.pinned([]))
 
     def compare_kv(
         self,

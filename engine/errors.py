@@ -10,7 +10,7 @@
     ├── DownloadError        the hub can't be reached, refuses, or the disk is full
     ├── ContextError         the prompt does not fit the context
     ├── MemoryLimitError     a model or a prompt would need more memory than there is
-    ├── DeviceError          MLX has no usable backend here, or not enough memory
+    ├── DeviceError          MLX has no usable backend here, or the device failed
     ├── ConversionError      a model can't be converted
     └── EngineClosedError    the engine was closed
 
@@ -87,11 +87,11 @@ class ContextError(TokamacError):
 
 
 class MemoryLimitError(TokamacError):
-    """A model or a prompt would need more memory than this process may use; said before anything is computed."""
+    """A model or a prompt needs more memory than there is: said before anything is computed, or once MLX found none."""
 
 
 class DeviceError(TokamacError):
-    """MLX has no usable backend here, or the device lacks memory."""
+    """MLX has no usable backend here, or the device failed while it computed."""
 
 
 class ConversionError(TokamacError):

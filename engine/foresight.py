@@ -1,6 +1,7 @@
 """Whether a model fits, before any weight of it is read: from its config and the headers of its files."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import MemoryLimitError
 from tokamac.engine.kv import CachePlan
+from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.cost import Cost, bits_per_weight
 from tokamac.engine.limits.kv_cost import value_bytes_of
@@ -48,6 +50,7 @@ def context_notes(
     shape: Shape, capacity: int | None, *, chunking: Chunking, asked: int | None = None
 ) -> tuple[str, ...]:
     """Return what the user should know of a context that can't be filled here; nothing where all of it fits, or that is unknown."""
+    shape = replace(shape, force_fused=True)  # as a prompt that is short of memory asks for it
     budget = memory.array_budget() if asked is None else asked
     if capacity is None or budget is None or _context_peak(shape, capacity, chunking) <= budget:
         return ()
@@ -69,7 +72,8 @@ def shaped(  # noqa: PLR0917
     config: Mapping[str, Any], plan: CachePlan, weights: int, device: DeviceKind, bytes_of_value: int, order: Order
 ) -> Shape:
     """Return the shape of a model on this device."""
-    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, fused=device != "cpu")
+    attends = AttentionDevice(device)
+    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, device=attends)
 
 
 def order_of(device: DeviceKind, dtype: str | None, *, unpacked: bool) -> Order:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.kv.attention import forcing_fused
 from tokamac.engine.kv.room import Room
 from tokamac.engine.limits.gaps import Cause
 from tokamac.engine.sampling import Sampler
@@ -19,7 +20,9 @@ class Run:
     """One sequence being computed: a model, its caches, and the ids that the caches hold.
 
     Number line: ``held`` are the tokens whose keys and values are in the caches, always, whenever the caller regains control.
-    ``mark`` is told, while decoding, of what may hold the next token up.
+    ``mark`` is told, while decoding, of what may hold the next token up. force_fused: prefill writes no attention scores down
+    where MLX has a kernel for that. may_grow: asked, while decoding, before the caches are made larger; where it says no, decoding
+    ends, and ``ended_by_memory`` is true. piece: tokens that prefill computes at once just now.
     """
 
     def __init__(
@@ -30,11 +33,17 @@ class Run:
         *,
         ahead: bool,
         mark: Callable[[Cause], None] = lambda _: None,
+        force_fused: bool = False,
+        may_grow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._model = model
         self._caches = caches
         self._ahead = ahead
         self._mark = mark
+        self._force_fused = force_fused
+        self._may_grow = may_grow
+        self.ended_by_memory = False
+        self.piece = 0
         self._sound = False  # whether logits were seen to be numbers
         self.held = held
 
@@ -43,7 +52,9 @@ class Run:
         done = 0
         while done < len(ids):
             part = ids[done : done + chunk]
-            self._model(mx.array([part]), cache=self._caches)
+            self.piece = len(part)
+            with forcing_fused(self._force_fused):
+                self._model(mx.array([part]), cache=self._caches)
             mx.eval(
                 [cache.state for cache in self._caches]
             )  # the logits are not asked for, so the head is never computed
@@ -62,14 +73,16 @@ class Run:
         self.held.append(last)
         room = Room(self._caches)
         for count in itertools.count(1):
-            following = self._step(pending, sampler) if self._ahead and count != limit else None
+            self.ended_by_memory = count != limit and room.will_grow(len(self.held)) and not self._may_grow()
+            last_one = count == limit or self.ended_by_memory
+            following = self._step(pending, sampler) if self._ahead and not last_one else None
             if room.grew():
                 self._mark("kv growth")
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
             if following is not None:
                 self.held.append(token)
             yield token
-            if count == limit:
+            if last_one:
                 return
             if count % POOL_CLEAR_STEPS == 0:
                 mx.clear_cache()

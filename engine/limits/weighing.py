@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelError
+from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.config_cost import Packing, cost_of_hollow
 from tokamac.engine.limits.cost import Cost, Form, cost_of_folder
@@ -70,7 +71,7 @@ class Weighed:
             weights=self.held.weight_bytes,
             value_bytes=self.value_bytes,
             order=ORDERS[self.form],
-            fused=device != "cpu",
+            device=AttentionDevice(device),
         )
 
 

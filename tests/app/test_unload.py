@@ -135,6 +135,12 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
     ("event", "words"),
     [
         (SQUEEZED, ("3.00 MB of unused buffers", "64 tokens at a time", "900 MB of 1.00 GB")),
+        (Squeezed(0, None, 0, 1, 2, fused_bytes=5_000_000), ("attention runs fused", "5.00 MB less")),
+        (
+            Squeezed(0, 128, 0, 1, None, failed=True),
+            ("did not fit and is computed again", "128 tokens", "1 B are expected"),
+        ),
+        (Squeezed(0, None, 0, 10**9, 9 * 10**8, ended=True), ("the reply ends here", "would take 1.00 GB of 900 MB")),
         (Squeezed(0, None, 0, 1, 2, 4_100_000_000), ("swap out about 4.1 GB of other programs; ", "are expected")),
         (Squeezed(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
     ],

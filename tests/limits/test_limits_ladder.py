@@ -40,6 +40,20 @@ def test_the_steps_in_their_order(budget, rungs, missing):
     assert (found.rungs, found.missing) == (rungs, missing)
 
 
+def test_fused_attention_goes_before_smaller_chunks():
+    def fused_at(chunk: int) -> Peak:
+        return Peak(WEIGHTS, KV, chunk // 2, BESIDE)
+
+    found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=fused_at)
+    assert (found.rungs, found.fused) == ((Rung("fused", 128), Rung("chunk", 128)), True)
+    assert found.peak == fused_at(128)
+
+
+def test_fused_attention_that_spares_nothing_is_no_step():
+    found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=peak_at)
+    assert (found.rungs, found.fused) == ((Rung("chunk", 64),), False)
+
+
 def test_an_empty_pool_is_no_step():
     assert steps(peak_at, least() + BESIDE, chunk=256).rungs == (Rung("chunk", 32),)
 
