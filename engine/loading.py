@@ -16,8 +16,9 @@ from tokamac.engine.foresight import check_fits, context_notes, order_of, planne
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import cost_of_model, text_config
-from tokamac.engine.limits.fitted import fitted
+from tokamac.engine.limits.fitted import Fitted, fitted
 from tokamac.engine.limits.hardware import detect
+from tokamac.engine.limits.host import HostLimited, measure_host
 from tokamac.engine.limits.kept import machine_key
 from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
 from tokamac.engine.limits.prefill_chunk import Chunking
@@ -79,6 +80,8 @@ def load(
         packed_kv=packed_layers(plan.layers, kv.group_size),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
     )
+    if isinstance(kernels := machine.pace, Fitted):
+        machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
     store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
