@@ -43,6 +43,7 @@ class ModelSpec:
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    advice: what to do about the installation, where that holds it up.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ModelSpec:
     thinks: bool
     recommended: Sampling
     notes: tuple[str, ...] = ()
+    advice: str | None = None
 
 
 class Core:

@@ -21,6 +21,7 @@ from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.host import HostLimited, measure_host
 from tokamac.engine.limits.kept import machine_key
 from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
+from tokamac.engine.limits.neural import advice
 from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
@@ -125,4 +126,5 @@ def _spec(  # noqa: PLR0917
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),
         notes=notes,
+        advice=advice(),
     )
