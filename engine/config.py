@@ -17,7 +17,8 @@ from typing import Any
 
 from tokamac.engine.config_rules import check_config
 from tokamac.engine.corrections import correct
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
+from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
+from tokamac.engine.open_files import import_mlx_lm
 
 __all__ = ["check_config", "model_classes", "normalise", "read_config"]
 
@@ -87,7 +88,9 @@ def read_config(folder: Path) -> Config:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelDamagedError(f"{path} is missing", f"Is this a model folder? {again}") from error
     except OSError as error:
-        raise ModelDamagedError(f"{path} can't be read: {error.strerror or error}", "Check its permissions.") from error
+        raise ModelDamagedError(
+            f"{path} can't be read: {error.strerror or error}", access_hint(error, "Check its permissions.")
+        ) from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
         raise ModelDamagedError(f"{path} is not valid JSON: {error}", again) from error
     except RecursionError as error:
@@ -247,6 +250,7 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
         raise ModelUnsupportedError(
             f"{kind} models need the package {needed}, which is not installed", "Choose another model."
         )
+    import_mlx_lm()
     try:
         if not re.fullmatch(r"[\w-]+", kind):
             raise ValueError(f"{kind!r} is no model type")

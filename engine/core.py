@@ -44,6 +44,7 @@ class ModelSpec:
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     advice: what to do about the installation, where that holds it up.
+    memory_notes: what loading it cost other programs.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelSpec:
     recommended: Sampling
     notes: tuple[str, ...] = ()
     advice: str | None = None
+    memory_notes: tuple[str, ...] = ()
 
 
 class Core:
@@ -214,7 +216,7 @@ class Core:
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
-        return snapshot()
+        return snapshot(self.runtime.memory_limit)
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""
@@ -245,6 +247,7 @@ def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
         {"top_p": number("top_p")},
         {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
         {"min_p": number("min_p")},
+        {"repetition_penalty": number("repetition_penalty")},
     ):
         try:
             suggested = replace(suggested, **change)

@@ -17,6 +17,22 @@
 Every error says what failed (``str(error)``) and what to do next (``error.hint``); a traceback shows both.
 """
 
+import errno
+import sys
+
+ALLOW = "Allow your terminal to use that folder: System Settings > Privacy & Security > Files and Folders"
+"""What opens Desktop, Documents, Downloads and other disks to a program on a Mac, once that was refused there."""
+
+
+def private(error: OSError) -> bool:
+    """Return whether the privacy settings of macOS refuse a file: they say EPERM, rights of files and folders EACCES."""
+    return error.errno == errno.EPERM and sys.platform == "darwin"
+
+
+def access_hint(error: OSError, otherwise: str) -> str:
+    """Return what to do about a file that can't be used; ``otherwise`` where macOS does not keep it private."""
+    return f"{ALLOW}." if private(error) else otherwise
+
 
 def _printable(text: str) -> str:
     """Return text without what a terminal would obey: messages quote names and reasons that others wrote."""

@@ -9,7 +9,7 @@ from tokamac.engine import hub
 from tokamac.engine.context_length import context_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.cpu import is_unpacked
-from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
+from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
@@ -27,11 +27,12 @@ from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import LoadedModel, load_model
-from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.prompt_cache.opening import open_cache
 from tokamac.engine.runtime import Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
+from tokamac.engine.warm_up import warm_up
 
 Progress = Callable[[LoadProgress], None]
 
@@ -42,15 +43,18 @@ def load(
     kv: KVSpec,
     prompt_cache: PromptCacheSpec | None,
     dtype: str | None,
+    memory: int | None = None,
     progress: Progress | None,
 ) -> Core:
-    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
-    check_backends(installed_backends())
+    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
+
+    memory: bytes that arrays may take; None is the system's limit.
+    """
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
-    if dtype is None:  # of another type, weights take other memory than the files say
-        check_fits(folder, kv, device)
+    # Of another type, weights take other memory than the files say.
+    costs = check_fits(folder, kv, device, memory) if dtype is None else ()
     loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
@@ -64,8 +68,8 @@ def load(
     machine = Machine(with_bandwidth(detect(), bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
     capacity, chunking = kv.capacity(context_length(loaded.config)), Chunking(work, device, machine.pace)
-    notes = (*plan.notes, *context_notes(shape, capacity, chunking=chunking))
-    spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
+    notes = (*plan.notes, *context_notes(shape, capacity, chunking=chunking, asked=memory))
+    spec = replace(_spec(str(model), device, loaded, tokenizer, kv, notes), memory_notes=costs)
     runtime = Runtime(
         model=loaded.module,
         tokenizer=tokenizer,
@@ -80,11 +84,15 @@ def load(
         chunking=chunking,
         packed_kv=packed_layers(plan.layers, kv.group_size),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
+        memory_limit=memory,
     )
-    if isinstance(kernels := machine.pace, Fitted):
-        machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
+    if device != "cpu":
+        tell(LoadProgress("warm-up", 0, None))
+        warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
+    if isinstance(kernels := machine.pace, Fitted):
+        machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
     store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
     return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
 

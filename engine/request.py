@@ -1,8 +1,7 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -16,7 +15,7 @@ from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent_rate
 from tokamac.engine.limits.process import ProcessWatch
-from tokamac.engine.limits.thermal import ThermalWatch
+from tokamac.engine.limits.thermal import ThrottleWatch
 from tokamac.engine.options import Sampling
 from tokamac.engine.pieces import Pieces
 from tokamac.engine.prompt_cache.kept import Slot
@@ -61,8 +60,7 @@ class Reply:
         self._room: Room | None = None
         self._pieces: Pieces | None = None
         self._cut_off = False
-        mac = macos.system()
-        self._thermal = ThermalWatch(None if mac is None else partial(macos.throttled, mac))
+        self._throttled = ThrottleWatch(macos.system())
 
     def events(self) -> Iterator[Event]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
@@ -79,7 +77,7 @@ class Reply:
         self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
         runtime = self._runtime
         run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
-        with self._store.lending(slot), self._thermal:
+        with self._store.lending(slot):
             self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids))
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run)
@@ -113,7 +111,7 @@ class Reply:
         )
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._thermal.throttled)
+        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
 
     def _predicted_peak(self) -> int | None:
         """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
@@ -144,6 +142,7 @@ class Reply:
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
+                self._throttled.look()
                 if token in self._runtime.tokenizer.eos_ids:
                     reason = "stop"
                     break
@@ -157,6 +156,7 @@ class Reply:
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from text.finish()
         request.recorder.end()
+        self._throttled.look(now=True)
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
@@ -166,7 +166,8 @@ class Reply:
         runtime, machine = self._runtime, self._runtime.machine
         chunk = runtime.prefill_chunk if self._pieces is None else self._pieces.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
-        return diagnose(metrics, runtime.work, machine.chip, machine.pace, situation)
+        throttled = replace(situation, throttles=self._throttled.seen)
+        return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.kv import CachePlan
+from tokamac.engine.limits import memory
 from tokamac.engine.limits.bandwidth import believed, learn
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics
@@ -48,7 +49,8 @@ class Machine:
 class Runtime:
     """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
 
-    chunking: how its prompts are cut. packed_kv, bits_per_weight: see limits.situation.
+    chunking: how its prompts are cut. packed_kv, bits_per_weight: see limits.situation. memory_limit: bytes that the user
+    lets arrays take; None is the system's limit.
     """
 
     model: Any
@@ -64,6 +66,12 @@ class Runtime:
     chunking: Chunking
     packed_kv: tuple[KVLayer, ...] | None = None
     bits_per_weight: float | None = None
+    memory_limit: int | None = None
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that MLX's arrays of this process may take in all, as it is now; None is unknown."""
+        return memory.array_budget() if self.memory_limit is None else self.memory_limit
 
     @property
     def prefill_chunk(self) -> int:

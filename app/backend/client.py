@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -119,9 +120,15 @@ class EngineProcess:
         return self._process.pid
 
     def _signal(self) -> None:
-        if self._process.poll() is None:
+        if self._process.poll() is not None:
+            return
+        try:
             # Its own session: helpers that a library started go with it.
             os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # A group of zombies: macOS refuses it (EPERM), Linux may not find it. poll() can't tell while another thread waits.
+            with suppress(ProcessLookupError, PermissionError):
+                self._process.kill()
 
     def _write(self) -> None:
         assert self._process.stdin is not None

@@ -44,8 +44,7 @@ class Console:
                 readline.add_history(text)
             readline.set_completer(_completer(complete))
             readline.set_completer_delims(" ")
-            is_libedit = "libedit" in (readline.__doc__ or "")
-            readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+            readline.parse_and_bind("bind ^I rl_complete" if is_libedit() else "tab: complete")
 
     def read(self, prompt: str, draft: str = "") -> str:
         """Return what the user asks: a line, made safe; several, where they end with a backslash or stand in a block.
@@ -84,6 +83,8 @@ class Console:
 
     def _line(self, prompt: str, draft: str = "") -> str:
         if self._edits:
+            if draft and is_libedit():  # as on every usual Mac: some of them leave the line empty
+                self.aside(f"What was written, should the line be empty:\n{draft}")
             with _begun_with(draft):
                 return input(prompt)
         if self.typed:
@@ -144,6 +145,16 @@ class Console:
         sys.stdout.write(text)
         sys.stdout.flush()
         self._last = text[-1]
+
+
+def is_libedit() -> bool:
+    """Whether this Python edits lines by libedit, which has not all of GNU Readline's abilities."""
+    try:
+        import readline
+    except ImportError:
+        return False
+    backend = getattr(readline, "backend", None)  # from Python 3.13 on
+    return backend == "editline" if backend is not None else "libedit" in (readline.__doc__ or "")
 
 
 @contextmanager

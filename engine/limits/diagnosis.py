@@ -13,6 +13,7 @@ The longest of the three is the part that counts. What a phase waited for is tol
 from dataclasses import dataclass
 from typing import Literal
 
+from tokamac.engine.limits.gaps import Throttle
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics, share
 from tokamac.engine.limits.prediction import Pace, decode_phase, prefill_phase
@@ -57,12 +58,13 @@ class Part:
 class Diagnosis:
     """The verdict on a reply. parts: wait, prefill and decode. terms: the numbers it was computed from.
 
-    remedies: what would help a reply like this one, best first, three at most.
+    remedies: what would help a reply like this one, best first, three at most. throttles: what the system slowed the chip down for.
     """
 
     parts: tuple[Part, ...]
     remedies: tuple[Remedy, ...]
     terms: tuple[Term, ...]
+    throttles: tuple[Throttle, ...] = ()
 
     @property
     def slowest(self) -> Part:
@@ -94,7 +96,7 @@ def diagnose(metrics: Metrics, work: Work, chip: Chip, pace: Pace | None, situat
         _decode(max(total_s - ttft_s, 0.0), metrics, foretold, chip),
     )
     found = () if pace is None else remedies(metrics, foretold, Machinery(work, chip, pace), situation)
-    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, foretold))
+    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, foretold), situation.throttles)
 
 
 def _prefill(seconds: float, foretold: Foretold, chip: Chip) -> Part:

@@ -16,7 +16,15 @@ from tokamac.engine.limits.prediction import Pace, Phase, decode_phase, prefill_
 from tokamac.engine.limits.situation import KV_BITS, Foretold, Situation
 from tokamac.engine.limits.work import Work
 
-RemedyName = Literal["packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine"]
+RemedyName = Literal[
+    "packed keys and values",
+    "packed weights",
+    "prompt cache",
+    "shorter context",
+    "quiet machine",
+    "full power",
+    "cool chip",
+]
 
 MOST = 3
 WORTH_S = 0.1
@@ -123,10 +131,14 @@ class _Weighing:
         return self._with_both("prompt cache", None, _saved_s(self.metrics.prefill_s, self.foretold.prefill, last), 0.0)
 
     def _quiet(self) -> Remedy:
-        """What both phases lost to whatever else held the machine up, where that was much."""
+        """What both phases lost to whatever else held the machine up, where that was much; by the name of a cause that is known."""
         reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill)
         step_s = _behind_s(_step_s(self.metrics), self.foretold.decode)
-        return self._with_both("quiet machine", None, reading_s, step_s)
+        throttles = self.situation.throttles
+        name: RemedyName = "quiet machine"
+        if throttles:
+            name = "full power" if "low power" in throttles else "cool chip"
+        return self._with_both(name, None, reading_s, step_s)
 
     def _with_step(self, name: RemedyName, to: int, after: Phase, sooner_s: float = 0.0) -> Remedy:
         """Return a change after which a step is ``after``, and the first token comes ``sooner_s``."""

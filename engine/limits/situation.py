@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokamac.engine.kv.size import group_for, token_bytes
+from tokamac.engine.limits.gaps import Throttle
 from tokamac.engine.limits.prediction import Phase
 from tokamac.engine.limits.work import KVLayer
 
@@ -22,12 +23,14 @@ class Situation:
     packed_kv: what the caches would hold with keys and values of KV_BITS; None where none of them can be packed, or all are.
     bits_per_weight: stored; None where it is unknown, or where a step reads no fewer bytes for it (weights that were unpacked).
     keeps_prompts: the prompt cache is on. chunk: prompt tokens computed at once.
+    throttles: what the system slowed the chip down for meanwhile.
     """
 
     packed_kv: tuple[KVLayer, ...] | None
     bits_per_weight: float | None
     keeps_prompts: bool
     chunk: int
+    throttles: tuple[Throttle, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

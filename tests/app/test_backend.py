@@ -240,6 +240,26 @@ def test_a_frozen_process_is_killed(talk: Callable[..., Talk]) -> None:
     assert "did not answer" in died.why
 
 
+@pytest.mark.parametrize("refusal", [PermissionError, ProcessLookupError])
+def test_where_its_group_can_not_be_signalled_the_process_itself_is(
+    talk: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
+) -> None:
+    def refuse(*_: int) -> None:
+        raise refusal
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    child = talk([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.process.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while child.process.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    monkeypatch.setattr(child.process._process, "poll", lambda: None)  # as while another thread waits for it
+    monkeypatch.setattr(os, "kill", refuse)
+    child.process.kill()  # of what is a zombie by now, nobody complains
+
+
 def test_garbage_is_an_event_and_what_follows_is_read(talk: Callable[..., Talk]) -> None:
     line = encode(Heartbeat()).decode().strip()
     child = talk([sys.executable, "-c", f"print('\\x1b[31mgarbage'); print('{line}', flush=True); input()"])

@@ -176,6 +176,22 @@ def test_a_machine_that_is_held_up_is_told_and_what_that_cost():
     assert only.gain_s == pytest.approx(100 * (0.030 - 0.013562), abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("throttles", "name"),
+    [(("thermal",), "cool chip"), (("low power",), "full power"), (("thermal", "low power"), "full power")],
+)
+def test_where_the_system_slowed_the_chip_down_the_remedy_ends_that(throttles, name):
+    slow, plain = reply(100, 101, prefill_s=0.1, step_s=0.030), verdict(reply(100, 101, prefill_s=0.1, step_s=0.030))
+    found = verdict(slow, replace(PLAIN, throttles=throttles))
+    assert found.throttles == throttles
+    assert found.remedies == (replace(plain.remedies[0], name=name),)
+
+
+def test_what_slowed_the_chip_down_is_told_of_a_reply_that_was_quick_as_well():
+    found = verdict(reply(100, 101, prefill_s=0.1, step_s=0.0136), replace(PLAIN, throttles=("low power",)))
+    assert (found.throttles, found.remedies) == (("low power",), ())
+
+
 def test_what_both_phases_lost_is_told_of_both():
     """Four tokens: 12.5 ms to read the weights once, measured 3.6 s; a step 13.5 ms, measured 30: 10 steps."""
     (only,) = verdict(reply(4, 11, prefill_s=3.6, step_s=0.030)).remedies

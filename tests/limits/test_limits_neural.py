@@ -1,6 +1,7 @@
 """Whether MLX uses the neural accelerators: by the wheel's tag, the system's version and the chip. Nothing is installed for it."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -86,8 +87,9 @@ def test_a_library_that_came_without_a_wheel_has_no_tags(monkeypatch):
 
 
 @pytest.fixture
-def m5(monkeypatch: pytest.MonkeyPatch) -> RecordedMac:
-    """A 10-core M5 with macOS 26.2."""
+def m5(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedMac:
+    """A 10-core M5 with macOS 26.2, whose user was told nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mac = RecordedMac()
     mac.sysctl["machdep.cpu.brand_string"] = "Apple M5"
     play_mac(monkeypatch, mac)

@@ -1,5 +1,7 @@
 """A Mac whose MLX leaves its neural accelerators unused: what the commands and the chat say of it."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.conftest import Run, tokamac  # noqa: F401
@@ -7,8 +9,9 @@ from tokamac.engine.limits import neural
 
 
 @pytest.fixture
-def old_wheel(mac, metal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An M5 with the wheel for macOS 15."""
+def old_wheel(mac, metal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An M5 with the wheel for macOS 15, whose user was told nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mac.sysctl["machdep.cpu.brand_string"] = "Apple M5"
     metal.info["architecture"] = "applegpu_g17g"
     monkeypatch.setattr(neural, "wheel_tags", lambda: ("py3-none-macosx_15_0_arm64",))
