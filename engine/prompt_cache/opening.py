@@ -10,6 +10,7 @@ from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root
 from tokamac.engine.prompt_cache.names import fingerprint
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompt_cache.store import MemoryStore
+from tokamac.engine.prompt_cache.weights import identify
 from tokamac.engine.runtime import Runtime
 
 MEMORY_SHARE = 10
@@ -32,9 +33,13 @@ def open_cache(spec: PromptCacheSpec | None, runtime: Runtime, *, folder: Path, 
         return max(LEAST_MEMORY, (runtime.memory_budget or 0) // MEMORY_SHARE) if asked is None else asked
 
     grow = segments.all_grow(runtime.new_caches(0))
-    disk = None
+    cache = PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow), None, rates)
     if spec.disk:
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
-        known_as = fingerprint(folder, runtime.kv, device=runtime.device, **more)
-        disk = Disk(stored, known_as, name, rates)
-    return PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow), disk, rates)
+
+        def known(weights: str) -> None:
+            model = fingerprint(folder, runtime.kv, weights, device=runtime.device, **more)
+            cache.use_disk(Disk(stored, model, name, rates))
+
+        cache.awaits_disk = identify(folder, stored.root, known) is not None
+    return cache
