@@ -78,7 +78,7 @@ class Reply:
         runtime = self._runtime
         run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
         with self._store.lending(slot):
-            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids))
+            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids), stopped=self._cancelled)
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
