@@ -1,5 +1,7 @@
 # Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one; FROM=shipped trains the guide on.
-PYTHON ?= python3
+# The first that is new enough: macOS' own python3 is 3.9, and stands before others on many a PATH.
+PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && exit; done; echo python3)
 BACKEND ?= cpu
 FROM ?= scratch
 VENV := .venv

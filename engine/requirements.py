@@ -17,8 +17,8 @@ OLDEST_MACOS = (14,)
 """MLX's oldest wheel for macOS."""
 
 GET_PYTHON = (
-    "Install one with `brew install python`, from python.org, or with `uv python install 3.13`; then name it: "
-    "make chat PYTHON=python3.13."
+    "Install one with `brew install python`, from python.org, or with `uv python install 3.13`, and try again; "
+    "or name one: make chat PYTHON=/path/to/python3."
 )
 
 

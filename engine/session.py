@@ -93,7 +93,9 @@ class Engine:
             try:
                 from tokamac.engine.loading import load
             except ImportError as error:
-                raise (cannot_import(error) or error) from error
+                if (explained := cannot_import(error)) is None:
+                    raise
+                raise explained from error
 
             return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, memory=limit, progress=tell)
 

@@ -64,6 +64,22 @@ def test_what_finder_leaves_installs_nothing_again(tmp_path: Path) -> None:
     assert stamp() != before
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize(("newer", "chosen"), [("python3.12", "python3.12"), (None, "python3"), ("python3", "python3")])
+def test_a_python_that_is_new_enough_is_found(tmp_path: Path, newer: str | None, chosen: str) -> None:
+    """As on a Mac, whose own python3 is 3.9; where there is no other, the check says what to install."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name in ("python3", "python3.14", "python3.13", "python3.12", "python3.11"):
+        (commands / name).write_text(f"#!/bin/sh\nexit {int(name != newer)}\n")
+        (commands / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+    command = ["make", "-n", ".venv/bin/python"]
+    asked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert asked.splitlines() == [f"{chosen} -I engine/requirements.py", f"{chosen} -m venv .venv"]
+
+
 def test_the_workflow_runs_what_there_is() -> None:
     """GitHub's own checks can't run here: that it is YAML, has bounds, and asks for targets and scripts that exist, can."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))

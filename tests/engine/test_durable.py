@@ -10,7 +10,8 @@ import pytest
 from tests.quant.quant_models import make_source
 from tokamac.app import settings
 from tokamac.app.store.database import Database
-from tokamac.engine import durable
+from tokamac.engine import durable, hub_download
+from tokamac.engine.hub_cache import Repo
 from tokamac.engine.prompt_cache.folder import Folder
 from tokamac.quant import convert
 
@@ -57,6 +58,26 @@ def test_settings_are_on_the_disk_before_they_take_their_place(tmp_path: Path, o
 def test_a_segment_of_the_prompt_cache_too(tmp_path: Path, order: list[tuple[str, str]]) -> None:
     Folder(tmp_path).write("model", "label", "parent", "name", b"data")
     assert kinds(order)[-2:] == ["full", "rename"]
+
+
+def test_a_download_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[tuple[str, str]]
+) -> None:
+    class Arrived:
+        """A transfer whose bytes are all there: the network's part is in tests/hub."""
+
+        intact = True
+
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self) -> None: ...
+
+    monkeypatch.setattr(hub_download, "_Transfer", Arrived)
+    monkeypatch.setattr(hub_download, "_partial", lambda *_: tmp_path / "blob.incomplete")
+    monkeypatch.setattr(hub_download, "_blob", lambda *_: tmp_path / "blob")
+    file = hub_download.RemoteFile("model.safetensors", 0, "etag", large=True)
+    hub_download._fetch_blob(Repo("org/name", "main"), "commit", file, meter=None)
+    assert order == [("full", ""), ("rename", "blob")]
 
 
 def test_a_conversion_is_forced_once_before_it_appears(tmp_path: Path, order: list[tuple[str, str]]) -> None:
