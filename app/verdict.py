@@ -12,11 +12,12 @@ from tokamac.engine.limits.remedies import Remedy, RemedyName
 BOUND: dict[Waits, str] = {
     "memory": "bound by memory",
     "compute": "bound by arithmetic",
+    "host": "bound by the host (Python, launching kernels)",
     "overhead": "bound by neither memory nor arithmetic",
     "not memory": "not bound by memory",
 }
 
-BRIEFLY: dict[Waits, str] = {**BOUND, "overhead": "bound by overhead"}
+BRIEFLY: dict[Waits, str] = {**BOUND, "overhead": "bound by overhead", "host": "bound by the host"}
 """For a line that must be short: overhead is all that is neither reading memory nor arithmetic."""
 BRIEF_THROTTLED: dict[Throttle, str] = {"thermal": "chip hot", "low power": "Low Power Mode"}
 WHOLE = "/explain"

@@ -29,7 +29,7 @@ from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.limits.prefill_chunk import whole_chunks
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.pacing import Pacing
-from tokamac.engine.pieces import Pieces
+from tokamac.engine.pieces import STAGE_S, Pieces
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
 from tokamac.engine.prompt_cache.seam import NoCache, Store
@@ -40,6 +40,8 @@ from tokamac.engine.runtime import Runtime
 from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
 
+IDLE_STAGE_S = 0.1
+"""What is computed in idle time can be interrupted so often."""
 FLUSH_S = 3.0
 """How long closing may take to finish writing the prompt cache."""
 
@@ -51,6 +53,7 @@ class ModelSpec:
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    advice: what to do about the installation, where that holds it up.
     memory_notes: what loading it cost other programs.
     """
 
@@ -69,6 +72,7 @@ class ModelSpec:
     thinks: bool
     recommended: Sampling
     notes: tuple[str, ...] = ()
+    advice: str | None = None
     memory_notes: tuple[str, ...] = ()
 
 
@@ -113,8 +117,10 @@ class Core:
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
-    def warm(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Generator[Event, None, None]:
-        """Compute a prompt into the prompt cache, all but its last token."""
+    def warm(
+        self, prompt: Prompt, cancelled: Callable[[], bool], *, stage_s: float = STAGE_S
+    ) -> Generator[Event, None, None]:
+        """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
@@ -128,7 +134,7 @@ class Core:
         with computing(), self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            pieces = Pieces(self.runtime.chunking, room.chunk, cached)
+            pieces = Pieces(self.runtime.chunking, room.chunk, cached, stage_s=stage_s, stopped=cancelled)
             for _ in pieces.compute(run, request.ids[cached:-1]):
                 yield PrefillProgress(len(run.held), total, cached)
                 if cancelled():
@@ -150,7 +156,7 @@ class Core:
                 ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
             known = self._store.known(ids, self._prompting.pinned(messages))
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                for _ in self.warm(ids, cancelled):
+                for _ in self.warm(ids, cancelled, stage_s=IDLE_STAGE_S):
                     if cancelled():
                         return
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):

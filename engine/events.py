@@ -119,8 +119,8 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``."""
+    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``; of the warm-up none."""
 
-    stage: Literal["download", "weights"]
+    stage: Literal["download", "weights", "warm-up"]
     done: int
     total: int | None

@@ -8,7 +8,10 @@ import mlx.core as mx
 
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.kv.attention import forcing_fused
+from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.room import Room
+from tokamac.engine.kv.segments import freeze, grows, thaw
 from tokamac.engine.limits.gaps import Cause
 from tokamac.engine.sampling import Sampler
 
@@ -63,6 +66,35 @@ class Run:
             done += len(part)
             yield done
 
+    def prefill_in_stages(self, ids: list[int], stages: int, stopped: Callable[[], bool]) -> bool:
+        """Compute ``ids`` at once, a few layers at a time; return whether all were. False: ``stopped``, and all is as it was.
+
+        What is computed is the same, bit by bit: stages only say when the device is waited for.
+        """
+        parts = _in_stages(self._caches, stages)
+        before = [
+            [cache.copy() for cache in part] for part in parts
+        ]  # shared: until a layer is computed nothing is copied
+        frozen, self.piece = freeze(self._caches), len(ids)
+        with forcing_fused(self._force_fused):
+            self._model(mx.array([ids]), cache=self._caches)
+        for done, part in enumerate(parts, 1):
+            before[done - 1] = []  # or the layer's keys would be copied, not written in place
+            mx.eval([cache.state for cache in part])
+            if done < len(parts) and stopped():
+                for cache in (cache for computed in parts[:done] for cache in computed):
+                    cache.trim(len(ids))
+                for waiting, held in zip(parts[done:], before[done:], strict=True):
+                    for cache, old in zip(waiting, held, strict=True):
+                        cache.state = old.state
+                thaw(self._caches, frozen)
+                mx.clear_cache()
+                return False
+        mx.eval([cache.state for cache in self._caches])  # of caches that do not grow
+        mx.clear_cache()
+        self.held.extend(ids)
+        return True
+
     def decode(self, last: int, sampler: Sampler, limit: int | None) -> Iterator[int]:
         """Yield up to ``limit`` tokens (None: without end) that follow ``last``, the one prompt token not yet held.
 
@@ -107,3 +139,13 @@ class Run:
         chosen = sampler(logits)
         mx.async_eval(chosen)  # type: ignore[no-untyped-call]
         return chosen
+
+
+def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
+    """Return the caches that grow, in so many parts or fewer, in the order of their layers; none where one is the model's own."""
+    growing = [cache for _, cache in leaves(caches) if grows(cache)]
+    ours = [cache for cache in growing if isinstance(cache, Cache)]
+    if len(ours) < len(growing) or not ours:
+        return []
+    size = -(-len(ours) // stages)
+    return [ours[at : at + size] for at in range(0, len(ours), size)]

@@ -16,20 +16,23 @@ from tokamac.engine.foresight import check_fits, context_notes, order_of, planne
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import cost_of_model, text_config
-from tokamac.engine.limits.fitted import fitted
+from tokamac.engine.limits.fitted import Fitted, fitted
 from tokamac.engine.limits.hardware import detect
+from tokamac.engine.limits.host import HostLimited, measure_host
 from tokamac.engine.limits.kept import machine_key
 from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
+from tokamac.engine.limits.neural import advice
 from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import LoadedModel, load_model
-from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.prompt_cache.opening import open_cache
 from tokamac.engine.runtime import Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
+from tokamac.engine.warm_up import warm_up
 
 Progress = Callable[[LoadProgress], None]
 
@@ -85,6 +88,11 @@ def load(
     )
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
+    if device != "cpu":
+        tell(LoadProgress("warm-up", 0, None))
+        warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
+    if isinstance(kernels := machine.pace, Fitted):
+        machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
     store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
     return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
 
@@ -126,4 +134,5 @@ def _spec(  # noqa: PLR0917
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),
         notes=notes,
+        advice=advice(),
     )

@@ -129,7 +129,7 @@ class Reply:
             may_grow=growth.fits,
         )
         with self._store.lending(slot):
-            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids))
+            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids), stopped=self._cancelled)
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run, growth)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import BinaryIO, TypeVar
 
+from tokamac.app import told
 from tokamac.app.backend.advisor import Advisor
 from tokamac.app.backend.answerer import counter, pricer
 from tokamac.app.backend.outbox import Outbox, Pulse
@@ -115,6 +116,8 @@ class Child:
                     loaded = self._engine.loaded()
                     self._outbox.suit(loaded.info.device)
                     self._outbox.put(loaded)
+                    if (advice := loaded.info.advice) is not None and told.is_new(advice):
+                        self._outbox.put(Notice(advice))
                 case Send():
                     self._reply(request)
                 case Warm(messages):

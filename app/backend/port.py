@@ -81,6 +81,7 @@ class _RealEngine:
             rolls=spec.rolls,
             recommended=Sampling().resolved(spec.recommended),
             notes=(*self._notes, *spec.notes),
+            advice=spec.advice,
             memory_notes=spec.memory_notes,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())

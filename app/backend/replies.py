@@ -36,6 +36,7 @@ class ModelInfo:
     device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
     room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
+    advice: what to do about the installation, where that holds the model up.
     memory_notes: what loading it cost other programs.
     """
 
@@ -53,14 +54,15 @@ class ModelInfo:
     rolls: bool = False
     recommended: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
+    advice: str | None = None
     memory_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far loading has come, in bytes; ``total`` None is not known yet."""
+    """How far loading has come, in bytes; ``total`` None is not known yet. Of the warm-up nothing is counted."""
 
-    stage: Literal["download", "weights"]
+    stage: Literal["download", "weights", "warm-up"]
     done: int
     total: int | None
 

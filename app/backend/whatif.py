@@ -6,7 +6,7 @@ The answers are computed in the engine's process (whatif_answer.py); the screen 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokamac.engine.limits.prediction import Bound
+from tokamac.engine.limits.diagnosis import Waits
 from tokamac.engine.options import KVSpec
 
 Wanted = Literal["table", "chips", "models", "disk"]
@@ -114,7 +114,7 @@ class Spot:
 
     name: Literal["decode", "prefill"]
     intensity: float
-    bound: Bound | None
+    bound: Waits | None
     ceiling_tflops: float | None
     expected_tflops: float | None
 

@@ -203,7 +203,7 @@ def _spots(predicted: "Prediction") -> Iterator[Spot]:
     for name, phase in phases:
         if phase.intensity is not None:
             both = (_tflops(phase, phase.ceiling_s), _tflops(phase, phase.expected_s))
-            yield Spot(name, phase.intensity, phase.bound, *both)
+            yield Spot(name, phase.intensity, "host" if phase.by_host else phase.bound, *both)
 
 
 def _tflops(phase: "Phase", seconds: float | None) -> float | None:

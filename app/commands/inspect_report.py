@@ -145,6 +145,8 @@ def _bound(phase: "Phase | None") -> str:
     """Return what a phase waits for, where that is known."""
     if phase is None or phase.bound is None:
         return ""
+    if phase.by_host:
+        return ", waits for the host (Python, launching kernels)"
     return f", waits for {'memory' if phase.bound == 'memory' else 'arithmetic'}"
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokamac.app import told
 from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.output import Progress, note
 from tokamac.engine.errors import ModelNotFoundError
@@ -51,7 +52,7 @@ def load(
                 kv=kv,
                 prompt_cache=prompt_cache,
                 memory=memory,
-                progress=lambda at: bar.update(at.done, at.total),
+                progress=lambda at: None if at.stage == "warm-up" else bar.update(at.done, at.total),
             )
         finally:
             bar.clear()
@@ -59,6 +60,8 @@ def load(
         note(f"note: {remark}")
     for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
         note(remark)
+    if (advice := engine.spec.advice) is not None and told.is_new(advice):
+        note(f"note: {advice}")
     return engine
 
 

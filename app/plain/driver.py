@@ -221,6 +221,9 @@ class Driver:
             return
         session = self.session
         if session.phase is Phase.LOADING and (loading := session.loading) is not None:
+            if loading.stage == "warm-up":
+                self._console.note(f"warming up {session.load.model}")
+                return
             of = "" if loading.total is None else f" of {units.size(loading.total)}"
             verb = "downloading" if loading.stage == "download" else "loading"
             self._console.note(f"{verb} {session.load.model}: {units.size(loading.done)}{of}")

@@ -23,9 +23,9 @@ from tokamac.engine.limits.terms import Term, terms_of
 from tokamac.engine.limits.work import Work
 
 PartName = Literal["wait", "prefill", "decode"]
-Waits = Literal["memory", "compute", "overhead", "not memory"]
-"""What a phase waited for. overhead: neither roof, so what lies around the kernels: launching them, and the host. not memory: the
-peak of the arithmetic is not known, so it may have been that, or overhead."""
+Waits = Literal["memory", "compute", "host", "overhead", "not memory"]
+"""What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so what lies
+around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or overhead."""
 
 NEAR = 0.5
 """Share of the roofline from which decode is said to wait for a roof: all else that it does then takes less time."""
@@ -50,8 +50,8 @@ class Part:
 
     @property
     def behind(self) -> bool:
-        """Whether it was much slower than this machine makes it as a rule."""
-        return self.of_expected is not None and self.of_expected < BEHIND
+        """Whether it was much slower than this machine makes it as a rule. What waits for the host is expected at its least."""
+        return self.bound != "host" and self.of_expected is not None and self.of_expected < BEHIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,8 @@ def _prefill(seconds: float, foretold: Foretold, chip: Chip) -> Part:
     if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
         return Part("prefill", seconds, _by_memory_alone(of_least, chip), None, of_expected)
     far = phase.tokens <= foretold.chunk and of_least is not None and of_least < FAR
+    if phase.by_host and of_least is not None and of_least < NEAR:
+        return Part("prefill", seconds, "host", of_least, of_expected)
     return Part("prefill", seconds, "overhead" if far else phase.bound, of_least, of_expected)
 
 
@@ -113,7 +115,8 @@ def _decode(seconds: float, metrics: Metrics, foretold: Foretold, chip: Chip) ->
     of_least = share(measured, phase.ceiling_tps)
     waits = _by_memory_alone(of_least, chip)
     if phase.bound is not None and of_least is not None:
-        waits = phase.bound if of_least >= NEAR else "overhead"
+        around: Waits = "host" if phase.by_host else "overhead"
+        waits = phase.bound if of_least >= NEAR else around
     return Part("decode", seconds, waits, share(measured, metrics.ceiling_tps), share(measured, metrics.expected_tps))
 
 

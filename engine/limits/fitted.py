@@ -112,7 +112,9 @@ def kind_of(work: Work) -> Kind:
 
 
 def units_of(chip: Chip) -> str:
-    """Return what multiplies matrices: "shaders", or "neural" accelerators."""
+    """Return what multiplies matrices: "shaders", or "neural" accelerators. Of a chip that is only named, what it can."""
+    if chip.units is not None:
+        return chip.units
     generation = generation_of(chip.name)
     return "neural" if generation is not None and generation >= NEURAL else "shaders"
 

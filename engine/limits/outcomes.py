@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.host import MATTERS_S, Host, HostLimited, measure_host
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Fit
 from tokamac.engine.limits.places import Place
@@ -109,7 +110,19 @@ class Loaded:
         """Return the same at another place that holds a model in the same form, with that place's bandwidth for this model."""
         place = place.reading(self.work.weight_bytes() or self.weighed.held.weight_bytes)
         pace = place.pace_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
+        if place.local and isinstance(pace, HostLimited):
+            pace = replace(pace, host=self._host(pace))
         return replace(self, place=place, pace=pace)
+
+    def _host(self, pace: HostLimited) -> Host | None:
+        """Return what building a step takes here; None where that can't matter. Milliseconds."""
+        from tokamac.engine.kv import install_seam
+
+        device_s = pace.device.decode_s(self.work, 1)
+        if device_s is None or device_s > MATTERS_S:
+            return None
+        install_seam()
+        return measure_host(self.weighed.module, lambda: self.plan.make(None))
 
     @property
     def chunking(self) -> "Chunking":
@@ -231,6 +244,8 @@ def _unknown(loaded: Loaded, predicted: Prediction, kv: KVSpec) -> str | None:
         if place.local:
             return UNMEASURED_KV if kv.quantized else UNMEASURED
         return f"no published measurement says what MLX reaches on {place.chip.name}"
+    if predicted.expected_tps is None:
+        return f"so small a model waits for the processor, and how fast that builds a step on {place.chip.name} was not measured"
     if predicted.ttft_s is None:
         return f"the peak arithmetic of {place.chip.name} is not known without its number of GPU cores"
     return None

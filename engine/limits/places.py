@@ -13,8 +13,9 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.bandwidth import LARGEST, with_bandwidth
-from tokamac.engine.limits.fitted import fitted
+from tokamac.engine.limits.fitted import Fitted, fitted
 from tokamac.engine.limits.hardware import Chip, detect, lookup, plain_name, table
+from tokamac.engine.limits.host import HostLimited
 from tokamac.engine.limits.memory import Fit
 from tokamac.engine.limits.prediction import Pace
 
@@ -64,6 +65,8 @@ class Place:
         from tokamac.engine.limits.kept import machine_key
         from tokamac.engine.limits.measuring import Measuring, Subject
 
+        if isinstance(self.pace, Fitted):
+            return HostLimited(self.pace)
         if self.pace is not None or not self.local:
             return self.pace
         return Measuring(Subject(work, plan, unpacked, self.device, machine_key(self.chip, self.device))).pace()

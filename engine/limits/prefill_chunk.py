@@ -79,6 +79,11 @@ class Chunking:
             yield begin, min(end, stop), chunk
             begin = end
 
+    def token_s(self, depth: int) -> float | None:
+        """Return the seconds that a token should take after ``depth``, in a chunk; None is unknown."""
+        seconds = None if self.device == "cpu" else self._prefill_s(self.at(depth), depth)
+        return None if seconds is None else seconds / PROMPT
+
     @property
     def _usual(self) -> int:
         return USUAL[self.device]

@@ -132,8 +132,8 @@ class _Weighing:
 
     def _quiet(self) -> Remedy:
         """What both phases lost to whatever else held the machine up, where that was much; by the name of a cause that is known."""
-        reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill.expected_s)
-        step_s = _behind_s(_step_s(self.metrics), self.foretold.decode.expected_s)
+        reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill)
+        step_s = _behind_s(_step_s(self.metrics), self.foretold.decode)
         throttles = self.situation.throttles
         name: RemedyName = "quiet machine"
         if throttles:
@@ -167,8 +167,12 @@ def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
     return max(min(saved, measured_s - (after.ceiling_s or 0.0)), 0.0)
 
 
-def _behind_s(measured_s: float | None, expected_s: float | None) -> float:
-    """Return the seconds beyond what is expected, where they are too many to be an error of that; else 0."""
+def _behind_s(measured_s: float | None, phase: Phase) -> float:
+    """Return the seconds beyond what is expected, where they are too many to be an error of that; else 0.
+
+    Of the host only the least is known: what it takes beyond that, on a quiet machine too, is not.
+    """
+    expected_s = None if phase.by_host else phase.expected_s
     if measured_s is None or expected_s is None or expected_s >= BEHIND * measured_s:
         return 0.0
     return measured_s - expected_s

@@ -218,6 +218,19 @@ def test_trouble_with_the_prompt_cache_is_told_while_idle(talk: Callable[..., Ta
     assert child.until(Notice)
 
 
+def test_advice_on_the_installation_is_told_once_in_all(
+    talk: Callable[..., Talk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    told = []
+    for _ in range(2):  # two starts of the chat
+        child = talk()
+        child.load("old-wheel")
+        child.say()
+        told.append([event.text for event in child.until(Done) if isinstance(event, Notice)])
+    assert told == [["The installed MLX leaves the accelerators unused."], []]
+
+
 @pytest.mark.parametrize("scenario", ["dies-loading", "dies-idle", "dies-sending", "dies-decoding"])
 def test_death_is_reported_with_the_last_log_line(talk: Callable[..., Talk], scenario: str) -> None:
     child = talk()

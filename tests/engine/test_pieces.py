@@ -8,8 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.kv.models import tiny_llama, tokens
+from tests.kv.test_families import built
 from tokamac.engine import Engine, Finished, KVSpec, Message, PrefillProgress, Sampling
 from tokamac.engine.core import Core
+from tokamac.engine.generation import Run
+from tokamac.engine.kv import install_seam, plan_caches
+from tokamac.engine.kv.probe import leaves
+from tokamac.engine.kv.segments import grows
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.pieces import Pieces
 from tokamac.engine.sampling import Sampler
@@ -27,6 +33,9 @@ class FixedChunking:
 
     def at(self, depth: int) -> int:
         return self.size // 2 if depth >= self.deep else self.size
+
+    def token_s(self, depth: int) -> float | None:
+        """Not known, as on a CPU."""
 
 
 @dataclass
@@ -72,6 +81,71 @@ def test_however_a_prompt_is_interrupted_its_cuts_are_the_same():
         assert [held + done for done in itertools.accumulate(sizes(held, 1500 - held))] == whole[
             whole.index(held) + 1 :
         ]
+
+
+STAGED = {
+    "llama": (KVSpec(), KVSpec(key_bits=8, value_bits=4), KVSpec(window=48)),
+    "gemma3_text": (KVSpec(),),
+    "qwen3_next": (KVSpec(),),
+}
+"""Caches that grow, packed ones, rings; rings among caches that grow; recurrent states among them."""
+
+
+@pytest.mark.parametrize("stops_after", [1, 2, None])
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in STAGED.items() for spec in specs])
+def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
+    name: str, spec: KVSpec, stops_after: int | None
+):
+    install_seam()
+    model, config = built(name)
+    plan = plan_caches(model, config, spec)
+    ids: list[int] = tokens(120)[0].tolist()  # type: ignore[assignment]
+    ends: list[mx.array] = []
+    for staged in (False, True):
+        caches = plan.make(None)
+        run = Run(model, caches, [], ahead=False)
+        assert all(run.prefill(ids[:50], 50))
+        if staged:
+            asked = iter(range(1, 99))
+            whole = run.prefill_in_stages(ids[50:119], 99, lambda asked=asked: next(asked) == stops_after)  # type: ignore[misc]
+            growing = sum(grows(cache) for _, cache in leaves(caches))
+            assert whole == (stops_after is None or stops_after >= growing)
+            assert len(run.held) == (119 if whole else 50)
+        rest = ids[len(run.held) : 119]
+        assert not rest or all(run.prefill(rest, len(rest)))
+        assert run.held == ids[:119]
+        ends.append(model(mx.array([ids[119:]]), cache=caches))
+    assert mx.array_equal(*ends)
+
+
+def test_stages_take_no_more_memory():
+    install_seam()
+    model = tiny_llama(layers=6, kv_heads=4)
+    plan = plan_caches(model, {"model_type": "llama", "num_attention_heads": 4}, KVSpec())
+    ids: list[int] = tokens(4096)[0].tolist()  # type: ignore[assignment]
+    peaks = []
+    for stages in (1, 6):
+        run = Run(model, plan.make(None), [], ahead=False)
+        assert all(run.prefill(ids[:4000], 500))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        assert run.prefill_in_stages(ids[4000:4032], stages, lambda: False)
+        peaks.append(mx.get_peak_memory())
+    assert peaks[1] <= peaks[0] + 4096 * 4 * 32 * 4 // 2  # less than half of one layer's keys
+
+
+def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked():
+    asked: list[int] = []
+
+    class Slow(Computed):
+        def prefill_in_stages(self, ids: list[int], stages: int, stopped: object) -> bool:
+            asked.append(stages)
+            return False
+
+    run, now = Slow(), itertools.count(0, 3)  # each piece takes three seconds
+    pieces = Pieces(FixedChunking(64), 64, 0, clock=lambda: next(now))  # type: ignore[arg-type]
+    assert len(list(pieces.compute(run, list(range(500))))) == 2  # type: ignore[arg-type]
+    assert (run.held, asked) == (list(range(64)), [3])
 
 
 @pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)
