@@ -11,6 +11,7 @@ leaves a state that tells which they were, and ``check_target`` finishes or undo
 
 import errno
 import fcntl
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -70,10 +71,11 @@ def free_bytes(target: Path) -> int:
 
 def check_space(target: Path, needed_bytes: int) -> None:
     """Raise ConversionError where the disk of ``target`` has less room than needed."""
-    free = free_bytes(target)
-    if free < needed_bytes + SPARE_BYTES:
+    free, needed = free_bytes(target), needed_bytes + SPARE_BYTES
+    if free < needed:
+        up, down = math.ceil(needed / 1e6) / 1e3, math.floor(free / 1e6) / 1e3  # so that the two are never alike
         raise ConversionError(
-            f"{target} needs {needed_bytes / 1e9:.3f} GB and its disk has {free / 1e9:.3f} GB left",
+            f"{target} needs {up:.3f} GB and its disk has {down:.3f} GB left",
             "Free some space, or choose a folder on another disk.",
         )
 
@@ -133,6 +135,8 @@ def writing_to(target: Path) -> Iterator[None]:
     """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
     try:
         yield
+    except BrokenPipeError:  # of whoever listens to the progress: no disk says so
+        raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"
