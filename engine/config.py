@@ -18,6 +18,7 @@ from typing import Any
 from tokamac.engine.config_rules import check_config
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
+from tokamac.engine.open_files import import_mlx_lm
 
 __all__ = ["check_config", "model_classes", "normalise", "read_config"]
 
@@ -249,6 +250,7 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
         raise ModelUnsupportedError(
             f"{kind} models need the package {needed}, which is not installed", "Choose another model."
         )
+    import_mlx_lm()
     try:
         if not re.fullmatch(r"[\w-]+", kind):
             raise ValueError(f"{kind!r} is no model type")

@@ -18,23 +18,20 @@ from tokamac.engine.kv_trial import compare
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
+from tokamac.engine.limits.prefill_chunk import whole_chunks
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.pacing import Pacing
-from tokamac.engine.pieces import LEAST, LONGEST_S
+from tokamac.engine.pieces import Pieces
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.request import Reply, check_room, paced
+from tokamac.engine.request import Reply, check_room
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
 
-IDLE_CHUNK_S = 0.1
-"""What is computed in idle time can be interrupted so often."""
-IDLE_LEAST = 16
-"""Tokens computed at once in idle time, at least."""
 FLUSH_S = 3.0
 """How long closing may take to finish writing the prompt cache."""
 
@@ -46,6 +43,7 @@ class ModelSpec:
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    memory_notes: what loading it cost other programs.
     """
 
     name: str
@@ -63,6 +61,7 @@ class ModelSpec:
     thinks: bool
     recommended: Sampling
     notes: tuple[str, ...] = ()
+    memory_notes: tuple[str, ...] = ()
 
 
 class Core:
@@ -106,10 +105,8 @@ class Core:
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
-    def warm(
-        self, prompt: Prompt, cancelled: Callable[[], bool], *, longest_s: float = LONGEST_S, least: int = LEAST
-    ) -> Generator[Event, None, None]:
-        """Compute a prompt into the prompt cache, all but its last token, in pieces of ``longest_s`` seconds, ``least`` tokens."""
+    def warm(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Generator[Event, None, None]:
+        """Compute a prompt into the prompt cache, all but its last token."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
@@ -123,7 +120,7 @@ class Core:
         with self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            pieces = paced(self.runtime, self._store, slot, room.chunk, longest_s=longest_s, least=least)
+            pieces = Pieces(self.runtime.chunking, room.chunk, cached)
             for _ in pieces.compute(run, request.ids[cached:-1]):
                 yield PrefillProgress(len(run.held), total, cached)
                 if cancelled():
@@ -136,13 +133,16 @@ class Core:
     def warm_stable(self, messages: Sequence[Message], cancelled: Callable[[], bool]) -> None:
         """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
 
-        For idle time: in short chunks. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
+        For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
+        much of it there was time for. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
         """
         try:
             ids = self._prompting.stable(messages) if self._store.keeps else []
+            if self.runtime.kv.quantized:
+                ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
             known = self._store.known(ids, self._prompting.pinned(messages))
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                for _ in self.warm(ids, cancelled, longest_s=IDLE_CHUNK_S, least=IDLE_LEAST):
+                for _ in self.warm(ids, cancelled):
                     if cancelled():
                         return
         except (OptionError, TemplateError, ContextError, MemoryLimitError):
@@ -199,7 +199,7 @@ class Core:
     def predict(self, prompt: int, context: int, cached: int) -> Prediction:
         """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``. From any thread."""
         runtime = self.runtime
-        machine, chunk = runtime.machine, runtime.prefill_chunk
+        machine, chunk = runtime.machine, runtime.chunking.at(prompt // 2)
         return predict(runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
 
     def measure(self) -> None:
@@ -214,7 +214,7 @@ class Core:
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
-        return snapshot()
+        return snapshot(self.runtime.memory_limit)
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""
@@ -245,6 +245,7 @@ def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
         {"top_p": number("top_p")},
         {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
         {"min_p": number("min_p")},
+        {"repetition_penalty": number("repetition_penalty")},
     ):
         try:
             suggested = replace(suggested, **change)

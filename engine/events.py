@@ -55,7 +55,8 @@ class Squeezed:
     """Memory was short before a prefill, and this was done about it. Bytes; 0 and None where nothing was.
 
     pool_bytes: given back by MLX's pool. chunk: tokens computed at once from here on. cache_bytes: of other prompts let go of.
-    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used.
+    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used. from_others: by how much other programs
+    have to give way, which the system sees to. critical: macOS is at critical pressure.
     """
 
     pool_bytes: int
@@ -63,6 +64,8 @@ class Squeezed:
     cache_bytes: int
     predicted_bytes: int
     budget_bytes: int
+    from_others: int = 0
+    critical: bool = False
 
 
 @dataclass(frozen=True, slots=True)

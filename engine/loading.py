@@ -9,7 +9,7 @@ from tokamac.engine import hub
 from tokamac.engine.context_length import context_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.cpu import is_unpacked
-from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
+from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
@@ -20,6 +20,7 @@ from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.kept import machine_key
 from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
+from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.limits.work import work_of
@@ -27,7 +28,7 @@ from tokamac.engine.model import LoadedModel, load_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.prompt_cache.opening import open_cache
-from tokamac.engine.runtime import PREFILL_CHUNK, Machine, Runtime
+from tokamac.engine.runtime import Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
@@ -39,15 +40,18 @@ def load(
     kv: KVSpec,
     prompt_cache: PromptCacheSpec | None,
     dtype: str | None,
+    memory: int | None = None,
     progress: Progress | None,
 ) -> Core:
-    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
-    check_backends(installed_backends())
+    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
+
+    memory: bytes that arrays may take; None is the system's limit.
+    """
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
-    if dtype is None:  # of another type, weights take other memory than the files say
-        check_fits(folder, kv, device)
+    # Of another type, weights take other memory than the files say.
+    costs = check_fits(folder, kv, device, memory) if dtype is None else ()
     loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
@@ -56,13 +60,13 @@ def load(
     cost = cost_of_model(loaded.module, loaded.config)
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
     shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
-    capacity, chunk = kv.capacity(context_length(loaded.config)), PREFILL_CHUNK[device]
-    notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk))
-    spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
     work = work_of(loaded.module, loaded.config, cost, plan)
-    bytes_read = work.weight_bytes() or spec.weight_bytes
+    bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
     machine = Machine(with_bandwidth(detect(), bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
+    capacity, chunking = kv.capacity(context_length(loaded.config)), Chunking(work, device, machine.pace)
+    notes = (*plan.notes, *context_notes(shape, capacity, chunking=chunking, asked=memory))
+    spec = replace(_spec(str(model), device, loaded, tokenizer, kv, notes), memory_notes=costs)
     runtime = Runtime(
         model=loaded.module,
         tokenizer=tokenizer,
@@ -74,11 +78,13 @@ def load(
         work=work,
         machine=machine,
         shape=shape,
+        chunking=chunking,
         packed_kv=packed_layers(plan.layers, kv.group_size),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
+        memory_limit=memory,
     )
     on_close = ExitStack()
-    on_close.enter_context(wired(planned_bytes(shape, capacity, chunk=chunk)))
+    on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
     store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
     return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
 

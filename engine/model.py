@@ -14,6 +14,7 @@ from tokamac.engine.cpu import unpack
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.limits.cost import Cost, cost_of_model
+from tokamac.engine.open_files import not_opened
 from tokamac.engine.shards import find_shards
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -63,15 +64,17 @@ def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress:
 
 def build_model(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
-    from mlx_lm.utils import load_model as build
-
     classes = model_classes(config)
     check_config(config, classes[1])
+    from mlx_lm.utils import load_model as build
+
     try:
         module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: classes)
     except ModelError:
         raise
     except BUILD_ERRORS as error:
+        if (failure := not_opened(error, folder)) is not None:
+            raise failure from error
         reason = " ".join(str(error).split())[:240]
         raise ModelDamagedError(
             f"{folder} does not hold a whole {config.get('model_type')} model: {reason}",

@@ -17,7 +17,7 @@ from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent
 from tokamac.engine.limits.process import ProcessWatch
 from tokamac.engine.limits.thermal import ThrottleWatch
 from tokamac.engine.options import Sampling
-from tokamac.engine.pieces import LEAST, LONGEST_S, Pieces
+from tokamac.engine.pieces import Pieces
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
@@ -78,7 +78,7 @@ class Reply:
         runtime = self._runtime
         run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
         with self._store.lending(slot):
-            self._pieces = paced(runtime, self._store, slot, room.chunk)
+            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids))
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run)
         if self._cut_off and self._runtime.kv.when_full == "error":
@@ -174,15 +174,6 @@ class Reply:
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
-
-
-def paced(
-    runtime: Runtime, store: Store, slot: Slot, most: int, *, longest_s: float = LONGEST_S, least: int = LEAST
-) -> Pieces:
-    """Return how to read a prompt after what ``slot`` holds: at first by the pace measured so far, else by the one foretold."""
-    measured_s = store.rates.prefill_s(1)
-    token_s = runtime.prompt_token_s(most, len(slot.ids)) if measured_s is None else measured_s
-    return Pieces(most, token_s, longest_s=longest_s, least=least)
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

@@ -1,4 +1,8 @@
-"""Make room for a prefill before it begins: predict its peak, take the ladder's steps, or refuse. Runs on the engine's thread."""
+"""Make room for a prefill before it begins: predict its peak, take the ladder's steps, or refuse. Runs on the engine's thread.
+
+Refused is only what goes beyond the limit (limits/memory.py). Where macOS is at critical pressure the steps are taken for what it
+has left, as far as they go, and the prompt is computed all the same: what it needs is small beside a model that is loaded already.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +15,10 @@ from tokamac.engine.kv.cache import Cache
 from tokamac.engine.kv.plan import spare_slots
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.limits import memory
-from tokamac.engine.limits.ladder import Squeeze, offers, refusal, steps
-from tokamac.engine.limits.peak import Peak, predict_peak
+from tokamac.engine.limits.ladder import Squeeze, offers, refusal, relieving, steps
+from tokamac.engine.limits.peak import Peak
 from tokamac.engine.limits.peak_shape import Shape
+from tokamac.engine.limits.prefill_chunk import prompt_peak
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.runtime import Runtime
@@ -21,7 +26,8 @@ from tokamac.engine.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room for a prefill. chunk: tokens to compute at once. squeezed: what was done for it; None where nothing had to be.
+    """Room for a prefill. chunk: tokens to compute at once. squeezed: what was done for it, or what it costs other programs; None
+    where nothing had to be and it costs them nothing.
 
     peak_with: the peak that is expected with a reply of so many tokens.
     """
@@ -40,17 +46,26 @@ def make_room(runtime: Runtime, store: Store, slot: Slot, tokens: int) -> Room:
 
     def peak(of: Shape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
         new = max(0, tokens - 1 - held)
-        return predict_peak(of, held=held, new=new, chunk=chunk, slots=slots, reply=reply, prompt_cache=beside)
+        return prompt_peak(
+            of, runtime.chunking, held=held, new=new, most=chunk, slots=slots, reply=reply, prompt_cache=beside
+        )
 
     def afresh(of: Shape) -> Peak:
-        return predict_peak(of, held=0, new=tokens - 1, chunk=runtime.prefill_chunk, reply=1)
+        return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
 
-    budget = _budget(shape, store)
-    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=runtime.prefill_chunk, pool=mx.get_cache_memory())
+    others = _others(shape, store)
+    budget = None if (whole := runtime.memory_budget) is None else whole - others
+    spare = None if (left := memory.available()) is None else left - others
+    pool, largest = mx.get_cache_memory(), runtime.chunking.at(held)
+    found = steps(lambda chunk: peak(shape, chunk), budget, chunk=largest, pool=pool)
     if budget is not None and found.missing:
         offered = list(offers(shape, afresh, budget, spare=spare_slots, longest=tokens))
-        raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered)
-    squeezed = None if budget is None or not found.rungs else _take(found, store, budget)
+        raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
+    critical = memory.is_critical()
+    if critical and budget is not None and spare is not None and spare < budget:
+        found = relieving(lambda chunk: peak(shape, chunk), spare, chunk=largest, pool=pool)
+    given = memory.taken_from_others(found.peak.total, spare)
+    squeezed = _take(found, store, budget or 0, given, critical) if found.rungs or given or critical else None
     return Room(found.chunk, squeezed, lambda reply: peak(shape, found.chunk, reply, found.peak.prompt_cache))
 
 
@@ -59,14 +74,12 @@ def slots_of(caches: list[Any]) -> int:
     return max((cache.slots for _, cache in leaves(caches) if isinstance(cache, Cache)), default=0)
 
 
-def _budget(shape: Shape, store: Store) -> int | None:
-    """Return what this engine may use: other engines of the process have their arrays in the same budget."""
-    whole = memory.array_budget()
-    others = max(0, mx.get_active_memory() - shape.weights - store.nbytes)
-    return None if whole is None else whole - others
+def _others(shape: Shape, store: Store) -> int:
+    """Return what other engines of the process hold: their arrays count in the same budget."""
+    return max(0, mx.get_active_memory() - shape.weights - store.nbytes)
 
 
-def _take(found: Squeeze, store: Store, budget: int) -> Squeezed:
+def _take(found: Squeeze, store: Store, budget: int, from_others: int, critical: bool) -> Squeezed:
     """Take the steps, in their order."""
     pool, chunk, freed = 0, None, 0
     for rung in found.rungs:
@@ -79,4 +92,4 @@ def _take(found: Squeeze, store: Store, budget: int) -> Squeezed:
             case "prompt cache":
                 freed = store.shrink(rung.amount)
                 mx.clear_cache()
-    return Squeezed(pool, chunk, freed, found.peak.total, budget)
+    return Squeezed(pool, chunk, freed, found.peak.total, budget, from_others, critical)

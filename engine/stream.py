@@ -8,8 +8,8 @@ from tokamac.engine.events import TextChunk, TextKind
 from tokamac.engine.tokens import Tokenizer
 
 CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-"""What ends a Harmony message or begins the header of the next, which "<|message|>" ends: ``<|end|><|start|>assistant<|channel|>final<|message|>``.
-https://cookbook.openai.com/articles/openai-harmony"""
+"""What ends a Harmony message or begins the header of the next, which "<|message|>" ends:
+``<|end|><|start|>assistant<|channel|>final<|message|>``. https://cookbook.openai.com/articles/openai-harmony"""
 
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 

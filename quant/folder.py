@@ -14,12 +14,12 @@ import fcntl
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tokamac.engine.durable import path_to_disk, sync
 from tokamac.engine.errors import ALLOW, ConversionError, private
-from tokamac.quant.files import sync
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
@@ -57,9 +57,28 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
 
 def _overlap(target: Path, source: Path) -> bool:
-    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to."""
-    files = (file.resolve() for file in source.iterdir()) if source.is_dir() else ()
-    return target == source or source in target.parents or any(target in each.parents for each in (source, *files))
+    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to.
+
+    By what the file system says they are: on most Macs' disks the case of a name, and how its accents are composed, makes no
+    difference, and a folder may be mounted in two places.
+    """
+    files = {file.resolve() for file in source.iterdir()} if source.is_dir() else set[Path]()
+    holding = {source, *source.parents, *(parent for file in files for parent in file.parents)}
+    return _is_one_of(source, {target, *target.parents}) or _is_one_of(target, holding)
+
+
+def _is_one_of(path: Path, others: Iterable[Path]) -> bool:
+    found = _stat(path)
+    return found is not None and any(
+        known is not None and os.path.samestat(found, known) for known in map(_stat, others)
+    )
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:  # not there, or not ours to see: then nothing of it is read or written
+        return None
 
 
 def free_bytes(target: Path) -> int:
@@ -104,6 +123,7 @@ def install(root: Path, target: Path, *, replace: bool) -> None:
     """
     for path in (*(root / MODEL).rglob("*"), root / MODEL):
         sync(path)
+    path_to_disk(root / MODEL)
     if target.exists() and not replace:
         raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
     try:

@@ -58,6 +58,7 @@ from tokamac.engine.events import (
     TextChunk,
     Truncated,
 )
+from tokamac.engine.open_files import raise_open_files
 
 T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
@@ -107,6 +108,7 @@ class Child:
             match request:
                 case Load():
                     self._close()
+                    self._advisor.limit = request.memory
                     with self._unloaded:
                         self._engine = self._load(request, self._progress)
                     self._told_trouble = False
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--scripted", action="store_true", help="a scripted engine, for tests and demonstrations")
     options = parser.parse_args()
     faulthandler.enable(sys.stderr)
+    raise_open_files()
     out = os.dup(1)
     os.dup2(2, 1)
     Child(_loader(options.scripted), Outbox(out)).run(sys.stdin.buffer)

@@ -17,13 +17,16 @@ from tokamac.engine.price import Price
 class MemoryUse:
     """Bytes in use by the engine, now and at most, and the bytes it may use; None is unknown.
 
-    predicted_peak_bytes: what the peak of a reply that has ended was expected to be.
+    predicted_peak_bytes: what the peak of a reply that has ended was expected to be. budget_source: in words, where the bytes it
+    may use come from. total_bytes: the memory there is.
     """
 
     active_bytes: int | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
+    budget_source: str = ""
+    total_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class ModelInfo:
     device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
     room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
+    memory_notes: what loading it cost other programs.
     """
 
     name: str
@@ -49,6 +53,7 @@ class ModelInfo:
     rolls: bool = False
     recommended: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
+    memory_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from tokamac.engine.options import KVSpec, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load ``model`` in place of whatever is loaded."""
+    """Load ``model`` in place of whatever is loaded. memory: bytes that it may take; None is the system's limit."""
 
     model: str
     kv: KVSpec = field(default_factory=KVSpec)
     prompt_cache: bool = True
+    memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     add_kv_flags,
+    add_memory_flag,
     add_model_flag,
     add_sampling_flags,
     default_model,
     kv_spec,
+    memory_limit,
     prompt_cache,
     sampling,
 )
@@ -57,6 +59,7 @@ def parser() -> Parser:
     )
     add_sampling_flags(made)
     add_kv_flags(made)
+    add_memory_flag(made)
     return made
 
 
@@ -73,7 +76,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
     try:
         engine = loading.load(
-            options.model or default_model(), kv=kv, prompt_cache=prompt_cache(options), on_interrupt=writer.interrupted
+            options.model or default_model(),
+            kv=kv,
+            prompt_cache=prompt_cache(options),
+            memory=memory_limit(options),
+            on_interrupt=writer.interrupted,
         )
         with engine, loading.interrupting(engine.cancel):
             return write(engine.generate(messages, wanted), writer)

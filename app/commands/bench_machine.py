@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 CONTEXTS = (64, 1024, 4096)
 
 
-def run(model: str, kv: KVSpec, *, json_wanted: bool) -> int:
+def run(model: str, kv: KVSpec, *, memory: int | None, json_wanted: bool) -> int:
     """Measure the machine and the parts of the model's steps, and return the exit status."""
     from tokamac.engine import hub
     from tokamac.engine.limits.machine import measure_machine
@@ -24,7 +24,7 @@ def run(model: str, kv: KVSpec, *, json_wanted: bool) -> int:
     report = measure_machine()
     if report.busy:
         note("note: other programs use this machine, so what it can do comes out too low; it is not kept")
-    with loading.load(model, kv=kv, prompt_cache=None) as engine:
+    with loading.load(model, kv=kv, prompt_cache=None, memory=memory) as engine:
         engine.measure()
         most = engine.spec.capacity or max(CONTEXTS)
         found = [engine.predict(context, context) for context in CONTEXTS if context <= most]

@@ -14,6 +14,7 @@ from tokamac.app.commands import peer
 from tokamac.app.commands.bench_runs import Measured
 from tokamac.app.commands.bench_stats import Spread, spread
 from tokamac.app.commands.bench_svg import render
+from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import TokamacError, access_hint
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def write(path: Path, chart: Chart) -> None:
             with temporary.open("xb") as file:
                 file.write(render(chart))
                 file.flush()
-                os.fsync(file.fileno())
+                to_disk(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tokamac.app.options import (
     SAMPLING_FLAGS,
     add_kv_flags,
+    add_memory_flag,
     add_sampling_flags,
     any_given,
     kv_spec,
@@ -44,6 +45,7 @@ def parser() -> Parser:
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
     add_sampling_flags(made)
     add_kv_flags(made)
+    add_memory_flag(made)
     return made
 
 
@@ -69,6 +71,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             sampling=sampling(parser, options, read.settings.sampling) if read and sampling_given else None,
             kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
             prompt_cache=not options.no_prompt_cache,
+            memory=None if options.memory is None else round(options.memory * 1e9),
             chat=options.chat,
             resume=options.resume,
             read=read,

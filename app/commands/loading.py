@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str, *, kv: KVSpec, prompt_cache: PromptCacheSpec | None, on_interrupt: Callable[[], None] = lambda: None
+    model: str,
+    *,
+    kv: KVSpec,
+    prompt_cache: PromptCacheSpec | None,
+    memory: int | None,
+    on_interrupt: Callable[[], None] = lambda: None,
 ) -> "Engine":
-    """Return the engine for ``model``, downloaded first if need be.
+    """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
     Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
@@ -42,10 +47,16 @@ def load(
     with _ending_at_once(leave):
         try:
             engine = Engine.load(
-                model, kv=kv, prompt_cache=prompt_cache, progress=lambda at: bar.update(at.done, at.total)
+                model,
+                kv=kv,
+                prompt_cache=prompt_cache,
+                memory=memory,
+                progress=lambda at: bar.update(at.done, at.total),
             )
         finally:
             bar.clear()
+    for remark in engine.spec.memory_notes:
+        note(f"note: {remark}")
     for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
         note(remark)
     return engine

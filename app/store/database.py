@@ -24,7 +24,8 @@ T = TypeVar("T")
 class Database:
     """An open file of chats; use it from the thread that made it. Methods raise StoreError.
 
-    Commits are on the disk when they return (``synchronous = FULL``): what was acknowledged outlives a loss of power too.
+    Commits are on the disk when they return (``synchronous = FULL``, and ``fullfsync`` for macOS): what was acknowledged outlives
+    a loss of power too.
     read_only: write nothing, so that it may be where nothing can be written.
     """
 
@@ -57,9 +58,11 @@ class Database:
                 "Set TOKAMAC_DATA_DIR to a folder on a local disk.",
             )
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute(
-            "PRAGMA checkpoint_fullfsync = ON"
-        )  # macOS: past the drive's own cache, where the log is merged
+        for when in (
+            "fullfsync",
+            "checkpoint_fullfsync",
+        ):  # macOS: past the drive's own cache, commits and merges of the log
+            connection.execute(f"PRAGMA {when} = ON")
         connection.execute("PRAGMA secure_delete = ON")  # what is purged leaves no trace in free pages
         connection.execute(f"PRAGMA journal_size_limit = {16 << 20}")
         if version < len(steps):

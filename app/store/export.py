@@ -16,6 +16,7 @@ from tokamac.app.store.foreign_markdown import from_foreign_markdown
 from tokamac.app.store.json_file import from_json, to_json
 from tokamac.app.store.markdown_file import from_markdown, is_ours, to_markdown
 from tokamac.app.store.values import Archive
+from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import access_hint
 
 __all__ = ["parse", "read", "to_json", "to_markdown", "write"]
@@ -63,7 +64,7 @@ def write(path: Path, text: str) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(text.encode("utf-8"))
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
     except BaseException as problem:
         path.unlink(missing_ok=True)  # half a file is none, by Ctrl-C too
         if isinstance(problem, OSError):

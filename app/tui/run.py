@@ -30,16 +30,17 @@ OLD_THRESHOLD = 200
 class ChatOptions:
     """What the command line asked for; None takes what the settings remember.
 
-    ``prompt_cache`` False turns off the reuse of earlier turns. ``scripted`` plays a scenario instead of a model, for tests and
-    pictures. ``chat`` is the stored conversation to open, or the beginning of its id; ``resume`` opens the last one.
-    ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and ``store_path`` default to the
-    user's own folders.
+    ``prompt_cache`` False turns off the reuse of earlier turns. ``memory``: bytes that a model may take. ``scripted`` plays a
+    scenario instead of a model, for tests and pictures. ``chat`` is the stored conversation to open, or the beginning of its id;
+    ``resume`` opens the last one. ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and
+    ``store_path`` default to the user's own folders.
     """
 
     model: str | None = None
     sampling: Sampling | None = None
     kv: KVSpec | None = None
     prompt_cache: bool = True
+    memory: int | None = None
     system: str | None = None
     scripted: bool = False
     chat: str | None = None
@@ -113,7 +114,8 @@ def begin(options: ChatOptions) -> Begun:
     path = options.settings_path or settings.default_path()
     read = options.read or settings.load(path)
     known = read.settings
-    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache)
+    limit = known.memory_bytes if options.memory is None else options.memory
+    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache, limit)
     memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap

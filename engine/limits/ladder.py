@@ -8,6 +8,7 @@
 The context that the user set is never changed here. Pure: what is done about it is done in engine/squeeze.py.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -77,6 +78,16 @@ def steps(
     return Squeeze(tuple(rungs), smaller, peak, max(0, peak.total - budget))
 
 
+def relieving(peak_at: Callable[[int], Peak], goal: int, *, chunk: int, pool: int = 0) -> Squeeze:
+    """Return what brings a prefill that is computed in any case as near to ``goal`` bytes as the steps lead."""
+    found = steps(peak_at, goal, chunk=chunk, pool=pool)
+    held = found.peak.prompt_cache
+    if not found.missing or not held:
+        return found
+    peak = replace(found.peak, prompt_cache=0)
+    return Squeeze((*found.rungs, Rung("prompt cache", held)), found.chunk, peak, max(0, peak.total - goal))
+
+
 def _smaller(peak_at: Callable[[int], Peak], budget: int, chunk: int, least: int) -> tuple[int, Peak]:
     """Return the largest chunk, halved as often as need be, that fits; where none does, that which takes least.
 
@@ -123,8 +134,8 @@ def offers(
         yield Offer(f"--kv-window {window}", peak_of(shape.windowed(window, spare(window))).total)
 
 
-def refusal(what: str, peak: Peak, budget: int, found: list[Offer]) -> MemoryLimitError:
-    """Return the error that refuses ``what``, with its numbers, and what would fit."""
+def refusal(what: str, peak: Peak, budget: int, found: list[Offer], *, there_is: int | None = None) -> MemoryLimitError:
+    """Return the error that refuses ``what``, with its numbers, and what would fit. there_is: the machine's memory."""
     parts = {
         "weights": peak.weights,
         "KV cache": peak.kv,
@@ -138,7 +149,24 @@ def refusal(what: str, peak: Peak, budget: int, found: list[Offer]) -> MemoryLim
         if would
         else "Close other programs, shorten it, or take a smaller model."
     )
-    return MemoryLimitError(f"{what} needs {gb(peak.total)} of memory ({listed}), and {gb(budget)} may be used", hint)
+    needed, most = told_apart(peak.total, budget)
+    return MemoryLimitError(
+        f"{what} needs {needed} of memory ({listed}), and {most} may be used", f"{hint}{override(peak.total, there_is)}"
+    )
+
+
+def override(needed: int, there_is: int | None) -> str:
+    """Return, to be put after a hint, how to go beyond the limit; nothing where the machine has less than is needed."""
+    if there_is is None or needed > there_is:
+        return ""
+    return f" --memory {math.ceil(needed / 1e6) / 1e3:g} overrides the limit, as memory_gb of /settings does, and in Python memory."
+
+
+def told_apart(first: int, second: int) -> tuple[str, str]:
+    """Return two sizes as text, with as many digits as it takes to see that they differ."""
+    if first == second or gb(first) != gb(second):
+        return gb(first), gb(second)
+    return f"{first:,} bytes", f"{second:,} bytes"
 
 
 def gb(size: int) -> str:

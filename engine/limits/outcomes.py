@@ -17,6 +17,7 @@ from tokamac.engine.options import GROUP_SIZES, KVSpec
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan
     from tokamac.engine.limits.kv_table import KVTable
+    from tokamac.engine.limits.prefill_chunk import Chunking
     from tokamac.engine.limits.work import Work
 
 BITS = (16, 8, 6, 5, 4, 3, 2)
@@ -110,6 +111,13 @@ class Loaded:
         pace = place.pace_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
         return replace(self, place=place, pace=pace)
 
+    @property
+    def chunking(self) -> "Chunking":
+        """How prompts are cut there."""
+        from tokamac.engine.limits.prefill_chunk import Chunking
+
+        return Chunking(self.work, self.place.device, self.place.pace)
+
     def kv_table(self, context: int) -> "KVTable":
         """Return what each layer keeps at a context of so many tokens."""
         from tokamac.engine.limits.kv_table import table_of_plan
@@ -127,15 +135,10 @@ class Loaded:
 
         Room that the caches have for growing counts with the temporaries.
         """
-        from tokamac.engine.limits.peak import predict_peak
+        from tokamac.engine.limits.prefill_chunk import prompt_peak
 
-        peak = predict_peak(
-            self.weighed.shape(self.plan, self.place.device),
-            held=0,
-            new=case.prompt,
-            chunk=_chunk(self.place),
-            reply=case.context - case.prompt,
-        )
+        shape = self.weighed.shape(self.plan, self.place.device)
+        peak = prompt_peak(shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
         kv = self.plan.bytes_at(case.context)
         return self.place.fit(weights=peak.weights, kv=kv, working=max(peak.total - peak.weights - kv, 0))
 
@@ -192,7 +195,8 @@ def outcome_at(loaded: Loaded, case: Case) -> Outcome:
     limits = loaded.limits(case.context)
     if limits is None:
         return _without(loaded.weighed, case, place, KV_UNKNOWN)
-    predicted = predict(loaded.work, place.chip, loaded.pace, case.prompt, case.context, chunk=_chunk(place))
+    chunk = loaded.chunking.at(case.prompt // 2)
+    predicted = predict(loaded.work, place.chip, loaded.pace, case.prompt, case.context, chunk=chunk)
     return Outcome(
         case=case,
         place=place,
@@ -214,13 +218,6 @@ def _without(weighed: Weighed | str, case: Case, place: Place, reason: str) -> O
     if isinstance(weighed, str):
         return Outcome(case, place, reason=reason)
     return Outcome(case, place, weighed.stored.weight_bytes, weighed.stored.bits_per_weight, reason=reason)
-
-
-def _chunk(place: Place) -> int:
-    """Return the prompt tokens that the engine computes at once there."""
-    from tokamac.engine.runtime import PREFILL_CHUNK
-
-    return PREFILL_CHUNK[place.device]
 
 
 def _unknown(loaded: Loaded, predicted: Prediction, kv: KVSpec) -> str | None:

@@ -23,10 +23,14 @@ LEAST_TOKENS = 256
 LEAST_TAIL = 32
 """Tokens beyond the last whole block that are worth a file of their own."""
 PAUSE_S = 0.02
+AWAIT_S = 1.0
 
 
 class PromptCache:
-    """Computed prefixes in memory, and on disk where ``disk`` is given."""
+    """Computed prefixes in memory, and on disk where ``disk`` is given.
+
+    awaits_disk: whether ``use_disk`` will be called, once it is known whose segments are this model's.
+    """
 
     def __init__(self, memory: MemoryStore, disk: Disk | None, rates: Rates) -> None:
         self.rates = rates
@@ -34,11 +38,16 @@ class PromptCache:
         self.needs_marks = not memory.all_grow
         self._memory = memory
         self._disk = disk
+        self.awaits_disk = False
         self._lent = False
         self._replaced: tuple[str, list[int]] | None = None
         self._written: set[str] = (
             set()
         )  # since the last request: what a small budget drops again is not written in circles
+
+    def use_disk(self, disk: Disk) -> None:
+        """Store what is computed from now on, and look there for what was. Callable from any thread."""
+        self._disk = disk
 
     @property
     def nbytes(self) -> int:
@@ -102,16 +111,19 @@ class PromptCache:
 
     def flush(self, seconds: float) -> None:
         """Store what is to be stored, in so many seconds at most."""
+        if self._disk is None:
+            return
         deadline = time.monotonic() + seconds
         while (pause := self.idle()) is not None and time.monotonic() < deadline:
             time.sleep(pause)
-        if self._disk is not None:
-            self._disk.wait(max(0.0, deadline - time.monotonic()))
+        self._disk.wait(max(0.0, deadline - time.monotonic()))
 
     def idle(self) -> float | None:
         """Begin to write the next segment of the live caches, if the last is written."""
         disk, slot = self._disk, self._memory.live
-        if disk is None or slot is None or self._lent or disk.trouble is not None:
+        if disk is None:
+            return AWAIT_S if self.awaits_disk else None
+        if slot is None or self._lent or disk.trouble is not None:
             return None
         if disk.is_writing:
             return PAUSE_S

@@ -21,6 +21,8 @@ from pathlib import Path
 import platformdirs
 import xxhash
 
+from tokamac.engine.durable import sync, to_disk
+
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")
 NEW = re.compile(r"\.new-(\d+)-.*")
@@ -153,12 +155,12 @@ class Folder:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                to_disk(file.fileno())
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        _sync(folder)
+        sync(folder)
         self._note(len(data))
         return Entry(parent, name, path, len(data), path.stat().st_mtime)
 
@@ -259,14 +261,6 @@ def _label(folder: Path) -> str:
         return (folder / LABEL).read_text(encoding="utf-8", errors="replace")[:200]
     except OSError:
         return ""
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _is_alive(process: int) -> bool:

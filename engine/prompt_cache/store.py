@@ -26,12 +26,12 @@ LEAST_ASIDE = 8
 
 
 class MemoryStore:
-    """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all.
+    """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all, as it is when room is made.
 
     make: empty caches for a number of pinned tokens. all_grow: whether every one of them can be cut.
     """
 
-    def __init__(self, make: Callable[[int | None], list[Any]], budget: int, *, all_grow: bool) -> None:
+    def __init__(self, make: Callable[[int | None], list[Any]], budget: Callable[[], int], *, all_grow: bool) -> None:
         self.all_grow = all_grow
         self._make = make
         self._budget = budget
@@ -274,7 +274,7 @@ class MemoryStore:
 
     def _evict(self, budget: int | None = None) -> None:
         """Drop what was not used for longest until all fits the budget, its own or this; the live caches always stay."""
-        surplus = self.nbytes - (self._budget if budget is None else budget)
+        surplus = self.nbytes - (self._budget() if budget is None else budget)
         while surplus > 0:
             on_path = set(map(id, self._end.path())) if self._end else set()
             nodes = sorted(self._nodes(), key=lambda node: (node.used, -node.start))

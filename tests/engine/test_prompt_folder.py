@@ -7,6 +7,7 @@ import random
 import signal
 import stat
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -143,18 +144,29 @@ def test_two_processes_share_the_folder(tmp_path: Path) -> None:
 
 def test_names_tell_apart_what_differs(tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model")
-    base = fingerprint(model, KVSpec())
-    assert base == fingerprint(model, KVSpec(on_full="error"))  # which changes no key and no value
+    base = fingerprint(model, KVSpec(), "weights")
+    assert base == fingerprint(model, KVSpec(on_full="error"), "weights")  # which changes no key and no value
     others = {
-        fingerprint(model, KVSpec(8, 8)),
-        fingerprint(model, KVSpec(window=64)),
-        fingerprint(model, KVSpec(), dtype="float16"),
-        fingerprint(make_tiny(tmp_path / "other weights", seed=1), KVSpec()),
-        fingerprint(make_tiny(tmp_path / "other context", context=256), KVSpec()),
+        fingerprint(model, KVSpec(8, 8), "weights"),
+        fingerprint(model, KVSpec(window=64), "weights"),
+        fingerprint(model, KVSpec(), "weights", dtype="float16"),
+        fingerprint(model, KVSpec(), "other weights"),
+        fingerprint(make_tiny(tmp_path / "other context", context=256), KVSpec(), "weights"),
     }
     settings = model / "tokenizer_config.json"
     settings.write_text(settings.read_text(encoding="utf-8").replace("assistant", "helper"), encoding="utf-8")
-    others.add(fingerprint(model, KVSpec()))
+    others.add(fingerprint(model, KVSpec(), "weights"))
     assert len(others | {base}) == 7
+
+
+def test_another_version_of_this_package_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, version = make_tiny(tmp_path / "model"), metadata.version
+    here = fingerprint(model, KVSpec(), "weights")
+    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "tokamac" else version(name))
+    assert fingerprint(model, KVSpec(), "weights") != here
+
+
+def test_names_are_of_all_that_comes_before() -> None:
+    base = MODEL
     assert len({root_name(base, keep) for keep in (None, 0, 4)}) == 3
     assert child_name(child_name(ROOT, [1]), [2]) != child_name(ROOT, [1, 2])

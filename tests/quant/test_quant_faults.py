@@ -157,7 +157,7 @@ def test_bytes_that_are_written_already_need_no_more_room(tmp_path, monkeypatch)
     (root / MODEL / "shard").write_bytes(bytes(1000))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": SPARE_BYTES + 500})())
     check_space(tmp_path / "out", 1500)
-    with pytest.raises(ConversionError, match="GB left"):
+    with pytest.raises(ConversionError, match=r"needs 0\.017 GB and its disk has 0\.016 GB left"):
         check_space(tmp_path / "out", 1501)
 
 
