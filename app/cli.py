@@ -156,8 +156,10 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
     if json_wanted:
         try:
             json_line({"event": "error", "error": message, "hint": hint})
-        except OSError:
+        except BrokenPipeError:
             return PIPE_CLOSED
+        except OSError:
+            return 1  # stdout can't be written, as that line said
     return 1
 
 

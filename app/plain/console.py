@@ -1,5 +1,6 @@
 """Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed."""
 
+import codecs
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +30,9 @@ class Console:
         self._thought = False
         self._held: list[str] | None = None  # notes that wait for the end of the line that is read
         if isinstance(sys.stdin, TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
+            # Where the locale says ASCII it says nothing: what is piped in would lose all other letters.
+            ascii_only = codecs.lookup(sys.stdin.encoding).name == "ascii"
+            sys.stdin.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")
 
     # Reading --------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app.settings import Settings
+from tokamac.app.tui.screens import help
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.metrics import Metrics
 
@@ -131,6 +132,7 @@ def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(help, "MAC", False)
 
 
 def written(app_theme: str, path: Path, *, toured: bool = True) -> None:

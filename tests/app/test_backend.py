@@ -4,6 +4,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -271,6 +272,24 @@ def test_where_its_group_can_not_be_signalled_the_process_itself_is(
     monkeypatch.setattr(child.process._process, "poll", lambda: None)  # as while another thread waits for it
     monkeypatch.setattr(os, "kill", refuse)
     child.process.kill()  # of what is a zombie by now, nobody complains
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_where_the_log_can_not_be_written_the_process_runs_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: bool
+) -> None:
+    (tmp_path / "file").touch()
+    if not temporary:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    child = Talk(tmp_path / "file" / "log" / "engine.log", child_command(scripted=True))
+    (notice,) = child.until(Notice)
+    assert isinstance(notice, Notice)
+    assert notice.text == f"The engine's log is not kept: {child.log} can't be written (Not a directory)."
+    child.load("dies-sending")
+    child.say()
+    died = child.until(Died)[-1]
+    assert isinstance(died, Died)
+    assert died.last_line.startswith("scripted: the engine dies") is temporary
 
 
 def test_garbage_is_an_event_and_what_follows_is_read(talk: Callable[..., Talk]) -> None:
