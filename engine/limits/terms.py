@@ -66,7 +66,7 @@ def _decode(metrics: Metrics, work: Work, pace: Pace | None, foretold: Foretold)
         Term("kv", "decode", "keys and values", held, work.kv_bytes(foretold.context), "bytes"),
         Term("step", "decode", "bytes a step", "{weights} + {kv}", step.bytes_read, "bytes"),
         Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s"),
-        Term("expected", "decode", "expected", _expected_step(work, pace), m.expected_tps, "tok/s"),
+        Term("expected", "decode", "expected", _expected_step(work, pace, foretold), m.expected_tps, "tok/s"),
         Term("writing", "decode", "time", "last token − first token", between, "s"),
         Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s"),
         Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s"),
@@ -118,13 +118,16 @@ TIMED = "the sum of its parts, each timed on this machine"
 UNTIMED = "not known for this machine"
 
 
-def _expected_step(work: Work, pace: Pace | None) -> str:
+def _expected_step(work: Work, pace: Pace | None, foretold: Foretold) -> str:
+    """Return the reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
     if not isinstance(pace, Fitted):
         return UNTIMED if pace is None else TIMED
-    c = pace.constants
-    weights = f"{{{'shared' if work.expert_bytes else 'weights'}}} ÷ ({c.shared:.1%} × {{bandwidth}})"
-    experts = f" + {{experts}} ÷ ({c.experts:.1%} × {{bandwidth}})" if work.expert_bytes else ""
-    return f"1 ÷ ({weights}{experts} + {{kv}} ÷ ({c.kv:.1%} × {{bandwidth}}) + {{launching}})"
+    bandwidth, held = pace.chip.bandwidth_gbs, work.kv_bytes(foretold.context)
+    weights = f"{{weights}} ÷ ({pace.constants.shared:.1%} × {{bandwidth}})"
+    if not held or not bandwidth:
+        return f"1 ÷ ({weights} + {{launching}})"
+    reached = held / (bandwidth * 1e9) / pace.attention_s(work, foretold.context, bandwidth)
+    return f"1 ÷ ({weights} + {{kv}} ÷ ({reached:.1%} × {{bandwidth}}) + {{launching}})"
 
 
 def _expected_prompt(work: Work, pace: Pace | None, foretold: Foretold) -> str:
