@@ -74,7 +74,7 @@ def load(
         work=work,
         machine=machine,
         shape=shape,
-        packed_kv=packed_layers(plan.layers, kv.group_size),
+        packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
     )
     on_close = ExitStack()

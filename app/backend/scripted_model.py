@@ -30,7 +30,5 @@ WORK = Work(
     query_heads=32,
     vocabulary=151_936,
 )
-PACKED_KV = tuple(
-    replace(layer, bytes_per_token=round(layer.bytes_per_token * 8.5 / 16), heads=None) for layer in WORK.kv
-)
+PACKED_KV = tuple(replace(layer, bytes_per_token=round(layer.bytes_per_token * 8.5 / 16)) for layer in WORK.kv)
 SITUATION = Situation(packed_kv=PACKED_KV, bits_per_weight=4.5, keeps_prompts=True, chunk=512)

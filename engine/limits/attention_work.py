@@ -108,10 +108,10 @@ def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tu
 
 
 def heads_of(config: Mapping[str, Any], layer: "LayerPlan", attention: Sequence[Attention]) -> Heads | None:
-    """Return the heads that read a layer's cache; None where they are unknown, or where keys or values are packed: MLX multiplies
-    those by other kernels, of which no measurement was published."""
+    """Return the heads that read a layer's cache; None where they are unknown. Packed keys and values are multiplied by kernels of
+    which no measurement was published: they are taken to compute no faster than the others."""
     queries = query_heads(config, layer.index)
-    if layer.ours is None or queries is None or min(layer.key_bits, layer.value_bits) < 16:
+    if layer.ours is None or queries is None:
         return None
     seen = layer.ours.seen
     if seen.heads < 1 or queries % seen.heads:

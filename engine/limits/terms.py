@@ -44,10 +44,11 @@ def _machine(work: Work, chip: Chip, pace: Pace | None, foretold: Foretold) -> t
     source = {"table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known"}[
         chip.source
     ]
+    bandwidth = f"{source} for another bin" if chip.other_bin else source
     peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
     ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
     found = (
-        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {source}", chip.bandwidth_gbs, "GB/s"),
+        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {bandwidth}", chip.bandwidth_gbs, "GB/s"),
         Term("peak", "machine", "peak arithmetic", f"{chip.name}, {kind}", peak, "TFLOP/s"),
         Term("ridge", "machine", "ridge point", "{peak} ÷ {bandwidth}", ridge, "FLOP/byte"),
     )

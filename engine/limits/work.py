@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class KVLayer:
     """What one cache holds: bytes a token up to ``limit`` tokens (None: all of them), and ``fixed_bytes`` whatever the context.
 
-    heads: those that read it in a decode step; None where they are unknown, or where keys or values are packed.
+    heads: those that read it in a decode step; None where they are unknown.
     """
 
     bytes_per_token: int

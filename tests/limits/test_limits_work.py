@@ -253,10 +253,12 @@ def test_a_soft_cap_is_written_out_whether_or_not_the_config_names_it(named, mon
     assert found.launches - config_work({**GEMMA_2, **named}).launches == 2 * 6
 
 
-def test_the_heads_that_read_a_cache_are_known_unless_it_is_packed():
-    assert {layer.heads for layer in config_work(LLAMA_3_8B).kv} == {Heads(32, 8, 128, 128)}
-    assert {layer.heads for layer in config_work(LLAMA_3_8B, kv=KVSpec(key_bits=8, value_bits=8)).kv} == {None}
-    assert {layer.heads for layer in config_work(LLAMA_3_8B, kv=KVSpec(key_bits=16, value_bits=4)).kv} == {None}
+def test_the_heads_that_read_a_cache_are_those_of_its_layer_packed_or_not():
+    for spec in (KVSpec(), KVSpec(key_bits=8, value_bits=4)):
+        assert {layer.heads for layer in config_work(LLAMA_3_8B, kv=spec).kv} == {Heads(32, 8, 128, 128)}
+    states = [layer for layer in config_work(FAMILIES["qwen3_5"]).kv if layer.fixed_bytes]
+    assert states
+    assert {layer.heads for layer in states} == {None}
 
 
 def test_layers_that_reuse_keys_are_counted_where_these_are_kept():
