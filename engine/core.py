@@ -129,7 +129,8 @@ class Core:
         room = make_room(self.runtime, self._store, slot, len(request.ids))
         if room.squeezed is not None:
             yield room.squeezed
-        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=room.force_fused)
+        force = self.runtime.shape.device if room.force_fused else None
+        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=force)
         cached, total = len(slot.ids), len(request.ids)
         with computing(), self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)

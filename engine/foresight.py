@@ -12,6 +12,7 @@ from tokamac.engine.kv import CachePlan
 from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.cost import Cost, bits_per_weight
+from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.kv_cost import value_bytes_of
 from tokamac.engine.limits.ladder import LEAST_CHUNK, OFFERS, gb, override, refusal
 from tokamac.engine.limits.peak import STEP, predict_peak
@@ -36,7 +37,7 @@ def check_fits(folder: Path, kv: KVSpec, device: DeviceKind, asked: int | None =
     weighed = weigh(read_config(folder), device, memory.machine_total(), folder=folder)
     if isinstance(weighed, str):
         return ()
-    shape = weighed.shape(weighed.plan(kv), device)
+    shape = weighed.shape(weighed.plan(kv), device, detect())
     least = predict_peak(shape, held=0, new=LEAST_CHUNK, chunk=LEAST_CHUNK)
     if least.total > budget:
         refused = refusal(f"this model, with {LEAST_CHUNK} tokens,", least, budget, [])
@@ -69,11 +70,10 @@ def planned_bytes(shape: Shape, capacity: int | None, *, chunking: Chunking) -> 
 
 
 def shaped(  # noqa: PLR0917
-    config: Mapping[str, Any], plan: CachePlan, weights: int, device: DeviceKind, bytes_of_value: int, order: Order
+    config: Mapping[str, Any], plan: CachePlan, weights: int, device: AttentionDevice, bytes_of_value: int, order: Order
 ) -> Shape:
     """Return the shape of a model on this device."""
-    attends = AttentionDevice(device)
-    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, device=attends)
+    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, device=device)
 
 
 def order_of(device: DeviceKind, dtype: str | None, *, unpacked: bool) -> Order:

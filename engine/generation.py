@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.kv.attention import forcing_fused
+from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.cache import Cache
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.room import Room
@@ -24,8 +25,8 @@ class Run:
 
     Number line: ``held`` are the tokens whose keys and values are in the caches, always, whenever the caller regains control.
     ``mark`` is told, while decoding, of what may hold the next token up. force_fused: prefill writes no attention scores down
-    where MLX has a kernel for that. may_grow: asked, while decoding, before the caches are made larger; where it says no, decoding
-    ends, and ``ended_by_memory`` is true. piece: tokens that prefill computes at once just now.
+    where MLX has a kernel for that on this device; None asks for none. may_grow: asked, while decoding, before the caches are made
+    larger; where it says no, decoding ends, and ``ended_by_memory`` is true. piece: tokens that prefill computes at once just now.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Run:
         *,
         ahead: bool,
         mark: Callable[[Cause], None] = lambda _: None,
-        force_fused: bool = False,
+        force_fused: AttentionDevice | None = None,
         may_grow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._model = model

@@ -21,7 +21,7 @@ from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.host import HostLimited, measure_host
 from tokamac.engine.limits.kept import machine_key
 from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
-from tokamac.engine.limits.neural import advice
+from tokamac.engine.limits.neural import advice, attention_device
 from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
@@ -62,10 +62,12 @@ def load(
     plan = plan_caches(loaded.module, loaded.config, kv)
     cost = cost_of_model(loaded.module, loaded.config)
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
-    shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
+    chip = detect()
+    attends = attention_device(device, chip)
+    shape = shaped(loaded.config, plan, cost.weight_bytes, attends, value_bytes(loaded.config, device, dtype), order)
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
-    machine = Machine(with_bandwidth(detect(), bytes_read), bytes_read=bytes_read)
+    machine = Machine(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
     capacity, chunking = kv.capacity(context_length(loaded.config)), Chunking(work, device, machine.pace)
     notes = (*plan.notes, *context_notes(shape, capacity, chunking=chunking, asked=memory))
@@ -82,7 +84,7 @@ def load(
         machine=machine,
         shape=shape,
         chunking=chunking,
-        packed_kv=packed_layers(plan.layers, kv.group_size),
+        packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
         memory_limit=memory,
     )

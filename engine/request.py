@@ -125,7 +125,7 @@ class Reply:
             slot.ids,
             ahead=runtime.ahead,
             mark=self._request.recorder.mark,
-            force_fused=room.force_fused,
+            force_fused=runtime.shape.device if room.force_fused else None,
             may_grow=growth.fits,
         )
         with self._store.lending(slot):

@@ -21,7 +21,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.device import device_kind
 from tokamac.engine.kv import cpu
 from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
 from tokamac.engine.kv.codec import Codec, Encoded
@@ -166,29 +165,33 @@ def fused(
     """
     if cpu.is_worth(queries, keys, packed=packed):
         return cpu.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    force = _forcing.get() and _has_kernel(queries, keys, values, mask, sinks)
+    device = _forcing.get()
+    force = device is not None and _has_kernel(device, queries, keys, values, mask, sinks)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=force
     )
 
 
-_forcing: ContextVar[bool] = ContextVar("forcing", default=False)
+_forcing: ContextVar[AttentionDevice | None] = ContextVar("forcing", default=None)
 """Of each thread its own: another engine's calls stay as they are."""
 
 _NUMBERS: dict[mx.Dtype, Number] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
 
 
 @contextmanager
-def forcing_fused(on: bool) -> Iterator[None]:
-    """Ask for a fused kernel wherever MLX has one, inside a with block: no scores are written down, at a lower rate."""
-    before = _forcing.set(on)
+def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
+    """Ask for a fused kernel wherever MLX has one for this device, inside a with block: no scores are written down, at a lower
+    rate. None asks for none."""
+    before = _forcing.set(device)
     try:
         yield
     finally:
         _forcing.reset(before)
 
 
-def _has_kernel(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask, sinks: mx.array | None) -> bool:
+def _has_kernel(  # noqa: PLR0917
+    device: AttentionDevice, queries: mx.array, keys: mx.array, values: mx.array, mask: Mask, sinks: mx.array | None
+) -> bool:
     """Whether MLX has a fused kernel for this call; asked to force one that it lacks, it would raise."""
     if queries.dtype not in _NUMBERS:
         return False
@@ -207,7 +210,7 @@ def _has_kernel(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask,
         sinks=sinks is not None,
         batch=queries.shape[0],
     )
-    return has_fused_kernel(call, AttentionDevice(device_kind()))
+    return has_fused_kernel(call, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from tokamac.engine.limits.fitted import NEURAL, generation_of
-from tokamac.engine.limits.hardware import Units
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.kv.attention_kernel import AttentionDevice
+from tokamac.engine.limits.fitted import NEURAL, generation_of, units_of
+from tokamac.engine.limits.hardware import Chip, Units
 from tokamac.engine.limits.macos import System
 
 DISTRIBUTION = "mlx-metal"
@@ -30,6 +32,11 @@ class MatrixUnits:
 
     units: Units
     advice: str | None = None
+
+
+def attention_device(kind: DeviceKind, chip: Chip | None) -> AttentionDevice:
+    """Return what attention runs on, as far as it decides the kernel. chip: None is one without accelerators."""
+    return AttentionDevice(kind, neural=kind == "metal" and chip is not None and units_of(chip) == "neural")
 
 
 def matrix_units(

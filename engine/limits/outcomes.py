@@ -150,7 +150,7 @@ class Loaded:
         """
         from tokamac.engine.limits.prefill_chunk import prompt_peak
 
-        shape = self.weighed.shape(self.plan, self.place.device)
+        shape = self.weighed.shape(self.plan, self.place.device, self.place.chip)
         peak = prompt_peak(shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
         kv = self.plan.bytes_at(case.context)
         return self.place.fit(weights=peak.weights, kv=kv, working=max(peak.total - peak.weights - kv, 0))

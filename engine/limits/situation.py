@@ -46,10 +46,15 @@ class Foretold:
     chunk: int
 
 
-def packed_layers(layers: "Iterable[LayerPlan]", group_size: int) -> tuple[KVLayer, ...] | None:
-    """Return what the caches of a plan would hold with keys and values of KV_BITS; None where that changes none of them."""
+def packed_layers(
+    layers: "Iterable[LayerPlan]", group_size: int, now: tuple[KVLayer, ...] | None = None
+) -> tuple[KVLayer, ...] | None:
+    """Return what the caches of a plan would hold with keys and values of KV_BITS; None where that changes none of them.
+
+    now: the caches as a step reads them now, with their heads.
+    """
     plans = tuple(layers)
-    now = tuple(KVLayer(plan.bytes_per_token, plan.limit, plan.fixed_bytes) for plan in plans)
+    now = now or tuple(KVLayer(plan.bytes_per_token, plan.limit, plan.fixed_bytes) for plan in plans)
     packed = tuple(_packed(plan, layer, group_size) for plan, layer in zip(plans, now, strict=True))
     return None if packed == now else packed
 

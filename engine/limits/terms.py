@@ -45,10 +45,11 @@ def _machine(work: Work, chip: Chip, pace: Pace | None, foretold: Foretold) -> t
     source = {"table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known"}[
         chip.source
     ]
+    bandwidth = f"{source} for another bin" if chip.other_bin else source
     peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
     ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
     found: tuple[Term, ...] = (
-        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {source}", chip.bandwidth_gbs, "GB/s"),
+        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {bandwidth}", chip.bandwidth_gbs, "GB/s"),
         Term("peak", "machine", "peak arithmetic", f"{chip.name}, {kind}", peak, "TFLOP/s"),
         Term("ridge", "machine", "ridge point", "{peak} ÷ {bandwidth}", ridge, "FLOP/byte"),
     )
@@ -74,7 +75,7 @@ def _decode(metrics: Metrics, work: Work, pace: Pace | None, foretold: Foretold)
         Term("kv", "decode", "keys and values", held, work.kv_bytes(foretold.context), "bytes"),
         Term("step", "decode", "bytes a step", "{weights} + {kv}", step.bytes_read, "bytes"),
         Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s"),
-        Term("expected", "decode", "expected", _expected_step(work, pace), m.expected_tps, "tok/s"),
+        Term("expected", "decode", "expected", _expected_step(work, pace, foretold), m.expected_tps, "tok/s"),
         Term("writing", "decode", "time", "last token − first token", between, "s"),
         Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s"),
         Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s"),
@@ -126,13 +127,16 @@ TIMED = "the sum of its parts, each timed on this machine"
 UNTIMED = "not known for this machine"
 
 
-def _expected_step(work: Work, pace: Pace | None) -> str:
+def _expected_step(work: Work, pace: Pace | None, foretold: Foretold) -> str:
+    """Return the reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
     if (kernels := _fitted(pace)) is None:
         return UNTIMED if pace is None else TIMED
-    c = kernels.constants
-    weights = f"{{{'shared' if work.expert_bytes else 'weights'}}} ÷ ({c.shared:.1%} × {{bandwidth}})"
-    experts = f" + {{experts}} ÷ ({c.experts:.1%} × {{bandwidth}})" if work.expert_bytes else ""
-    device = f"{weights}{experts} + {{kv}} ÷ ({c.kv:.1%} × {{bandwidth}}) + {{launching}}"
+    bandwidth, held = kernels.chip.bandwidth_gbs, work.kv_bytes(foretold.context)
+    device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
+    if held and bandwidth:
+        reached = held / (bandwidth * 1e9) / kernels.attention_s(work, foretold.context, bandwidth)
+        device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
+    device += " + {launching}"
     return f"1 ÷ max({{host}}, {device})" if _host(pace) is not None else f"1 ÷ ({device})"
 
 

@@ -12,6 +12,7 @@ from tests.kv.test_plan import hybrid, recurrent
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, Message, Sampling
 from tokamac.engine.kv import plan_caches
+from tokamac.engine.limits.attention_work import Heads
 from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
 from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import Chip, lookup
@@ -49,6 +50,8 @@ MIXTURE = replace(
     active=1 / 8,
     prefill_parameters=2_000_000_000,
 )
+
+SHARING = replace(WORK, kv=(replace(KV, heads=Heads(queries=640, keys=32, key_dim=128, value_dim=128)),))
 
 
 class RoundPace:
@@ -269,7 +272,7 @@ def test_every_number_of_a_formula_is_there_before_it():
     assert all(term.value is not None for term in found.terms if term.key != "achieved")
 
 
-@pytest.mark.parametrize("work", [WORK, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("work", [WORK, MIXTURE, SHARING], ids=["dense", "mixture", "many query heads"])
 def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Work):
     """The constants in the words are those in the arithmetic: put in, they give the same but for their rounding."""
     chip = lookup("Apple M4 Max", 40)
