@@ -15,12 +15,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from tokamac.engine.limits.fitted import Fitted
+from tokamac.engine.limits.fitted import Fitted, range_of
 from tokamac.engine.limits.work import Work
-
-LEAST_FITTED_BYTES = 335_372_288
-"""Bytes of weights that a step reads of the smallest model that MLX's shares are fitted to (assets/tables/measured.csv). Of smaller
-ones, what lies around the kernels decides, and nothing published tells it."""
 
 BUDGET_S, LEAST_TRIES = 0.02, 3
 """Seconds of trials, and how many at least: the quickest counts."""
@@ -114,5 +110,4 @@ def _wait_s() -> float:
 
 
 def _is_fitted(work: Work) -> bool:
-    weights = work.weight_bytes()
-    return weights is not None and weights >= LEAST_FITTED_BYTES
+    return range_of().covers(work) is True

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from tests.limits.test_limits_diagnosis import PLAIN, reply
 from tokamac.app.verdict import brief, sentence
 from tokamac.app.verdict_full import lines
-from tokamac.assets.tables.measurements import read
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.catalogue import catalogue, find
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
-from tokamac.engine.limits.fitted import Fitted, fitted
+from tokamac.engine.limits.fitted import Fitted, fitted, range_of
 from tokamac.engine.limits.hardware import lookup, table
-from tokamac.engine.limits.host import LEAST_FITTED_BYTES, Host, HostLimited, calls_of, measure_host
+from tokamac.engine.limits.host import Host, HostLimited, calls_of, measure_host
 from tokamac.engine.limits.outcomes import Case, outcome
 from tokamac.engine.limits.places import Place, elsewhere
 from tokamac.engine.limits.prediction import decode_phase, prefill_phase
@@ -65,18 +64,13 @@ def test_a_prompt_is_its_chunks_and_the_step_of_its_last_token():
     assert [calls_of(tokens, 512) for tokens in (1, 2, 513, 514)] == [1, 2, 2, 3]
 
 
-def test_the_range_begins_with_the_smallest_model_that_was_fitted():
-    rows = [row for row in read()[0] if row.engine == "mlx"]
-    assert min(row.work.weight_bytes() or 0 for row in rows) == LEAST_FITTED_BYTES
-
-
 def test_of_a_mac_that_is_only_named_the_speed_of_a_small_model_is_unknown():
     place = elsewhere("Apple M4", 10, 16)
     for entry in catalogue():
         if entry.config is None or entry.name not in NAMES:
             continue
         found = outcome(entry.config, Case(bits=4), place)
-        small = (work_named(entry.name).weight_bytes() or 0) < LEAST_FITTED_BYTES
+        small = (work_named(entry.name).weight_bytes() or 0) < range_of().least_weight_bytes
         assert (found.expected_tps is None) == (found.ttft_s is None) == small
         assert found.ceiling_tps is not None
         assert ("waits for the processor" in (found.reason or "")) == small
