@@ -93,7 +93,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, metavar="P", help="drop tokens below this share of the likeliest one (the model's own)"
     )
     group.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1, recent tokens become less likely (1: off)"
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="above 1, recent tokens become less likely; 1 is off (the model's own)",
     )
     group.add_argument(
         "--seed", type=int, metavar="N", help="same seed, same text on the same device (another each time)"

@@ -16,6 +16,11 @@ from tokamac.engine.kv.segments import freeze, grows, thaw
 from tokamac.engine.limits.gaps import Cause
 from tokamac.engine.sampling import Sampler
 
+CHECK_STEPS = 16
+"""Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches."""
+NO_NUMBER = (1 << 32) - 1
+"""In place of a token: no vocabulary has so many."""
+
 POOL_CLEAR_STEPS = 256
 """Decoded tokens between returns of MLX's unused buffers to the system."""
 
@@ -48,7 +53,6 @@ class Run:
         self._may_grow = may_grow
         self.ended_by_memory = False
         self.piece = 0
-        self._sound = False  # whether logits were seen to be numbers
         self.held = held
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
@@ -102,16 +106,22 @@ class Run:
         Stop iterating to cancel. With ``ahead`` the next step is launched before a token is read, so the device works while the
         host does.
         """
-        pending = self._step(mx.array([last]), sampler)
+        pending = self._step(mx.array([last]), sampler, checked=True)
         self.held.append(last)
         room = Room(self._caches)
         for count in itertools.count(1):
             self.ended_by_memory = count != limit and room.will_grow(len(self.held)) and not self._may_grow()
             last_one = count == limit or self.ended_by_memory
-            following = self._step(pending, sampler) if self._ahead and not last_one else None
+            checked = count % CHECK_STEPS == 0
+            following = self._step(pending, sampler, checked=checked) if self._ahead and not last_one else None
             if room.grew():
                 self._mark("kv growth")
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
+            if token == NO_NUMBER:
+                raise ModelDamagedError(
+                    "the model computed values that are not numbers",
+                    "Load it with dtype float32, or download it again.",
+                )
             if following is not None:
                 self.held.append(token)
             yield token
@@ -121,23 +131,16 @@ class Run:
                 mx.clear_cache()
                 self._mark("pool cleared")
             if following is None:
-                following = self._step(pending, sampler)
+                following = self._step(pending, sampler, checked=checked)
                 self.held.append(token)
             pending = following
 
-    def _check(self, logits: mx.array) -> None:
-        """Raise ModelDamagedError for logits that are not numbers. The first step alone: it is waited for anyway."""
-        if not bool(mx.isfinite(mx.max(logits)).item()):
-            raise ModelDamagedError(
-                "the model computed values that are not numbers", "Load it with dtype float32, or download it again."
-            )
-        self._sound = True
-
-    def _step(self, token: mx.array, sampler: Sampler) -> mx.array:
+    def _step(self, token: mx.array, sampler: Sampler, *, checked: bool) -> mx.array:
+        """token (1,) → the next (1,), not evaluated. checked: it is NO_NUMBER where the logits are not numbers."""
         logits = self._model(token[None], cache=self._caches)[:, -1, :]  # (1, 1) ids → (1, V)
-        if not self._sound:
-            self._check(logits)
         chosen = sampler(logits)
+        if checked:
+            chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
         mx.async_eval(chosen)  # type: ignore[no-untyped-call]
         return chosen
 

@@ -17,6 +17,7 @@ from tests.benchmarks.report import Section
 ROOT = Path(__file__).parents[2]
 SECTIONS = (
     "limits",
+    "mac",
     "peak",
     "decode",
     "live_cost",

@@ -166,7 +166,7 @@ def test_inspect_json_is_the_contracts_object(tokamac: Run, tiny: Path) -> None:
         *("chip", "ceiling_tps", "expected_tps", "prefill_tps", "ttft_s", "memory"),
     ]
     assert found["chip"].keys() == {"name", "gpu_cores", "bandwidth_gbs", "fp16_tflops"}
-    assert found["memory"].keys() == {"weights", "kv", "working", "total", "budget", "fits"}
+    assert found["memory"].keys() == {"weights", "kv", "working", "total", "budget", "fits", "from_others"}
     assert found["kv_bytes_per_token"] == 2 * 2 * 128 * 4  # keys and values × layers × width × float32
     assert found["memory"]["kv"] == 256 * found["kv_bytes_per_token"]
     smaller = lines(tokamac("inspect", tiny, "--json", "--context", "256", "--kv-bits", "8", "--kv-window", "64").out)[

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from tokamac.engine import (
     ModelNotFoundError,
     ModelUnsupportedError,
     OptionError,
+    Sampling,
 )
 from tokamac.engine.device import check_backends
+from tokamac.engine.generation import CHECK_STEPS, Run
+from tokamac.engine.sampling import Sampler
 from tokamac.engine.shards import INDEX, find_shards, read_header
 
 
@@ -155,3 +159,20 @@ def test_exactly_one_backend_is_right() -> None:
     with pytest.raises(DeviceError, match=r"together \(mlx-cpu, mlx-cuda-13\)") as caught:
         check_backends(("mlx-cpu", "mlx-cuda-13"), platform="linux")
     assert "pip uninstall -y mlx-cpu mlx-cuda-13" in caught.value.hint
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("spoiled", [0, 5, 40])
+def test_logits_that_are_no_numbers_are_noticed_at_any_step(ahead: bool, spoiled: int) -> None:
+    class Model:
+        steps = 0
+
+        def __call__(self, ids: mx.array, cache: list[object]) -> mx.array:
+            self.steps += 1
+            return mx.full((1, ids.shape[1], 9), math.nan if self.steps > spoiled else 1.0)
+
+    run = Run(Model(), [], [1], ahead=ahead)
+    tokens = run.decode(2, Sampler(Sampling(temperature=0).resolved(Sampling()), []), 100)
+    with pytest.raises(ModelDamagedError, match="not numbers"):
+        list(tokens)
+    assert len(run.held) <= 2 + spoiled + CHECK_STEPS + ahead
