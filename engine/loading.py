@@ -1,13 +1,15 @@
 """Put an engine together: find the model, load it, plan its caches, find out what the machine allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokamac.engine import hub
-from tokamac.engine.context_length import context_length
+from tokamac.engine.context_length import context_length, pretraining_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
+from tokamac.engine.corrections import use_short_factors
 from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
 from tokamac.engine.errors import OptionError
@@ -52,12 +54,16 @@ def load(
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
     kv = rolling(kv, context_length(loaded.config))
+    short_factors = keeps_short(loaded.config, kv)
+    if short_factors:
+        use_short_factors(loaded.module)
     plan = plan_caches(loaded.module, loaded.config, kv)
     cost = cost_of_model(loaded.module, loaded.config)
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
     shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
     capacity, chunk = kv.capacity(context_length(loaded.config)), PREFILL_CHUNK[device]
-    notes = (*plan.notes, *context_notes(shape, capacity, chunk=chunk))
+    rotation = _rotation_notes(loaded.config, short=short_factors)
+    notes = (*rotation, *plan.notes, *context_notes(shape, capacity, chunk=chunk))
     spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or spec.weight_bytes
@@ -79,7 +85,15 @@ def load(
     )
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunk=chunk)))
-    store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
+    store = open_cache(
+        prompt_cache,
+        runtime,
+        folder=loaded.folder,
+        name=str(model),
+        dtype=dtype,
+        unpacked=loaded.eager,
+        short_factors=short_factors,
+    )
     return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
 
 
@@ -98,6 +112,28 @@ def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:
     if context_length is None:
         raise OptionError("the model does not say how long its context is, so nothing can roll", "Give --kv-window.")
     return replace(kv, window=context_length)
+
+
+def keeps_short(config: Mapping[str, Any], kv: KVSpec) -> bool:
+    """Return whether a model with LongRoPE never leaves its pretraining context, so that its short factors are the right ones.
+
+    A window that rolls bounds what is held, not the positions.
+    """
+    pretrained, capacity = pretraining_length(config), kv.capacity(context_length(config))
+    return pretrained is not None and capacity is not None and capacity <= pretrained and not kv.rolls
+
+
+def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
+    """Yield what was decided about rotary positions that another program may decide otherwise."""
+    pretrained, text = pretraining_length(config), text_config(config)
+    if pretrained is not None and not short and (context_length(config) or 0) > pretrained:
+        yield (
+            f"positions are rotated by the factors for more than {pretrained:,} tokens, from the first token on; "
+            f"--kv-window {pretrained} --on-full stop takes those of shorter contexts"
+        )
+    scaling = text.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "yarn" and scaling.get("attn_factor"):
+        yield f"yarn's attn_factor {scaling['attn_factor']:.3g} is applied, as in vLLM and SGLang; transformers ignores it"
 
 
 def _spec(  # noqa: PLR0917

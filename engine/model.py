@@ -15,10 +15,14 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.limits.cost import Cost, cost_of_model
 from tokamac.engine.shards import find_shards
+from tokamac.engine.weights import without_fp8
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
-BUILD_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError)
+BUILD_ERRORS = (
+    *(ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError),
+    AssertionError,
+)
 """What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense."""
 
 BytesProgress = Callable[[int, int], None]
@@ -68,7 +72,9 @@ def build_model(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[s
     classes = model_classes(config)
     check_config(config, classes[1])
     try:
-        module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: classes)
+        module, loaded = build(
+            folder, lazy=True, model_config=without_fp8(config), get_model_classes=lambda **_: classes
+        )
     except ModelError:
         raise
     except BUILD_ERRORS as error:
