@@ -35,6 +35,15 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--unchecked``."""
+    parser.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="load a model although something in its config would be computed otherwise; every reply says what",
+    )
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how tokens are chosen."""
     group = parser.add_argument_group("generation")

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.config_defaults import ABSENT
-from tokamac.engine.config_rules import check_config
+from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
 from tokamac.engine.weights import adapt
 
-__all__ = ["check_config", "model_classes", "normalise", "read_config"]
+__all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
 
 Config = dict[str, Any]
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -201,7 +201,7 @@ SAME_ACTIVATION = {
 PACKERS = {"awq", "gptq", "mxfp4", "mxfp8", "bitnet", "compressed-tensors", "modelopt", "fp8"}
 """Quantization methods whose weights mlx-lm can unpack."""
 COMPRESSED_FORMS = {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized"}
-HINT = "Running it anyway would give wrong text. Choose another model, or a newer Tokamac."
+HINT = "Its text would be wrong. Choose another model, a newer Tokamac, or load it as it is (--unchecked)."
 
 
 def check_config(config: Config, args_class: type[Any]) -> None:
@@ -209,19 +209,28 @@ def check_config(config: Config, args_class: type[Any]) -> None:
 
     Raises ModelUnsupportedError, naming the key and its value.
     """
+    for doubt in doubts_of(config, args_class):
+        raise doubt
+
+
+def doubts_of(config: Config, args_class: type[Any]) -> Iterator[ModelUnsupportedError]:
+    """Yield what of a normalised config its class would compute otherwise; a model may still be built, at one's own risk.
+
+    Raises ModelUnsupportedError for a config that makes no model at all: keys are missing, or weights packed in an unknown way.
+    """
     module = importlib.import_module(args_class.__module__)
     kind = str(config.get("model_type"))
     if kind in KNOWN_WRONG:
-        raise ModelUnsupportedError(f"{kind} models would be computed wrongly: {KNOWN_WRONG[kind]}", HINT)
+        yield ModelUnsupportedError(f"{kind} models would be computed wrongly: {KNOWN_WRONG[kind]}", HINT)
     _require_fields(config, args_class)
     _check_packing(config)
     read = read_within(module) if _arranges(args_class) else read_by(args_class)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
-            _check_part(part, read if part is config else read_within(module), module)
+            yield from _check_part(part, read if part is config else read_within(module), module)
 
 
-def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> None:
+def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> Iterator[ModelUnsupportedError]:
     kind = str(config.get("model_type"))
     wrapper = isinstance(config.get("text_config"), dict)
     built_in = HARD_CODED.get(kind, {})
@@ -234,42 +243,42 @@ def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> Non
         if rule.parameters and re.search(rule.parameters, _source(module)):
             continue
         if value != built_in.get(rule.key) and not rule.neutral(config, value):
-            raise _refusal(kind, rule.key, value)
+            yield _refusal(kind, rule.key, value)
     if wrapper:
         return
-    _check_rope(config, read, kind)
-    _check_layers(config, read, kind)
-    _check_activation(config, read, kind, module)
-    _check_tied(config, read, kind, module)
-    _check_families(config, kind)
+    yield from _check_rope(config, read, kind)
+    yield from _check_layers(config, read, kind)
+    yield from _check_activation(config, read, kind, module)
+    yield from _check_tied(config, read, kind, module)
+    yield from _check_families(config, kind)
 
 
-def _check_families(config: Config, kind: str) -> None:
+def _check_families(config: Config, kind: str) -> Iterator[ModelUnsupportedError]:
     """Refuse values of keys that a class reads and applies wrongly."""
     if kind == "falcon_h1" and config.get("attention_in_multiplier", 1.0) != 1.0:  # of values nothing is multiplied
-        raise _refusal(kind, "attention_in_multiplier", config["attention_in_multiplier"])
+        yield _refusal(kind, "attention_in_multiplier", config["attention_in_multiplier"])
     offset, period = config.get("expert_layer_offset"), config.get("expert_layer_period")
     if kind == "jamba" and isinstance(offset, int) and isinstance(period, int) and 2 * offset % max(period, 1):
-        raise _refusal(kind, "expert_layer_offset", offset)  # it is added where the model subtracts it
+        yield _refusal(kind, "expert_layer_offset", offset)  # it is added where the model subtracts it
 
 
-def _check_rope(config: Config, read: frozenset[str], kind: str) -> None:
+def _check_rope(config: Config, read: frozenset[str], kind: str) -> Iterator[ModelUnsupportedError]:
     scaling = config.get("rope_scaling") or {}
     rope = scaling.get("rope_type", "default")
     if rope not in ROPE_KINDS.get(kind, KNOWN_ROPE_KINDS) | {"default"}:
-        raise _refusal(kind, "rope_scaling.rope_type", rope)
+        yield _refusal(kind, "rope_scaling.rope_type", rope)
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
     if not isinstance(local, dict) or "rope_parameters" in read:
         return
     # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's likewise.
     if "rope_local_base_freq" in read or kind == "olmo3":
         if local.get("rope_type", "default") != "default":
-            raise _refusal(kind, "rope_parameters.sliding_attention", local)
+            yield _refusal(kind, "rope_parameters.sliding_attention", local)
     elif scaling and local.get("rope_type") != rope:
-        raise _refusal(kind, "rope_parameters.sliding_attention", local)
+        yield _refusal(kind, "rope_parameters.sliding_attention", local)
 
 
-def _check_layers(config: Config, read: frozenset[str], kind: str) -> None:
+def _check_layers(config: Config, read: frozenset[str], kind: str) -> Iterator[ModelUnsupportedError]:
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     plain = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
     if plain and "sliding_window_pattern" in read and "layer_types" not in read and kind != "exaone4":
@@ -278,22 +287,24 @@ def _check_layers(config: Config, read: frozenset[str], kind: str) -> None:
             "sliding_attention" if period < 1 or (i + 1) % period else "full_attention" for i in range(len(kinds or []))
         ]
         if made != kinds:
-            raise _refusal(kind, "layer_types", kinds)
+            yield _refusal(kind, "layer_types", kinds)
     linear = isinstance(kinds, list) and "linear_attention" in kinds
     if linear and "full_attention_interval" in read and "layer_types" not in read:
         period = config.get("full_attention_interval") or 1
         if [kind == "full_attention" for kind in kinds or []] != [
             (i + 1) % period == 0 for i in range(len(kinds or []))
         ]:
-            raise _refusal(kind, "layer_types", kinds)
+            yield _refusal(kind, "layer_types", kinds)
     windowed = isinstance(window, int) and not _no_window(config, window)
     if windowed and plain and "sliding_attention" not in (kinds or []):
         windowed = False
     if windowed and kind not in WINDOWED_BY_PLAN and not read & WINDOW_KEYS:
-        raise _refusal(kind, "sliding_window", window)
+        yield _refusal(kind, "sliding_window", window)
 
 
-def _check_activation(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> None:
+def _check_activation(
+    config: Config, read: frozenset[str], kind: str, module: ModuleType
+) -> Iterator[ModelUnsupportedError]:
     key = next((key for key in ACTIVATION_KEYS if config.get(key)), "")
     wanted = config.get(key)
     if not isinstance(wanted, str) or key in read or corrects(config, key):
@@ -302,16 +313,16 @@ def _check_activation(config: Config, read: frozenset[str], kind: str, module: M
     spelled = ACTIVATIONS.get(SAME_ACTIVATION.get(wanted, wanted))
     found = any(re.search(pattern, source) for pattern in ACTIVATIONS.values())
     if found and (spelled is None or not re.search(spelled, source)):
-        raise _refusal(kind, key, wanted)
+        yield _refusal(kind, key, wanted)
 
 
-def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> None:
+def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> Iterator[ModelUnsupportedError]:
     source = _source(module)
     tied, able = config.get("tie_word_embeddings"), "as_linear" in source or "tie_word_embeddings" in read
     if (tied is True and not able) or (tied is True and kind == "helium"):  # helium's class makes a head even so
-        raise _refusal(kind, "tie_word_embeddings", True)
+        yield _refusal(kind, "tie_word_embeddings", True)
     if tied is False and "tie_word_embeddings" not in read and "as_linear" in source and "lm_head = " not in source:
-        raise _refusal(kind, "tie_word_embeddings", False)
+        yield _refusal(kind, "tie_word_embeddings", False)
 
 
 @functools.cache

@@ -46,6 +46,7 @@ class ModelSpec:
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    doubts: what of its config is computed otherwise, where it was loaded unchecked.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelSpec:
     thinks: bool
     recommended: Sampling
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 class Core:

@@ -42,6 +42,7 @@ def load(
     prompt_cache: PromptCacheSpec | None,
     dtype: str | None,
     progress: Progress | None,
+    unchecked: bool = False,
 ) -> Core:
     """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
     check_backends(installed_backends())
@@ -50,7 +51,13 @@ def load(
     device = device_kind()
     if dtype is None:  # of another type, weights take other memory than the files say
         check_fits(folder, kv, device)
-    loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
+    loaded = load_model(
+        folder,
+        dtype=dtype,
+        device=device,
+        progress=lambda d, t: tell(LoadProgress("weights", d, t)),
+        unchecked=unchecked,
+    )
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
     kv = rolling(kv, context_length(loaded.config))
@@ -82,6 +89,7 @@ def load(
         shape=shape,
         packed_kv=packed_layers(plan.layers, kv.group_size),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
+        doubts=loaded.doubts,
     )
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunk=chunk)))
@@ -156,4 +164,5 @@ def _spec(  # noqa: PLR0917
         thinks=tokenizer.thinking is not None,
         recommended=recommended_sampling(generation_config(loaded.folder)),
         notes=notes,
+        doubts=loaded.doubts,
     )

@@ -51,7 +51,7 @@ class Machine:
 class Runtime:
     """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
 
-    packed_kv, bits_per_weight: see limits.situation.
+    packed_kv, bits_per_weight: see limits.situation. doubts: see ``ModelSpec``.
     """
 
     model: Any
@@ -66,6 +66,7 @@ class Runtime:
     shape: Shape
     packed_kv: tuple[KVLayer, ...] | None = None
     bits_per_weight: float | None = None
+    doubts: tuple[str, ...] = ()
 
     @property
     def prefill_chunk(self) -> int:

@@ -65,12 +65,14 @@ class Engine:
         kv: KVSpec = KVSpec(),  # noqa: B008  # frozen
         prompt_cache: PromptCacheSpec | None = PromptCacheSpec(),  # noqa: B008  # frozen
         dtype: str | None = None,
+        unchecked: bool = False,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
 
         kv: how keys and values are kept. prompt_cache: None computes every prompt afresh. dtype: of what is not packed; None
-        takes the checkpoint's own on a GPU and float32 on a CPU. progress is called from another thread.
+        takes the checkpoint's own on a GPU and float32 on a CPU. unchecked: load a model although something of its config would be
+        computed otherwise; ``spec.doubts`` and every ``Finished`` say what. progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         _check_load(model, kv, prompt_cache)
@@ -86,7 +88,7 @@ class Engine:
         def work() -> "Core":
             from tokamac.engine.loading import load
 
-            return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, progress=tell)
+            return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, progress=tell, unchecked=unchecked)
 
         try:
             return cls(worker, worker.call(work))

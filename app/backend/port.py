@@ -80,6 +80,7 @@ class _RealEngine:
             rolls=spec.rolls,
             recommended=Sampling().resolved(spec.recommended),
             notes=(*self._notes, *spec.notes),
+            doubts=spec.doubts,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
@@ -131,7 +132,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> Engi
     cache = PromptCacheSpec() if request.prompt_cache else None
 
     def load(kv: KVSpec) -> "Engine":
-        return Engine.load(request.model, kv=kv, prompt_cache=cache, progress=progress)
+        return Engine.load(request.model, kv=kv, prompt_cache=cache, unchecked=request.unchecked, progress=progress)
 
     try:
         return _RealEngine(load(request.kv))

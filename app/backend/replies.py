@@ -33,6 +33,7 @@ class ModelInfo:
     device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
     room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
+    doubts: what of its config is computed otherwise, where it was loaded unchecked.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelInfo:
     rolls: bool = False
     recommended: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

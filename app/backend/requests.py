@@ -10,11 +10,12 @@ from tokamac.engine.options import KVSpec, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load ``model`` in place of whatever is loaded."""
+    """Load ``model`` in place of whatever is loaded. unchecked: although something of its config is computed otherwise."""
 
     model: str
     kv: KVSpec = field(default_factory=KVSpec)
     prompt_cache: bool = True
+    unchecked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from tokamac.app.options import (
     add_kv_flags,
     add_model_flag,
     add_sampling_flags,
+    add_unchecked_flag,
     default_model,
     kv_spec,
     prompt_cache,
@@ -54,6 +55,7 @@ def parser() -> Parser:
         default=0,
         help="metrics and a diagnosis, to stderr; -vv: the whole diagnosis, with its formulas and the numbers put in",
     )
+    add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
     return made
@@ -71,7 +73,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
     try:
         engine = loading.load(
-            options.model or default_model(), kv=kv, prompt_cache=prompt_cache(options), on_interrupt=writer.interrupted
+            options.model or default_model(),
+            kv=kv,
+            prompt_cache=prompt_cache(options),
+            on_interrupt=writer.interrupted,
+            unchecked=options.unchecked,
         )
         with engine, loading.interrupting(engine.cancel):
             return write(engine.generate(messages, wanted), writer)
@@ -138,6 +144,8 @@ class TextWriter:
     def finished(self, event: Finished) -> None:
         """End the last line; on request say what was measured."""
         self.close()
+        for doubt in event.doubts:
+            note(f"unchecked: {doubt}; this text may be wrong")
         if self._verbose:
             for line in report(event, whole=self._verbose > 1):
                 note(line)
@@ -191,6 +199,8 @@ class JsonWriter:
         outliers = [asdict(outlier) for outlier in event.outliers]
         diagnosis = None if event.diagnosis is None else asdict(event.diagnosis)
         told = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
+        if event.doubts:
+            told["doubts"] = list(event.doubts)
         json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:

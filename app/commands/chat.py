@@ -10,6 +10,7 @@ from tokamac.app.options import (
     SAMPLING_FLAGS,
     add_kv_flags,
     add_sampling_flags,
+    add_unchecked_flag,
     any_given,
     kv_spec,
     sampling,
@@ -42,6 +43,7 @@ def parser() -> Parser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
     return made
@@ -69,6 +71,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             sampling=sampling(parser, options, read.settings.sampling) if read and sampling_given else None,
             kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
             prompt_cache=not options.no_prompt_cache,
+            unchecked=options.unchecked,
             chat=options.chat,
             resume=options.resume,
             read=read,

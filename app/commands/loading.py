@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str, *, kv: KVSpec, prompt_cache: PromptCacheSpec | None, on_interrupt: Callable[[], None] = lambda: None
+    model: str,
+    *,
+    kv: KVSpec,
+    prompt_cache: PromptCacheSpec | None,
+    on_interrupt: Callable[[], None] = lambda: None,
+    unchecked: bool = False,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be.
 
@@ -42,7 +47,11 @@ def load(
     with _ending_at_once(leave):
         try:
             engine = Engine.load(
-                model, kv=kv, prompt_cache=prompt_cache, progress=lambda at: bar.update(at.done, at.total)
+                model,
+                kv=kv,
+                prompt_cache=prompt_cache,
+                unchecked=unchecked,
+                progress=lambda at: bar.update(at.done, at.total),
             )
         finally:
             bar.clear()

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from tokamac.app.backend.wire import Load
 from tokamac.app.plain.repl import Repl
 from tokamac.app.settings import Settings
 from tokamac.app.tui.digits import whole_number
@@ -100,7 +99,7 @@ def _choose_kv(repl: Repl, name: str, kv: KVSpec) -> None:
         _tell(repl, f"It is {_texts(KV_FIELDS, kv)[name] or 'not set'} already.")
         return
     _tell(repl, "The model loads again with it.")
-    driver.perform(driver.session.choose(Load(load.model, kv, load.prompt_cache)))
+    driver.perform(driver.session.choose(replace(load, kv=kv)))
     driver.settle(loaded=True)
     if driver.session.info is not None and driver.session.load.kv == kv:
         _keep(repl, replace(driver.memory.settings, kv=kv))

@@ -39,6 +39,7 @@ class ChatOptions:
     sampling: Sampling | None = None
     kv: KVSpec | None = None
     prompt_cache: bool = True
+    unchecked: bool = False
     system: str | None = None
     scripted: bool = False
     chat: str | None = None
@@ -111,7 +112,7 @@ def begin(options: ChatOptions) -> Begun:
     path = options.settings_path or settings.default_path()
     read = options.read or settings.load(path)
     known = read.settings
-    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache)
+    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache, options.unchecked)
     memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokamac.app.backend.wire import Load
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.models import is_id, lasting
 from tokamac.app.tui.system_drafts import Written
@@ -145,4 +144,4 @@ def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
     chat.keep(replace(chat.memory.settings, kv=kept, unload_after_min=minutes))
     _kept(chat, chat.memory.choose_sampling(chosen.sampling, own=chosen.own))
     if kv != session.load.kv:
-        chat.perform(session.choose(Load(session.load.model, kv, session.load.prompt_cache)))
+        chat.perform(session.choose(replace(session.load, kv=kv)))
