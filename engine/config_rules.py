@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from tokamac.engine.config_source import modules, read_by, read_within
-from tokamac.engine.corrections import ACTIVATION_KEYS, corrects
+from tokamac.engine.corrections import ACTIVATION_KEYS, GELU_ERF, GELU_TANH, corrects
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.weights import is_fp8
 
@@ -96,6 +96,9 @@ RULES = (
     Rule("residual_multiplier", _is(1, 1.0)),
     Rule("logits_scaling", _is(1, 1.0)),
     Rule("logit_scale", _is(1, 1.0)),
+    Rule("rope_interleave", _is(True)),
+    Rule("scale_attn_weights", _is(True)),
+    Rule("scale_attn_by_inverse_layer_idx", _is(False)),
     Rule("clip_qkv", _is(0, False)),
     Rule("use_qk_norm", _is(False), parameters=QK_NORM),
     Rule("qk_layernorm", _is(False), parameters=QK_NORM),
@@ -187,7 +190,7 @@ ACTIVATIONS = {
     "gelu": r"nn\.gelu\(|nn\.GELU\(\)",
     "gelu_pytorch_tanh": r"gelu_approx|GELU\(approx=|geglu",
     "relu2": r"relu2|ReLU2|relu_squared",
-    "relu": r"nn\.relu\(|nn\.ReLU\(",
+    "relu": r"nn\.relu\([^)]*\)(?!\.square)|nn\.ReLU\(\)",
     "xielu": r"XieLU",
     "swigluoai": r"SwigluOAI",
 }
@@ -257,6 +260,8 @@ def _check_families(config: Config, kind: str) -> Iterator[ModelUnsupportedError
     """Refuse values of keys that a class reads and applies wrongly."""
     if kind == "falcon_h1" and config.get("attention_in_multiplier", 1.0) != 1.0:  # of values nothing is multiplied
         yield _refusal(kind, "attention_in_multiplier", config["attention_in_multiplier"])
+    if kind == "gemma" and config.get("hidden_act") not in (None, *GELU_ERF, *GELU_TANH):
+        yield _refusal(kind, "hidden_act", config["hidden_act"])
     offset, period = config.get("expert_layer_offset"), config.get("expert_layer_period")
     if kind == "jamba" and isinstance(offset, int) and isinstance(period, int) and 2 * offset % max(period, 1):
         yield _refusal(kind, "expert_layer_offset", offset)  # it is added where the model subtracts it

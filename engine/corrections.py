@@ -157,7 +157,7 @@ def _weigh_by_share(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
 
 
 def _set_latent_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
-    """Give GLM 4 Lite's norms within latent attention the epsilon that they have by nature, not the config's."""
+    """Give norms within latent attention the epsilon that they have by nature, not the config's."""
     for layer in model.layers:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             if name in layer.self_attn:
@@ -167,6 +167,11 @@ def _set_latent_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
 def _set_index_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
     for layer in model.layers:
         layer.self_attn.indexer.k_norm.eps = 1e-6
+
+
+def _set_recurrent_eps(model: "nn.Module", config: Config) -> None:
+    for layer in model.layers:
+        layer.temporal_pre_norm.eps = layer.channel_pre_norm.eps = config["rms_norm_eps"]
 
 
 def _make_olmo(model: "nn.Module", config: Config) -> None:
@@ -190,10 +195,12 @@ _FAMILIES: dict[str, Callable[["nn.Module", Config], None]] = {
     "ernie4_5_moe": _bias_routing,
     "falcon_h1": _multiply_keys,
     "glm4_moe_lite": _set_latent_eps,
+    "kimi_linear": _set_latent_eps,
     "glm_moe_dsa": _set_index_eps,
     "jamba": _weigh_by_share,
     "mamba2": _set_mamba2_norms,
     "minicpm": _scale_tied_head,
     "minicpm3": _scale_tied_head,
     "olmo": _make_olmo,
+    "recurrent_gemma": _set_recurrent_eps,
 }
