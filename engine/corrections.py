@@ -46,6 +46,8 @@ def corrects(config: Config, key: str) -> bool:
         return kind in PARTIAL_IGNORED
     if key == "clip_qkv":
         return kind == "olmo"
+    if key in ("indexer_types", "index_topk_freq"):  # the second says when the first is to be worked out
+        return kind == "glm_moe_dsa" and (config.get("indexer_types") or ["shared"])[0] == "full"
     if key in ACTIVATION_KEYS:
         return kind in FEED_FORWARD and config.get(key) in GELU_ERF + GELU_TANH
     return False
@@ -164,9 +166,19 @@ def _set_latent_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
                 layer.self_attn[name].eps = 1e-6
 
 
-def _set_index_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
-    for layer in model.layers:
+def _correct_indexers(model: "nn.Module", config: Config) -> None:
+    """Give indexers' norms their epsilon, and let layers without an indexer of their own use the last one's choice (GLM 5.2)."""
+    from tokamac.engine.corrected_layers import SharedIndexer, remembering
+
+    kinds = config.get("indexer_types") or ["full"] * len(model.layers)
+    chosen: list[Any] = [None]
+    for layer, kind in zip(model.layers, kinds, strict=False):
         layer.self_attn.indexer.k_norm.eps = 1e-6
+        if kind == "shared":
+            layer.self_attn.indexer = SharedIndexer(chosen)
+        elif "shared" in kinds:
+            chosen = [None]
+            layer.self_attn.indexer = remembering(layer.self_attn.indexer, chosen)
 
 
 def _set_recurrent_eps(model: "nn.Module", config: Config) -> None:
@@ -191,12 +203,12 @@ def _make_olmo(model: "nn.Module", config: Config) -> None:
 
 
 _FAMILIES: dict[str, Callable[["nn.Module", Config], None]] = {
-    "deepseek_v32": _set_index_eps,
+    "deepseek_v32": _correct_indexers,
     "ernie4_5_moe": _bias_routing,
     "falcon_h1": _multiply_keys,
     "glm4_moe_lite": _set_latent_eps,
     "kimi_linear": _set_latent_eps,
-    "glm_moe_dsa": _set_index_eps,
+    "glm_moe_dsa": _correct_indexers,
     "jamba": _weigh_by_share,
     "mamba2": _set_mamba2_norms,
     "minicpm": _scale_tied_head,

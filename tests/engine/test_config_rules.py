@@ -60,8 +60,7 @@ def check(config: dict[str, Any]) -> None:
         ("llama", "layer_norm_epsilon", 1e-6),
         ("gemma4_moe", "use_bidirectional_attention", "all"),
         ("falcon_h1", "attention_in_multiplier", 1.5),
-        ("glm_moe_dsa", "index_topk_freq", 4),
-        ("glm_moe_dsa", "indexer_types", ["full", "shared", "shared"]),
+        ("glm_moe_dsa", "indexer_types", ["shared", "full", "shared"]),
     ],
 )
 def test_a_key_that_matters_and_nothing_reads_is_an_error(case: str, key: str, value: Any) -> None:

@@ -157,7 +157,10 @@ TRANSFORMERS_ALONE = {
         (case, "n_group")
         for case in ("nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "dots1")
     ),
-    *((case, "n_group") for case in ("solar_open", "glm4_moe", "glm4_moe_lite", "exaone_moe", "mimo_v2_flash")),
+    *(
+        (case, "n_group")
+        for case in ("solar_open", "glm4_moe", "glm4_moe_lite", "exaone_moe", "mimo_v2_flash", "glm_moe_dsa_shared")
+    ),
     # Nvidia's own code bounds time steps by time_step_limit, as mlx-lm does; transformers by this key.
     ("nemotron_h", "time_step_min"),
     # For queries and keys mlx-lm has 1e-6 built in; with the 1e-5 of Llama 4's files that is no difference that shows.

@@ -27,7 +27,6 @@ REFUSED = {
     "nvidia/DeepSeek-V4-Pro-NVFP4": NO_CLASS,
     "sgl-project/DeepSeek-V4-Flash-FP8": NO_CLASS,
     "stepfun-ai/Step-3.7-Flash-FP8": NO_CLASS,
-    "zai-org/GLM-5.2": "index_topk_freq",  # three layers of four use another's choice of keys
     "google/embeddinggemma-300m": "use_bidirectional_attention",  # it makes vectors of texts, and sees all of a text at once
 }
 

@@ -355,6 +355,10 @@ CASES |= {
     "solar_open": ("SolarOpenConfig", {**WIDE, **UNTIED, **YARN, **ALL_ROUTED, "n_shared_experts": 1}),
     "deepseek_v32": ("DeepseekV32Config", {**UNTIED, **YARN, **INDEXED}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**UNTIED, **rope(), **INDEXED}),
+    "glm_moe_dsa_shared": (
+        "GlmMoeDsaConfig",
+        {**UNTIED, **rope(), **INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "num_key_value_heads": 4}),
     "gptj": (
         "GPTJConfig",
