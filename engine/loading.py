@@ -18,6 +18,7 @@ from tokamac.engine.foresight import check_fits, context_notes, order_of, planne
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import cost_of_model, text_config
+from tokamac.engine.limits.family import leaves_out_senses
 from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.kept import machine_key
@@ -70,7 +71,8 @@ def load(
     shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
     capacity, chunk = kv.capacity(context_length(loaded.config)), PREFILL_CHUNK[device]
     rotation = _rotation_notes(loaded.config, short=short_factors)
-    notes = (*rotation, *plan.notes, *context_notes(shape, capacity, chunk=chunk))
+    senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
+    notes = (*senses, *rotation, *plan.notes, *context_notes(shape, capacity, chunk=chunk))
     spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or spec.weight_bytes

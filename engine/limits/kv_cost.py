@@ -20,6 +20,7 @@ from tokamac.engine.options import KVSpec
 
 FULL = frozenset({
     "full_attention", "attention", "global", "full", "global_attention", "deepseek_sparse_attention",
+    "indexed_attention",
 })  # fmt: skip
 SLIDING = frozenset({"sliding_attention", "local", "sliding", "local_attention", "chunked_attention"})
 EMPTY = frozenset({"mlp", "moe"})
@@ -28,7 +29,7 @@ STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "
 
 KNOWN_LAYERS = FULL | SLIDING | STATE | EMPTY
 
-LATENT = frozenset({"deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"})
+LATENT = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
 """Multi-head latent attention whose cache holds the latent and the rotary key, once for all heads (mlx-lm 0.32)."""
 
 STATELESS_KV = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv7"})
@@ -44,9 +45,9 @@ EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 """Multi-head latent attention whose cache holds every head's keys and values, unfolded (mlx-lm 0.32)."""
 
 UNKNOWN = frozenset({
-    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v41", "gemma3n", "gemma4",
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v32", "deepseek_v41", "gemma3n", "gemma4",
     "gemma4_text", "glm_moe_dsa", "kimi_k3", "kimi_linear", "longcat_flash", "longcat_flash_ngram", "nemotron-nas", "plamo2",
-    "recurrent_gemma", "iquestloopcoder",
+    "recurrent_gemma", "iquestloopcoder", "mimo_v2_flash",
 })  # fmt: skip
 """Families whose layers differ in ways this arithmetic does not cover: their cost stays unknown until they are loaded."""
 

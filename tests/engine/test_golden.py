@@ -21,6 +21,9 @@ from tokamac.engine.corrections import use_short_factors
 from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.kv_trial import log_probabilities
+from tokamac.engine.limits.outcomes import Case
+from tokamac.engine.limits.places import here
+from tokamac.engine.limits.prospects import prospect
 from tokamac.engine.loading import keeps_short
 from tokamac.engine.model import build_model
 
@@ -210,3 +213,13 @@ def finished(engine: Engine, messages: list[Message], tokens: int) -> Finished:
     *_, end = engine.generate(messages, Sampling(temperature=0.0, max_tokens=tokens))
     assert isinstance(end, Finished)
     return end
+
+
+def test_a_model_that_sees_too_is_text_only_in_the_list_and_in_its_notes(tmp_path: Path) -> None:
+    for case, expected in (("qwen3_vl", True), ("qwen3", False)):
+        folder = tmp_path / case
+        folder.mkdir()
+        build(case, folder)
+        assert prospect(str(folder), Case(context=64, prompt=64), here()).text_only is expected
+        with Engine.load(folder, prompt_cache=None) as engine:
+            assert any("text only" in note for note in engine.spec.notes) is expected

@@ -343,7 +343,8 @@ CASES |= {
     "nemotron_h": (
         "NemotronHConfig",
         {**UNTIED, **ALL_ROUTED, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
-        | {"n_groups": 2, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "chunk_size": 8},
+        | {"n_groups": 2, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "chunk_size": 8}
+        | {"num_hidden_layers": 4},
     ),
     "olmo": ("OlmoConfig", {**UNTIED, **rope(), "clip_qkv": 0.8}),
     "qwen3_5_text": ("Qwen3_5TextConfig", {**WIDE, **UNTIED, **LINEAR_LAYERS}),
