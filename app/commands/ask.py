@@ -198,7 +198,7 @@ class JsonWriter:
         metrics = asdict(event.metrics)
         outliers = [asdict(outlier) for outlier in event.outliers]
         diagnosis = None if event.diagnosis is None else asdict(event.diagnosis)
-        told = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
+        told: dict[str, Any] = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
         if event.doubts:
             told["doubts"] = list(event.doubts)
         json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})

@@ -70,7 +70,10 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
     """Return the layers of a model that keep keys and values; None where the config is of a kind not covered here."""
     text = text_config(config)
     kind = str(text.get("model_type", ""))
+    listed = first_of(text, "layer_types", "layers_block_type")
     layers = first_of(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if layers is None and isinstance(listed, list):  # Nemotron 3's files name the layers and do not count them
+        layers = len(listed)
     if kind in STATELESS_KV:
         return ()
     names = None if kind in UNKNOWN or not isinstance(layers, int) else _layer_types(text, layers)
