@@ -326,6 +326,10 @@ def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleT
     tied, able = config.get("tie_word_embeddings"), "as_linear" in source or "tie_word_embeddings" in read
     if (tied is True and not able) or (tied is True and kind == "helium"):  # helium's class makes a head even so
         yield _refusal(kind, "tie_word_embeddings", True)
+    if (
+        kind == "lfm2"
+    ):  # always tied: a head of its own would not load, and mlx-lm's class for LFM2-VL writes false here
+        return
     if tied is False and "tie_word_embeddings" not in read and "as_linear" in source and "lm_head = " not in source:
         yield _refusal(kind, "tie_word_embeddings", False)
 

@@ -164,7 +164,11 @@ def make(case: str, tokenizer: Any) -> None:
         folder = Path(name)
         shapes = saved_shapes(config, folder)
         if case in AS_PUBLISHED:
-            named = {"model_type": config.model_type, "architectures": [f"{kind.removesuffix('Config')}ForCausalLM"]}
+            named = {
+                "model_type": config.model_type,
+                "dtype": "float32",
+                "architectures": [f"{kind.removesuffix('Config')}ForCausalLM"],
+            }
             (folder / "config.json").write_text(json.dumps({**named, **SMALL, **values}, indent=2) + "\n")
         (target / "config.json").write_bytes((folder / "config.json").read_bytes())
         seed, model, turns = clear_cut(folder, shapes, case, tokenizer)
