@@ -69,6 +69,15 @@ def limit_of_settings() -> int | None:
     return settings.load(settings.default_path()).settings.memory_bytes
 
 
+def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--unchecked``."""
+    parser.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="load a model although something in its config would be computed otherwise; every reply says what",
+    )
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how tokens are chosen."""
     group = parser.add_argument_group("generation")

@@ -8,19 +8,20 @@ where both are there. Keys are overwritten, never removed: mlx-lm merges the res
 ``check_config`` (config_rules.py) then refuses a model whose config sets something that its class would not read.
 """
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.config_rules import check_config
+from tokamac.engine.config_defaults import ABSENT
+from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
 from tokamac.engine.open_files import import_mlx_lm
+from tokamac.engine.weights import adapt
 
-__all__ = ["check_config", "model_classes", "normalise", "read_config"]
+__all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
 
 Config = dict[str, Any]
 
@@ -30,26 +31,11 @@ FLOAT_TAGS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float
 PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
 """Kinds of rotary scaling that need the context length of pretraining."""
 
-ABSENT: dict[str, Config] = {
-    # What transformers assumes for an absent key, where mlx-lm would assume something else.
-    "llama": {"tie_word_embeddings": False},
-    "mistral": {"tie_word_embeddings": False},
-    "ministral3": {"tie_word_embeddings": False},
-    "olmo2": {"tie_word_embeddings": False},
-    "olmoe": {"tie_word_embeddings": False},
-    "granite": {"tie_word_embeddings": False, "rope_theta": 10_000.0},
-    "qwen2": {"tie_word_embeddings": False, "rope_theta": 10_000.0},
-    "qwen2_moe": {"rope_theta": 10_000.0},
-    "starcoder2": {"rope_theta": 10_000.0},
-    "seed_oss": {"tie_word_embeddings": False, "attention_bias": True},
-    "glm": {"tie_word_embeddings": False, "attention_bias": True},
-    # Keys that older checkpoints had and mlx-lm requires; transformers now takes them as given.
-    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
-    "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
-}
 RENAMED: dict[str, dict[str, str]] = {
     # model type: {the name mlx-lm reads: the name transformers 5 writes}
     "qwen3_moe": {"num_experts": "num_local_experts"},
+    "qwen3_vl_moe_text": {"num_experts": "num_local_experts"},
+    "gemma4_text": {"moe_intermediate_size": "expert_intermediate_size"},
     "mellum": {"num_experts": "num_local_experts"},
     "step3p5": {
         "num_attention_groups": "num_key_value_heads",
@@ -68,9 +54,19 @@ HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_mo
 """mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
 SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
 """Classes that look into ``rope_scaling`` whether it is there or not."""
+SAME_CLASS = {
+    # model type: the module of mlx-lm whose class computes it. The language parts of newer models are published alone, too.
+    "gemma4_unified_text": "gemma4_text",
+    "lfm2_vl": "lfm2-vl",
+    "olmo": "llama",  # Hugging Face's form of OLMo 1; mlx-lm's class is for Ai2's own, and corrections.py has what differs
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
-INSTALL_FIRST = {"olmo": "hf_olmo"}
-"""Modules of mlx-lm that end the process when another package is missing (olmo calls sys.exit on import)."""
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
 )
@@ -108,6 +104,8 @@ def normalise(config: Config) -> Config:
     copy: Config = _untag(config)
     for part in LANGUAGE_PARTS:
         if isinstance(copy.get(part), dict):
+            if isinstance(copy.get("tie_word_embeddings"), bool):  # the outer key is the one that transformers obeys
+                copy[part]["tie_word_embeddings"] = copy["tie_word_embeddings"]
             copy[part] = normalise(copy[part])
             if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
                 copy.setdefault("vocab_size", copy[part]["vocab_size"])
@@ -116,7 +114,10 @@ def normalise(config: Config) -> Config:
     _rotary(copy)
     _layers(copy)
     _full_layers(copy)
-    for key, value in ABSENT.get(str(copy.get("model_type")), {}).items():
+    _recurrent(copy)
+    _window(copy)
+    nested = any(isinstance(copy.get(part), dict) for part in LANGUAGE_PARTS)
+    for key, value in () if nested else ABSENT.get(str(copy.get("model_type")), {}).items():
         if copy.get(key) is None:
             copy[key] = value
     return copy
@@ -170,6 +171,8 @@ def _rotary(config: Config) -> None:
     if isinstance(local, dict) and local.get("rope_theta") is not None:
         config["rope_local_base_freq"] = local["rope_theta"]
     config["rope_scaling"] = _scaling(config, given)
+    if config.get("model_type") == "minimax_m2" and isinstance(config.get("head_dim"), int):
+        config.setdefault("rotary_dim", int(config["head_dim"] * (config.get("partial_rotary_factor") or 1.0)))
     if config.get("model_type") == "gpt_neox":
         for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
             config.setdefault(new, config.get(old))
@@ -201,6 +204,9 @@ def _scaling(config: Config, given: Config) -> Config | None:
 
 def _layers(config: Config) -> None:
     """Write the older ways to say which layers are full attention, from ``layer_types``: a period, or a letter a layer."""
+    sparse = config.get("mlp_layer_types")
+    if config.get("model_type") == "exaone_moe" and isinstance(sparse, list):
+        config["is_moe_layer"] = [kind == "sparse" for kind in sparse]
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         return
@@ -208,7 +214,8 @@ def _layers(config: Config) -> None:
     period = full.index(True) + 1 if any(full) else len(full) + 1
     regular = full == [(i + 1) % period == 0 for i in range(len(full))]
     if config.get("model_type") == "granitemoehybrid":
-        config["layer_types"] = ["attention" if kind == "full_attention" else kind for kind in kinds]
+        names = {"full_attention": "attention", "linear_attention": "mamba"}
+        config["layer_types"] = [names.get(kind, kind) for kind in kinds]
     elif config.get("model_type") == "exaone4":
         letters = "".join("G" if whole else "L" for whole in full)
         config["sliding_window_pattern"] = letters if config.get("sliding_window") else None
@@ -232,6 +239,28 @@ def _full_layers(config: Config) -> None:
         config["num_global_key_value_heads"] = first.get("num_key_value_heads", config["num_key_value_heads"])
 
 
+def _recurrent(config: Config) -> None:
+    """Write the width of Mamba 2's blocks, which transformers works out."""
+    expand, width = config.get("expand"), config.get("hidden_size")
+    if config.get("model_type") == "mamba2" and isinstance(expand, int) and isinstance(width, int):
+        config.setdefault("intermediate_size", expand * width)
+
+
+def _window(config: Config) -> None:
+    """Let MiMo V2's window count the query itself, as mlx-lm's do.
+
+    Its own ``sliding_window_size`` counts the tokens before it (SGLang and transformers say so), and transformers writes one more
+    as ``sliding_window``. Here ``sliding_window_size`` becomes the larger of the two.
+    """
+    if config.get("model_type") != "mimo_v2_flash":
+        return
+    before, named = config.get("sliding_window_size"), config.get("sliding_window")
+    if isinstance(before, int) and named in (None, before):
+        config["sliding_window"], config["sliding_window_size"] = before, before + 1
+    elif isinstance(named, int) and before in (None, named - 1):
+        config["sliding_window"], config["sliding_window_size"] = named - 1, named
+
+
 def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
     """Return what builds the model of a normalised config, and mlx-lm's ModelArgs for it.
 
@@ -246,17 +275,15 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
         )
     _refuse_other_tasks(config, kind)
     other = "Choose a decoder language model; mlx-lm's models folder lists the architectures."
-    if (needed := INSTALL_FIRST.get(kind)) and importlib.util.find_spec(needed) is None:
-        raise ModelUnsupportedError(
-            f"{kind} models need the package {needed}, which is not installed", "Choose another model."
-        )
+    if kind == "olmo" and "hidden_size" not in config:
+        raise ModelUnsupportedError("this is OLMo 1 in Ai2's own form", "Use the model's -hf version.")
     import_mlx_lm()
     try:
         if not re.fullmatch(r"[\w-]+", kind):
             raise ValueError(f"{kind!r} is no model type")
         from mlx_lm.utils import _get_classes
 
-        model, arguments = _get_classes(config)
+        model, arguments = _get_classes({**config, "model_type": SAME_CLASS.get(kind, kind)})
     except (ValueError, AttributeError, ImportError) as error:
         brought = " The code that came with it is not run." if config.get("auto_map") else ""
         raise ModelUnsupportedError(f"mlx-lm has no language model of the kind {kind!r}", other + brought) from error
@@ -264,6 +291,7 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
     def build(args: Any) -> Any:
         module = model(args)
         correct(module, config)
+        adapt(module, config)
         return module
 
     return build, arguments

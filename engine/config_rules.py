@@ -7,16 +7,18 @@ has no place for, or lacks, stop the load.
 """
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from tokamac.engine.config_source import modules, read_by, read_within
-from tokamac.engine.corrections import ACTIVATION_KEYS, corrects
+from tokamac.engine.corrections import ACTIVATION_KEYS, GELU_ERF, GELU_TANH, corrects
 from tokamac.engine.errors import ModelUnsupportedError
+from tokamac.engine.weights import is_fp8
 
 Config = dict[str, Any]
 Neutral = Callable[[Config, Any], bool]
@@ -24,11 +26,16 @@ Neutral = Callable[[Config, Any], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """A key that matters, unless ``neutral`` says its value changes nothing. Any of ``aliases`` may be read in its stead."""
+    """A key that matters, unless ``neutral`` says its value changes nothing. Any of ``aliases`` may be read in its stead.
+
+    parameters: a pattern of a class's source that has the parameters which the key asks for, whether it reads the key or not:
+    weights must fit a class in both directions, so a class that has them always applies them.
+    """
 
     key: str
     neutral: Neutral
     aliases: tuple[str, ...] = ()
+    parameters: str = ""
 
 
 def _is(*values: Any) -> Neutral:
@@ -36,7 +43,7 @@ def _is(*values: Any) -> Neutral:
 
 
 def _one_per_query(config: Config, value: Any) -> bool:
-    return bool(value == config.get("num_attention_heads"))
+    return bool(value == (config.get("num_attention_heads") or config.get("n_head")))
 
 
 def _head_dim(config: Config) -> float:
@@ -62,9 +69,18 @@ def _no_window(config: Config, value: Any) -> bool:
     return config.get("use_sliding_window") is False or value >= (config.get("max_position_embeddings") or value + 1)
 
 
+def _only_sections(_: Config, value: Any) -> bool:
+    # The sections of a rotation for pictures: a text's three positions are the same, so that it rotates as usual.
+    plain = value.get("rope_type", "default") in ("default", "mrope") if isinstance(value, dict) else False
+    return plain and not set(value) - SECTION_KEYS
+
+
+SECTION_KEYS = {"type", "rope_type", "mrope_section", "mrope_interleaved", "partial_rotary_factor"}
+QK_NORM = r"\bq_norm\b|\bquery_layernorm\b|\bq_layernorm\b"
+
 RULES = (
     Rule("rope_theta", _is(), ("rope_parameters", "rotary_emb_base", "attn_config")),
-    Rule("rope_scaling", _is(), ("rope_parameters",)),
+    Rule("rope_scaling", _only_sections, ("rope_parameters",)),
     Rule("rope_local_base_freq", lambda config, value: bool(value == config.get("rope_theta")), ("rope_parameters",)),
     Rule("partial_rotary_factor", _is(1, 1.0), ("rope_parameters", "rotary_pct", "rotary_dim", "rope_dim")),
     Rule("alibi", _is(False)),
@@ -80,38 +96,50 @@ RULES = (
     Rule("residual_multiplier", _is(1, 1.0)),
     Rule("logits_scaling", _is(1, 1.0)),
     Rule("logit_scale", _is(1, 1.0)),
+    Rule("rope_interleave", _is(True)),
+    Rule("scale_attn_weights", _is(True)),
+    Rule("scale_attn_by_inverse_layer_idx", _is(False)),
     Rule("clip_qkv", _is(0, False)),
-    Rule("use_qk_norm", _is(False)),
-    Rule("qk_layernorm", _is(False)),
+    Rule("use_qk_norm", _is(False), parameters=QK_NORM),
+    Rule("qk_layernorm", _is(False), parameters=QK_NORM),
     Rule("use_parallel_residual", _is(False)),
-    Rule("use_bidirectional_attention", _is(False)),
+    Rule("use_bidirectional_attention", _is(False, "vision")),  # "vision" is about the tokens of a picture
     # 1e-5 is what MLX's norms take when a class passes nothing.
     Rule("rms_norm_eps", _is(1e-5)),
     Rule("layer_norm_eps", _is(1e-5)),
     Rule("norm_eps", _is(1e-5)),
     Rule("norm_epsilon", _is(1e-5)),
+    Rule("layer_norm_epsilon", _is(1e-5)),
     Rule("num_experts_per_tok", _is(0), ("moe_k", "moe_topk", "moe_top_k", "top_k_experts")),
     Rule("norm_topk_prob", _is(False)),
     Rule("routed_scaling_factor", _is(1, 1.0)),
     Rule("n_group", _is(0, 1)),
-    Rule("first_k_dense_replace", _is(0)),
+    Rule("first_k_dense_replace", _is(0), ("is_moe_layer", "mlp_layer_types")),
     Rule("mlp_only_layers", _is([])),
     Rule("decoder_sparse_step", _is(1)),
     Rule("swiglu_limit", _is(0, 0.0)),
     Rule("swiglu_alpha", _is(1, 1.0)),
+    Rule("index_topk_freq", _is(1)),
+    Rule("indexer_types", lambda _, value: "shared" not in value),
 )
+ROTARY_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
+
+
+def _rotates(config: Config) -> bool:
+    """Return whether a model rotates queries and keys at all: some files have the keys of it and no rotation."""
+    kind = config.get("model_type")
+    return not (kind in {"nemotron_h", "jamba"} or (kind == "kimi_linear" and config.get("mla_use_nope") is True))
+
 
 HARD_CODED: dict[str, Config] = {
     # model type: {key: the value its class has built in}
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "llama4_text": {"num_experts_per_tok": 1},
     "nanochat": {"final_logit_softcapping": 15.0},
-    "recurrent_gemma": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    "recurrent_gemma": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "num_key_value_heads": 1},
 }
 KNOWN_WRONG: dict[str, str] = {
     # Where mlx-lm's class differs from the model whatever its config says, found by comparing with transformers.
-    "jamba": "mlx-lm rescales its experts' weights, which the model does not",
-    "ernie4_5_moe": "mlx-lm leaves out the bias that chooses its experts",
     "phi3small": "mlx-lm adds its causal mask as numbers, so a token sees those after it",
 }
 
@@ -131,6 +159,8 @@ WINDOWED_BY_PLAN = frozenset(
     }
 )
 """Model types with plain attention whose windows the KV plan applies (engine/kv), whatever mlx-lm's class does."""
+
+WINDOW_KEYS = {"sliding_window", "sliding_window_size", "attention_window_size"}
 
 ROPE_KINDS = {
     "phi3": {"longrope"},
@@ -160,14 +190,21 @@ ACTIVATIONS = {
     "gelu": r"nn\.gelu\(|nn\.GELU\(\)",
     "gelu_pytorch_tanh": r"gelu_approx|GELU\(approx=|geglu",
     "relu2": r"relu2|ReLU2|relu_squared",
-    "relu": r"nn\.relu\(|nn\.ReLU\(",
+    "relu": r"nn\.relu\([^)]*\)(?!\.square)|nn\.ReLU\(\)",
     "xielu": r"XieLU",
+    "swigluoai": r"SwigluOAI",
 }
-SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+SAME_ACTIVATION = {
+    "swish": "silu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "sqrelu": "relu2",
+}
 
 PACKERS = {"awq", "gptq", "mxfp4", "mxfp8", "bitnet", "compressed-tensors", "modelopt", "fp8"}
 """Quantization methods whose weights mlx-lm can unpack."""
-HINT = "Running it anyway would give wrong text. Choose another model, or a newer Tokamac."
+COMPRESSED_FORMS = {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized"}
+HINT = "Its text would be wrong. Choose another model, a newer Tokamac, or load it as it is (--unchecked)."
 
 
 def check_config(config: Config, args_class: type[Any]) -> None:
@@ -175,19 +212,28 @@ def check_config(config: Config, args_class: type[Any]) -> None:
 
     Raises ModelUnsupportedError, naming the key and its value.
     """
+    for doubt in doubts_of(config, args_class):
+        raise doubt
+
+
+def doubts_of(config: Config, args_class: type[Any]) -> Iterator[ModelUnsupportedError]:
+    """Yield what of a normalised config its class would compute otherwise; a model may still be built, at one's own risk.
+
+    Raises ModelUnsupportedError for a config that makes no model at all: keys are missing, or weights packed in an unknown way.
+    """
     module = importlib.import_module(args_class.__module__)
     kind = str(config.get("model_type"))
-    if kind in KNOWN_WRONG and config.get("num_experts") != 1:  # Jamba without experts is right
-        raise ModelUnsupportedError(f"{kind} models would be computed wrongly: {KNOWN_WRONG[kind]}", HINT)
+    if kind in KNOWN_WRONG:
+        yield ModelUnsupportedError(f"{kind} models would be computed wrongly: {KNOWN_WRONG[kind]}", HINT)
     _require_fields(config, args_class)
     _check_packing(config)
     read = read_within(module) if _arranges(args_class) else read_by(args_class)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
-            _check_part(part, read if part is config else read_within(module), module)
+            yield from _check_part(part, read if part is config else read_within(module), module)
 
 
-def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> None:
+def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> Iterator[ModelUnsupportedError]:
     kind = str(config.get("model_type"))
     wrapper = isinstance(config.get("text_config"), dict)
     built_in = HARD_CODED.get(kind, {})
@@ -195,33 +241,49 @@ def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> Non
         value = config.get(rule.key)
         if value is None or read.intersection((rule.key, *rule.aliases)) or corrects(config, rule.key):
             continue
+        if rule.key in ROTARY_KEYS and not _rotates(config):
+            continue
+        if rule.parameters and re.search(rule.parameters, _source(module)):
+            continue
         if value != built_in.get(rule.key) and not rule.neutral(config, value):
-            raise _refusal(kind, rule.key, value)
+            yield _refusal(kind, rule.key, value)
     if wrapper:
         return
-    _check_rope(config, read, kind)
-    _check_layers(config, read, kind)
-    _check_activation(config, read, kind, module)
-    _check_tied(config, read, kind, module)
+    yield from _check_rope(config, read, kind)
+    yield from _check_layers(config, read, kind)
+    yield from _check_activation(config, read, kind, module)
+    yield from _check_tied(config, read, kind, module)
+    yield from _check_families(config, kind)
 
 
-def _check_rope(config: Config, read: frozenset[str], kind: str) -> None:
+def _check_families(config: Config, kind: str) -> Iterator[ModelUnsupportedError]:
+    """Refuse values of keys that a class reads and applies wrongly."""
+    if kind == "falcon_h1" and config.get("attention_in_multiplier", 1.0) != 1.0:  # of values nothing is multiplied
+        yield _refusal(kind, "attention_in_multiplier", config["attention_in_multiplier"])
+    if kind == "gemma" and config.get("hidden_act") not in (None, *GELU_ERF, *GELU_TANH):
+        yield _refusal(kind, "hidden_act", config["hidden_act"])
+    offset, period = config.get("expert_layer_offset"), config.get("expert_layer_period")
+    if kind == "jamba" and isinstance(offset, int) and isinstance(period, int) and 2 * offset % max(period, 1):
+        yield _refusal(kind, "expert_layer_offset", offset)  # it is added where the model subtracts it
+
+
+def _check_rope(config: Config, read: frozenset[str], kind: str) -> Iterator[ModelUnsupportedError]:
     scaling = config.get("rope_scaling") or {}
     rope = scaling.get("rope_type", "default")
     if rope not in ROPE_KINDS.get(kind, KNOWN_ROPE_KINDS) | {"default"}:
-        raise _refusal(kind, "rope_scaling.rope_type", rope)
+        yield _refusal(kind, "rope_scaling.rope_type", rope)
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
     if not isinstance(local, dict) or "rope_parameters" in read:
         return
     # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's likewise.
     if "rope_local_base_freq" in read or kind == "olmo3":
         if local.get("rope_type", "default") != "default":
-            raise _refusal(kind, "rope_parameters.sliding_attention", local)
+            yield _refusal(kind, "rope_parameters.sliding_attention", local)
     elif scaling and local.get("rope_type") != rope:
-        raise _refusal(kind, "rope_parameters.sliding_attention", local)
+        yield _refusal(kind, "rope_parameters.sliding_attention", local)
 
 
-def _check_layers(config: Config, read: frozenset[str], kind: str) -> None:
+def _check_layers(config: Config, read: frozenset[str], kind: str) -> Iterator[ModelUnsupportedError]:
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     plain = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
     if plain and "sliding_window_pattern" in read and "layer_types" not in read and kind != "exaone4":
@@ -230,50 +292,75 @@ def _check_layers(config: Config, read: frozenset[str], kind: str) -> None:
             "sliding_attention" if period < 1 or (i + 1) % period else "full_attention" for i in range(len(kinds or []))
         ]
         if made != kinds:
-            raise _refusal(kind, "layer_types", kinds)
+            yield _refusal(kind, "layer_types", kinds)
     linear = isinstance(kinds, list) and "linear_attention" in kinds
     if linear and "full_attention_interval" in read and "layer_types" not in read:
         period = config.get("full_attention_interval") or 1
         if [kind == "full_attention" for kind in kinds or []] != [
             (i + 1) % period == 0 for i in range(len(kinds or []))
         ]:
-            raise _refusal(kind, "layer_types", kinds)
+            yield _refusal(kind, "layer_types", kinds)
     windowed = isinstance(window, int) and not _no_window(config, window)
     if windowed and plain and "sliding_attention" not in (kinds or []):
         windowed = False
-    if windowed and kind not in WINDOWED_BY_PLAN and not read & {"sliding_window", "attention_window_size"}:
-        raise _refusal(kind, "sliding_window", window)
+    if windowed and kind not in WINDOWED_BY_PLAN and not read & WINDOW_KEYS:
+        yield _refusal(kind, "sliding_window", window)
 
 
-def _check_activation(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> None:
+def _check_activation(
+    config: Config, read: frozenset[str], kind: str, module: ModuleType
+) -> Iterator[ModelUnsupportedError]:
     key = next((key for key in ACTIVATION_KEYS if config.get(key)), "")
     wanted = config.get(key)
     if not isinstance(wanted, str) or key in read or corrects(config, key):
         return
-    source = "".join(inspect.getsource(part) for part in modules(module))
+    source = _source(module)
     spelled = ACTIVATIONS.get(SAME_ACTIVATION.get(wanted, wanted))
     found = any(re.search(pattern, source) for pattern in ACTIVATIONS.values())
     if found and (spelled is None or not re.search(spelled, source)):
-        raise _refusal(kind, key, wanted)
+        yield _refusal(kind, key, wanted)
 
 
-def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> None:
-    source = "".join(inspect.getsource(part) for part in modules(module))
+def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleType) -> Iterator[ModelUnsupportedError]:
+    source = _source(module)
     tied, able = config.get("tie_word_embeddings"), "as_linear" in source or "tie_word_embeddings" in read
     if (tied is True and not able) or (tied is True and kind == "helium"):  # helium's class makes a head even so
-        raise _refusal(kind, "tie_word_embeddings", True)
+        yield _refusal(kind, "tie_word_embeddings", True)
+    if (
+        kind == "lfm2"
+    ):  # always tied: a head of its own would not load, and mlx-lm's class for LFM2-VL writes false here
+        return
     if tied is False and "tie_word_embeddings" not in read and "as_linear" in source and "lm_head = " not in source:
-        raise _refusal(kind, "tie_word_embeddings", False)
+        yield _refusal(kind, "tie_word_embeddings", False)
+
+
+@functools.cache
+def _source(module: ModuleType) -> str:
+    """Return the source of a model's module and of those that it builds on."""
+    return "".join(inspect.getsource(part) for part in modules(module))
 
 
 def _check_packing(config: Config) -> None:
     packing = config.get("quantization_config")
     method = packing.get("quant_method") if isinstance(packing, dict) else None
-    if method is not None and not config.get("quantization") and method not in PACKERS:
+    if config.get("quantization") or is_fp8(config):
+        return
+    form = _form(packing) if isinstance(packing, dict) else None
+    if (method is not None and method not in PACKERS) or form is not None:
         raise ModelUnsupportedError(
-            f"its weights are packed by {method}, which mlx-lm can't unpack",
+            f"its weights are packed by {method}{f' as {form}' if form else ''}, which mlx-lm can't unpack",
             "Choose the original model, or one quantized with MLX, AWQ or GPTQ.",
         )
+
+
+def _form(packing: Config) -> str | None:
+    """Return how compressed-tensors or ModelOpt packed the weights, where mlx-lm does not know that form; else None."""
+    method, settings = packing.get("quant_method"), packing.get("quantization") or packing
+    if method == "compressed-tensors" and packing.get("format") not in COMPRESSED_FORMS:
+        return str(packing.get("format"))
+    if method == "modelopt" and settings.get("quant_algo") != "NVFP4":
+        return str(settings.get("quant_algo"))
+    return None
 
 
 def _arranges(args_class: type[Any]) -> bool:

@@ -53,8 +53,8 @@ class ModelSpec:
     device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
-    advice: what to do about the installation, where that holds it up.
-    memory_notes: what loading it cost other programs.
+    advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
+    doubts: what of its config is computed otherwise, where it was loaded unchecked.
     """
 
     name: str
@@ -74,6 +74,7 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 class Core:

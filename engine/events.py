@@ -87,6 +87,7 @@ class Finished:
 
     outliers: the gaps between tokens that stand out, longest first. predicted_peak_bytes: what the arithmetic expected of
     ``metrics.peak_memory_bytes``, for a reply of this length. diagnosis: why it took as long as it did; None where no token came.
+    doubts: what of the model's config was computed otherwise, where it was loaded unchecked: the text may be wrong.
     """
 
     reason: FinishReason
@@ -96,6 +97,7 @@ class Finished:
     outliers: tuple[Outlier, ...] = ()
     predicted_peak_bytes: int | None = None
     diagnosis: Diagnosis | None = None
+    doubts: tuple[str, ...] = ()
 
 
 Event = Truncated | Squeezed | PrefillProgress | TextChunk | Finished

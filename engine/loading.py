@@ -1,13 +1,15 @@
 """Put an engine together: find the model, load it, plan its caches, find out what the machine allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokamac.engine import hub
-from tokamac.engine.context_length import context_length
+from tokamac.engine.context_length import context_length, pretraining_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
+from tokamac.engine.corrections import use_short_factors
 from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError
@@ -16,6 +18,7 @@ from tokamac.engine.foresight import check_fits, context_notes, order_of, planne
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import cost_of_model, text_config
+from tokamac.engine.limits.family import leaves_out_senses
 from tokamac.engine.limits.fitted import Fitted, fitted
 from tokamac.engine.limits.hardware import detect
 from tokamac.engine.limits.host import HostLimited, measure_host
@@ -45,6 +48,7 @@ def load(
     dtype: str | None,
     memory: int | None = None,
     progress: Progress | None,
+    unchecked: bool = False,
 ) -> Core:
     """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
@@ -55,10 +59,19 @@ def load(
     device = device_kind()
     # Of another type, weights take other memory than the files say.
     costs = check_fits(folder, kv, device, memory) if dtype is None else ()
-    loaded = load_model(folder, dtype=dtype, device=device, progress=lambda d, t: tell(LoadProgress("weights", d, t)))
+    loaded = load_model(
+        folder,
+        dtype=dtype,
+        device=device,
+        progress=lambda d, t: tell(LoadProgress("weights", d, t)),
+        unchecked=unchecked,
+    )
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
     kv = rolling(kv, context_length(loaded.config))
+    short_factors = keeps_short(loaded.config, kv)
+    if short_factors:
+        use_short_factors(loaded.module)
     plan = plan_caches(loaded.module, loaded.config, kv)
     cost = cost_of_model(loaded.module, loaded.config)
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
@@ -70,7 +83,10 @@ def load(
     machine = Machine(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
     capacity, chunking = kv.capacity(context_length(loaded.config)), Chunking(work, device, machine.pace)
-    notes = (*plan.notes, *context_notes(shape, capacity, chunking=chunking, asked=memory))
+    rotation = _rotation_notes(loaded.config, short=short_factors)
+    senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
+    room = context_notes(shape, capacity, chunking=chunking, asked=memory)
+    notes = (*senses, *rotation, *plan.notes, *room)
     spec = replace(_spec(str(model), device, loaded, tokenizer, kv, notes), memory_notes=costs)
     runtime = Runtime(
         model=loaded.module,
@@ -87,6 +103,7 @@ def load(
         packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
         memory_limit=memory,
+        doubts=loaded.doubts,
     )
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
@@ -95,7 +112,15 @@ def load(
         warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
     if isinstance(kernels := machine.pace, Fitted):
         machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
-    store = open_cache(prompt_cache, runtime, folder=loaded.folder, name=str(model), dtype=dtype, unpacked=loaded.eager)
+    store = open_cache(
+        prompt_cache,
+        runtime,
+        folder=loaded.folder,
+        name=str(model),
+        dtype=dtype,
+        unpacked=loaded.eager,
+        short_factors=short_factors,
+    )
     return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
 
 
@@ -114,6 +139,28 @@ def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:
     if context_length is None:
         raise OptionError("the model does not say how long its context is, so nothing can roll", "Give --kv-window.")
     return replace(kv, window=context_length)
+
+
+def keeps_short(config: Mapping[str, Any], kv: KVSpec) -> bool:
+    """Return whether a model with LongRoPE never leaves its pretraining context, so that its short factors are the right ones.
+
+    A window that rolls bounds what is held, not the positions.
+    """
+    pretrained, capacity = pretraining_length(config), kv.capacity(context_length(config))
+    return pretrained is not None and capacity is not None and capacity <= pretrained and not kv.rolls
+
+
+def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
+    """Yield what was decided about rotary positions that another program may decide otherwise."""
+    pretrained, text = pretraining_length(config), text_config(config)
+    if pretrained is not None and not short and (context_length(config) or 0) > pretrained:
+        yield (
+            f"positions are rotated by the factors for more than {pretrained:,} tokens, from the first token on; "
+            f"--kv-window {pretrained} --on-full stop takes those of shorter contexts"
+        )
+    scaling = text.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "yarn" and scaling.get("attn_factor"):
+        yield f"yarn's attn_factor {scaling['attn_factor']:.3g} is applied, as in vLLM and SGLang; transformers ignores it"
 
 
 def _spec(  # noqa: PLR0917
@@ -137,4 +184,5 @@ def _spec(  # noqa: PLR0917
         recommended=recommended_sampling(generation_config(loaded.folder)),
         notes=notes,
         advice=advice(),
+        doubts=loaded.doubts,
     )

@@ -9,17 +9,21 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from tokamac.engine.config import check_config, model_classes, read_config
+from tokamac.engine.config import doubts_of, model_classes, read_config
 from tokamac.engine.cpu import unpack
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.limits.cost import Cost, cost_of_model
 from tokamac.engine.open_files import not_opened
 from tokamac.engine.shards import find_shards
+from tokamac.engine.weights import without_fp8
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
-BUILD_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError)
+BUILD_ERRORS = (
+    *(ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError),
+    AssertionError,
+)
 """What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense."""
 
 BytesProgress = Callable[[int, int], None]
@@ -30,7 +34,7 @@ class LoadedModel:
     """A model on the device: mlx-lm's module and the normalised config.
 
     stored: what its weights cost as they are on disk, before anything was unpacked.
-    eager: decoding waits for the device between layers.
+    eager: decoding waits for the device between layers. doubts: what of its config its class computes otherwise.
     """
 
     module: nn.Module
@@ -38,20 +42,24 @@ class LoadedModel:
     folder: Path
     stored: Cost
     eager: bool
+    doubts: tuple[str, ...] = ()
 
 
-def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress: BytesProgress) -> LoadedModel:
+def load_model(
+    folder: Path, *, dtype: str | None, device: DeviceKind, progress: BytesProgress, unchecked: bool = False
+) -> LoadedModel:
     """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all.
 
     dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
-    CPU backend runs half precision by slow scalar code.
+    CPU backend runs half precision by slow scalar code. unchecked: load what the rule for configs doubts, too.
     Raises ModelError (missing, damaged, unsupported) and OptionError.
     """
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype {dtype} is not supported", f"Use one of {', '.join(DTYPES)}.")
     config = read_config(folder)
     find_shards(folder)
-    module, config = build_model(folder, config)
+    doubts = doubts_about(config) if unchecked else ()
+    module, config = build_model(folder, config, unchecked=unchecked)
     stored = cost_of_model(module, config)
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if wanted is not None:
@@ -59,17 +67,26 @@ def load_model(folder: Path, *, dtype: str | None, device: DeviceKind, progress:
     _read(module, folder, dtype, progress)
     eager = device == "cpu" and wanted == mx.float32 and unpack(module)
     mx.clear_cache()
-    return LoadedModel(module, config, folder, stored, eager)
+    return LoadedModel(module, config, folder, stored, eager, doubts)
 
 
-def build_model(folder: Path, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return what of a normalised config its class computes otherwise, a sentence each. Raises ModelError like ``build_model``."""
+    return tuple(doubt.message for doubt in doubts_of(config, model_classes(config)[1]))
+
+
+def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
     classes = model_classes(config)
-    check_config(config, classes[1])
+    for doubt in doubts_of(config, classes[1]):
+        if not unchecked:
+            raise doubt
     from mlx_lm.utils import load_model as build
 
     try:
-        module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: classes)
+        module, loaded = build(
+            folder, lazy=True, model_config=without_fp8(config), get_model_classes=lambda **_: classes
+        )
     except ModelError:
         raise
     except BUILD_ERRORS as error:

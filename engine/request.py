@@ -210,7 +210,7 @@ class Reply:
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
-        yield Finished(reason, text.answer, metrics, text.thinking, *measured)
+        yield Finished(reason, text.answer, metrics, text.thinking, *measured, doubts=self._runtime.doubts)
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine

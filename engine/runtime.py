@@ -50,7 +50,7 @@ class Runtime:
     """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
 
     chunking: how its prompts are cut. packed_kv, bits_per_weight: see limits.situation. memory_limit: bytes that the user
-    lets arrays take; None is the system's limit.
+    lets arrays take; None is the system's limit. doubts: see ``ModelSpec``.
     """
 
     model: Any
@@ -67,6 +67,7 @@ class Runtime:
     packed_kv: tuple[KVLayer, ...] | None = None
     bits_per_weight: float | None = None
     memory_limit: int | None = None
+    doubts: tuple[str, ...] = ()
 
     @property
     def memory_budget(self) -> int | None:

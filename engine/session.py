@@ -66,6 +66,7 @@ class Engine:
         prompt_cache: PromptCacheSpec | None = PromptCacheSpec(),  # noqa: B008  # frozen
         dtype: str | None = None,
         memory: int | None = None,
+        unchecked: bool = False,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
@@ -74,7 +75,8 @@ class Engine:
         takes the checkpoint's own on a GPU and float32 on a CPU. On a GPU that has TF32 (CUDA, Apple's from M5 on), MLX rounds
         factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
         arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
-        beyond it. progress is called from another thread.
+        beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
+        ``Finished`` say what. progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         _check_load(model, kv, prompt_cache)
@@ -97,7 +99,15 @@ class Engine:
                     raise
                 raise explained from error
 
-            return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, memory=limit, progress=tell)
+            return load(
+                model,
+                kv=kv,
+                prompt_cache=prompt_cache,
+                dtype=dtype,
+                memory=limit,
+                progress=tell,
+                unchecked=unchecked,
+            )
 
         try:
             return cls(worker, worker.call(work))

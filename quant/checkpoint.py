@@ -20,6 +20,7 @@ from tokamac.engine.limits.cost import text_config
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.model import BUILD_ERRORS
 from tokamac.engine.open_files import not_opened
+from tokamac.engine.weights import without_fp8
 from tokamac.quant.modules import leaves
 from tokamac.quant.packed import PACKED_LEAVES, Packed, float_type, is_packed, taken, unpacked
 
@@ -89,7 +90,7 @@ def _loaded(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_model
 
     try:
-        return load_model(folder, lazy=True, model_config=own, get_model_classes=lambda **_: classes)[0]
+        return load_model(folder, lazy=True, model_config=without_fp8(own), get_model_classes=lambda **_: classes)[0]
     except ModelError:
         raise
     except ImportError as error:

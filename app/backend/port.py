@@ -83,6 +83,7 @@ class _RealEngine:
             notes=(*self._notes, *spec.notes),
             advice=spec.advice,
             memory_notes=spec.memory_notes,
+            doubts=spec.doubts,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
@@ -137,7 +138,14 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> Engi
     cache = PromptCacheSpec() if request.prompt_cache else None
 
     def load(kv: KVSpec) -> "Engine":
-        return Engine.load(request.model, kv=kv, prompt_cache=cache, memory=request.memory, progress=progress)
+        return Engine.load(
+            request.model,
+            kv=kv,
+            prompt_cache=cache,
+            memory=request.memory,
+            unchecked=request.unchecked,
+            progress=progress,
+        )
 
     try:
         return _RealEngine(load(request.kv))

@@ -36,8 +36,8 @@ class ModelInfo:
     device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
     room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
-    advice: what to do about the installation, where that holds the model up.
-    memory_notes: what loading it cost other programs.
+    advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
+    doubts: what of its config is computed otherwise, where it was loaded unchecked.
     """
 
     name: str
@@ -56,6 +56,7 @@ class ModelInfo:
     notes: tuple[str, ...] = ()
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class ChipLine:
 class ModelLine:
     """A model of the catalogue, or one that is here. Bytes, weights; None is unknown. verdict: in a few words.
 
-    download_bytes: of one that is not here. context: tokens of the prompt, and of the context, that the figures are for.
+    download_bytes: of one that is not here. context: tokens of the prompt, and of the context, that the figures are for. text_only:
+    it sees or hears, too, and that is left out.
     """
 
     model: str
@@ -97,6 +98,7 @@ class ModelLine:
     figures: Figures
     bits_per_weight: float | None = None
     context: int | None = None
+    text_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def _model(found: "Suggestion") -> ModelLine:
 
 
 def _prospect(found: "Prospect") -> ModelLine:
-    return _line(found.model, None, found)
+    return replace(_line(found.model, None, found), text_only=found.text_only)
 
 
 def _line(model: str, download_bytes: int | None, found: "Suggestion | Prospect") -> ModelLine:

@@ -19,6 +19,7 @@ from tokamac.app.options import (
     add_memory_flag,
     add_model_flag,
     add_sampling_flags,
+    add_unchecked_flag,
     default_model,
     kv_spec,
     memory_limit,
@@ -57,6 +58,7 @@ def parser() -> Parser:
         default=0,
         help="metrics and a diagnosis, to stderr; -vv: the whole diagnosis, with its formulas and the numbers put in",
     )
+    add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
     add_memory_flag(made)
@@ -81,6 +83,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             prompt_cache=prompt_cache(options),
             memory=memory_limit(options),
             on_interrupt=writer.interrupted,
+            unchecked=options.unchecked,
         )
         with engine, loading.interrupting(engine.cancel):
             return write(engine.generate(messages, wanted), writer)
@@ -147,6 +150,8 @@ class TextWriter:
     def finished(self, event: Finished) -> None:
         """End the last line; on request say what was measured."""
         self.close()
+        for doubt in event.doubts:
+            note(f"unchecked: {doubt}; this text may be wrong")
         if self._verbose:
             for line in report(event, whole=self._verbose > 1):
                 note(line)
@@ -199,7 +204,9 @@ class JsonWriter:
         metrics = asdict(event.metrics)
         outliers = [asdict(outlier) for outlier in event.outliers]
         diagnosis = None if event.diagnosis is None else asdict(event.diagnosis)
-        told = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
+        told: dict[str, Any] = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
+        if event.doubts:
+            told["doubts"] = list(event.doubts)
         json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:

@@ -11,6 +11,7 @@ from tokamac.app.options import (
     add_kv_flags,
     add_memory_flag,
     add_sampling_flags,
+    add_unchecked_flag,
     any_given,
     kv_spec,
     sampling,
@@ -43,6 +44,7 @@ def parser() -> Parser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
     add_memory_flag(made)
@@ -72,6 +74,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),
+            unchecked=options.unchecked,
             chat=options.chat,
             resume=options.resume,
             read=read,

@@ -27,6 +27,7 @@ def load(
     prompt_cache: PromptCacheSpec | None,
     memory: int | None,
     on_interrupt: Callable[[], None] = lambda: None,
+    unchecked: bool = False,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
@@ -52,6 +53,7 @@ def load(
                 kv=kv,
                 prompt_cache=prompt_cache,
                 memory=memory,
+                unchecked=unchecked,
                 progress=lambda at: None if at.stage == "warm-up" else bar.update(at.done, at.total),
             )
         finally:

@@ -161,6 +161,8 @@ def _facts(row: Row) -> Iterator[str]:
             yield "what it would do here is being computed"
         return
     yield f"{units.short(line.parameters)} weights{_active(line)}"
+    if line.text_only:
+        yield "text only: what it could see or hear is left out"
     yield sanitise_line(line.figures.reason)
     yield _speeds(line)
 

@@ -41,6 +41,7 @@ class ChatOptions:
     kv: KVSpec | None = None
     prompt_cache: bool = True
     memory: int | None = None
+    unchecked: bool = False
     system: str | None = None
     scripted: bool = False
     chat: str | None = None
@@ -115,7 +116,9 @@ def begin(options: ChatOptions) -> Begun:
     read = options.read or settings.load(path)
     known = read.settings
     limit = known.memory_bytes if options.memory is None else options.memory
-    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache, limit)
+    load = Load(
+        lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache, limit, options.unchecked
+    )
     memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap

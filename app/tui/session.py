@@ -224,9 +224,14 @@ class Session(Beside):
                 self._deaths = 0
                 self.metrics, self.memory = event.metrics, event.memory
                 self.outliers, self.diagnosis = event.outliers, event.diagnosis
-                return self._end(event.reason, event)
+                return [*self._doubts(), *self._end(event.reason, event)]
             case wire.Failed(_, error, hint):
                 return self._fail_reply(reason(error, hint))
+
+    def _doubts(self) -> list[Step]:
+        """Say with every reply what of an unchecked model makes its text doubtful."""
+        doubts = () if self.info is None else self.info.doubts
+        return [Notice(f"Unchecked: {doubt}. This text may be wrong.", "warning") for doubt in doubts]
 
     def _grew(self, step: ReplyGrew) -> list[Step]:
         self._hearing.progress(reading=False)

@@ -23,6 +23,7 @@ from tokamac.engine.limits.cost import (
 )
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.kv_cost import value_bytes_of
+from tokamac.engine.weights import is_fp8
 
 Choice = bool | dict[str, Any]
 """What MLX does with a module: leaves it, packs it like the rest, or packs it with these parameters."""
@@ -111,7 +112,7 @@ def _own(model: Any, config: Mapping[str, Any]) -> tuple[Packing, Rule]:
     """Return the config's own packing: MLX's, with an entry for each module that differs, or another packer's."""
     given = config.get("quantization") or config.get("quantization_config")
     given = given or text_config(config).get("quantization_config") or {}
-    if not given:
+    if not given or is_fp8(dict(config)):
         return Packing(None), _everything
     if "quant_method" in given and not config.get("quantization"):
         return _foreign(model, given)

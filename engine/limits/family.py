@@ -36,6 +36,11 @@ def traits_of(config: Mapping[str, Any]) -> tuple[Trait, ...]:
     return tuple(found)
 
 
+def leaves_out_senses(config: Mapping[str, Any]) -> bool:
+    """Return whether a model sees or hears beside reading: of such a one, the language part alone is used."""
+    return any(isinstance(config.get(part), dict) and config[part] for part in ("vision_config", "audio_config"))
+
+
 def _is_mixture(text: Mapping[str, Any]) -> bool:
     experts = first_of(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return isinstance(experts, int) and experts > 1 and text.get("enable_moe_block") is not False

@@ -18,11 +18,18 @@ from tokamac.engine.kv.windows import ignored_windows
 from tokamac.engine.limits.cost import first_of, text_config
 from tokamac.engine.options import KVSpec
 
-FULL = frozenset({"full_attention", "attention", "global", "full", "global_attention"})
+FULL = frozenset({
+    "full_attention", "attention", "global", "full", "global_attention", "deepseek_sparse_attention",
+    "indexed_attention",
+})  # fmt: skip
 SLIDING = frozenset({"sliding_attention", "local", "sliding", "local_attention", "chunked_attention"})
+EMPTY = frozenset({"mlp", "moe"})
+"""Layers that only feed forward, where a config lists them beside those that attend."""
 STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm"})
 
-LATENT = frozenset({"deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"})
+KNOWN_LAYERS = FULL | SLIDING | STATE | EMPTY
+
+LATENT = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
 """Multi-head latent attention whose cache holds the latent and the rotary key, once for all heads (mlx-lm 0.32)."""
 
 STATELESS_KV = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv7"})
@@ -38,9 +45,9 @@ EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 """Multi-head latent attention whose cache holds every head's keys and values, unfolded (mlx-lm 0.32)."""
 
 UNKNOWN = frozenset({
-    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v41", "gemma3n", "gemma4",
-    "gemma4_text", "kimi_k3", "kimi_linear", "longcat_flash", "longcat_flash_ngram", "nemotron-nas", "plamo2",
-    "recurrent_gemma", "iquestloopcoder",
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v32", "deepseek_v41", "gemma3n", "gemma4",
+    "gemma4_text", "glm_moe_dsa", "kimi_k3", "kimi_linear", "longcat_flash", "longcat_flash_ngram", "nemotron-nas", "plamo2",
+    "recurrent_gemma", "iquestloopcoder", "mimo_v2_flash",
 })  # fmt: skip
 """Families whose layers differ in ways this arithmetic does not cover: their cost stays unknown until they are loaded."""
 
@@ -63,7 +70,10 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
     """Return the layers of a model that keep keys and values; None where the config is of a kind not covered here."""
     text = text_config(config)
     kind = str(text.get("model_type", ""))
+    listed = first_of(text, "layer_types", "layers_block_type")
     layers = first_of(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if layers is None and isinstance(listed, list):  # Nemotron 3's files name the layers and do not count them
+        layers = len(listed)
     if kind in STATELESS_KV:
         return ()
     names = None if kind in UNKNOWN or not isinstance(layers, int) else _layer_types(text, layers)
@@ -77,14 +87,14 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
     return tuple(
         KVLayer(*shape, window if name in SLIDING else own, kind not in UNPACKED)
         for name, own in zip(names, missed, strict=True)
-        if name not in STATE
+        if name not in STATE | EMPTY
     )
 
 
 def names_unknown_layers(config: Mapping[str, Any]) -> bool:
     """Whether the config lists a kind of layer that nothing here knows: then what a class makes of it is not to be trusted."""
     listed = first_of(text_config(config), "layer_types", "layers_block_type")
-    return isinstance(listed, list) and any(name not in FULL | SLIDING | STATE for name in listed)
+    return isinstance(listed, list) and any(name not in KNOWN_LAYERS for name in listed)
 
 
 def no_spare(window: int) -> int:  # noqa: ARG001
@@ -171,7 +181,7 @@ def _layer_types(text: Mapping[str, Any], layers: int) -> list[str] | None:
     listed, every = first_of(text, "layer_types", "layers_block_type"), text.get("full_attention_interval")
     letters, period = text.get("hybrid_override_pattern"), text.get("attn_layer_period")
     if isinstance(listed, list):
-        known = all(name in FULL | SLIDING | STATE for name in listed)
+        known = all(name in KNOWN_LAYERS for name in listed)
         return [str(name) for name in listed] if known and len(listed) == layers else None
     attending = text.get("full_attn_idxs")
     if isinstance(attending, list):  # lfm2

@@ -16,7 +16,7 @@ _PATTERNS: dict[PartName, re.Pattern[str]] = {
     "embedding": re.compile(
         r"(^|\.)(embed(_tokens\w*|_in|_positions)?|wte|wpe|(tok|token|word)_embeddings|embeddings?|embedders)(\.head|\.\d+)?\.\w+$"
     ),
-    "experts": re.compile(r"\.experts\.|\.switch_\w+\.|\.experts_\w+$"),
+    "experts": re.compile(r"\.experts\.(?!e_score_correction_bias)|\.switch_\w+\.|\.experts_\w+$"),
     "attention": re.compile(r"attn|attention|mixer\.|mamba\.|temporal_block|\.conv\."),
     "mlp": re.compile(
         r"mlp|feed_forward|ffn|moe|\.(fc1|fc2|w1|w2|w3|up_proj|down_proj|gate_proj|altup\w*|laurel|per_layer_\w+)\."

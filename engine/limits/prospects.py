@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from tokamac.engine.context_length import context_length
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.limits.family import leaves_out_senses
 from tokamac.engine.limits.outcomes import Case, Outcome, outcome_of
 from tokamac.engine.limits.places import Place
 from tokamac.engine.limits.subject import subject_of
@@ -13,7 +14,10 @@ from tokamac.engine.limits.weighing import Weighed, weigh
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A model at a place. None is unknown. parameters: all weights; active_parameters: those a token uses. reason: one sentence."""
+    """A model at a place. None is unknown. parameters: all weights; active_parameters: those a token uses. reason: one sentence.
+
+    text_only: it sees or hears, too, and that is left out.
+    """
 
     model: str
     parameters: int | None
@@ -21,6 +25,7 @@ class Prospect:
     outcome: Outcome
     verdict: Verdict
     reason: str
+    text_only: bool = False
 
 
 def prospect(model: str, case: Case, place: Place) -> Prospect:
@@ -45,6 +50,7 @@ def prospect(model: str, case: Case, place: Place) -> Prospect:
         outcome=found,
         verdict=verdict,
         reason=reason_of(found, verdict),
+        text_only=isinstance(weighed, Weighed) and leaves_out_senses(weighed.config),
     )
 
 

@@ -1,5 +1,7 @@
 """The picker's speeds name the context they are for, and the inspection's table says why rows are alike or unknown."""
 
+from dataclasses import replace
+
 from tokamac.app.backend.whatif import Figures, ModelLine
 from tokamac.app.commands.inspect_report import cases_report
 from tokamac.app.tui.model_rows import detail
@@ -26,3 +28,9 @@ def test_what_is_to_be_known_of_all_cases_stands_once_below_their_table() -> Non
     assert "unpacks weights to 32 bits" in bits
     assert kv == f"unknown: {UNMEASURED_KV}"
     assert len(cases_report([base], "stored").splitlines()) == 2
+
+
+def test_a_model_that_could_see_is_said_to_be_text_only() -> None:
+    row = Row("guide", "embedded", 3_270_000, "embedded", on_disk=True, line=replace(LINE, text_only=True))
+    assert "text only" in detail(row, "").plain
+    assert "text only" not in detail(replace(row, line=LINE), "").plain

@@ -461,6 +461,16 @@ def test_what_the_caches_could_not_honour_is_told_to_who_asked(ready: Session) -
     assert kinds(ready.on_event(remarked)) == []
 
 
+def test_an_unchecked_model_is_doubted_with_every_reply(clock: Clock) -> None:
+    session = Session(Load("guide", unchecked=True), Sampling(), "", clock)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", doubts=("it rotates what it should not",))))
+    for request in (1, 2):
+        session.submit("hi")
+        told = [step.text for step in session.on_event(done(request)) if isinstance(step, Notice)]
+        assert told == ["Unchecked: it rotates what it should not. This text may be wrong."]
+
+
 def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()

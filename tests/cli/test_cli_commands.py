@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import Run
+from tests.engine.seeded import write_model
 from tests.tiny import make_tiny, write_safetensors
 from tokamac.assets import asset_path
 from tokamac.engine.limits.metrics import Metrics
@@ -35,6 +36,18 @@ def test_ask_streams_an_answer_and_nothing_else(tokamac: Run, tiny: Path) -> Non
     assert again == first  # the same seed, and a pipe is as good as an argument
     other = tokamac("ask", "Hello", "-m", tiny, "--max-tokens", "24", "--temp", "1", "--seed", "4")
     assert other.out != first.out
+
+
+def test_a_doubtful_model_is_asked_with_a_flag_and_doubted_each_time(tokamac: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "doubtful", logits_scaling=2.0)
+    refused = tokamac("ask", "Hello", "-m", model)
+    assert refused.status == 1
+    assert "--unchecked" in refused.err
+    done = tokamac("ask", "Hello", "-m", model, "--unchecked", "--max-tokens", "2")
+    assert done.status == 0
+    assert "unchecked: config.json sets logits_scaling to 2.0" in done.err
+    told = tokamac("ask", "Hello", "-m", model, "--unchecked", "--max-tokens", "2", "--json")
+    assert "logits_scaling" in json.loads(told.out.splitlines()[-1])["doubts"][0]
 
 
 def test_ask_json_is_the_contracts_events(tokamac: Run, tiny: Path) -> None:

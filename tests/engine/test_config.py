@@ -1,17 +1,22 @@
 """config.json: read, normalised, and refused where mlx-lm would compute something else than it says."""
 
 import copy
+import dataclasses
 import json
 import math
-import sys
+import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
+import mlx_lm.models
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tokamac.engine.config import check_config, model_classes, normalise, read_config
+from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -266,7 +271,82 @@ def test_code_from_the_model_folder_never_runs(tmp_path: Path) -> None:
     assert "not run" in caught.value.hint
 
 
-def test_a_class_that_ends_the_process_on_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hf_olmo", raising=False)
-    with pytest.raises(ModelUnsupportedError, match="hf_olmo"):
-        model_classes({"model_type": "olmo"})
+def test_olmo_1_is_taken_in_hugging_faces_form_alone() -> None:
+    check(saved("olmo"))
+    with pytest.raises(ModelUnsupportedError, match="Ai2") as caught:
+        model_classes({"model_type": "olmo", "d_model": 64})
+    assert "-hf" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"sliding_window": 128, "sliding_window_size": 128}, (128, 129)),  # as published
+        ({"sliding_window": 129, "sliding_window_size": 128}, (128, 129)),  # saved again by transformers
+        ({"sliding_window": 129}, (128, 129)),
+        ({"sliding_window_size": 128}, (128, 129)),
+    ],
+)
+def test_mimos_window_counts_the_query_too(written: dict[str, int], expected: tuple[int, int]) -> None:
+    config = normalise({"model_type": "mimo_v2_flash", **written})
+    assert (config["sliding_window"], config["sliding_window_size"]) == expected
+    assert normalise(config) == config
+
+
+def test_the_outer_key_says_whether_a_nested_model_has_a_head_of_its_own() -> None:
+    nested = {"model_type": "qwen3_vl", "tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}
+    assert normalise(nested)["text_config"]["tie_word_embeddings"] is False
+    assert normalise({**nested, "tie_word_embeddings": None})["text_config"]["tie_word_embeddings"] is True
+
+
+SIZES = re.compile(
+    "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|layer_types"
+    "|max_position_embeddings|n_routed_experts|n_shared_experts|num_shared_experts|num_experts$|num_local_experts|model_type"
+    "|text_config|vision_config|mamba_(d|n|chunk|conv|proj)|rope_parameters|block|idxs|per_layer|no_rope_layers|_rank|projector|out_"
+)
+"""Keys whose wrong value does not pass unseen: weights of other shapes do not fit. The lists follow from other keys."""
+DERIVED = {
+    ("bailing_hybrid", "num_nextn_predict_layers"): "layers that predict further are never made",
+    ("cohere2", "rope_theta"): "",
+    ("deepseek_v2", "topk_method"): "mlx-lm's default is a spelling mistake that means the same",
+    ("ernie4_5_moe", "moe_num_shared_experts"): "a size",
+    ("ernie4_5_moe", "moe_layer_end_index"): "the last layer, in mlx-lm",
+    ("exaone_moe", "rope_theta"): "",
+    ("gemma4_text", "partial_rotary_factor"): "read per kind of layer",
+    ("glm_moe_dsa", "rope_theta"): "read from rope_parameters, which the class requires",
+    ("laguna", "partial_rotary_factor"): "read per kind of layer",
+    ("mistral", "sliding_window"): "engine/kv/windows.py knows it",
+    ("mistral4", "rope_interleave"): "mlx-lm always does",
+}
+
+
+def test_an_absent_key_means_to_us_what_it_means_to_transformers() -> None:
+    found = {}
+    for module in pkgutil.iter_modules(mlx_lm.models.__path__):
+        kind = module.name
+        if kind in CONFIG_MAPPING and kind != "olmo":
+            fields = dataclasses.fields(model_classes({"model_type": kind, "hidden_size": 8})[1])
+            found |= {(kind, name): pair for name, pair in differing(kind, fields).items()}
+    unexplained = {key: pair for key, pair in found.items() if key not in DERIVED and not SIZES.search(key[1])}
+    assert unexplained == {}, "(mlx-lm's default, transformers')"
+
+
+def differing(kind: str, fields: tuple[Any, ...]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys for which a class of mlx-lm, after our table, assumes another value than transformers does."""
+    theirs = CONFIG_MAPPING[kind]().to_dict()
+    rope = theirs.get("rope_parameters") or {}
+    theirs |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    ours = ABSENT.get(kind, {})
+    pairs = {}
+    for field in fields:
+        if theirs.get(field.name) is None or field.default is dataclasses.MISSING is field.default_factory:
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        value = ours.get(field.name, default)
+        if value is not None and plain(value) != plain(theirs[field.name]):
+            pairs[field.name] = (value, theirs[field.name])
+    return pairs
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

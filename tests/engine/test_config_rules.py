@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tokamac.engine.config import check_config, model_classes, normalise
-from tokamac.engine.corrections import context_limit
-from tokamac.engine.errors import ContextError, ModelUnsupportedError
+from tokamac.engine.context_length import context_length, pretraining_length
+from tokamac.engine.errors import ModelUnsupportedError
+from tokamac.engine.loading import keeps_short
+from tokamac.engine.options import KVSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -55,6 +57,10 @@ def check(config: dict[str, Any]) -> None:
         ("helium", "tie_word_embeddings", True),
         ("olmo2", "sliding_window", 64),
         ("glm4", "num_experts_per_tok", 2),
+        ("llama", "layer_norm_epsilon", 1e-6),
+        ("gemma4_moe", "use_bidirectional_attention", "all"),
+        ("falcon_h1", "attention_in_multiplier", 1.5),
+        ("glm_moe_dsa", "indexer_types", ["shared", "full", "shared"]),
     ],
 )
 def test_a_key_that_matters_and_nothing_reads_is_an_error(case: str, key: str, value: Any) -> None:
@@ -76,6 +82,12 @@ def test_a_key_that_matters_and_nothing_reads_is_an_error(case: str, key: str, v
         ("mistral", {"sliding_window": 8}),
         ("gemma2", {"sliding_window": 8}),
         ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+        ("gemma4_moe", {"use_bidirectional_attention": "vision"}),
+        ("qwen3_moe", {"use_qk_norm": True}),  # the class always has these norms
+        ("qwen3_moe", {"rope_parameters": None, "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]}}),
+        ("nemotron_h", {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),  # its attention does not rotate
+        ("exaone_moe", {"first_k_dense_replace": 1}),
+        ("recurrent_gemma", {"num_key_value_heads": 1}),
     ],
 )
 def test_a_value_that_changes_nothing_is_no_error(case: str, changes: dict[str, Any]) -> None:
@@ -128,29 +140,60 @@ def test_foreign_packing_is_refused_by_name() -> None:
         check(saved("llama", quantization_config={"quant_method": "bitsandbytes"}))
 
 
-@pytest.mark.parametrize("kind", ["jamba", "ernie4_5_moe", "phi3small"])
-def test_classes_known_to_differ_are_refused(kind: str) -> None:
+def test_jambas_offset_is_taken_where_adding_and_subtracting_it_agree() -> None:
+    check(saved("jamba", expert_layer_period=4, expert_layer_offset=2))
+    with pytest.raises(ModelUnsupportedError, match="expert_layer_offset"):
+        check(saved("jamba", expert_layer_period=3, expert_layer_offset=1))
+
+
+def test_classes_known_to_differ_are_refused() -> None:
     with pytest.raises(ModelUnsupportedError, match="wrongly"):
-        check(saved("llama", model_type=kind))
+        check(saved("llama", model_type="phi3small"))
 
 
 # Corrections (that they compute the right thing is shown by the golden cases)
 
 
-def test_a_longrope_model_is_served_up_to_its_pretraining_context() -> None:
-    assert context_limit(normalise(saved("phi3"))) == 64
-    assert context_limit(normalise(saved("llama"))) is None
+def test_a_longrope_model_is_served_up_to_its_whole_context() -> None:
+    config = normalise(saved("phi3"))
+    assert (context_length(config), pretraining_length(config)) == (256, 64)
+    assert pretraining_length(normalise(saved("llama"))) is None
 
 
-def test_a_longrope_cache_ends_where_the_factors_change() -> None:
+@pytest.mark.parametrize(
+    ("kv", "short"),
+    [
+        (KVSpec(), False),
+        (KVSpec(window=64), False),  # what is held is bounded, positions are not
+        (KVSpec(on_full="roll"), False),
+        (KVSpec(window=65, on_full="stop"), False),
+        (KVSpec(window=64, on_full="stop"), True),
+        (KVSpec(window=32, on_full="truncate-middle"), True),
+    ],
+)
+def test_short_factors_are_for_a_context_that_never_leaves_pretrainings(kv: KVSpec, short: bool) -> None:
+    assert keeps_short(normalise(saved("phi3")), kv) is short
+    assert not keeps_short(normalise(saved("llama")), kv)
+
+
+def test_one_set_of_longrope_factors_serves_all_positions() -> None:
     import mlx.core as mx
 
     from tokamac.engine.corrected_layers import longrope
 
     rope = longrope(16, False, normalise(saved("phi3")))
-    x = mx.ones((1, 1, 8, 16))
-    rope(x, offset=56)
-    with pytest.raises(ContextError, match="64 tokens"):
-        rope(x, offset=57)
-    whole = mx.ones((1, 1, 65, 16))
-    assert not mx.allclose(rope(whole)[..., :64, :], rope(whole[..., :64, :]))
+    x = mx.ones((1, 1, 65, 16))
+    long = rope(x)
+    assert mx.allclose(rope(x[..., :1, :], offset=64), long[..., 64:, :], atol=1e-5)
+    rope.choose(long=False)
+    assert not mx.allclose(rope(x), long)
+
+
+def test_attn_factor_multiplies_yarns_own() -> None:
+    from tokamac.engine.corrected_layers import yarn
+
+    config = normalise(saved("qwen2_yarn"))
+    usual = yarn(16, False, config).attention
+    config["rope_scaling"]["attn_factor"] = 0.8782488562869419
+    assert yarn(16, False, config).attention == pytest.approx(usual * 0.8782488562869419)
+    assert usual * 0.8782488562869419 == pytest.approx(1.0)  # DeepSeek's number undoes the factor of 4

@@ -77,6 +77,7 @@ ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
+ALL_ROUTED = {key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -264,13 +265,177 @@ CASES |= {
     "gemma4_window": ("Gemma4TextConfig", {**WIDE, **TIED, **SLIDING, **GEMMA4}),
     "gpt_oss_window": ("GptOssConfig", {**WIDE, **UNTIED, **YARN, **SLIDING, **EXPERTS}),
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "chunk_size": 8}
+EXPERTS_48 = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SEES: dict[str, Any] = {
+    # The least of a part that sees: its weights are in the checkpoint, and have to be left out.
+    **{"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_hidden_layers": 1, "num_heads": 2},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64},
+}
+# With few index heads many scores are exactly zero, and which of them are chosen is an accident.
+INDEXED = {**LATENT, **ROUTED, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 16}
+RECURRENT = {"num_key_value_heads": 4, "state_size": 16, "expand": 2}
+LINEAR_LAYERS = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def sees(**text: Any) -> dict[str, Any]:
+    """Return the configuration of a model whose language part has these values over SMALL."""
+    outer = {key: text[key] for key in ("tie_word_embeddings",) if key in text}
+    return {"text_config": {**SMALL, **text}, "vision_config": SEES, **outer}
+
+
+LLAMA4: dict[str, Any] = {
+    **{**UNTIED, **rope(), "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 4},
+    **{"intermediate_size_mlp": 80, "interleave_moe_layer_step": 2, "attention_chunk_size": 64},
+}
+MROPE = {"mrope_section": [4, 2, 2]}
+CASES |= {
+    # Published models whose keys were once refused or misread, and families that transformers has come to know.
+    "phi3_long": ("Phi3Config", CASES["phi3"][1]),
+    "minicpm3_tied": ("MiniCPM3Config", {**TIED, **rope(), **LATENT, "dim_model_base": 16}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**UNTIED, **rope(), **LATENT, **ROUTED}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {**UNTIED, **rope(), "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 2},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {**WIDE, **UNTIED, **rope(), **MIXED_LAYERS, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 48, "first_k_dense_replace": 1, "num_shared_experts": 1, "n_group": 1},
+    ),
+    "falcon_h1_multiplied": (
+        "FalconH1Config",
+        {**CASES["falcon_h1"][1], "key_multiplier": 0.4, "attention_out_multiplier": 0.9, "embedding_multiplier": 5.0}
+        | {"lm_head_multiplier": 0.2, "mlp_multipliers": [0.8, 0.6], "ssm_in_multiplier": 1.25}
+        | {"ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.3], "ssm_out_multiplier": 0.25, "mamba_rms_norm": True},
+    ),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        {**WIDE, **TIED, **MIXED_LAYERS, "global_head_dim": 64, "num_global_key_value_heads": 1}
+        | {"attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 48, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    ),
+    "gpt_oss": ("GptOssConfig", {**WIDE, **UNTIED, **YARN, **EXPERTS, "sliding_window": 64}),
+    "granitemoehybrid_mamba": (
+        "GraniteMoeHybridConfig",
+        {**TIED, **rope(), **GRANITE, **EXPERTS, **MAMBA, "shared_intermediate_size": 96, "mamba_n_groups": 1}
+        | {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "nope"},
+    ),
+    "iquestcoder": ("IQuestCoderConfig", {**WIDE, **UNTIED, **rope()}),
+    "jamba": (
+        "JambaConfig",
+        {**UNTIED, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 1, "attn_layer_period": 3}
+        | {"expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_state": 16, "mamba_dt_rank": 8},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**TIED, **rope(), **FEW_EXPERTS, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "mellum": ("MellumConfig", {**WIDE, **UNTIED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {**UNTIED, **ALL_ROUTED, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+        | {"n_groups": 2, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "chunk_size": 8}
+        | {"num_hidden_layers": 4},
+    ),
+    "olmo": ("OlmoConfig", {**UNTIED, **rope(), "clip_qkv": 0.8}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", {**WIDE, **UNTIED, **LINEAR_LAYERS}),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {**WIDE, **UNTIED, **LINEAR_LAYERS, **FEW_EXPERTS, "shared_expert_intermediate_size": 48},
+    ),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {**TIED, "num_key_value_heads": 1, "lru_width": 64}),
+    "solar_open": ("SolarOpenConfig", {**WIDE, **UNTIED, **YARN, **ALL_ROUTED, "n_shared_experts": 1}),
+    "deepseek_v32": ("DeepseekV32Config", {**UNTIED, **YARN, **INDEXED}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**UNTIED, **rope(), **INDEXED}),
+    "glm_moe_dsa_shared": (
+        "GlmMoeDsaConfig",
+        {**UNTIED, **rope(), **INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "num_key_value_heads": 4}),
+    "gptj": (
+        "GPTJConfig",
+        {**UNTIED, "n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_inner": None, "num_key_value_heads": 4},
+    ),
+    "falcon_mamba": ("FalconMambaConfig", {**UNTIED, **RECURRENT}),
+    "mamba": ("MambaConfig", {**TIED, **RECURRENT}),
+    "mamba2": ("Mamba2Config", {**UNTIED, **RECURRENT, **MAMBA2, "n_groups": 1}),
+    "mamba2_groups": ("Mamba2Config", {**TIED, **RECURRENT, **MAMBA2, "n_groups": 4}),
+    "laguna": ("LagunaConfig", {**WIDE, **UNTIED, **EXPERTS_48}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**WIDE, **UNTIED, **EXPERTS, **rope(partial_rotary_factor=0.5)},
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {**UNTIED, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+        | {"num_key_value_heads": 4, "q_lora_rank": None, "head_dim": 16, "num_experts": 4, "num_experts_per_token": 2}
+        | {"num_shared_experts": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+        | {"moe_renormalize": True, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True}
+        | {"num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.4, "mla_use_nope": True}
+        | {"rope_theta": 10_000.0, "model_max_length": 256, "rms_norm_eps": 1e-5}
+        | {
+            "linear_attn_config": {
+                "full_attn_layers": [2],
+                "kda_layers": [1, 3],
+                "head_dim": 16,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            }
+        },
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {**UNTIED, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "sliding_window": 15}
+        | {"sliding_window_size": 15, "n_shared_experts": None, "routed_scaling_factor": None}
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "layernorm_epsilon": 1e-5}
+        | {"rope_theta": 5_000_000.0, "swa_rope_theta": 10_000.0, "swa_num_attention_heads": 4}
+        | {"swa_num_key_value_heads": 4, "head_dim": 32, "v_head_dim": 16, "swa_head_dim": 32, "swa_v_head_dim": 16}
+        | {"partial_rotary_factor": 0.334, "attention_value_scale": 0.707},
+    ),
+    # Models that see: their language part.
+    "gemma3_vision": ("Gemma3Config", sees(**CASES["gemma3"][1])),
+    "gemma4_vision": (
+        "Gemma4Config",
+        sees(
+            **CASES["gemma4_window"][1] | {"vocab_size": 128, "vocab_size_per_layer_input": 128, "sliding_window": 64}
+        ),
+    ),
+    "mistral3": ("Mistral3Config", sees(**CASES["mistral"][1], model_type="mistral")),
+    "mistral3_ministral": ("Mistral3Config", sees(**CASES["ministral3"][1], model_type="ministral3")),
+    "llava": ("LlavaConfig", sees(**CASES["mistral"][1], model_type="mistral")),
+    "lfm2_vl": ("Lfm2VlConfig", sees(**CASES["lfm2"][1])),
+    "qwen2_vl": ("Qwen2VLConfig", sees(**UNTIED, **rope(**MROPE))),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", sees(**UNTIED, **rope(**MROPE))),
+    "qwen3_vl": ("Qwen3VLConfig", sees(**WIDE, **UNTIED, **rope(**MROPE))),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", sees(**WIDE, **UNTIED, **rope(**MROPE), **FEW_EXPERTS)),
+    "qwen3_5": ("Qwen3_5Config", sees(**WIDE, **UNTIED, **LINEAR_LAYERS)),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        sees(**WIDE, **UNTIED, **LINEAR_LAYERS, **FEW_EXPERTS, shared_expert_intermediate_size=48),
+    ),
+    "llama4": ("Llama4Config", sees(**LLAMA4)),
+}
+AS_PUBLISHED = frozenset({"kimi_linear", "mimo_v2_flash"})
+"""Cases whose config is written as their makers spell it, not as transformers saves it."""
 CHATS = ("llama", "qwen3", "gemma3")
 """The cases that also hold three greedy chat turns."""
 
 
 def is_windowed(case: str) -> bool:
     """Return whether the case's prompt runs beyond the model's window."""
-    return case.endswith("_window")
+    return case.endswith(("_window", "_long"))
 
 
 def prompt_tokens(case: str) -> int:

@@ -1,10 +1,14 @@
 """Make the golden values: log-probabilities and greedy chats as Hugging Face transformers computes them.
 
     pip install -e '.[golden]' && python -m tests.golden.make [CASE…]
+    python -m tests.golden.make --changed [CASE…]
 
 For every case of families.py it writes ``<case>/config.json`` exactly as transformers saves it, ``<case>/golden.npz`` (token
 ids and log-probabilities) and ``<case>/case.json`` (seed, tensor shapes, and for some three greedy chat turns). The model
 reads its weights from the same kind of folder as the test builds: ``weights.py`` under the names in the checkpoint.
+
+With ``--changed`` it writes ``<case>/changed.json`` for cases that are there: for every scalar of the config by which the
+reference's answer moves, another value and what the reference says then. A key that our side does not honour is found so.
 """
 
 import json
@@ -19,7 +23,8 @@ import transformers
 from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.golden.families import CASES, CHATS, SMALL, VOCABULARY, WINDOW, is_windowed, prompt_tokens
+from tests.golden.changes import CHANGED_TOKENS, MOVES, changed_rows, others, replaced, scalars
+from tests.golden.families import AS_PUBLISHED, CASES, CHATS, SMALL, VOCABULARY, WINDOW, prompt_tokens
 from tests.golden.weights import Shapes, write_weights
 
 HERE = Path(__file__).parent
@@ -59,23 +64,35 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
+def auto_class(config: Any) -> Any:
+    """Return what makes the model of a configuration: one that also sees, where the configuration says that it does."""
+    sees = getattr(config, "vision_config", None) is not None
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def saved_shapes(config: Any, folder: Path) -> Shapes:
     """Save an untrained model and return the names and shapes of its checkpoint; config.json stays behind."""
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto_class(config).from_config(config).save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def load(folder: Path, seed: int, shapes: Shapes) -> Any:
     """Load the folder with NumPy's weights into transformers, float32, plain attention."""
-    config = json.loads((folder / "config.json").read_text())
-    write_weights(folder, seed, shapes, config, for_transformers=True)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    write_weights(folder, seed, shapes, json.loads((folder / "config.json").read_text()))
+    model, report = read(folder)
+    if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        raise SystemExit(f"{folder.name}: transformers does not load these weights: {report}")
+    return model
+
+
+def read(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' model of a folder, and which parameters and weights did not meet."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model, report = auto_class(config).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
-        raise SystemExit(f"{folder.name}: transformers does not load these weights: {report}")
-    return model.eval()
+    return model.eval(), report
 
 
 @torch.no_grad()
@@ -139,22 +156,67 @@ def check_window(folder: Path, seed: int, shapes: Shapes, tokens: list[int], win
 def make(case: str, tokenizer: Any) -> None:
     """Write one case. Seeds are tried in order until the chat is clear-cut."""
     kind, values = CASES[case]
-    config = getattr(transformers, kind)(**{**SMALL, **values})
+    config = getattr(transformers, kind)(**(values if "text_config" in values else {**SMALL, **values}))
+    vocabulary = config.get_text_config().vocab_size
     target = HERE / case
     target.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shapes = saved_shapes(config, folder)
+        if case in AS_PUBLISHED:
+            named = {
+                "model_type": config.model_type,
+                "dtype": "float32",
+                "architectures": [f"{kind.removesuffix('Config')}ForCausalLM"],
+            }
+            (folder / "config.json").write_text(json.dumps({**named, **SMALL, **values}, indent=2) + "\n")
         (target / "config.json").write_bytes((folder / "config.json").read_bytes())
         seed, model, turns = clear_cut(folder, shapes, case, tokenizer)
-        tokens = np.random.default_rng(7).integers(5, config.vocab_size, prompt_tokens(case)).tolist()
+        tokens = np.random.default_rng(7).integers(5, vocabulary, prompt_tokens(case)).tolist()
         values_out = logprobs(model, tokens)
-        if is_windowed(case):
+        if case.endswith("_window"):
             check_window(folder, seed, shapes, tokens, values_out)
     np.savez_compressed(target / "golden.npz", tokens=np.array(tokens, np.int32), logprobs=values_out)
     written = {"seed": seed, "shapes": shapes} | ({"system": "be brief", "turns": turns} if turns else {})
     (target / "case.json").write_text(json.dumps(written) + "\n")
     print(f"{case}: seed {seed}, log-probabilities from {values_out.min():.1f} to {values_out.max():.2f}")
+
+
+def change(case: str) -> None:
+    """Write what the reference says with each scalar of a case's config changed by which its answer moves."""
+    target = HERE / case
+    stored = json.loads((target / "case.json").read_text())
+    config = json.loads((target / "config.json").read_text())
+    with np.load(target / "golden.npz") as golden:
+        tokens, expected = golden["tokens"].tolist(), golden["logprobs"]
+    rows = changed_rows(len(tokens))
+    moved = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        write_weights(folder, stored["seed"], stored["shapes"], config)
+        for path, value in scalars(config):
+            for other in others(path[-1], value):
+                (folder / "config.json").write_text(json.dumps(replaced(config, path, other)))
+                found = answer(folder, tokens)
+                if found is not None and np.abs(found - expected).max() > MOVES:
+                    told = [round(float(number), 5) for number in found[rows][:, CHANGED_TOKENS].flat]
+                    moved.append({"path": path, "value": other, "logprobs": told})
+                    break
+    lines = ",\n".join(json.dumps(each) for each in moved)
+    (target / "changed.json").write_text(f"[\n{lines}\n]\n")
+    print(f"{case}: moved by {', '.join('.'.join(each['path']) for each in moved)}")
+
+
+def answer(folder: Path, tokens: list[int]) -> np.ndarray[Any, Any] | None:
+    """Return the reference's log-probabilities, or None where it does not load the folder whole, or they are no numbers."""
+    try:
+        model, report = read(folder)
+        found = logprobs(model, tokens)
+    except Exception:  # a changed config may fail in any way
+        return None
+    whole = not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return found if whole and bool(np.isfinite(found).all()) else None
 
 
 def main() -> None:
@@ -163,8 +225,12 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     make_tokenizer(HERE / "tokenizer")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(HERE / "tokenizer")
-    for case in sys.argv[1:] or CASES:
-        make(case, tokenizer)
+    if sys.argv[1:2] == ["--changed"]:
+        for case in sys.argv[2:] or CASES:
+            change(case)
+    else:
+        for case in sys.argv[1:] or CASES:
+            make(case, tokenizer)
 
 
 if __name__ == "__main__":

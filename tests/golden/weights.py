@@ -23,6 +23,7 @@ def tensor(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return the values of one parameter, float32: the same for the same seed, name and shape."""
     stream = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
+    config = config.get("text_config", config)
     noise = stream.standard_normal(shape, dtype=np.float32)
     if name.endswith(("q_norm.weight", "k_norm.weight")) and config["model_type"] == "gemma4_text":
         # Its attention has no scale but these: at 1, scores of 60 would make float32 itself err by 3e-4.
@@ -39,37 +40,9 @@ def tensor(
     return np.float32(head / shape[-1] ** 0.5) * noise
 
 
-def split_experts(tensors: Tensors) -> Tensors:
-    """Return gpt-oss's experts under MLX's names, gate and up apart, (E, out, in): mlx-lm's class splits packed ones only.
-
-    Transformers holds them as (E, in, 2·out), gate and up in turn.
-    """
-    split: Tensors = {}
-    for name, value in tensors.items():
-        if ".experts." not in name:
-            split[name] = value
-            continue
-        bias = name.endswith("_bias")  # (E, out); a weight is (E, in, out)
-        rows = value if bias else value.swapaxes(1, 2)
-        stem, kind = name.removesuffix("_bias"), "bias" if bias else "weight"
-        if stem.endswith("gate_up_proj"):
-            split[f"{stem.removesuffix('gate_up_proj')}gate_proj.{kind}"] = rows[:, ::2]
-            split[f"{stem.removesuffix('gate_up_proj')}up_proj.{kind}"] = rows[:, 1::2]
-        else:
-            split[f"{stem}.{kind}"] = rows
-    return split
-
-
-def write_weights(
-    folder: Path, seed: int, shapes: Shapes, config: Mapping[str, Any], *, for_transformers: bool = False
-) -> None:
-    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name, save gpt-oss's experts.
-
-    for_transformers: those too; else see ``split_experts``.
-    """
+def write_weights(folder: Path, seed: int, shapes: Shapes, config: Mapping[str, Any]) -> None:
+    """Write ``model.safetensors`` with every parameter of ``shapes``, under its Hugging Face name."""
     tensors = {name: tensor(seed, name, tuple(shape), config) for name, shape in shapes.items()}
-    if config["model_type"] == "gpt_oss" and not for_transformers:
-        tensors = split_experts(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     blobs: list[bytes] = []
     end = 0
