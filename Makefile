@@ -1,5 +1,7 @@
 # Each target sets up what it needs, once. BACKEND=cuda uses MLX's CUDA build on Linux instead of the CPU one; FROM=shipped trains the guide on.
-PYTHON ?= python3
+# The first that is new enough: macOS' own python3 is 3.9, and stands before others on many a PATH.
+PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && exit; done; echo python3)
 BACKEND ?= cpu
 FROM ?= scratch
 VENV := .venv
@@ -7,17 +9,23 @@ BIN := $(VENV)/bin
 EDITABLE := --config-settings editable_mode=strict -e
 
 # An editable install links file by file, so it is renewed when a file comes or goes.
-FILES := $(shell find app engine quant assets -type f ! -name '*.pyc' | LC_ALL=C sort | cat - pyproject.toml | cksum | cut -d' ' -f1)
+FILES := $(shell find app engine quant assets -type f ! -name '*.pyc' ! -name .DS_Store | LC_ALL=C sort | cat - pyproject.toml | cksum | cut -d' ' -f1)
 USE := $(VENV)/installed-$(BACKEND)-$(FILES)
 DEV := $(VENV)/installed-dev-$(BACKEND)-$(FILES)
 
-.PHONY: chat test lint format bench guide golden roofline wheel clean
+.PHONY: chat test floors lint format bench guide golden roofline wheel clean
 
 chat: $(USE)
 	@$(BIN)/tokamac chat $(MODEL)
 
 test: $(DEV)
 	$(BIN)/python -m pytest
+
+floors: $(DEV)  # all tests, with each dependency at the oldest version that pyproject.toml allows
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python build/floors
+	$(BIN)/uv pip install --quiet --python build/floors/bin/python --resolution lowest-direct $(EDITABLE) '.[test]'
+	build/floors/bin/python -m pytest
 
 lint: $(DEV) build/typed
 	$(BIN)/ruff check .
@@ -40,7 +48,7 @@ golden: $(DEV)
 	$(BIN)/python -m tests.golden.make
 
 roofline: $(DEV)
-	$(BIN)/pip install --quiet 'scipy>=1.13'
+	$(BIN)/pip install --quiet 'scipy>=1.17'
 	$(BIN)/python -m tokamac.assets.tables.fit_roofline
 
 wheel: $(DEV)
@@ -51,7 +59,7 @@ clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("Tokamac needs Python 3.11 or later, not " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -I engine/requirements.py
 	$(PYTHON) -m venv $(VENV)
 
 $(USE): $(BIN)/python

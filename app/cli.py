@@ -81,6 +81,9 @@ def _run(arguments: list[str]) -> int:
 
 def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
     """Run the command. named: it was written, and is not only what ``tokamac`` alone does."""
+    from tokamac.engine.open_files import raise_open_files
+
+    raise_open_files()
     command = import_module(f"tokamac.app.commands.{name}")
     parser = command.parser()
     if not named:
@@ -131,14 +134,17 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
 
         traceback.print_exception(error)
     from tokamac.app.output import json_line, note
-    from tokamac.engine.errors import TokamacError
+    from tokamac.engine.device import cannot_import
+    from tokamac.engine.errors import TokamacError, access_hint
 
+    if isinstance(error, ImportError):
+        error = cannot_import(error) or error
     if isinstance(error, TokamacError):
         message, hint = error.message, error.hint
     elif isinstance(error, OSError) and error.strerror:
         message, hint = (
             f"{error.filename or 'output'}: {error.strerror}",
-            "Check the path, its permissions and the disk.",
+            access_hint(error, "Check the path, its permissions and the disk."),
         )
     else:
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -150,8 +156,10 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
     if json_wanted:
         try:
             json_line({"event": "error", "error": message, "hint": hint})
-        except OSError:
+        except BrokenPipeError:
             return PIPE_CLOSED
+        except OSError:
+            return 1  # stdout can't be written, as that line said
     return 1
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tokamac.app.output import note
+from tokamac.app.settings import MOST_MEMORY_GB
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, KVSpec, PromptCacheSpec, Sampling
 
@@ -42,6 +43,39 @@ def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load a model although something in its config would be computed otherwise; every reply says what",
     )
+
+
+def add_memory_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--memory``."""
+    parser.add_argument(
+        "--memory",
+        type=gigabytes,
+        metavar="GB",
+        help="what the model may take, in place of the system's limit, also beyond it (memory_gb of the settings)",
+    )
+
+
+def gigabytes(text: str) -> float:
+    """Return a size of memory above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < MOST_MEMORY_GB:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB above 0")
+    return value
+
+
+def memory_limit(options: argparse.Namespace) -> int | None:
+    """Return the bytes that MLX's arrays may take: by the flag, else by the settings; None is the system's limit."""
+    return limit_of_settings() if options.memory is None else round(options.memory * 1e9)
+
+
+def limit_of_settings() -> int | None:
+    """Return the bytes that MLX's arrays may take by the settings; None is the system's limit."""
+    from tokamac.app import settings
+
+    return settings.load(settings.default_path()).settings.memory_bytes
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

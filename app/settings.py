@@ -3,7 +3,9 @@
     model = "guide"
     theme = "tokamac-dark"
     system = ""
-    unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never
+    unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never; left out: 30 for large ones
+    memory_gb = 14.0        # what a model may take of memory, in place of the limit that the system sets
+    keep_awake = true       # on a Mac: no sleep while a model works; false lets it sleep
     titles = "model"        # who gives a chat its title: the model, once the chat is idle, or "words": the first ones stay
 
     [sampling]          # the fields of tokamac.engine.Sampling
@@ -34,14 +36,18 @@ from typing import Any, get_type_hints
 
 from tokamac.app.backend.shapes import ShapeError, build
 from tokamac.app.toml import toml
+from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 FILE = "settings.toml"
 MOST_ASIDE = 100
 """Damaged files that are kept beside it; after that the damaged one stays where it is."""
-PLAIN = ("model", "theme", "system", "panel", "unload_after_min", "titles", "toured")
+PLAIN = (
+    "model", "theme", "system", "panel", "unload_after_min", "memory_gb", "keep_awake", "titles", "toured",
+)  # fmt: skip
 """Settings that are one value, not a table."""
+MOST_MEMORY_GB = 1e6
 TITLES = ("model", "words")
 """Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
 OPTIONS = ("sampling", "kv")
@@ -53,8 +59,10 @@ DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 class Settings:
     """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
 
-    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never. titles: who gives a chat its
-    title, one of ``TITLES``. Raises OptionError for what these can't be.
+    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, and None for the chat to say
+    (app/tui/idle.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake: whether
+    a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
+    Raises OptionError for what these can't be.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. keys: of actions
     by id, as they were written.
     """
@@ -63,7 +71,9 @@ class Settings:
     theme: str = ""
     system: str = ""
     panel: bool = True
-    unload_after_min: int = 0
+    unload_after_min: int | None = None
+    memory_gb: float | None = None
+    keep_awake: bool = True
     titles: str = "model"
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
@@ -73,12 +83,19 @@ class Settings:
     unknown: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.unload_after_min < 0:
+        if self.unload_after_min is not None and self.unload_after_min < 0:
             raise OptionError(
                 f"unload_after_min is {self.unload_after_min}, which is no number of minutes.", "Use 0 for never."
             )
+        if self.memory_gb is not None and not 0 < self.memory_gb < MOST_MEMORY_GB:
+            raise OptionError(f"memory_gb is {self.memory_gb:g}, which is no size of memory.", "Give GB, such as 14.")
         if self.titles not in TITLES:
             raise OptionError(f"titles is {self.titles!r:.40}, which gives no titles.", f"Use one of {TITLES}.")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What MLX's arrays may take; None is the system's limit."""
+        return None if self.memory_gb is None else round(self.memory_gb * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,11 @@ class Loaded:
 
     settings: Settings
     warnings: tuple[str, ...] = ()
+
+
+def gigabytes_of(nbytes: int | None) -> float | None:
+    """Return bytes as ``memory_gb`` has them."""
+    return None if nbytes is None else nbytes / 1e9
 
 
 def default_path() -> Path:
@@ -123,7 +145,7 @@ def save(path: Path, settings: Settings) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(dumps(settings))
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -194,10 +216,12 @@ def _read(table: dict[str, Any], path: Path) -> Loaded:
 
 def _with(settings: Settings, name: str, value: object) -> Settings:
     """Return the settings with this value. Raises ShapeError, or OptionError for one that is out of range."""
-    kind = type(getattr(settings, name))
-    if type(value) is not kind:
-        raise ShapeError(f"{name} is {value!r}, which is no {kind.__name__}.")
-    changed: dict[str, Any] = {name: value}
+    kind = get_type_hints(Settings)[name]
+    try:
+        changed: dict[str, Any] = {name: build(kind, value, name)}
+    except ShapeError:
+        wanted = getattr(kind, "__name__", str(kind).partition(" ")[0])
+        raise ShapeError(f"{name} is {value!r}, which is no {wanted}.") from None
     return replace(settings, **changed)
 
 

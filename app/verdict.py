@@ -5,18 +5,21 @@ Of what is unknown nothing is said, and nothing is promised that was not predict
 
 from tokamac.app.tui.units import count, percent, rate, seconds
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, Waits
+from tokamac.engine.limits.gaps import Throttle
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.limits.remedies import Remedy, RemedyName
 
 BOUND: dict[Waits, str] = {
     "memory": "bound by memory",
     "compute": "bound by arithmetic",
+    "host": "bound by the host (Python, launching kernels)",
     "overhead": "bound by neither memory nor arithmetic",
     "not memory": "not bound by memory",
 }
 
-BRIEFLY: dict[Waits, str] = {**BOUND, "overhead": "bound by overhead"}
+BRIEFLY: dict[Waits, str] = {**BOUND, "overhead": "bound by overhead", "host": "bound by the host"}
 """For a line that must be short: overhead is all that is neither reading memory nor arithmetic."""
+BRIEF_THROTTLED: dict[Throttle, str] = {"thermal": "chip hot", "low power": "Low Power Mode"}
 WHOLE = "/explain"
 """What says the rest, in the chat and in the plain one."""
 
@@ -31,7 +34,8 @@ def brief(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
     part = diagnosis.slowest
     doing = "before the prompt was read" if part.name == "wait" else f"in {part.name}"
     bound = "" if part.bound is None else BRIEFLY[part.bound]
-    said = [f"{_of(part.seconds, metrics.total_s)} {doing}", bound, "unusually slow" if part.behind else ""]
+    throttles = [BRIEF_THROTTLED[each] for each in diagnosis.throttles]
+    said = [f"{_of(part.seconds, metrics.total_s)} {doing}", bound, "unusually slow" if part.behind else "", *throttles]
     return f"{', '.join(each for each in said if each)} · {WHOLE}"
 
 
@@ -49,7 +53,10 @@ def sentence(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
     whole = f"{seconds(metrics.total_s)} in all"
     if diagnosis is None:
         return f"{whole}, {seconds(metrics.ttft_s)} of it before the first token."
-    said = [f"{whole}, of which {_took(diagnosis.slowest, metrics)}"]
+    said = [
+        f"{whole}, of which {_took(diagnosis.slowest, metrics)}",
+        *(THROTTLED[each] for each in diagnosis.throttles),
+    ]
     if diagnosis.remedies:
         said.append(remedy_text(diagnosis.remedies[0]))
     elif metrics.cached_tokens and diagnosis.slowest.name == "decode":
@@ -107,6 +114,10 @@ def remedy_text(remedy: Remedy) -> str:
             parts[2] += " to the first token"
         case "quiet machine":
             name = "with this machine undisturbed"
+        case "full power":
+            name = "with Low Power Mode off and this machine undisturbed"
+        case "cool chip":
+            name = "with a cool chip and this machine undisturbed"
     return f"{name}: {', '.join(part for part in parts if part)}"
 
 
@@ -128,5 +139,14 @@ HOW: dict[RemedyName, str] = {
     "shorter context": "a shorter prompt, a new chat, or --kv-window",
     "prompt cache": "leave out --no-prompt-cache",
     "quiet machine": "close what else computes, and let the machine cool",
+    "full power": "System Settings > Battery, on a desktop Mac Energy",
+    "cool chip": "let the machine cool, and close what else computes",
 }
 """How each change is made."""
+
+THROTTLED: dict[Throttle, str] = {
+    "thermal": "macOS slowed the chip down because of its heat",
+    "low power": "Low Power Mode was on, which slows the chip down",
+}
+RELIEF: dict[Throttle, RemedyName] = {"thermal": "cool chip", "low power": "full power"}
+"""What ends it."""

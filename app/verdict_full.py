@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from tokamac.app.tui import units
-from tokamac.app.verdict import BOUND, HOW, reached_text, remedy_text
+from tokamac.app.verdict import BOUND, HOW, RELIEF, THROTTLED, reached_text, remedy_text
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
 from tokamac.engine.limits.terms import Term, Unit
 
@@ -63,6 +63,8 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"{part.name:<9} {units.seconds(part.seconds)}: {part_text(part)}"
     for term in diagnosis.terms:
         yield f"{term.concern:<9} {_equation(term, diagnosis.terms)}"
+    for throttle in diagnosis.throttles:
+        yield f"machine   {THROTTLED[throttle]} ({HOW[RELIEF[throttle]]})"
     for remedy in diagnosis.remedies:
         yield f"remedy    {remedy_text(remedy)} ({HOW[remedy.name]})"
 

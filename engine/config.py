@@ -17,7 +17,8 @@ from typing import Any
 from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.corrections import correct
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
+from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
+from tokamac.engine.open_files import import_mlx_lm
 from tokamac.engine.weights import adapt
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
@@ -83,7 +84,9 @@ def read_config(folder: Path) -> Config:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelDamagedError(f"{path} is missing", f"Is this a model folder? {again}") from error
     except OSError as error:
-        raise ModelDamagedError(f"{path} can't be read: {error.strerror or error}", "Check its permissions.") from error
+        raise ModelDamagedError(
+            f"{path} can't be read: {error.strerror or error}", access_hint(error, "Check its permissions.")
+        ) from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
         raise ModelDamagedError(f"{path} is not valid JSON: {error}", again) from error
     except RecursionError as error:
@@ -274,6 +277,7 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
     other = "Choose a decoder language model; mlx-lm's models folder lists the architectures."
     if kind == "olmo" and "hidden_size" not in config:
         raise ModelUnsupportedError("this is OLMo 1 in Ai2's own form", "Use the model's -hf version.")
+    import_mlx_lm()
     try:
         if not re.fullmatch(r"[\w-]+", kind):
             raise ValueError(f"{kind!r} is no model type")

@@ -50,7 +50,7 @@ def render(tokenizer: Tokenizer, before: Sequence[Message], said: Message) -> st
 
     Raises TemplateError where the template fails, or the reply was cut while thinking and this model does not think.
     """
-    opened = tokenizer.render(before)
+    opened, said = tokenizer.render(before), tokenizer.plain(said)
     if tokenizer.thinking is None:
         if not said.content:
             raise TemplateError(

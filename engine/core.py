@@ -8,9 +8,17 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from tokamac.engine.compute_errors import computing
 from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import ContextError, EngineClosedError, MemoryLimitError, OptionError, TemplateError
+from tokamac.engine.errors import (
+    ContextError,
+    DeviceError,
+    EngineClosedError,
+    MemoryLimitError,
+    OptionError,
+    TemplateError,
+)
 from tokamac.engine.events import Event, Message, PrefillProgress
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
@@ -18,23 +26,22 @@ from tokamac.engine.kv_trial import compare
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
+from tokamac.engine.limits.prefill_chunk import whole_chunks
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.pacing import Pacing
-from tokamac.engine.pieces import LEAST, LONGEST_S
+from tokamac.engine.pieces import STAGE_S, Pieces
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.request import Reply, check_room, paced
+from tokamac.engine.request import Reply, check_room
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
 
-IDLE_CHUNK_S = 0.1
+IDLE_STAGE_S = 0.1
 """What is computed in idle time can be interrupted so often."""
-IDLE_LEAST = 16
-"""Tokens computed at once in idle time, at least."""
 FLUSH_S = 3.0
 """How long closing may take to finish writing the prompt cache."""
 
@@ -47,6 +54,8 @@ class ModelSpec:
     room then.
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    advice: what to do about the installation, where that holds it up.
+    memory_notes: what loading it cost other programs.
     """
 
     name: str
@@ -65,6 +74,8 @@ class ModelSpec:
     recommended: Sampling
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    advice: str | None = None
+    memory_notes: tuple[str, ...] = ()
 
 
 class Core:
@@ -109,9 +120,9 @@ class Core:
         return Reply(self.runtime, self._store, request, cancelled)
 
     def warm(
-        self, prompt: Prompt, cancelled: Callable[[], bool], *, longest_s: float = LONGEST_S, least: int = LEAST
+        self, prompt: Prompt, cancelled: Callable[[], bool], *, stage_s: float = STAGE_S
     ) -> Generator[Event, None, None]:
-        """Compute a prompt into the prompt cache, all but its last token, in pieces of ``longest_s`` seconds, ``least`` tokens."""
+        """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
         request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
@@ -120,12 +131,13 @@ class Core:
         room = make_room(self.runtime, self._store, slot, len(request.ids))
         if room.squeezed is not None:
             yield room.squeezed
-        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False)
+        force = self.runtime.shape.device if room.force_fused else None
+        run = Run(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=force)
         cached, total = len(slot.ids), len(request.ids)
-        with self._store.lending(slot):
+        with computing(), self._store.lending(slot):
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            pieces = paced(self.runtime, self._store, slot, room.chunk, longest_s=longest_s, least=least)
+            pieces = Pieces(self.runtime.chunking, room.chunk, cached, stage_s=stage_s, stopped=cancelled)
             for _ in pieces.compute(run, request.ids[cached:-1]):
                 yield PrefillProgress(len(run.held), total, cached)
                 if cancelled():
@@ -138,16 +150,19 @@ class Core:
     def warm_stable(self, messages: Sequence[Message], cancelled: Callable[[], bool]) -> None:
         """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
 
-        For idle time: in short chunks. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
+        For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
+        much of it there was time for. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
         """
         try:
             ids = self._prompting.stable(messages) if self._store.keeps else []
+            if self.runtime.kv.quantized:
+                ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
             known = self._store.known(ids, self._prompting.pinned(messages))
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                for _ in self.warm(ids, cancelled, longest_s=IDLE_CHUNK_S, least=IDLE_LEAST):
+                for _ in self.warm(ids, cancelled, stage_s=IDLE_STAGE_S):
                     if cancelled():
                         return
-        except (OptionError, TemplateError, ContextError, MemoryLimitError):
+        except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
             return  # it is said when the user sends it
 
     def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
@@ -177,7 +192,8 @@ class Core:
         prompting.check_ids(ids)
         size = min(chunk or LOGPROBS_CHUNK, len(ids))
         check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
-        return score(self.runtime, ids, size, keep=prompting.pinned([]))
+        with computing():
+            return score(self.runtime, ids, size, keep=prompting.pinned([]))
 
     def compare_kv(
         self,
@@ -201,7 +217,7 @@ class Core:
     def predict(self, prompt: int, context: int, cached: int) -> Prediction:
         """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``. From any thread."""
         runtime = self.runtime
-        machine, chunk = runtime.machine, runtime.prefill_chunk
+        machine, chunk = runtime.machine, runtime.chunking.at(prompt // 2)
         return predict(runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
 
     def measure(self) -> None:
@@ -216,7 +232,7 @@ class Core:
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
-        return snapshot()
+        return snapshot(self.runtime.memory_limit)
 
     def close(self) -> None:
         """Free what is held and put the device's limits back."""
@@ -247,6 +263,7 @@ def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
         {"top_p": number("top_p")},
         {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
         {"min_p": number("min_p")},
+        {"repetition_penalty": number("repetition_penalty")},
     ):
         try:
             suggested = replace(suggested, **change)

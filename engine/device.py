@@ -1,9 +1,13 @@
 """Which device MLX runs on, and the checks to make before the first use of it."""
 
+import os
+import re
+import sys
 from importlib import metadata
 from typing import Literal
 
 from tokamac.engine.errors import DeviceError
+from tokamac.engine.requirements import unmet_here
 
 DeviceKind = Literal["metal", "cuda", "cpu"]
 
@@ -24,19 +28,40 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def check_backends(installed: tuple[str, ...]) -> None:
+def check_backends(installed: tuple[str, ...], *, platform: str = sys.platform) -> None:
     """Raise DeviceError unless there is exactly one MLX backend.
 
-    The Linux builds put their library at the same path, so with two of them the one installed last would silently win.
+    The Linux builds put their library at the same path, so with two of them the one installed last would silently win. On macOS
+    there is but one, which Homebrew, conda and Nix ship within ``mlx`` itself: its name says nothing there.
     """
+    if platform == "darwin":
+        return
     if not installed:
-        raise DeviceError("MLX is installed without a backend", "Install one: pip install 'mlx[cpu]' or 'mlx[cuda13]'.")
+        raise DeviceError("MLX is installed without a backend", _reinstall(platform))
     if len(installed) > 1:
         unwanted = " ".join(installed)
         raise DeviceError(
             f"several MLX backends are installed together ({', '.join(installed)})",
             f"Keep one: pip uninstall -y {unwanted}, then pip install --force-reinstall 'mlx[cpu]' or 'mlx[cuda13]'.",
         )
+
+
+def cannot_import(error: ImportError, *, platform: str = sys.platform, unmet: str | None = None) -> DeviceError | None:
+    """Return what to tell a user whose MLX can't be imported; None where the error is about something else.
+
+    unmet: what this machine lacks, as requirements.py says it; None asks.
+    """
+    if not re.search(r"\bmlx\b|libmlx", f"{error.name or ''} {error}"):
+        return None
+    lacks = unmet_here() if unmet is None else unmet
+    reason = " ".join(str(error).split())[:240]
+    return DeviceError(f"MLX can't be loaded: {reason}", lacks or _reinstall(platform))
+
+
+def _reinstall(platform: str) -> str:
+    if platform == "darwin":
+        return "Install it again: pip install --force-reinstall mlx."
+    return "Install one backend: pip install --force-reinstall 'mlx[cpu]' or 'mlx[cuda13]'."
 
 
 def device_kind() -> DeviceKind:
@@ -52,8 +77,28 @@ def _device_kind() -> DeviceKind:  # apart, so that tests can force every import
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+TF32 = "MLX_ENABLE_TF32"
+"""The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h)."""
+
+
+def multiply_in_float32() -> None:
+    """Have this process multiply float32 in full where GPUs would take TF32, unless whoever started it says otherwise.
+
+    MLX lets CUDA and Apple GPUs from M5 on round factors to 10 bits of mantissa, an error of about one in a thousand. For a
+    program's own beginning: it concerns the whole process, and does nothing once MLX has multiplied on a GPU.
+    """
+    os.environ.setdefault(TF32, "0")
+
+
+def may_use_tf32(device: DeviceKind) -> bool:
+    """Return whether MLX rounds the factors of float32 products, where the GPU can."""
+    return device != "cpu" and os.environ.get(TF32, "1").strip() != "0"
+
+
 def leave_thread() -> None:
     """Wait for, and end, what MLX runs on behalf of this thread. Left undone, the process aborts when it exits."""
+    if "mlx.core" not in sys.modules:  # it could not be imported, so nothing runs
+        return
     import mlx.core as mx
 
     mx.synchronize()

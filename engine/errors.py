@@ -10,12 +10,28 @@
     ├── DownloadError        the hub can't be reached, refuses, or the disk is full
     ├── ContextError         the prompt does not fit the context
     ├── MemoryLimitError     a model or a prompt would need more memory than there is
-    ├── DeviceError          MLX has no usable backend here, or not enough memory
+    ├── DeviceError          MLX has no usable backend here, or the device failed
     ├── ConversionError      a model can't be converted
     └── EngineClosedError    the engine was closed
 
 Every error says what failed (``str(error)``) and what to do next (``error.hint``); a traceback shows both.
 """
+
+import errno
+import sys
+
+ALLOW = "Allow your terminal to use that folder: System Settings > Privacy & Security > Files and Folders"
+"""What opens Desktop, Documents, Downloads and other disks to a program on a Mac, once that was refused there."""
+
+
+def private(error: OSError) -> bool:
+    """Return whether the privacy settings of macOS refuse a file: they say EPERM, rights of files and folders EACCES."""
+    return error.errno == errno.EPERM and sys.platform == "darwin"
+
+
+def access_hint(error: OSError, otherwise: str) -> str:
+    """Return what to do about a file that can't be used; ``otherwise`` where macOS does not keep it private."""
+    return f"{ALLOW}." if private(error) else otherwise
 
 
 def _printable(text: str) -> str:
@@ -71,11 +87,11 @@ class ContextError(TokamacError):
 
 
 class MemoryLimitError(TokamacError):
-    """A model or a prompt would need more memory than this process may use; said before anything is computed."""
+    """A model or a prompt needs more memory than there is: said before anything is computed, or once MLX found none."""
 
 
 class DeviceError(TokamacError):
-    """MLX has no usable backend here, or the device lacks memory."""
+    """MLX has no usable backend here, or the device failed while it computed."""
 
 
 class ConversionError(TokamacError):

@@ -52,17 +52,25 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Squeezed:
-    """Memory was short before a prefill, and this was done about it. Bytes; 0 and None where nothing was.
+    """Memory was short before a prefill or while decoding, and this was done about it. Bytes; 0 and None where nothing was.
 
     pool_bytes: given back by MLX's pool. chunk: tokens computed at once from here on. cache_bytes: of other prompts let go of.
-    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used.
+    predicted_bytes: the peak that is expected now, of the budget_bytes that may be used (None is unknown). from_others: by how much
+    other programs have to give way, which the system sees to. critical: macOS is at critical pressure. fused_bytes: of attention's
+    scores that are not written down, by kernels that take somewhat longer. failed: MLX had no memory for a piece of the prompt,
+    which is computed again. ended: the reply ends here, since more of it would not fit.
     """
 
     pool_bytes: int
     chunk: int | None
     cache_bytes: int
     predicted_bytes: int
-    budget_bytes: int
+    budget_bytes: int | None
+    from_others: int = 0
+    critical: bool = False
+    fused_bytes: int = 0
+    failed: bool = False
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,8 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``."""
+    """How far loading has come: bytes ``done`` of ``total`` (None: not known yet) in this ``stage``; of the warm-up none."""
 
-    stage: Literal["download", "weights"]
+    stage: Literal["download", "weights", "warm-up"]
     done: int
     total: int | None

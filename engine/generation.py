@@ -7,7 +7,12 @@ from typing import Any
 import mlx.core as mx
 
 from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.kv.attention import forcing_fused
+from tokamac.engine.kv.attention_kernel import AttentionDevice
+from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.room import Room
+from tokamac.engine.kv.segments import freeze, grows, thaw
 from tokamac.engine.limits.gaps import Cause
 from tokamac.engine.sampling import Sampler
 
@@ -19,7 +24,9 @@ class Run:
     """One sequence being computed: a model, its caches, and the ids that the caches hold.
 
     Number line: ``held`` are the tokens whose keys and values are in the caches, always, whenever the caller regains control.
-    ``mark`` is told, while decoding, of what may hold the next token up.
+    ``mark`` is told, while decoding, of what may hold the next token up. force_fused: prefill writes no attention scores down
+    where MLX has a kernel for that on this device; None asks for none. may_grow: asked, while decoding, before the caches are made
+    larger; where it says no, decoding ends, and ``ended_by_memory`` is true. piece: tokens that prefill computes at once just now.
     """
 
     def __init__(
@@ -30,11 +37,17 @@ class Run:
         *,
         ahead: bool,
         mark: Callable[[Cause], None] = lambda _: None,
+        force_fused: AttentionDevice | None = None,
+        may_grow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._model = model
         self._caches = caches
         self._ahead = ahead
         self._mark = mark
+        self._force_fused = force_fused
+        self._may_grow = may_grow
+        self.ended_by_memory = False
+        self.piece = 0
         self._sound = False  # whether logits were seen to be numbers
         self.held = held
 
@@ -43,7 +56,9 @@ class Run:
         done = 0
         while done < len(ids):
             part = ids[done : done + chunk]
-            self._model(mx.array([part]), cache=self._caches)
+            self.piece = len(part)
+            with forcing_fused(self._force_fused):
+                self._model(mx.array([part]), cache=self._caches)
             mx.eval(
                 [cache.state for cache in self._caches]
             )  # the logits are not asked for, so the head is never computed
@@ -51,6 +66,35 @@ class Run:
             self.held.extend(part)
             done += len(part)
             yield done
+
+    def prefill_in_stages(self, ids: list[int], stages: int, stopped: Callable[[], bool]) -> bool:
+        """Compute ``ids`` at once, a few layers at a time; return whether all were. False: ``stopped``, and all is as it was.
+
+        What is computed is the same, bit by bit: stages only say when the device is waited for.
+        """
+        parts = _in_stages(self._caches, stages)
+        before = [
+            [cache.copy() for cache in part] for part in parts
+        ]  # shared: until a layer is computed nothing is copied
+        frozen, self.piece = freeze(self._caches), len(ids)
+        with forcing_fused(self._force_fused):
+            self._model(mx.array([ids]), cache=self._caches)
+        for done, part in enumerate(parts, 1):
+            before[done - 1] = []  # or the layer's keys would be copied, not written in place
+            mx.eval([cache.state for cache in part])
+            if done < len(parts) and stopped():
+                for cache in (cache for computed in parts[:done] for cache in computed):
+                    cache.trim(len(ids))
+                for waiting, held in zip(parts[done:], before[done:], strict=True):
+                    for cache, old in zip(waiting, held, strict=True):
+                        cache.state = old.state
+                thaw(self._caches, frozen)
+                mx.clear_cache()
+                return False
+        mx.eval([cache.state for cache in self._caches])  # of caches that do not grow
+        mx.clear_cache()
+        self.held.extend(ids)
+        return True
 
     def decode(self, last: int, sampler: Sampler, limit: int | None) -> Iterator[int]:
         """Yield up to ``limit`` tokens (None: without end) that follow ``last``, the one prompt token not yet held.
@@ -62,14 +106,16 @@ class Run:
         self.held.append(last)
         room = Room(self._caches)
         for count in itertools.count(1):
-            following = self._step(pending, sampler) if self._ahead and count != limit else None
+            self.ended_by_memory = count != limit and room.will_grow(len(self.held)) and not self._may_grow()
+            last_one = count == limit or self.ended_by_memory
+            following = self._step(pending, sampler) if self._ahead and not last_one else None
             if room.grew():
                 self._mark("kv growth")
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
             if following is not None:
                 self.held.append(token)
             yield token
-            if count == limit:
+            if last_one:
                 return
             if count % POOL_CLEAR_STEPS == 0:
                 mx.clear_cache()
@@ -94,3 +140,13 @@ class Run:
         chosen = sampler(logits)
         mx.async_eval(chosen)  # type: ignore[no-untyped-call]
         return chosen
+
+
+def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:
+    """Return the caches that grow, in so many parts or fewer, in the order of their layers; none where one is the model's own."""
+    growing = [cache for _, cache in leaves(caches) if grows(cache)]
+    ours = [cache for cache in growing if isinstance(cache, Cache)]
+    if len(ours) < len(growing) or not ours:
+        return []
+    size = -(-len(ours) // stages)
+    return [ours[at : at + size] for at in range(0, len(ours), size)]

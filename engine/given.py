@@ -52,6 +52,19 @@ def given_count(value: object, what: str, *, least: int) -> int:
     return count
 
 
+def given_limit(value: object) -> int:
+    """Return a limit of memory, in bytes. Raises OptionError for what is none."""
+    try:
+        nbytes = index(value)
+    except TypeError:
+        raise OptionError(
+            f"a memory limit of {value!r:.60} is no whole number of bytes", "Give an int: 14_000_000_000."
+        ) from None
+    if nbytes < 1:
+        raise OptionError(f"a memory limit of {nbytes} bytes is too small", "Give the bytes that arrays may take.")
+    return nbytes
+
+
 def given_text(text: object, what: str) -> str:
     """Return a text. Raises OptionError for anything else."""
     if not isinstance(text, str):

@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import DownloadError, ModelUnsupportedError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.hub_cache import Repo, cache_folder
@@ -187,7 +188,7 @@ def _fetch_blob(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None
         transfer = _Transfer(hf_hub_url(repo.id, file.name, revision=commit), file, out, meter)
         transfer.run()
         out.flush()
-        os.fsync(out.fileno())
+        to_disk(out.fileno())
     if not transfer.intact:
         partial.unlink()
         raise DownloadError(f"the checksum of {file.name} of {repo} is wrong", "Try again: it is fetched anew.")

@@ -19,8 +19,11 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
     """Return the error for a download that does not fit."""
+    from tokamac.engine.limits.ladder import told_apart
+
+    wanted, left = told_apart(needed, free)
     return DownloadError(
-        f"{repo} needs {needed / 1e9:.2f} GB and {cache_folder()} has {free / 1e9:.2f} GB free",
+        f"{repo} needs {wanted} and {cache_folder()} has {left} free",
         "Free some space (`tokamac models list` shows what is there), or set HF_HOME to a folder on another disk.",
     )
 

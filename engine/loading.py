@@ -11,7 +11,7 @@ from tokamac.engine.context_length import context_length, pretraining_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.corrections import use_short_factors
 from tokamac.engine.cpu import is_unpacked
-from tokamac.engine.device import DeviceKind, check_backends, device_kind, installed_backends
+from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
@@ -19,19 +19,23 @@ from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.limits.bandwidth import with_bandwidth
 from tokamac.engine.limits.cost import cost_of_model, text_config
 from tokamac.engine.limits.family import leaves_out_senses
-from tokamac.engine.limits.fitted import fitted
+from tokamac.engine.limits.fitted import Fitted, fitted
 from tokamac.engine.limits.hardware import detect
+from tokamac.engine.limits.host import HostLimited, measure_host
 from tokamac.engine.limits.kept import machine_key
 from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
+from tokamac.engine.limits.neural import advice, attention_device
+from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import LoadedModel, load_model
-from tokamac.engine.options import KVSpec, PromptCacheSpec
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.prompt_cache.opening import open_cache
-from tokamac.engine.runtime import PREFILL_CHUNK, Machine, Runtime
+from tokamac.engine.runtime import Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
+from tokamac.engine.warm_up import warm_up
 
 Progress = Callable[[LoadProgress], None]
 
@@ -42,16 +46,19 @@ def load(
     kv: KVSpec,
     prompt_cache: PromptCacheSpec | None,
     dtype: str | None,
+    memory: int | None = None,
     progress: Progress | None,
     unchecked: bool = False,
 ) -> Core:
-    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError."""
-    check_backends(installed_backends())
+    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
+
+    memory: bytes that arrays may take; None is the system's limit.
+    """
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
-    if dtype is None:  # of another type, weights take other memory than the files say
-        check_fits(folder, kv, device)
+    # Of another type, weights take other memory than the files say.
+    costs = check_fits(folder, kv, device, memory) if dtype is None else ()
     loaded = load_model(
         folder,
         dtype=dtype,
@@ -68,16 +75,18 @@ def load(
     plan = plan_caches(loaded.module, loaded.config, kv)
     cost = cost_of_model(loaded.module, loaded.config)
     order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
-    shape = shaped(loaded.config, plan, cost.weight_bytes, device, value_bytes(loaded.config, device, dtype), order)
-    capacity, chunk = kv.capacity(context_length(loaded.config)), PREFILL_CHUNK[device]
+    chip = detect()
+    attends = attention_device(device, chip)
+    shape = shaped(loaded.config, plan, cost.weight_bytes, attends, value_bytes(loaded.config, device, dtype), order)
+    work = work_of(loaded.module, loaded.config, cost, plan)
+    bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
+    machine = Machine(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
+    machine.pace = fitted(machine.chip)
+    capacity, chunking = kv.capacity(context_length(loaded.config)), Chunking(work, device, machine.pace)
     rotation = _rotation_notes(loaded.config, short=short_factors)
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
-    notes = (*senses, *rotation, *plan.notes, *context_notes(shape, capacity, chunk=chunk))
-    spec = _spec(str(model), device, loaded, tokenizer, kv, notes)
-    work = work_of(loaded.module, loaded.config, cost, plan)
-    bytes_read = work.weight_bytes() or spec.weight_bytes
-    machine = Machine(with_bandwidth(detect(), bytes_read), bytes_read=bytes_read)
-    machine.pace = fitted(machine.chip)
+    notes = (*senses, *rotation, *plan.notes, *context_notes(shape, capacity, chunking=chunking, asked=memory))
+    spec = replace(_spec(str(model), device, loaded, tokenizer, kv, notes), memory_notes=costs)
     runtime = Runtime(
         model=loaded.module,
         tokenizer=tokenizer,
@@ -89,12 +98,19 @@ def load(
         work=work,
         machine=machine,
         shape=shape,
-        packed_kv=packed_layers(plan.layers, kv.group_size),
+        chunking=chunking,
+        packed_kv=packed_layers(plan.layers, kv.group_size, work.kv),
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
         doubts=loaded.doubts,
+        memory_limit=memory,
     )
     on_close = ExitStack()
-    on_close.enter_context(wired(planned_bytes(shape, capacity, chunk=chunk)))
+    on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
+    if device != "cpu":
+        tell(LoadProgress("warm-up", 0, None))
+        warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
+    if isinstance(kernels := machine.pace, Fitted):
+        machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
     store = open_cache(
         prompt_cache,
         runtime,
@@ -167,4 +183,5 @@ def _spec(  # noqa: PLR0917
         recommended=recommended_sampling(generation_config(loaded.folder)),
         notes=notes,
         doubts=loaded.doubts,
+        advice=advice(),
     )

@@ -14,6 +14,7 @@ from tokamac.engine.cpu import unpack
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.limits.cost import Cost, cost_of_model
+from tokamac.engine.open_files import not_opened
 from tokamac.engine.shards import find_shards
 from tokamac.engine.weights import without_fp8
 
@@ -76,12 +77,12 @@ def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:
 
 def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
-    from mlx_lm.utils import load_model as build
-
     classes = model_classes(config)
     for doubt in doubts_of(config, classes[1]):
         if not unchecked:
             raise doubt
+    from mlx_lm.utils import load_model as build
+
     try:
         module, loaded = build(
             folder, lazy=True, model_config=without_fp8(config), get_model_classes=lambda **_: classes
@@ -89,6 +90,8 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
     except ModelError:
         raise
     except BUILD_ERRORS as error:
+        if (failure := not_opened(error, folder)) is not None:
+            raise failure from error
         reason = " ".join(str(error).split())[:240]
         raise ModelDamagedError(
             f"{folder} does not hold a whole {config.get('model_type')} model: {reason}",

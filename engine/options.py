@@ -47,8 +47,8 @@ class Sampling:
 
     temperature: 0 takes the likeliest token (greedy); above 0, logits are divided by it.
     top_p, top_k, min_p: cut the unlikely tail; 1.0, 0 and 0.0 turn them off.
-    None for these takes what the model's generation_config.json recommends, else 0.7, 1.0, 0 and 0.0.
     repetition_penalty: 1.0 is off; above 1, tokens of the last 64 become less likely.
+    None for these takes what the model's generation_config.json recommends, else 0.7, 1.0, 0, 0.0 and 1.0.
     seed: the same seed on the same device gives the same text; None draws a fresh one.
     max_tokens: generated tokens at most; None fills the context.
     stop: texts that end the reply; they are never shown.
@@ -58,7 +58,7 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Sampling:
             top_p: float | None = None,
             top_k: int | None = None,
             min_p: float | None = None,
-            repetition_penalty: float = 1.0,
+            repetition_penalty: float | None = None,
             seed: int | None = None,
             max_tokens: int | None = None,
             stop: str | Iterable[str] = (),
@@ -87,7 +87,7 @@ class Sampling:
         _require(top_k is None or top_k >= 0, f"top-k {top_k} is negative", "Use 0 (off) or more.")
         _require(min_p is None or 0 <= min_p < 1, f"min-p {min_p} is out of range", "Use 0 (off) to below 1.")
         _require(
-            0.5 <= self.repetition_penalty <= 3,
+            self.repetition_penalty is None or 0.5 <= self.repetition_penalty <= 3,
             f"repetition penalty {self.repetition_penalty} is out of range",
             "Use 0.5 to 3; 1 is off.",
         )
@@ -105,8 +105,8 @@ class Sampling:
     def _make_plain(self) -> None:
         """Turn numbers of other libraries into Python's. Raises OptionError for what is none."""
         _set(self, "stop", _stops(self.stop))
-        _set(self, "repetition_penalty", real(self.repetition_penalty, "repetition penalty"))
-        for name, what in (("temperature", "temperature"), ("top_p", "top-p"), ("min_p", "min-p")):
+        reals = ("temperature", "top_p", "min_p", "repetition_penalty")
+        for name, what in zip(reals, ("temperature", "top-p", "min-p", "repetition penalty"), strict=True):
             if (value := getattr(self, name)) is not None:
                 _set(self, name, real(value, what))
         for name, what in (("top_k", "top-k"), ("seed", "seed"), ("max_tokens", "max tokens")):
@@ -121,6 +121,7 @@ class Sampling:
             top_p=_first(self.top_p, recommended.top_p, 1.0),
             top_k=int(_first(self.top_k, recommended.top_k, 0)),
             min_p=_first(self.min_p, recommended.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, recommended.repetition_penalty, 1.0),
         )
 
 

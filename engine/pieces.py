@@ -1,60 +1,59 @@
-"""How much of a prompt is computed at once: enough to keep the device busy, and so little that a cancellation is soon heard."""
+"""Prompts on their way through the model: cut at multiples of the chunk, counted from the first token (limits/prefill_chunk.py).
 
+Where a piece takes long, it is computed a few layers at a time, so that a cancellation is heard in between: then what was begun of
+it is dropped. Time decides that alone, never where a prompt is cut.
+"""
+
+import math
 import time
 from collections.abc import Callable, Iterator
 
 from tokamac.engine.generation import Run
+from tokamac.engine.limits.prefill_chunk import Chunking
 
-LONGEST_S = 1.0
-"""What a piece may take where somebody waits for the prompt: between two pieces a reply can be cancelled."""
-
-LEAST = 64
-"""Tokens; every piece reads all weights again, whatever it has of them."""
-
-FIRST = 64
-"""Tokens of the first piece where no pace is known: it tells how long one takes."""
+STAGE_S = 1.0
+"""What is computed of a piece before it is asked whether to stop."""
 
 
 class Pieces:
-    """Computes prompts in pieces of a power of two of tokens, as many as take ``longest_s`` seconds at most.
+    """Computes prompts piece by piece.
 
-    most: tokens that a piece has at most, a power of two. least: that it has however slow they are, unless it is the last.
-    token_s: seconds that a token takes; None is unknown. size: tokens of the next piece. largest: of the largest so far.
+    most: tokens that a piece has at most, a power of two: what there is room for. largest: that of the first, which no later one
+    exceeds. stage_s: seconds after which ``stopped`` is asked again, as far as the pace is known.
     """
 
     def __init__(
         self,
+        chunking: Chunking,
         most: int,
-        token_s: float | None,
+        held: int,
         *,
-        longest_s: float = LONGEST_S,
-        least: int = LEAST,
+        stage_s: float = STAGE_S,
+        stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._most, self._least = most, min(least, most)
-        self._longest_s = longest_s
-        self._clock = clock
-        self.size = self.largest = min(most, FIRST) if token_s is None else self._fitting(token_s)
+        self._chunking, self._most = chunking, most
+        self._stage_s, self._stopped, self._clock = stage_s, stopped, clock
+        self.largest = self._size(held)
+        self._token_s = chunking.token_s(held)
 
     def compute(self, run: Run, ids: list[int]) -> Iterator[None]:
         """Compute ``ids`` after those that ``run`` holds; yield after each piece. Stop iterating to cancel."""
         at = 0
         while at < len(ids):
-            part = ids[at : at + self.size]
-            self.largest = max(self.largest, self.size)
+            size = self._size(len(run.held))
+            part = ids[at : at + size - len(run.held) % size]
+            stages = 1 if self._token_s is None else math.ceil(len(part) * self._token_s / self._stage_s)
             began = self._clock()
-            for _ in run.prefill(part, len(part)):
-                pass
-            self._took(len(part), self._clock() - began)  # before whoever reads may take a while
-            at += len(part)
+            whole = (
+                run.prefill_in_stages(part, stages, self._stopped) if stages > 1 else all(run.prefill(part, len(part)))
+            )
+            if whole:
+                self._token_s = (self._clock() - began) / len(part)
+                at += len(part)
             yield
+            if not whole:
+                return
 
-    def _took(self, tokens: int, seconds: float) -> None:
-        if tokens >= self._least:  # what fewer take says little: each piece costs something however small it is
-            self.size = self._fitting(seconds / tokens)
-
-    def _fitting(self, token_s: float) -> int:
-        size = self._most
-        while size > self._least and size * token_s > self._longest_s:
-            size = max(self._least, size // 2)
-        return size
+    def _size(self, held: int) -> int:
+        return min(self._most, self._chunking.at(held))

@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokamac.engine.limits import metrics
-from tokamac.engine.limits.gaps import Cause, GapLog, Mark, Outlier, outliers
+from tokamac.engine.limits.gaps import Cause, GapLog, Mark, Outlier, Throttle, outliers
 from tokamac.engine.limits.metrics import Metrics
 
 Clock = Callable[[], float]
@@ -76,7 +76,7 @@ class Recorder:
         """Tokens of the prompt and of the reply so far."""
         return self.prompt_tokens + len(self.token_times)
 
-    def outliers(self, *, ahead: bool, throttled: bool) -> tuple[Outlier, ...]:
+    def outliers(self, *, ahead: bool, throttled: Sequence[Throttle] = ()) -> tuple[Outlier, ...]:
         """Return the longest gaps that stand out so far, and what is known of why; see ``gaps.outliers``."""
         gaps, longest = self._gaps.read(self.token_times)
         return () if gaps is None else outliers(longest, gaps.p50, self.marks, ahead=ahead, throttled=throttled)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
+from tokamac.engine.compute_errors import computing_error
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Live
 from tokamac.engine.worker import Stream, Worker
@@ -132,6 +133,6 @@ class Replies:
                         self._worker.answer()
             stream.end()
         except BaseException as error:
-            stream.end(error)
+            stream.end(computing_error(error) or error)
         finally:
             self.live = None

@@ -1,30 +1,31 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from tokamac.engine import kv
+from tokamac.engine.compute_errors import FAILURES, computing_error
 from tokamac.engine.continuation import Begun
-from tokamac.engine.errors import ContextError
+from tokamac.engine.errors import ContextError, DeviceError
 from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
 from tokamac.engine.generation import Run
 from tokamac.engine.limits import macos
 from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
 from tokamac.engine.limits.gaps import Outlier
+from tokamac.engine.limits.ladder import LEAST_CHUNK
 from tokamac.engine.limits.metrics import Metrics, achieved_gbs, gaps_ms, recent_rate
 from tokamac.engine.limits.process import ProcessWatch
-from tokamac.engine.limits.thermal import ThermalWatch
+from tokamac.engine.limits.thermal import ThrottleWatch
 from tokamac.engine.options import Sampling
-from tokamac.engine.pieces import LEAST, LONGEST_S, Pieces
+from tokamac.engine.pieces import Pieces
 from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler
-from tokamac.engine.squeeze import Room, make_room
+from tokamac.engine.squeeze import ReplyGrowth, Room, make_room
 from tokamac.engine.stream import ReplyText
 
 LIVE_GAPS = 64
@@ -60,34 +61,77 @@ class Reply:
         self._slot: Slot | None = None
         self._room: Room | None = None
         self._pieces: Pieces | None = None
-        self._cut_off = False
-        mac = macos.system()
-        self._thermal = ThermalWatch(None if mac is None else partial(macos.throttled, mac))
+        self._run: Run | None = None
+        self._may_force = True
+        self._cut_off = self._ended_by_memory = self._decoding = False
+        self._throttled = ThrottleWatch(macos.system())
 
     def events(self) -> Iterator[Event]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
 
-        Raises ContextError after the end, where the context cut the reply off and that is to be an error.
+        Where MLX has no memory for a piece of the prompt, the prompt is computed again in pieces of half that size. Raises
+        ContextError after the end, where the context cut the reply off and that is to be an error; MemoryLimitError or DeviceError
+        where MLX fails and there is nothing left to try.
         """
         if self._request.left_out is not None:
             yield self._request.left_out
         mx.reset_peak_memory()
-        slot = self._slot = self._store.take(self._request.ids, self._request.keep)
-        room = self._room = make_room(self._runtime, self._store, slot, len(self._request.ids))
-        if room.squeezed is not None:
-            yield room.squeezed
-        self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
-        runtime = self._runtime
-        run = Run(runtime.model, slot.caches, slot.ids, ahead=runtime.ahead, mark=self._request.recorder.mark)
-        with self._store.lending(slot), self._thermal:
-            self._pieces = paced(runtime, self._store, slot, room.chunk)
-            yield from self._prefill(run, slot, self._pieces)
-            yield from self._decode(run)
-        if self._cut_off and self._runtime.kv.when_full == "error":
+        most: int | None = None
+        while True:
+            try:
+                yield from self._attempt(most)
+                break
+            except FAILURES as error:
+                most = self._smaller(error)  # the caches went with the failure, and what they held may not be believed
+        if self._cut_off and not self._ended_by_memory and self._runtime.kv.when_full == "error":
             raise ContextError(
                 f"the context of {self._runtime.capacity:,} tokens is full, and the reply was cut off",
                 f"Start a new chat, or let the oldest go: {_LETS_GO}.",
             )
+
+    def _smaller(self, error: BaseException) -> int:
+        """Return how many tokens to compute at once after MLX failed with this: half of what failed.
+
+        Raises the engine's error for it where that is not to be tried: while decoding, or where pieces are small already.
+        """
+        known = computing_error(error)
+        if known is None:
+            raise error
+        size = 0 if self._run is None or self._decoding else self._run.piece
+        if isinstance(known, DeviceError) and self._room is not None and self._room.force_fused:
+            self._may_force = False  # MLX says so where this GPU has too few registers for such a kernel
+        if size <= LEAST_CHUNK:
+            raise known from error
+        whole = 1 << (size - 1).bit_length()  # the last piece may be a part of one
+        return max(LEAST_CHUNK, whole // 2)
+
+    def _attempt(self, most: int | None) -> Iterator[Event]:
+        """Prefill in pieces of ``most`` tokens at most, then decode. most: given after a failure, whose caches are gone."""
+        if most is not None:
+            self._slot = self._room = self._pieces = self._run = None
+            mx.clear_cache()
+        slot = self._slot = self._store.take(self._request.ids, self._request.keep)
+        room = self._room = make_room(
+            self._runtime, self._store, slot, len(self._request.ids), most=most, may_force=self._may_force
+        )
+        if room.squeezed is not None:
+            yield room.squeezed
+        self._request.recorder.begin_prefill(len(self._request.ids), len(slot.ids))
+        runtime = self._runtime
+        growth = ReplyGrowth(runtime, self._store, slot)
+        run = self._run = Run(
+            runtime.model,
+            slot.caches,
+            slot.ids,
+            ahead=runtime.ahead,
+            mark=self._request.recorder.mark,
+            force_fused=runtime.shape.device if room.force_fused else None,
+            may_grow=growth.fits,
+        )
+        with self._store.lending(slot):
+            self._pieces = Pieces(runtime.chunking, room.chunk, len(slot.ids), stopped=self._cancelled)
+            yield from self._prefill(run, slot, self._pieces)
+            yield from self._decode(run, growth)
 
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
@@ -113,7 +157,7 @@ class Reply:
         )
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._thermal.throttled)
+        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
 
     def _predicted_peak(self) -> int | None:
         """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
@@ -132,8 +176,9 @@ class Reply:
                 yield PrefillProgress(len(run.held), len(ids), cached)
             self._store.mark(slot)
 
-    def _decode(self, run: Run) -> Iterator[Event]:
+    def _decode(self, run: Run, growth: ReplyGrowth) -> Iterator[Event]:
         request = self._request
+        self._decoding = True
         text = ReplyText(
             self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking, begun=request.begun
         )
@@ -144,6 +189,7 @@ class Reply:
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
+                self._throttled.look()
                 if token in self._runtime.tokenizer.eos_ids:
                     reason = "stop"
                     break
@@ -151,12 +197,16 @@ class Reply:
                 if text.stopped:
                     reason = "stop"
                     break
+                if growth.told:
+                    yield growth.told.pop()
                 if self._cancelled():
                     reason = "cancelled"
                     break
+        self._ended_by_memory = reason == "length" and run.ended_by_memory
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from text.finish()
         request.recorder.end()
+        self._throttled.look(now=True)
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
@@ -166,22 +216,14 @@ class Reply:
         runtime, machine = self._runtime, self._runtime.machine
         chunk = runtime.prefill_chunk if self._pieces is None else self._pieces.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
-        return diagnose(metrics, runtime.work, machine.chip, machine.pace, situation)
+        throttled = replace(situation, throttles=self._throttled.seen)
+        return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
 
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
-
-
-def paced(
-    runtime: Runtime, store: Store, slot: Slot, most: int, *, longest_s: float = LONGEST_S, least: int = LEAST
-) -> Pieces:
-    """Return how to read a prompt after what ``slot`` holds: at first by the pace measured so far, else by the one foretold."""
-    measured_s = store.rates.prefill_s(1)
-    token_s = runtime.prompt_token_s(most, len(slot.ids)) if measured_s is None else measured_s
-    return Pieces(most, token_s, longest_s=longest_s, least=least)
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

@@ -5,20 +5,18 @@ from typing import Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.kv import CachePlan
+from tokamac.engine.limits import memory
 from tokamac.engine.limits.bandwidth import believed, learn
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.limits.peak_shape import Shape
-from tokamac.engine.limits.prediction import Pace, decode_phase, prefill_phase
+from tokamac.engine.limits.prediction import Pace, decode_phase
+from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import Situation
 from tokamac.engine.limits.work import KVLayer, Work
 from tokamac.engine.options import KVSpec
 from tokamac.engine.recorder import StepCost
 from tokamac.engine.tokens import Tokenizer
-
-PREFILL_CHUNK: dict[DeviceKind, int] = {"metal": 512, "cuda": 2048, "cpu": 256}
-"""Prompt tokens computed at once, at most: fewer where they take long (pieces.py). To keep a GPU busy; not tuned on one here."""
-
 
 SETTLED_TOKENS = 16
 """Tokens after which a decode rate says something of the machine."""
@@ -51,7 +49,8 @@ class Machine:
 class Runtime:
     """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
 
-    packed_kv, bits_per_weight: see limits.situation. doubts: see ``ModelSpec``.
+    chunking: how its prompts are cut. packed_kv, bits_per_weight: see limits.situation. memory_limit: bytes that the user
+    lets arrays take; None is the system's limit. doubts: see ``ModelSpec``.
     """
 
     model: Any
@@ -64,14 +63,21 @@ class Runtime:
     work: Work
     machine: Machine
     shape: Shape
+    chunking: Chunking
     packed_kv: tuple[KVLayer, ...] | None = None
     bits_per_weight: float | None = None
     doubts: tuple[str, ...] = ()
+    memory_limit: int | None = None
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes that MLX's arrays of this process may take in all, as it is now; None is unknown."""
+        return memory.array_budget() if self.memory_limit is None else self.memory_limit
 
     @property
     def prefill_chunk(self) -> int:
         """Prompt tokens computed at once, at most."""
-        return PREFILL_CHUNK[self.device]
+        return self.chunking.at(0)
 
     def new_caches(self, keep: int | None) -> list[Any]:
         """Return empty caches, one a layer; ``keep`` tokens are pinned where they rotate."""
@@ -90,12 +96,6 @@ class Runtime:
     def situation(self, *, keeps_prompts: bool, chunk: int) -> Situation:
         """Return what could be changed about a reply whose prompt was computed ``chunk`` tokens at a time."""
         return Situation(self.packed_kv, self.bits_per_weight, keeps_prompts, chunk)
-
-    def prompt_token_s(self, tokens: int, cached: int) -> float | None:
-        """Return the seconds that each of so many prompt tokens, computed at once, should take; None is unknown."""
-        chip, pace = self.machine.chip, self.machine.pace
-        expected_s = prefill_phase(self.work, chip, pace, tokens, cached, chunk=tokens).expected_s
-        return None if expected_s is None else expected_s / tokens
 
     def step_cost(self, context: int) -> StepCost:
         """Return what decoding one token reads at a context of so many tokens, and how fast that should be."""

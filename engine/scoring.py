@@ -5,7 +5,7 @@ import mlx.core as mx
 from tokamac.engine.errors import ContextError, MemoryLimitError
 from tokamac.engine.kv_trial import log_probabilities
 from tokamac.engine.limits import memory
-from tokamac.engine.limits.ladder import gb
+from tokamac.engine.limits.ladder import gb, override, told_apart
 from tokamac.engine.limits.peak import predict_peak
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.runtime import Runtime
@@ -31,14 +31,15 @@ def check_scored(runtime: Runtime, store: Store, tokens: int, chunk: int, vocabu
     if capacity is not None and not runtime.kv.rolls and tokens > capacity:
         what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
         raise ContextError(f"{tokens:,} tokens are to be scored, but {what} {capacity:,}", "Score fewer at a time.")
-    budget = memory.array_budget()
+    budget = runtime.memory_budget
     rows = FLOAT32 * vocabulary * _rows_at_once(tokens, chunk)
     least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + rows
     if budget is not None and least > budget:
+        needed, most = told_apart(least, budget)
         raise MemoryLimitError(
-            f"the log-probabilities of {tokens:,} tokens need {gb(least)} of memory ({gb(rows)} of it for the rows of "
-            f"{vocabulary:,} numbers), and {gb(budget)} may be used",
-            "Score fewer tokens at a time.",
+            f"the log-probabilities of {tokens:,} tokens need {needed} of memory ({gb(rows)} of it for the rows of "
+            f"{vocabulary:,} numbers), and {most} may be used",
+            f"Score fewer tokens at a time.{override(least, memory.device_total())}",
         )
 
 

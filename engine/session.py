@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from tokamac.engine.chat import Chat
-from tokamac.engine.device import leave_thread
+from tokamac.engine.device import cannot_import, check_backends, installed_backends, leave_thread
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
-from tokamac.engine.given import given_count, given_ids, given_messages, given_prompt, given_sampling
+from tokamac.engine.given import given_count, given_ids, given_limit, given_messages, given_prompt, given_sampling
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
@@ -66,16 +66,21 @@ class Engine:
         prompt_cache: PromptCacheSpec | None = PromptCacheSpec(),  # noqa: B008  # frozen
         dtype: str | None = None,
         unchecked: bool = False,
+        memory: int | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
 
         kv: how keys and values are kept. prompt_cache: None computes every prompt afresh. dtype: of what is not packed; None
-        takes the checkpoint's own on a GPU and float32 on a CPU. unchecked: load a model although something of its config would be
-        computed otherwise; ``spec.doubts`` and every ``Finished`` say what. progress is called from another thread.
+        takes the checkpoint's own on a GPU and float32 on a CPU. On a GPU that has TF32 (CUDA, Apple's from M5 on), MLX rounds
+        factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
+        arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
+        beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and
+        every ``Finished`` say what. progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
         _check_load(model, kv, prompt_cache)
+        limit = None if memory is None else given_limit(memory)
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
         given_up = threading.Event()
 
@@ -86,9 +91,23 @@ class Engine:
                 progress(at)
 
         def work() -> "Core":
-            from tokamac.engine.loading import load
+            check_backends(installed_backends())
+            try:
+                from tokamac.engine.loading import load
+            except ImportError as error:
+                if (explained := cannot_import(error)) is None:
+                    raise
+                raise explained from error
 
-            return load(model, kv=kv, prompt_cache=prompt_cache, dtype=dtype, progress=tell, unchecked=unchecked)
+            return load(
+                model,
+                kv=kv,
+                prompt_cache=prompt_cache,
+                dtype=dtype,
+                memory=limit,
+                progress=tell,
+                unchecked=unchecked,
+            )
 
         try:
             return cls(worker, worker.call(work))

@@ -1,10 +1,17 @@
 """From tokens to what the reader sees: whole characters, stop texts never shown, thinking told apart from the answer."""
 
+import re
 from collections.abc import Iterator
 
 from tokamac.engine.continuation import Begun
 from tokamac.engine.events import TextChunk, TextKind
 from tokamac.engine.tokens import Tokenizer
+
+CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+"""What ends a Harmony message or begins the header of the next, which "<|message|>" ends:
+``<|end|><|start|>assistant<|channel|>final<|message|>``. https://cookbook.openai.com/articles/openai-harmony"""
+
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def held_back(text: str, markers: tuple[str, ...]) -> int:
@@ -35,7 +42,7 @@ class ReplyText:
 
     ``add`` and ``finish`` yield TextChunks. Once ``stopped`` is true a stop text was met and nothing more will come.
     ``answer`` and ``thinking`` hold all that was yielded of each kind, after what the reply had ``begun`` with where it is
-    continued. Stop texts apply to the answer alone.
+    continued. Stop texts apply to the answer alone. Of a Harmony reply the channel ``analysis`` is thinking, every other is answer.
     """
 
     def __init__(
@@ -53,14 +60,19 @@ class ReplyText:
         self._detokenizer = tokenizer.detokenizer(() if begun is None else begun.ids)
         self._stops = stops
         self._in_thinking = in_thinking
+        self._in_header = False  # between a channel's marks: not text
         self._fresh = begun is None  # nothing shown since the kind last changed: leading blank lines there are padding
         self._pending = ""
 
     def add(self, token: int) -> Iterator[TextChunk]:
-        """Take the next token of the reply; end and padding marks are passed over."""
-        if not self.stopped and not self._tokenizer.is_hidden(token):
-            self._pending += self._detokenizer.add(token)
-            yield from self._drain(final=False)
+        """Take the next token of the reply; end and padding marks are passed over, unless a stop text ends with one."""
+        if self.stopped:
+            return
+        if self._tokenizer.is_hidden(token):
+            yield from self._stop_at(self._tokenizer.mark(token))
+            return
+        self._pending += self._detokenizer.add(token)
+        yield from self._drain(final=False)
 
     def finish(self) -> Iterator[TextChunk]:
         """Yield what was held back, now that nothing follows."""
@@ -68,39 +80,75 @@ class ReplyText:
             self._pending += self._detokenizer.flush()
             yield from self._drain(final=True)
 
+    def _stop_at(self, mark: str) -> Iterator[TextChunk]:
+        """Stop if a stop text ends with this hidden mark: it is matched, though it is never shown."""
+        match = first_of(self._pending + mark, tuple(stop for stop in self._stops if stop.endswith(mark)))
+        if match is not None and not self._in_thinking:
+            yield from self._end(match[0])
+
+    def _end(self, position: int) -> Iterator[TextChunk]:
+        yield from self._show(self._pending[:position])
+        self.stopped = True
+        self._pending = ""
+
     def _drain(self, *, final: bool) -> Iterator[TextChunk]:
-        while True:
-            markers = self._markers()
-            match = first_of(self._pending, markers)
+        channels = self._tokenizer.writes_channels
+        while not self.stopped:
+            if self._in_header and not self._leave_header():
+                if final:
+                    self._pending = ""  # the reply was cut inside a header
+                return
+            match = first_of(self._pending, self._markers())
             if match is None:
-                keep = 0 if final else held_back(self._pending, markers)
-                ready = self._pending[: len(self._pending) - keep]
-                self._pending = self._pending[len(ready) :]
-                yield from self._show(ready)
+                yield from self._show(self._take_ready(final=final))
                 return
             position, marker = match
-            yield from self._show(self._pending[:position])
-            self._pending = self._pending[position + len(marker) :]
-            if not self._is_thinking_marker(marker):
-                self.stopped = True
-                self._pending = ""
-                return
-            self._in_thinking = not self._in_thinking
-            self._fresh = True
+            if marker in self._stops and not self._in_thinking:
+                yield from self._end(position)
+            elif channels:
+                yield from self._show(self._pending[:position])
+                self._pending, self._in_header = self._pending[position:], True
+            else:
+                if not self._is_padding(position):
+                    yield from self._show(self._pending[:position])
+                self._pending = self._pending[position + len(marker) :]
+                self._in_thinking = not self._in_thinking
+                self._fresh = True
+
+    def _leave_header(self) -> bool:
+        """Read the channel of a header that is whole, and begin its text; return whether it was."""
+        header, mark, text = self._pending.partition("<|message|>")
+        if not mark:
+            return False
+        named = CHANNEL.search(header)
+        self._in_thinking = named is not None and named.group(1) == "analysis"
+        again = bool(self.answer.strip()) and not self._in_thinking
+        self._pending, self._in_header, self._fresh = ("\n\n" if again else "") + text, False, not again
+        return True
+
+    def _take_ready(self, *, final: bool) -> str:
+        """Take from what is pending all that can't be part of a marker."""
+        keep = 0 if final else held_back(self._pending, self._markers())
+        ready = self._pending[: len(self._pending) - keep]
+        if not final and self._is_padding(len(ready)):
+            return ""  # thinking may begin after it
+        self._pending = self._pending[len(ready) :]
+        return ready
+
+    def _is_padding(self, position: int) -> bool:
+        """Whether all before this place in what is pending is white space, at the beginning of a reply that may yet think."""
+        may_think = self._tokenizer.thinking is not None and not self.answer and not self.thinking
+        return self._fresh and may_think and not self._in_thinking and not self._pending[:position].strip()
 
     def _markers(self) -> tuple[str, ...]:
         thinking = self._tokenizer.thinking
+        if self._tokenizer.writes_channels:
+            return CHANNEL_MARKS + (() if self._in_thinking else self._stops)
         if self._in_thinking:
             return (thinking[1],) if thinking else ()
         # A second opening mark is text about thinking, not thinking: models think once, before they answer.
         opening = (thinking[0],) if thinking and not self.answer and not self.thinking else ()
         return opening + self._stops
-
-    def _is_thinking_marker(self, marker: str) -> bool:
-        thinking = self._tokenizer.thinking
-        if thinking is None:
-            return False
-        return marker == thinking[1] if self._in_thinking else marker == thinking[0] and not self.answer
 
     def _show(self, text: str) -> Iterator[TextChunk]:
         if self._fresh and self._tokenizer.thinking:

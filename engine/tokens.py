@@ -3,14 +3,21 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message, TextKind
-from tokamac.engine.template import with_deadline
+from tokamac.engine.template import ChatTemplate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
+
+HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+"""How a Harmony reply usually begins, and how its answer follows."""
 
 # How models mark their reasoning: (begins with, ends with). Only pairs whose first special token is in the vocabulary apply.
 THINKING_MARKERS = (
@@ -19,7 +26,7 @@ THINKING_MARKERS = (
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
     ("<|channel>thought", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    HARMONY,
 )
 
 FIELDS: dict[TextKind, str] = {"answer": "content", "thinking": "reasoning_content"}
@@ -40,8 +47,8 @@ LATER_SYSTEM = (
 )
 """What a chat template is tried with: does it write a system message that follows others, in its place?"""
 
-POWER = re.compile(r"[\w)\]]\s*\*\*\s*[\w(]")
-"""Jinja's power operator: one product of large numbers can't be interrupted, and no chat template needs it."""
+MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+"""What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
 
 
 class Detokenizer:
@@ -93,6 +100,7 @@ class Tokenizer:
         self.vocabulary_size = len(hf_tokenizer)
         self.thinking = self._find_thinking()
         self._hidden_ids = self._find_hidden_ids()
+        self._control = ControlTokens(self._find_marks())
 
     @property
     def has_chat_template(self) -> bool:
@@ -100,13 +108,27 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ``text``, as they stand: nothing is added unless asked for."""
+        """Return the token ids of ``text``, as they stand: nothing is added unless asked for.
+
+        Of a rendered conversation, what its contents only looked like is encoded as plain text; else marks become control tokens.
+        """
+        if BREAK in text:
+            return encode_broken(text, self.encode, self._decode)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
         # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def plain(self, said: Message) -> Message:
+        """Return a message in which nothing looks like a control token.
+
+        A reply keeps its marks of thinking, which templates read.
+        """
+        keep = (self.thinking or ()) if said.role == "assistant" else ()
+        content, thinking = (self._control.broken(text, keep) for text in (said.content, said.thinking))
+        return replace(said, content=content, thinking=thinking)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character.
@@ -128,9 +150,19 @@ class Tokenizer:
         """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
         return token in self._hidden_ids
 
+    def mark(self, token: int) -> str:
+        """Return the text of a hidden token."""
+        return self._decode([token])
+
+    @property
+    def writes_channels(self) -> bool:
+        """Whether replies are Harmony messages, each in a channel of its own (gpt-oss)."""
+        return self.thinking == HARMONY
+
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
 
+        For ``encode``: contents that look like control tokens are marked.
         Raises TemplateError when the template is missing, fails, or does not end.
         """
         if not self.has_chat_template:
@@ -174,18 +206,9 @@ class Tokenizer:
         return rendered.rstrip().endswith(start)
 
     def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None) -> str:
-        if POWER.search(str(self._hf.chat_template)):
-            raise TemplateError(
-                f"the chat template of {self._name} computes powers, which no template needs", "Don't use it."
-            )
-        turns = [_as_dict(message) for message in messages]
-
-        def work() -> str:
-            how = {"add_generation_prompt": reply, "continue_final_message": cut or False}
-            return str(self._hf.apply_chat_template(turns, tokenize=False, **how))
-
+        turns = [_as_dict(self.plain(message)) for message in messages]
         try:
-            return with_deadline(work)
+            return self._template.render(turns, reply=reply, cut=cut)
         except TemplateError:
             raise
         except Exception as error:  # a template may raise anything
@@ -194,6 +217,16 @@ class Tokenizer:
                 f"the chat template of {self._name} failed: {reason}",
                 "Check the order of the messages, or use another model.",
             ) from error
+
+    def compile_template(self) -> None:
+        """Compile the chat template now, so that no reply waits for it. One that is none says so when it is used."""
+        if self.has_chat_template:
+            with suppress(Exception):
+                _ = self._template
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend_decode is not None:
@@ -207,6 +240,12 @@ class Tokenizer:
             if first in vocabulary:
                 return start, end
         return None
+
+    def _find_marks(self) -> set[str]:
+        """Return the texts of control tokens: special ones, and added ones that look like marks. Not runs of spaces or digits."""
+        added = self._hf.added_tokens_decoder.values()
+        marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
+        return marks | set(self._hf.all_special_tokens)
 
     def _find_hidden_ids(self) -> frozenset[int]:
         marks = "".join(self.thinking or ())
@@ -255,12 +294,15 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         raise ModelDamagedError(
             f"the tokenizer of {name} can't be read: {reason}", f"Download the files of {folder} again."
         ) from error
-    return Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
+    found = Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
+    found.compile_template()
+    return found
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
-    for value in (generation_config(folder).get("eos_token_id") or config.get("eos_token_id"), tokenizer.eos_token_id):
+    generation = generation_config(folder).get("eos_token_id")
+    for value in (config.get("eos_token_id") if generation is None else generation, tokenizer.eos_token_id):
         if isinstance(value, int):
             found.add(value)
         elif isinstance(value, list):

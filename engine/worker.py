@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from tokamac.engine.compute_errors import engine_error
 from tokamac.engine.errors import EngineClosedError
 from tokamac.engine.events import Event, TextChunk
 
@@ -123,7 +124,7 @@ class _Job:
         try:
             self.future.set_result(self._work())
         except BaseException as error:
-            self.future.set_exception(error)
+            self.future.set_exception(engine_error(error) or error)
 
 
 class Worker:

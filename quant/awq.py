@@ -16,6 +16,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -42,6 +43,7 @@ from tokamac.quant.calibrated import (
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
 from tokamac.quant.finite import check_finite
+from tokamac.quant.gpu_work import rows_here
 from tokamac.quant.modules import Method, clone, layer_paths, leaves, override
 from tokamac.quant.options import Options
 from tokamac.quant.packed import Packed
@@ -86,7 +88,8 @@ def pack(
     # Our model is the language model already, wherever its class keeps it.
     rules = replace(awq.AWQ_MODEL_CONFIGS[str(source.config["model_type"])], lm_key=None)
     blocks = _Blocks(source, uniform(options), chosen, progress)
-    with running("awq", awq, tqdm=Silent()):
+    run_layer = partial(awq.run_layer, batch_size=_at_once(source.module, len(sequences), len(sequences[0])))
+    with running("awq", awq, tqdm=Silent(), run_layer=run_layer):
         hidden = _entering(source, rules, mx.array([list(sequence) for sequence in sequences]))
         model = _Blockwise(rules.embed, blocks.one_by_one())
         # Given as the token ids, which mlx-lm only hands to the embedding and asks for the sequences' length.
@@ -104,6 +107,15 @@ def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:  # noq
     values: int = max(sum(shape[-1] + 2 * shape[-2] for shape in shapes) + 8 * shapes[0][-1] for shapes in blocks)
     kept = sum(sizes) * options.packed_bits // 8 + FLOAT_BYTES * (4 * max(sizes) + SEQUENCES * LENGTH * values)
     return kept + attention_bytes(source.config, SEQUENCES)
+
+
+def _at_once(module: Any, sequences: int, length: int) -> int:
+    """Return how many sequences to run through a block at a time."""
+    largest = max(
+        (each.weight.shape[-2] * each.weight.shape[-1] for _, each in leaves(module) if _is_linear(each)), default=1
+    )
+    rows = rows_here(2 * largest)
+    return sequences if rows is None else min(max(rows // length, 1), sequences)
 
 
 class _Blocks:

@@ -8,7 +8,7 @@ Nothing is random: the same text and tokenizer give the same tokens.
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import OptionError, access_hint
 from tokamac.engine.tokens import Tokenizer
 
 LENGTH = 512
@@ -83,7 +83,9 @@ def _read(file: Path) -> bytes:
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
     except OSError as error:
-        raise OptionError(f"{file} can't be read: {error.strerror or error}", "Check the path of the text.") from error
+        raise OptionError(
+            f"{file} can't be read: {error.strerror or error}", access_hint(error, "Check the path of the text.")
+        ) from error
     if len(content) > MOST_BYTES:
         raise OptionError(
             f"{file} is larger than {MOST_BYTES >> 20} MiB", "Give a part of it: some hundred pages are plenty."

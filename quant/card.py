@@ -81,7 +81,7 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     yield f"# {made.name} at {plan.bits_per_weight:.2f} bits per weight, for MLX"
     yield ""
     yield f"Converted from {named}: {_bytes(plan.source_bytes)} became {_bytes(plan.weight_bytes)}."
-    yield f"Made with {versions}."
+    yield f"Made with {versions}{', products of float32 in TF32 where the GPU has it' if made.tf32 else ''}."
     if not options.dequantize:
         yield f"Weights were packed {METHODS[options.how]}{_weighed(options)}."
     yield ""

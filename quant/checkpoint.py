@@ -19,6 +19,7 @@ from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError
 from tokamac.engine.limits.cost import text_config
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.model import BUILD_ERRORS
+from tokamac.engine.open_files import not_opened
 from tokamac.engine.weights import without_fp8
 from tokamac.quant.modules import leaves
 from tokamac.quant.packed import PACKED_LEAVES, Packed, float_type, is_packed, taken, unpacked
@@ -83,11 +84,11 @@ def _method(settings: Any, unnamed: str | None) -> str | None:
 
 def _loaded(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Return mlx-lm's module with the folder's weights, packed as they are."""
-    from mlx_lm.utils import load_model
-
     own = deepcopy(dict(config))  # mlx-lm's classes write into what they are given
     classes = model_classes(own)
     check_config(own, classes[1])
+    from mlx_lm.utils import load_model
+
     try:
         return load_model(folder, lazy=True, model_config=without_fp8(own), get_model_classes=lambda **_: classes)[0]
     except ModelError:
@@ -97,6 +98,8 @@ def _loaded(folder: Path, config: Mapping[str, Any]) -> nn.Module:
             f"{folder} needs a package that is not installed: {error}", "Use another model."
         ) from error
     except READ_ERRORS as error:
+        if (failure := not_opened(error, folder)) is not None:
+            raise failure from error
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise _unreadable(folder, config, " ".join(reason.split())[:240]) from error
 

@@ -12,7 +12,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import mlx.core as mx
 
+from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
+from tokamac.engine.limits.memory import device_total
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
 from tokamac.quant.fingerprint import conversion_key
@@ -118,9 +120,11 @@ def convert(
     out: None makes a folder here, named after the source and the bits. overwrite: replace a model folder of that name, at the end.
     dry_run: return the Plan and write nothing. progress: called after every tensor, on this thread. asked: see Options.
 
-    MLX is used on this thread, not on an engine's. Meanwhile MLX keeps no freed buffers for reuse in the whole process, so replies
-    of an engine beside it are slower; its limit is put back at the end. Its count of the peak begins anew, and what an engine
-    computes at the same time counts in both peaks.
+    MLX is used on this thread, not on an engine's. Meanwhile MLX keeps few freed buffers for reuse in the whole process, on a CPU
+    none, so replies of an engine beside it are slower; its limit is put back at the end. Its count of the peak begins anew, and
+    what an engine computes at the same time counts in both peaks. Start the process with MLX_ENABLE_TF32=0, as
+    ``tokamac convert`` does: else a GPU that has TF32 rounds the float32 products that sensitivities and comparisons are made of,
+    and the record says so.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
     options = Options(**asked)
@@ -136,7 +140,7 @@ def convert(
     if dry_run:
         return plan
     check_space(target, plan.needed_bytes)
-    with _lean_memory() as peak, workplace(target, conversion_key(folder, options)) as place:
+    with _bounded_memory() as peak, workplace(target, conversion_key(folder, options)) as place:
         ready = prepare(opened, options, place, tell)
         errors = write(ready.plan, ready.source, ready.quantizer, place, tell)
         outcome = _compared(opened, ready.plan, errors, place.folder, tell) if options.verify else None
@@ -209,17 +213,33 @@ def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int, qu
     )
 
 
+POOL_BYTES, POOL_PART = 2 << 30, 8
+"""Of freed buffers that a GPU keeps for reuse: at most so many, and at most one such part of its memory."""
+
+
+def pool_bytes(kind: DeviceKind, memory_bytes: int | None) -> int:
+    """Return the bytes of freed buffers to keep while converting.
+
+    A CPU keeps none: each tensor has another size, so reuse would gain little and cost the peak. A GPU's driver takes long to make
+    a buffer, and one block of a search needs dozens, the same for each block; so it keeps some until a tensor is done.
+    """
+    if kind == "cpu":
+        return 0
+    return POOL_BYTES if memory_bytes is None else min(POOL_BYTES, memory_bytes // POOL_PART)
+
+
 @contextmanager
-def _lean_memory() -> Iterator[Callable[[], int]]:
-    """Keep no pool of freed buffers meanwhile: each tensor has another size, so reuse would gain little and cost the peak.
+def _bounded_memory() -> Iterator[Callable[[], int]]:
+    """Bound the pool of freed buffers meanwhile.
 
     Yields what tells the most bytes that MLX held since, beside what it holds now: an engine's weights are none of a conversion's.
     """
     mx.clear_cache()
     mx.reset_peak_memory()
     others = mx.get_active_memory()
-    before = mx.set_cache_limit(0)
+    before = mx.set_cache_limit(pool_bytes(device_kind(), device_total()))
     try:
         yield lambda: max(0, mx.get_peak_memory() - others)
     finally:
         mx.set_cache_limit(before)
+        mx.clear_cache()

@@ -1,4 +1,4 @@
-"""Bytes of files: appended while they are hashed, checked later, forced to the disk."""
+"""Bytes of files: appended while they are hashed, checked later."""
 
 import os
 from collections.abc import Callable
@@ -33,12 +33,3 @@ def checksum(file: Path, start: int = 0, end: int | None = None) -> str:
             digest.update(buffer[:count])
             left -= count
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

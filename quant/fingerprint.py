@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import xxhash
 
+from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.quant.files import checksum
 from tokamac.quant.options import Options
 from tokamac.quant.provenance import PACKAGES, version_of
@@ -30,6 +31,7 @@ def conversion_key(folder: Path, options: Options) -> str:
         "format": FORMAT,
         "versions": versions,
         "device": str(mx.default_device()),
+        "tf32": may_use_tf32(device_kind()),
         "options": _options(options),
         "files": {file.name: checksum(file) for file in small},
         "weights": {file.name: _weights(file) for file in sorted(folder.glob("*.safetensors"))},

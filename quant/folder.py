@@ -13,12 +13,13 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokamac.engine.errors import ConversionError
-from tokamac.quant.files import sync
+from tokamac.engine.durable import path_to_disk, sync
+from tokamac.engine.errors import ALLOW, ConversionError, private
+from tokamac.engine.limits.ladder import told_apart
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
@@ -56,9 +57,28 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
 
 def _overlap(target: Path, source: Path) -> bool:
-    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to."""
-    files = (file.resolve() for file in source.iterdir()) if source.is_dir() else ()
-    return target == source or source in target.parents or any(target in each.parents for each in (source, *files))
+    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to.
+
+    By what the file system says they are: on most Macs' disks the case of a name, and how its accents are composed, makes no
+    difference, and a folder may be mounted in two places.
+    """
+    files = {file.resolve() for file in source.iterdir()} if source.is_dir() else set[Path]()
+    holding = {source, *source.parents, *(parent for file in files for parent in file.parents)}
+    return _is_one_of(source, {target, *target.parents}) or _is_one_of(target, holding)
+
+
+def _is_one_of(path: Path, others: Iterable[Path]) -> bool:
+    found = _stat(path)
+    return found is not None and any(
+        known is not None and os.path.samestat(found, known) for known in map(_stat, others)
+    )
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:  # not there, or not ours to see: then nothing of it is read or written
+        return None
 
 
 def free_bytes(target: Path) -> int:
@@ -70,10 +90,11 @@ def free_bytes(target: Path) -> int:
 
 def check_space(target: Path, needed_bytes: int) -> None:
     """Raise ConversionError where the disk of ``target`` has less room than needed."""
-    free = free_bytes(target)
-    if free < needed_bytes + SPARE_BYTES:
+    needed_bytes, free = needed_bytes + SPARE_BYTES, free_bytes(target)
+    if free < needed_bytes:
+        needed, left = told_apart(needed_bytes, free)
         raise ConversionError(
-            f"{target} needs {needed_bytes / 1e9:.3f} GB and its disk has {free / 1e9:.3f} GB left",
+            f"{target} needs {needed} and its disk has {left} left",
             "Free some space, or choose a folder on another disk.",
         )
 
@@ -102,6 +123,7 @@ def install(root: Path, target: Path, *, replace: bool) -> None:
     """
     for path in (*(root / MODEL).rglob("*"), root / MODEL):
         sync(path)
+    path_to_disk(root / MODEL)
     if target.exists() and not replace:
         raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
     try:
@@ -133,9 +155,11 @@ def writing_to(target: Path) -> Iterator[None]:
     """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
     try:
         yield
+    except BrokenPipeError:  # of whoever listens to the progress: no disk says so
+        raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space" if full else "Check its disk and permissions"
+        remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"
         then = f", then {AGAIN}" if partial_folder(target).exists() else ", or choose another folder."
         what = f" ({error.filename})" if error.filename else ""
         raise ConversionError(f"{target} can't be written: {error.strerror or error}{what}", remedy + then) from error

@@ -33,6 +33,7 @@ from tokamac.quant.calibrated import (
 )
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
+from tokamac.quant.gpu_work import rows_here
 from tokamac.quant.modules import layer_paths, leaves
 from tokamac.quant.observing import Inputs
 from tokamac.quant.options import Options
@@ -145,7 +146,13 @@ def _squares(rows: mx.array) -> mx.array:
     if device_kind() == "cpu":  # NumPy's matrix product is some thirty times faster there: see engine/cpu.py
         x = np.asarray(rows)
         return mx.array(x.T @ x)
-    return rows.T @ rows
+    step = rows_here(2 * rows.shape[-1] ** 2) or max(len(rows), 1)
+    total = mx.zeros((rows.shape[-1], rows.shape[-1]))
+    for begin in range(0, len(rows), step):
+        piece = rows[begin : begin + step]
+        total = total + piece.T @ piece
+        mx.eval(total)
+    return total
 
 
 def _packed(layer: nn.Module, squares: mx.array, packing: Packing, dtype: mx.Dtype) -> Any:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx import nn
 
 from tokamac.engine.cpu import DenseLinear
+from tokamac.quant.gpu_work import in_pieces
 from tokamac.quant.modules import Method, override
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, DenseLinear)
@@ -58,9 +59,9 @@ def _tell(
 
 
 def _linear(own: Method, tell: Callable[..., None]) -> Method:
-    def call(layer: nn.Module, x: mx.array) -> Any:
+    def call(layer: Any, x: mx.array) -> Any:
         tell(x.reshape(-1, x.shape[-1]))
-        return own(layer, x)
+        return in_pieces(partial(own, layer), x, outputs=layer.weight.shape[0])
 
     return call
 

@@ -16,6 +16,7 @@ from tokamac.quant.importance import TOKENS as MEASURED
 from tokamac.quant.method import BLOCK_WEIGHTS
 from tokamac.quant.modules import layer_paths
 from tokamac.quant.options import SEARCHED, Options
+from tokamac.quant.search import blocks, implementation
 from tokamac.quant.shards import type_bytes
 from tokamac.quant.source import Source
 from tokamac.quant.verify import TOKENS
@@ -33,10 +34,7 @@ ROUNDING = {"affine": 8, "mxfp4": 41, "nvfp4": 77, "mxfp8": 8}
 """Bytes a weight beside the weight itself, while a block is rounded."""
 
 SEARCHING = 3
-"""Bytes a weight beside the weight itself, while a tensor is searched."""
-
-SEARCHING_SCALES = 140
-"""Bytes a weight beside the weight itself, while a block of a microscaling format is searched."""
+"""Bytes a weight beside the weight itself, while a tensor is searched by numba, which holds few arrays."""
 
 UNPACKING = 18
 """Bytes a weight while a packed one is unpacked, at 3 bits; other bits take less."""
@@ -81,7 +79,11 @@ def _packing(packing: Packing | None, weights: int, options: Options) -> int:
         return weights
     if options.how == "round" or packing.mode not in SEARCHED:
         return ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
-    return SEARCHING * weights if packing.mode == "affine" else SEARCHING_SCALES * min(weights, BLOCK_WEIGHTS)
+    if packing.mode != "affine":
+        return blocks.SEARCHING_SCALES * min(weights, blocks.block_here(blocks.SEARCHING_SCALES))
+    if implementation().name == "mlx":
+        return blocks.SEARCHING * min(weights, blocks.block_here(blocks.SEARCHING))
+    return SEARCHING * weights
 
 
 def _of_run(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.hub_names import id_of
 from tokamac.engine.shards import find_shards
 from tokamac.quant.options import Options
@@ -52,6 +53,7 @@ class Provenance:
 
     name: the source's Hugging Face id, else the name of its folder, made safe to print. id: the former, where it is known.
     card: of the source's front matter, what goes along. calibration_sha256: of the user's text, where one was given.
+    tf32: products of float32 were rounded to TF32 where the GPU does that.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Provenance:
     versions: Mapping[str, str | None]
     card: Mapping[str, str] = field(default_factory=dict)
     calibration_sha256: str | None = None
+    tf32: bool = False
 
 
 def provenance(source: Path, options: Options) -> Provenance:
@@ -78,6 +81,7 @@ def provenance(source: Path, options: Options) -> Provenance:
         versions={package: version_of(package) for package in PACKAGES},
         card=front_matter(source / CARD),
         calibration_sha256=_sha256(text.read_bytes()) if isinstance(text, Path) else None,
+        tf32=may_use_tf32(device_kind()),
     )
 
 

@@ -114,7 +114,7 @@ def peak_bytes(source: Source, tokens: int) -> int:
 
 def fits(source: Source, tokens: int) -> bool:
     """Return whether a Replay of so many tokens fits the memory. On a CPU engine/cpu.py must agree to unpack the model."""
-    needed, budget = peak_bytes(source, tokens), memory.budget()
+    needed, budget = peak_bytes(source, tokens), memory.array_budget()
     if device_kind() != "cpu":
         return budget is not None and needed <= GPU_SHARE * budget
     total, weights = memory.machine_total(), FLOAT_BYTES * sum(array.size for array in source.weights.values())

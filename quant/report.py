@@ -143,6 +143,7 @@ def record(plan: "Plan", errors: Mapping[str, WeightError], result: Outcome | No
     facts = {
         "format": FORMAT,
         "versions": dict(made.versions),
+        "tf32": made.tf32,
         "source": {"name": made.name, "config_sha256": made.config_sha256, "shards": [asdict(s) for s in made.shards]},
         "options": _options(plan.options, made),
         "parameters": plan.parameters,

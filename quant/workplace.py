@@ -21,8 +21,9 @@ from pathlib import Path
 
 import xxhash
 
+from tokamac.engine.durable import sync
 from tokamac.engine.errors import TokamacError
-from tokamac.quant.files import checksum, sync
+from tokamac.quant.files import checksum
 from tokamac.quant.folder import AGAIN, JOURNAL, KEPT, MODEL, claimed, discard, install, put_back, writing_to
 from tokamac.quant.journal import Entry, Journal, intact, read_journal
 

@@ -62,6 +62,7 @@ def write(
                 _pop(tensor, source)
             else:
                 _write(tensor, converted(tensor, source, quantizer), writer, place)
+                mx.clear_cache()  # the next tensor has another size
             done_bytes += tensor.source_bytes
             if done >= place.resumed:
                 progress(TensorDone(tensor.name, done, total, done_bytes, total_bytes))

@@ -19,6 +19,9 @@ for variable, folder in {
     os.environ[variable] = str(Path(_HOME.name) / folder)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes begin: what they import is compiled once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["MLX_ENABLE_TF32"] = (
+    "0"  # MLX reads it once: equivalences and golden values are of float32, not of 10-bit mantissas
+)
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # two tests run at once, and their threads would spin against each other

@@ -33,7 +33,19 @@ PAGES = Pages(
     anonymous=298971,
     compressor=434189,
 )
-"""A 16 GB M4 with a browser open: vm_stat's figures (whose "free" leaves the speculative pages out)."""
+"""A 16 GB M1 Pro, macOS 14.5, at work: vm_stat's figures (whose "free" leaves the speculative pages out)."""
+
+CAPTURES: dict[int, Pages] = {
+    8: Pages(16384, 4337 + 1606, 105685, 94309, 115653, 1606, 694, 54008, 147592, 166864),
+    16: PAGES,
+    24: Pages(16384, 19455 + 946, 425314, 425521, 118425, 946, 23960, 946, 850835, 545078),
+    48: Pages(16384, 92431 + 72043, 1005889, 951688, 226877, 72043, 19124, 838088, 1191532, 736126),
+}
+"""Macs in use, by their GiB, as people published their vm_stat. That of 24 does not tell files from programs: speculative pages are
+files, and the rest is counted as programs."""
+
+RECOMMENDED_SHARE = 2 / 3
+"""Of its memory: the least that any Mac is reported to recommend for its GPU."""
 
 
 @dataclass(eq=False)
@@ -103,6 +115,13 @@ class MetalDevice:
 def play_mac(patch: pytest.MonkeyPatch, mac: RecordedMac) -> None:
     """Let ``mac`` answer for macOS."""
     patch.setattr(macos, "system", lambda: mac)
+
+
+def as_captured(mac: "RecordedMac", metal: "MetalDevice", gib: int) -> None:
+    """Make both the Mac of ``CAPTURES`` with so much memory."""
+    mac.counted = CAPTURES[gib]
+    mac.sysctl["hw.memsize"] = metal.info["memory_size"] = gib * GIB
+    metal.info["max_recommended_working_set_size"] = int(RECOMMENDED_SHARE * gib * GIB)
 
 
 def play_metal(patch: pytest.MonkeyPatch) -> MetalDevice:

@@ -27,14 +27,15 @@ class Between(Protocol):
 
 
 class Advisor:
-    """Answers ``AskWhatIf``."""
+    """Answers ``AskWhatIf``. limit: bytes that may be used of this machine; None is the system's limit."""
 
     def __init__(self, outbox: Outbox) -> None:
+        self.limit: int | None = None
         self._kinds: dict[Wanted, _Kind] = {wanted: _Kind(wanted, outbox) for wanted in get_args(Wanted)}
 
     def ask(self, between: Between, request: AskWhatIf) -> None:
         """Have ``request`` answered. Returns at once."""
-        self._kinds[request.question.wanted].ask(between, request)
+        self._kinds[request.question.wanted].ask(between, request, self.limit)
 
 
 class _Kind:
@@ -43,20 +44,20 @@ class _Kind:
     def __init__(self, wanted: Wanted, outbox: Outbox) -> None:
         self._outbox = outbox
         self._latest: AskWhatIf | None = None
-        self._asked: queue.SimpleQueue[tuple[Between, AskWhatIf]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Between, AskWhatIf, int | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"advisor-{wanted}", daemon=True).start()
 
-    def ask(self, between: Between, request: AskWhatIf) -> None:
+    def ask(self, between: Between, request: AskWhatIf, limit: int | None) -> None:
         self._latest = request
-        self._asked.put((between, request))
+        self._asked.put((between, request, limit))
 
     def _run(self) -> None:
         while True:
             self._answer(*self._asked.get())
 
-    def _answer(self, between: Between, request: AskWhatIf) -> None:
+    def _answer(self, between: Between, request: AskWhatIf, limit: int | None) -> None:
         try:
-            self._tell(between, request)
+            self._tell(between, request, limit)
         except TokamacError as error:
             self._outbox.put(WhatIf(request.id, None, error.one_line()))
         except Exception as error:  # a config may hold anything: it must not end this thread
@@ -64,9 +65,9 @@ class _Kind:
             why = f"It can't be said: {type(error).__name__}. The log has the details."
             self._outbox.put(WhatIf(request.id, None, why))
 
-    def _tell(self, between: Between, request: AskWhatIf) -> None:
+    def _tell(self, between: Between, request: AskWhatIf, limit: int | None) -> None:
         """Send the answer, and before it how far it has come; nothing more once a later question is there."""
-        left = answers(request.question)
+        left = answers(request.question, limit)
         while self._latest is request:
             match between(lambda: next(left)):
                 case Weighing(done, total, line):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import BinaryIO, TypeVar
 
+from tokamac.app import told
 from tokamac.app.backend.advisor import Advisor
 from tokamac.app.backend.answerer import counter, pricer
 from tokamac.app.backend.outbox import Outbox, Pulse
@@ -58,6 +59,7 @@ from tokamac.engine.events import (
     TextChunk,
     Truncated,
 )
+from tokamac.engine.open_files import raise_open_files
 
 T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
@@ -107,12 +109,15 @@ class Child:
             match request:
                 case Load():
                     self._close()
+                    self._advisor.limit = request.memory
                     with self._unloaded:
                         self._engine = self._load(request, self._progress)
                     self._told_trouble = False
                     loaded = self._engine.loaded()
                     self._outbox.suit(loaded.info.device)
                     self._outbox.put(loaded)
+                    if (advice := loaded.info.advice) is not None and told.is_new(advice):
+                        self._outbox.put(Notice(advice))
                 case Send():
                     self._reply(request)
                 case Warm(messages):
@@ -261,6 +266,7 @@ def main() -> None:
     parser.add_argument("--scripted", action="store_true", help="a scripted engine, for tests and demonstrations")
     options = parser.parse_args()
     faulthandler.enable(sys.stderr)
+    raise_open_files()
     out = os.dup(1)
     os.dup2(2, 1)
     Child(_loader(options.scripted), Outbox(out)).run(sys.stdin.buffer)

@@ -11,15 +11,17 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from tokamac.app.backend.killed import killed_by
-from tokamac.app.backend.wire import LONGEST_LINE, Quit, Reply, Request, WireError, decode_reply, encode
+from tokamac.app.backend.wire import LONGEST_LINE, Notice, Quit, Reply, Request, WireError, decode_reply, encode
 from tokamac.app.sanitise import sanitise_line
 
 SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
@@ -62,10 +64,8 @@ class EngineProcess:
         *,
         silence_s: float = SILENCE_S,
     ) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if log.exists() and log.stat().st_size > LONGEST_LOG:
-            log.replace(log.with_suffix(".old.log"))
-        self._log = log
+        self._log, unkept = _opened(log)
+        self._log_start = os.fstat(self._log.fileno()).st_size
         self._on_event = on_event
         self._silence_s = silence_s
         self._heard = time.monotonic()
@@ -74,11 +74,15 @@ class EngineProcess:
         self._asked_to_end = False
         self._frozen = False
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        with log.open("ab") as stderr:
-            self._log_start = stderr.tell()
+        try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
             )
+        except BaseException:
+            self._log.close()
+            raise
+        if unkept:
+            on_event(Notice(unkept))
         for run in (self._read, self._write, self._watch):
             threading.Thread(target=run, name=f"engine-{run.__name__}", daemon=True).start()
 
@@ -119,9 +123,15 @@ class EngineProcess:
         return self._process.pid
 
     def _signal(self) -> None:
-        if self._process.poll() is None:
+        if self._process.poll() is not None:
+            return
+        try:
             # Its own session: helpers that a library started go with it.
             os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # A group of zombies: macOS refuses it (EPERM), Linux may not find it. poll() can't tell while another thread waits.
+            with suppress(ProcessLookupError, PermissionError):
+                self._process.kill()
 
     def _write(self) -> None:
         assert self._process.stdin is not None
@@ -144,8 +154,10 @@ class EngineProcess:
         self._busy.set()
         self._ended.set()
         self._outgoing.put(None)
+        with self._log:
+            last_line = self._last_line()
         if not self._asked_to_end:
-            self._on_event(Died(self._why(code), self._last_line()))
+            self._on_event(Died(self._why(code), last_line))
 
     @staticmethod
     def _decode(line: bytes, stdout: IO[bytes]) -> BackendEvent:
@@ -175,10 +187,24 @@ class EngineProcess:
 
     def _last_line(self) -> str:
         try:
-            with self._log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
+            # By position: the process writes through the same file, wherever that stands.
+            begin = max(self._log_start, os.fstat(self._log.fileno()).st_size - TAIL_BYTES)
+            lines = os.pread(self._log.fileno(), TAIL_BYTES, begin).decode(errors="replace").splitlines()
         except OSError as error:
             return f"the log can't be read: {error}"
         return next((sanitise_line(line) for line in reversed(lines) if line.strip()), "")
+
+
+def _opened(log: Path) -> tuple[IO[bytes], str]:
+    """Return what the process writes its log to, and what to say where that is not ``log``: then it is gone with the process."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists() and log.stat().st_size > LONGEST_LOG:
+            log.replace(log.with_suffix(".old.log"))
+        return log.open("a+b", buffering=0), ""
+    except OSError as error:
+        unkept = f"The engine's log is not kept: {log} can't be written ({error.strerror or error})."
+    try:
+        return tempfile.TemporaryFile("a+b", buffering=0), unkept
+    except OSError:
+        return Path(os.devnull).open("a+b", buffering=0), unkept

@@ -71,7 +71,8 @@ class LineProcess(Generic[Line]):
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.send_signal(signal.SIGINT)
+        with suppress(ProcessLookupError):  # it ended on its own meanwhile
+            process.send_signal(signal.SIGINT)
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), grace_s)
             return

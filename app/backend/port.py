@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
+from tokamac.engine.limits.memory import SOURCES
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 
@@ -81,6 +82,8 @@ class _RealEngine:
             recommended=Sampling().resolved(spec.recommended),
             notes=(*self._notes, *spec.notes),
             doubts=spec.doubts,
+            advice=spec.advice,
+            memory_notes=spec.memory_notes,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
@@ -116,7 +119,10 @@ class _RealEngine:
 
     def memory_use(self) -> MemoryUse:
         memory = self._engine.memory()
-        return MemoryUse(memory.active, memory.peak, memory.budget)
+        source = "" if memory.budget_source is None else SOURCES[memory.budget_source]
+        return MemoryUse(
+            memory.active, memory.peak, memory.budget, budget_source=source, total_bytes=memory.device_total
+        )
 
     def close(self) -> None:
         self._engine.close()
@@ -132,7 +138,14 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> Engi
     cache = PromptCacheSpec() if request.prompt_cache else None
 
     def load(kv: KVSpec) -> "Engine":
-        return Engine.load(request.model, kv=kv, prompt_cache=cache, unchecked=request.unchecked, progress=progress)
+        return Engine.load(
+            request.model,
+            kv=kv,
+            prompt_cache=cache,
+            unchecked=request.unchecked,
+            memory=request.memory,
+            progress=progress,
+        )
 
     try:
         return _RealEngine(load(request.kv))

@@ -17,13 +17,16 @@ from tokamac.engine.price import Price
 class MemoryUse:
     """Bytes in use by the engine, now and at most, and the bytes it may use; None is unknown.
 
-    predicted_peak_bytes: what the peak of a reply that has ended was expected to be.
+    predicted_peak_bytes: what the peak of a reply that has ended was expected to be. budget_source: in words, where the bytes it
+    may use come from. total_bytes: the memory there is.
     """
 
     active_bytes: int | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
+    budget_source: str = ""
+    total_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class ModelInfo:
     room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    advice: what to do about the installation, where that holds the model up.
+    memory_notes: what loading it cost other programs.
     """
 
     name: str
@@ -51,13 +56,15 @@ class ModelInfo:
     recommended: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    advice: str | None = None
+    memory_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far loading has come, in bytes; ``total`` None is not known yet."""
+    """How far loading has come, in bytes; ``total`` None is not known yet. Of the warm-up nothing is counted."""
 
-    stage: Literal["download", "weights"]
+    stage: Literal["download", "weights", "warm-up"]
     done: int
     total: int | None
 

@@ -10,11 +10,15 @@ from tokamac.engine.options import KVSpec, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load ``model`` in place of whatever is loaded. unchecked: although something of its config is computed otherwise."""
+    """Load ``model`` in place of whatever is loaded. memory: bytes that it may take; None is the system's limit.
+
+    unchecked: although something of its config is computed otherwise.
+    """
 
     model: str
     kv: KVSpec = field(default_factory=KVSpec)
     prompt_cache: bool = True
+    memory: int | None = None
     unchecked: bool = False
 
 

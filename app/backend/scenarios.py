@@ -67,6 +67,7 @@ class Scenario:
     context: int = 32_768
     rolls: bool = False
     trouble: str = ""  # with the prompt cache, after the first reply or what was read ahead
+    advice: str | None = None  # on the installation, with the model
 
 
 SCENARIOS = {
@@ -93,6 +94,7 @@ SCENARIOS = {
     "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
     "tiny-context": Scenario(context=8),
     "rolling": Scenario(context=64, rolls=True),
+    "old-wheel": Scenario(gap_s=0.0, prefill_step_s=0.0, advice="The installed MLX leaves the accelerators unused."),
     "full-disk": Scenario(
         gap_s=0.0, prefill_step_s=0.0, trouble="the prompt cache can't be written \x1b[2J(disk full)"
     ),

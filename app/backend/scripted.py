@@ -70,6 +70,7 @@ class ScriptedEngine:
             capacity=context,
             rolls=self._scenario.rolls,
             recommended=Sampling().resolved(Sampling()),
+            advice=self._scenario.advice,
         )
         ceiling = rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
         return Loaded(info, ceiling, CHIP.bandwidth_gbs, self.memory_use())

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokamac.engine.limits.attention_work import Attention
+from tokamac.engine.limits.attention_work import Attention, Heads
 from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import lookup
 from tokamac.engine.limits.situation import Situation
@@ -11,6 +11,7 @@ from tokamac.engine.limits.work import KVLayer, Work
 WEIGHT_BYTES = 2_263_000_000
 KV_BYTES_PER_TOKEN = 147_456
 LAYERS = 36
+HEADS = Heads(queries=32, keys=8, key_dim=128, value_dim=128)
 CHIP = lookup("Apple M2 Ultra", 76)
 PACE = fitted(CHIP)
 WORK = Work(
@@ -23,7 +24,7 @@ WORK = Work(
     active=0.0,
     prefill_parameters=3_633_000_000,
     head_parameters=389_000_000,
-    kv=(KVLayer(KV_BYTES_PER_TOKEN // LAYERS, None, 0),) * LAYERS,
+    kv=(KVLayer(KV_BYTES_PER_TOKEN // LAYERS, None, 0, HEADS),) * LAYERS,
     attention=(Attention(32 * 256, None),) * LAYERS,
     products=(),
     query_heads=32,

@@ -6,7 +6,7 @@ The answers are computed in the engine's process (whatif_answer.py); the screen 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokamac.engine.limits.prediction import Bound
+from tokamac.engine.limits.diagnosis import Waits
 from tokamac.engine.options import KVSpec
 
 Wanted = Literal["table", "chips", "models", "disk"]
@@ -47,7 +47,7 @@ class Question:
 class Figures:
     """What a machine makes of a case. Bytes, tokens a second, seconds; None is unknown, and ``reason`` then says why.
 
-    fits: whether ``memory_bytes`` are within ``budget_bytes``.
+    fits: whether ``memory_bytes`` are within ``budget_bytes``. from_others: bytes that other programs have to give way by.
     """
 
     memory_bytes: int | None = None
@@ -57,6 +57,7 @@ class Figures:
     expected_tps: float | None = None
     ttft_s: float | None = None
     reason: str = ""
+    from_others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Spot:
 
     name: Literal["decode", "prefill"]
     intensity: float
-    bound: Bound | None
+    bound: Waits | None
     ceiling_tflops: float | None
     expected_tflops: float | None
 

@@ -35,29 +35,30 @@ POINTS = 48
 """Contexts that a curve is drawn through."""
 
 
-def answers(question: Question) -> Iterator[Answer | Weighing]:
-    """Yield the answer, before it how far it has come; each step is short.
+def answers(question: Question, limit: int | None = None) -> Iterator[Answer | Weighing]:
+    """Yield the answer, before it how far it has come; each step is short. limit: bytes that may be used here; None is the
+    system's.
 
     Raises TokamacError for a model or a chip that is not known, or a case that can't be.
     """
     match question.wanted:
         case "table":
-            yield _table(question)
+            yield _table(question, limit)
         case "chips":
             yield _chips(question)
         case "models":
-            yield from _weigh_catalogue(question)
+            yield from _weigh_catalogue(question, limit)
         case "disk":
-            yield from _weigh_disk(question)
+            yield from _weigh_disk(question, limit)
 
 
-def _weigh_catalogue(question: Question) -> Iterator[Answer | Weighing]:
+def _weigh_catalogue(question: Question, limit: int | None) -> Iterator[Answer | Weighing]:
     """Weigh the catalogue, a model a step: the last yields the answer. Raises OptionError for a chip that is not in the table."""
     from tokamac.engine.limits.outcomes import Case
     from tokamac.engine.limits.places import here
     from tokamac.engine.limits.suggest import rank, repositories, suggestion
 
-    place = _place(question.where) or here()
+    place = _place(question.where) or here(limit=limit)
     case, asked, found = Case(context=question.context, prompt=question.prompt), list(repositories()), []
     for entry, repository in asked:
         found.append(suggestion(entry, repository, case, place))
@@ -66,12 +67,12 @@ def _weigh_catalogue(question: Question) -> Iterator[Answer | Weighing]:
     yield Answer("", chip_name(place.chip), place.budget_rule or "", models=models)
 
 
-def _weigh_disk(question: Question) -> Iterator[Answer | Weighing]:
+def _weigh_disk(question: Question, limit: int | None) -> Iterator[Answer | Weighing]:
     """Weigh the models that are named, one a step. What can't be weighed is unknown. Raises OptionError like the above."""
     from tokamac.engine.limits.places import here
     from tokamac.engine.limits.prospects import prospect
 
-    place, case, found = _place(question.where) or here(), case_of(question), []
+    place, case, found = _place(question.where) or here(limit=limit), case_of(question), []
     for name in question.names:
         found.append(_prospect(prospect(name, case, place)))
         yield Weighing(len(found), len(question.names), found[-1])
@@ -83,10 +84,10 @@ def chip_name(chip: "Chip") -> str:
     return chip.name if chip.gpu_cores is None else f"{chip.name}, {chip.gpu_cores} GPU cores"
 
 
-def _table(question: Question) -> Answer:
+def _table(question: Question, limit: int | None) -> Answer:
     from tokamac.engine.limits.whatif import curve, notes, table
 
-    case, found, subject = _inspected(question)
+    case, found, subject = _inspected(question, limit)
     outcomes = table(subject.config, case, found.place, own=subject.packing)
     last = max(found.context_length or 0, case.context)
     contexts = sorted({max(1, round(last * step / POINTS)) for step in range(POINTS + 1)})
@@ -112,12 +113,14 @@ def _chips(question: Question) -> Answer:
     return Answer(subject.name, "every chip of the table", chips=tuple(map(_chip, outcomes)))
 
 
-def _inspected(question: Question) -> "tuple[Case, Inspection, Subject]":
+def _inspected(question: Question, limit: int | None) -> "tuple[Case, Inspection, Subject]":
     from tokamac.engine.limits.inspect import inspect
+    from tokamac.engine.limits.places import here
     from tokamac.engine.limits.subject import subject_of
 
     subject, case = subject_of(question.model), case_of(question)
-    return case, inspect(subject, case, _place(question.where)), subject
+    place = _place(question.where) or (None if limit is None else here(limit=limit))
+    return case, inspect(subject, case, place), subject
 
 
 def case_of(question: Question) -> "Case":
@@ -156,6 +159,7 @@ def _figures(found: "Outcome") -> Figures:
         expected_tps=found.expected_tps,
         ttft_s=found.ttft_s,
         reason=found.reason or "",
+        from_others=0 if memory is None else memory.from_others,
     )
 
 
@@ -199,7 +203,7 @@ def _spots(predicted: "Prediction") -> Iterator[Spot]:
     for name, phase in phases:
         if phase.intensity is not None:
             both = (_tflops(phase, phase.ceiling_s), _tflops(phase, phase.expected_s))
-            yield Spot(name, phase.intensity, phase.bound, *both)
+            yield Spot(name, phase.intensity, "host" if phase.by_host else phase.bound, *both)
 
 
 def _tflops(phase: "Phase", seconds: float | None) -> float | None:

@@ -13,13 +13,16 @@ from typing import Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.prompt import compose
 from tokamac.app.exit_status import INTERRUPTED
+from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     add_kv_flags,
+    add_memory_flag,
     add_model_flag,
     add_sampling_flags,
     add_unchecked_flag,
     default_model,
     kv_spec,
+    memory_limit,
     prompt_cache,
     sampling,
 )
@@ -58,9 +61,11 @@ def parser() -> Parser:
     add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
+    add_memory_flag(made)
     return made
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     wanted, kv = sampling(parser, options), kv_spec(parser, options)
@@ -76,6 +81,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             options.model or default_model(),
             kv=kv,
             prompt_cache=prompt_cache(options),
+            memory=memory_limit(options),
             on_interrupt=writer.interrupted,
             unchecked=options.unchecked,
         )

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.commands import bench_machine, bench_plot, bench_report, kv_quality, loading, peer
 from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure, points
+from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     SAMPLING_FLAGS,
     add_kv_flags,
+    add_memory_flag,
     add_sampling_flags,
     default_model,
     kv_spec,
+    memory_limit,
     positive,
     sampling,
 )
@@ -38,13 +41,14 @@ RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked for. ``sampling.max_tokens`` is set."""
+    """What is asked for. ``sampling.max_tokens`` is set. memory: bytes the model may take; None is the system's limit."""
 
     model: str
     points: list[Point]
     runs: int
     sampling: Sampling
     kv: KVSpec
+    memory: int | None
     compare: bool
 
 
@@ -96,6 +100,7 @@ def parser() -> Parser:
     kv_quality.add_flags(made)
     add_sampling_flags(made)
     add_kv_flags(made, cache=False)
+    add_memory_flag(made)
     made.add_argument(
         "--no-prompt-cache", action="store_true", help="what holds here anyway: every prompt is computed afresh"
     )
@@ -118,6 +123,7 @@ def svg_path(text: str) -> Path:
     return path
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Measure, and return the exit status."""
     if options.no_prompt_cache:
@@ -130,11 +136,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     kv_quality.refuse_flags(parser, options)
     if options.machine:
         _refuse_beside_machine(parser, options)
-        return bench_machine.run(options.model or default_model(), kv_spec(parser, options), json_wanted=options.json)
+        limit, kv = memory_limit(options), kv_spec(parser, options)
+        return bench_machine.run(options.model or default_model(), kv, memory=limit, json_wanted=options.json)
     plan = _plan(parser, options)
     if options.plot is not None:
         bench_plot.check_writable(options.plot)  # now, not after minutes of measuring
-    with loading.load(plan.model, kv=plan.kv, prompt_cache=None) as engine:
+    with loading.load(plan.model, kv=plan.kv, prompt_cache=None, memory=plan.memory) as engine:
         measured, version = _measured(engine, plan)
         chart = None if options.plot is None else bench_plot.chart(engine, measured, version)
     if any(run.generated_tokens < (plan.sampling.max_tokens or 0) for each in measured for run in each.runs):
@@ -165,6 +172,7 @@ def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
         runs=options.runs or RUNS,
         sampling=replace(wanted, max_tokens=new),
         kv=kv,
+        memory=memory_limit(options),
         compare=options.compare is not None,
     )
 
@@ -197,13 +205,14 @@ def _measured(engine: "Engine", plan: Plan) -> tuple[list[Measured], str | None]
 
 def _start_peer(engine: "Engine", kv: KVSpec) -> peer.PeerProcess:
     """Return mlx-lm with the same folder loaded. Raises PeerError, also where the weights don't fit twice."""
+    from tokamac.engine.limits.memory import giving_way, taken_from_others
     from tokamac.engine.shards import find_shards
 
     memory = engine.memory()
-    # On a plain CPU unpacked weights are NumPy's, so what the process holds is asked for; elsewhere they are the device's.
-    resident = memory.process_rss if engine.spec.device == "cpu" else None
     stored = sum(shard.stat().st_size for shard in find_shards(engine.spec.path))
-    peer.check_memory(held=resident or memory.active, wanted=stored, budget=memory.budget)
+    peer.check_memory(held=memory.active, wanted=stored, budget=memory.budget)
+    if given := taken_from_others(memory.active + stored, memory.available):
+        note(f"note: for both, {giving_way(given)}")
     if kv != KVSpec():
         note(f"note: the KV flags are for the engine alone; {peer.NAME} keeps keys and values as it does by itself")
     note(f"loading the model in {peer.NAME} as well")

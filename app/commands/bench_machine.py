@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tokamac.app import told
 from tokamac.app.commands import loading
 from tokamac.app.output import json_line, note, table
 from tokamac.app.tui.units import bandwidth, count, rate, seconds, tflops
@@ -14,17 +15,21 @@ if TYPE_CHECKING:
 CONTEXTS = (64, 1024, 4096)
 
 
-def run(model: str, kv: KVSpec, *, json_wanted: bool) -> int:
+def run(model: str, kv: KVSpec, *, memory: int | None, json_wanted: bool) -> int:
     """Measure the machine and the parts of the model's steps, and return the exit status."""
     from tokamac.engine import hub
     from tokamac.engine.limits.machine import measure_machine
+    from tokamac.engine.limits.neural import advice
 
     loading.fetch(model, hub.resolve)  # first: seconds of measuring are not spent on a model that is not there
     note("measuring the machine, then the parts of a step of the model: a few seconds")
     report = measure_machine()
     if report.busy:
         note("note: other programs use this machine, so what it can do comes out too low; it is not kept")
-    with loading.load(model, kv=kv, prompt_cache=None) as engine:
+    if (said := advice()) is not None:
+        note(f"note: {said}")
+        told.is_new(said)  # loading need not say it again
+    with loading.load(model, kv=kv, prompt_cache=None, memory=memory) as engine:
         engine.measure()
         most = engine.spec.capacity or max(CONTEXTS)
         found = [engine.predict(context, context) for context in CONTEXTS if context <= most]

@@ -14,7 +14,8 @@ from tokamac.app.commands import peer
 from tokamac.app.commands.bench_runs import Measured
 from tokamac.app.commands.bench_stats import Spread, spread
 from tokamac.app.commands.bench_svg import render
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.durable import to_disk
+from tokamac.engine.errors import TokamacError, access_hint
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -67,7 +68,7 @@ def write(path: Path, chart: Chart) -> None:
             with temporary.open("xb") as file:
                 file.write(render(chart))
                 file.flush()
-                os.fsync(file.fileno())
+                to_disk(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -114,4 +115,6 @@ def _contexts(engine: "Engine", measured: Sequence[Measured]) -> list[int]:
 
 
 def _unwritable(path: Path, error: OSError) -> TokamacError:
-    return TokamacError(f"--plot: {path} can't be written: {error.strerror}", "Choose another path.")
+    return TokamacError(
+        f"--plot: {path} can't be written: {error.strerror}", access_hint(error, "Choose another path.")
+    )

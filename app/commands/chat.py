@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tokamac.app.options import (
     SAMPLING_FLAGS,
     add_kv_flags,
+    add_memory_flag,
     add_sampling_flags,
     add_unchecked_flag,
     any_given,
@@ -46,6 +47,7 @@ def parser() -> Parser:
     add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
+    add_memory_flag(made)
     return made
 
 
@@ -72,6 +74,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
             prompt_cache=not options.no_prompt_cache,
             unchecked=options.unchecked,
+            memory=None if options.memory is None else round(options.memory * 1e9),
             chat=options.chat,
             resume=options.resume,
             read=read,

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import count
 
 if TYPE_CHECKING:
+    from tokamac.app.store.questions import Questions
     from tokamac.app.store.store import Store
     from tokamac.app.store.values import Archive, Chat
 
@@ -97,11 +99,33 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 def _on_store(options: argparse.Namespace, target: str) -> Done:
     from tokamac.app.store.store import Store
 
+    if options.action in READ:
+        with closing(_to_read()) as questions:
+            return READ[options.action](questions, target, options)
     with Store.open() as store:
-        done = ACTIONS[options.action](store, target, options)
-        if options.action in WRITE:
-            _purge(store)
+        done = WRITE[options.action](store, target, options)
+        _purge(store)
         return done
+
+
+def _to_read() -> "Questions":
+    """Return the chats, as they are where nothing may be written there. Raises StoreError."""
+    from tokamac.app.store.errors import StoreDamagedError, StoreError
+    from tokamac.app.store.files import default_path
+    from tokamac.app.store.questions import Questions
+    from tokamac.app.store.store import Store
+
+    try:
+        return Store.open()
+    except StoreDamagedError:
+        raise
+    except StoreError as error:
+        try:
+            found = Questions.open_to_read(default_path())
+        except StoreError:
+            raise error from None
+        note(f"note: {error.message}; they are read as they are")
+        return found
 
 
 def _purge(store: "Store") -> None:
@@ -133,12 +157,12 @@ def _repair(*, set_aside: bool) -> Done:
     return {"path": str(path), "messages": messages}, said
 
 
-def _list(store: "Store", _: str, options: argparse.Namespace) -> Done:
+def _list(store: "Questions", _: str, options: argparse.Namespace) -> Done:
     found = store.chats(limit=sys.maxsize, deleted=options.deleted)
     return {"chats": [_plain(chat) for chat in found]}, _listed(found, deleted=options.deleted)
 
 
-def _search(store: "Store", words: str, _: argparse.Namespace) -> Done:
+def _search(store: "Questions", words: str, _: argparse.Namespace) -> Done:
     from tokamac.app.commands import chats_search
 
     chats, hits = chats_search.search(store, words)
@@ -146,7 +170,7 @@ def _search(store: "Store", words: str, _: argparse.Namespace) -> Done:
     return plain, chats_search.text(chats, hits)
 
 
-def _show(store: "Store", target: str, _: argparse.Namespace) -> Done:
+def _show(store: "Questions", target: str, _: argparse.Namespace) -> Done:
     from tokamac.app.store.export import to_json
     from tokamac.app.store.portable import loads
 
@@ -154,7 +178,7 @@ def _show(store: "Store", target: str, _: argparse.Namespace) -> Done:
     return {"id": archive.chat.id, **loads(to_json(archive))}, _read(archive)
 
 
-def _export(store: "Store", target: str, options: argparse.Namespace) -> Done:
+def _export(store: "Questions", target: str, options: argparse.Namespace) -> Done:
     from tokamac.app.export.formats import export, free_name
 
     chat = _chat(store, target)
@@ -180,7 +204,7 @@ def _restore(store: "Store", target: str, _: argparse.Namespace) -> Done:
     return _plain(chat), f"restored {chat.id}: {_title(chat)}"
 
 
-def _chat(store: "Store", target: str, lists: str = "tokamac chats") -> "Chat":
+def _chat(store: "Questions", target: str, lists: str = "tokamac chats") -> "Chat":
     """Return the chat that an id, or its beginning, names. lists: what shows such ids. Raises StoreError."""
     from tokamac.app.store.errors import NoChatError
 
@@ -190,18 +214,17 @@ def _chat(store: "Store", target: str, lists: str = "tokamac chats") -> "Chat":
         raise NoChatError(error.message, f"`{lists}` shows the ids.") from None
 
 
-ACTIONS: "dict[str, Callable[[Store, str, argparse.Namespace], Done]]" = {
+READ: "dict[str, Callable[[Questions, str, argparse.Namespace], Done]]" = {
     "list": _list,
     "search": _search,
     "show": _show,
     "export": _export,
+}
+WRITE: "dict[str, Callable[[Store, str, argparse.Namespace], Done]]" = {
     "import": _import,
     "delete": _delete,
     "restore": _restore,
 }
-
-
-WRITE = ("import", "delete", "restore")
 """Actions that change what is kept: what was deleted long ago goes with them. Not repair: what is broken is not thinned out."""
 
 

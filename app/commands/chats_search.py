@@ -11,11 +11,11 @@ from tokamac.app.tui.listing import part
 from tokamac.app.tui.units import count
 
 if TYPE_CHECKING:
-    from tokamac.app.store.store import Store
+    from tokamac.app.store.questions import Questions
     from tokamac.app.store.values import Chat, Hit
 
 
-def search(store: "Store", words: str) -> "tuple[list[Chat], list[Hit]]":
+def search(store: "Questions", words: str) -> "tuple[list[Chat], list[Hit]]":
     """Return all that is found. Raises StoreError."""
     return store.chats(words, limit=sys.maxsize), store.search(words, limit=sys.maxsize)
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
 from tokamac.app.commands.convert_progress import Shown
+from tokamac.app.keep_awake import awake
 from tokamac.app.output import json_line, note
 from tokamac.app.parser import Parser
+from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
@@ -91,10 +93,12 @@ def _add_finding(made: Parser) -> None:
     )
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Convert, or say what would be done; return the exit status."""
     if not options.source.strip() or options.output == "":
         parser.error("SOURCE and -o must not be empty")
+    multiply_in_float32()  # sensitivities and divergences as small as 1e-5 are compared
     asked = asked_of(parser, options)
     from tokamac.quant.conversion import default_target
 

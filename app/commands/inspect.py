@@ -182,6 +182,16 @@ def _plot(subject: "Subject", found: "Inspection") -> None:
 
 def _remarks(found: "Inspection") -> None:
     """Say on stderr what is not as it may seem."""
+    from tokamac.engine.limits.fitted import units_of
+    from tokamac.engine.limits.neural import FROM, advice
+
+    if found.place.local and (said := advice()) is not None:
+        note(f"note: {said}")
+    elif not found.place.local and units_of(found.chip) == "neural":
+        needed = ".".join(map(str, FROM))
+        note(
+            f"note: prefill is that of neural accelerators, which takes macOS {needed} or later and MLX's wheel for it"
+        )
     if found.kv_reason is not None:
         note(f"note: KV bytes are counted from the config alone, since the caches can't be planned: {found.kv_reason}")
     if found.reason is not None and found.kv_reason is None:

@@ -101,6 +101,8 @@ def chip_name(chip: "Chip") -> str:
 def fits(memory: "Fit | None") -> str:
     """Return whether something fits, in a word or two."""
     verdict = None if memory is None else memory.fits
+    if verdict and memory is not None and memory.from_others:
+        return "tight"
     return {True: "fits", False: "does not fit", None: UNKNOWN}[verdict]
 
 
@@ -143,12 +145,16 @@ def _bound(phase: "Phase | None") -> str:
     """Return what a phase waits for, where that is known."""
     if phase is None or phase.bound is None:
         return ""
+    if phase.by_host:
+        return ", waits for the host (Python, launching kernels)"
     return f", waits for {'memory' if phase.bound == 'memory' else 'arithmetic'}"
 
 
 def _verdict(memory: "Fit", place: "Place") -> str:
     if memory.fits is not None:
-        return fits(memory)
+        from tokamac.engine.limits.memory import giving_way
+
+        return f"{fits(memory)}{f': {giving_way(memory.from_others)}' if memory.fits and memory.from_others else ''}"
     return f"unknown whether it fits{'' if place.budget_rule is None else f': {place.budget_rule}'}"
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.kv_text import TEXT
 from tokamac.app.commands.prompt import InputError
-from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_spec, positive
+from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_spec, memory_limit, positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.tui.units import UNKNOWN, count, rate, size
+from tokamac.engine.errors import access_hint
 from tokamac.engine.kv.quality import (
     FASTER,
     LEAST_TOP1,
@@ -71,7 +72,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     base, settings = _base(parser, options), _settings(options)
     text = TEXT if options.text is None else _read(options.text)
     model = options.model or default_model()
-    with loading.load(model, kv=base, prompt_cache=None) as engine:
+    with loading.load(model, kv=base, prompt_cache=None, memory=memory_limit(options)) as engine:
         ids = _within(engine.tokenizer.encode(text), engine.spec.context_length)
         trials = measure(engine, ids, settings, base, _depths(engine, options.depths or DEPTHS))
         memory, said = engine.memory(), engine.spec.notes if base != KVSpec() else ()  # when it was loaded
@@ -148,7 +149,9 @@ def _read(name: str) -> str:
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise InputError(f"{name} can't be read: {error.strerror}", "Check the path given to --text.") from error
+        raise InputError(
+            f"{name} can't be read: {error.strerror}", access_hint(error, "Check the path given to --text.")
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text", "Only text can be read; convert it first.") from error
     if not text.strip():

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokamac.app import told
 from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.output import Progress, note
 from tokamac.engine.errors import ModelNotFoundError
@@ -24,10 +25,11 @@ def load(
     *,
     kv: KVSpec,
     prompt_cache: PromptCacheSpec | None,
+    memory: int | None,
     on_interrupt: Callable[[], None] = lambda: None,
     unchecked: bool = False,
 ) -> "Engine":
-    """Return the engine for ``model``, downloaded first if need be.
+    """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
     Ctrl-C during the download raises KeyboardInterrupt, and what has arrived is kept. After it the program ends at once with
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
@@ -51,12 +53,17 @@ def load(
                 kv=kv,
                 prompt_cache=prompt_cache,
                 unchecked=unchecked,
-                progress=lambda at: bar.update(at.done, at.total),
+                memory=memory,
+                progress=lambda at: None if at.stage == "warm-up" else bar.update(at.done, at.total),
             )
         finally:
             bar.clear()
+    for remark in engine.spec.memory_notes:
+        note(f"note: {remark}")
     for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
         note(remark)
+    if (advice := engine.spec.advice) is not None and told.is_new(advice):
+        note(f"note: {advice}")
     return engine
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.app.commands import loading
+from tokamac.app.keep_awake import awake
 from tokamac.app.output import json_line, note
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import size
@@ -13,6 +14,7 @@ LINES_APART_S = 0.25
 """Lines of progress: a reader draws each, and needs no more of them."""
 
 
+@awake
 def pull(model: str, *, json: bool) -> int:
     """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
     from tokamac.engine import hub

@@ -3,6 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
+from tokamac.app.options import limit_of_settings
 from tokamac.app.output import Progress, json_line, table
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import UNKNOWN, count, rate, size
@@ -44,7 +45,7 @@ def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospe
     from tokamac.engine.limits.places import here
     from tokamac.engine.limits.prospects import prospect
 
-    place, case = here(), Case(context=CONTEXT, prompt=CONTEXT)
+    place, case = here(limit=limit_of_settings()), Case(context=CONTEXT, prompt=CONTEXT)
     bar = Progress("weighing", unit="models", plain=False)
     found: list[tuple[ModelOnDisk, Prospect | None]] = []
     try:

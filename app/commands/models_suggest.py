@@ -10,6 +10,7 @@ from tokamac.app.commands.place import place_of
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.tui.units import rate, seconds, short, size
+from tokamac.engine.limits.memory import giving_way
 
 if TYPE_CHECKING:
     from tokamac.engine.limits.places import Place
@@ -56,12 +57,20 @@ def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place:
         notes.append(place.budget_rule)
     if place.budget_bytes is None:
         notes.append("whether a model fits is unknown without --memory")
+    if (first := next((each for each in possible if _from_others(each)), None)) is not None:
+        notes.append(f"tight for now: for {first.id} {giving_way(_from_others(first))}")
     best: dict[str, str] = {}
     for each in possible:
         if each.outcome.reason:
             best.setdefault(each.outcome.reason, each.id)
     notes.extend(reason + (measure_it(model, here=False) if place.local else "") for reason, model in best.items())
     return notes
+
+
+def _from_others(each: "Suggestion") -> int:
+    """Return what other programs have to give way by for a model that fits."""
+    memory = each.outcome.memory
+    return memory.from_others if memory is not None and each.verdict == "tight" else 0
 
 
 def _row(each: "Suggestion") -> list[str]:

@@ -66,7 +66,7 @@ def check_memory(*, held: int, wanted: int, budget: int | None) -> None:
         raise PeerError(
             f"--compare needs the weights twice, and they don't fit together: {size(held)} are held here, {NAME} needs "
             f"{size(wanted)} more, and the budget is {size(budget)}",
-            "Compare on a smaller model, or close other programs.",
+            "Compare on a smaller model, or set another limit with --memory.",
         )
 
 

@@ -15,11 +15,14 @@ import traceback
 from importlib import metadata
 from typing import Any, BinaryIO
 
+from tokamac.engine.open_files import import_mlx_lm
+
 
 class MlxLm:
     """The model in a folder, as ``mlx_lm.load`` loads it. No code of the folder's is run: that is mlx-lm's default."""
 
     def __init__(self, folder: str) -> None:
+        import_mlx_lm()  # which would fail by itself where few files may be open
         from mlx_lm import load
 
         self._model, self._tokenizer, *_ = load(folder)

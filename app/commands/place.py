@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tokamac.app.options import positive
+from tokamac.app.options import gigabytes, memory_limit, positive
 from tokamac.app.parser import Parser
 
 if TYPE_CHECKING:
@@ -17,27 +17,27 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpu-cores", type=positive, metavar="N", help="its GPU cores, which tell bins of one name apart"
     )
-    group.add_argument("--memory", type=gigabytes, metavar="GB", help="its memory, as its maker says it")
-
-
-def gigabytes(text: str) -> float:
-    """Return a size of memory above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB above 0")
-    return value
+    group.add_argument(
+        "--memory",
+        type=gigabytes,
+        metavar="GB",
+        help="its memory, as its maker says it; without --chip, what may be used of this machine's",
+    )
 
 
 def place_of(parser: Parser, options: argparse.Namespace) -> "Place | None":
-    """Return the machine that is named; None is this one. Ends with exit status 2 for flags without effect. Raises OptionError."""
+    """Return the machine that is named; None is this one, as it is. Ends with exit status 2 for flags without effect.
+
+    Raises OptionError.
+    """
     if options.chip is None:
-        for flag, value in (("--gpu-cores", options.gpu_cores), ("--memory", options.memory)):
-            if value is not None:
-                parser.error(f"{flag} has no effect without --chip")
-        return None
+        if options.gpu_cores is not None:
+            parser.error("--gpu-cores has no effect without --chip")
+        if (limit := memory_limit(options)) is None:
+            return None
+        from tokamac.engine.limits.places import here
+
+        return here(limit=limit)
     from tokamac.engine.errors import OptionError
     from tokamac.engine.limits.places import elsewhere
 

@@ -84,7 +84,8 @@ def _mark(plot: Any, name: str, phase: "Phase", colour: str) -> None:
     reached = _reached_tflops(phase)
     if reached is None or phase.intensity is None:
         return
-    side = f", waits for {'memory' if phase.bound == 'memory' else 'arithmetic'}" if phase.bound else ""
+    roof = "the host" if phase.by_host else "memory" if phase.bound == "memory" else "arithmetic"
+    side = f", waits for {roof}" if phase.bound else ""
     plot.scatter([phase.intensity], [reached], marker=name[0].upper(), label=f"{name}{side}", **_coloured(colour))
 
 

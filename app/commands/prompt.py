@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokamac.app.fence import fence_for
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.errors import TokamacError, access_hint
 
 STDIN = "-"
 
@@ -50,7 +50,9 @@ def _read_file(name: str) -> str:
     except FileNotFoundError as error:
         raise InputError(f"there is no file {name}", "Check the path given to -f.") from error
     except OSError as error:
-        raise InputError(f"{name} can't be read: {error.strerror}", "Check its permissions.") from error
+        raise InputError(
+            f"{name} can't be read: {error.strerror}", access_hint(error, "Check its permissions.")
+        ) from error
 
 
 def _text(data: bytes, name: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.app.commands import loading
+from tokamac.app.keep_awake import awake
 from tokamac.app.options import positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
@@ -45,6 +46,7 @@ def parser() -> Parser:
     return made
 
 
+@awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Compare, and return the exit status."""
     if not options.a.strip() or not options.b.strip():
@@ -52,11 +54,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.tokens < 2:
         parser.error("--tokens: a token is only compared with the one before it, so 2 are the least")
     from tokamac.engine import hub
-    from tokamac.engine.device import check_backends, installed_backends
+    from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
     from tokamac.quant import calibration
     from tokamac.quant.streamed import streamable_folder
 
     check_backends(installed_backends())
+    multiply_in_float32()  # divergences as small as 1e-5 are compared
     file = None if options.text is None else Path(options.text).expanduser()
     text = calibration.text(file)
     names = (options.a, options.b)

@@ -1,5 +1,6 @@
 """Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed."""
 
+import codecs
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +30,9 @@ class Console:
         self._thought = False
         self._held: list[str] | None = None  # notes that wait for the end of the line that is read
         if isinstance(sys.stdin, TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
+            # Where the locale says ASCII it says nothing: what is piped in would lose all other letters.
+            ascii_only = codecs.lookup(sys.stdin.encoding).name == "ascii"
+            sys.stdin.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")
 
     # Reading --------------------------------------------------------------------------------------------------------------
 
@@ -44,8 +47,7 @@ class Console:
                 readline.add_history(text)
             readline.set_completer(_completer(complete))
             readline.set_completer_delims(" ")
-            is_libedit = "libedit" in (readline.__doc__ or "")
-            readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+            readline.parse_and_bind("bind ^I rl_complete" if is_libedit() else "tab: complete")
 
     def read(self, prompt: str, draft: str = "") -> str:
         """Return what the user asks: a line, made safe; several, where they end with a backslash or stand in a block.
@@ -84,6 +86,8 @@ class Console:
 
     def _line(self, prompt: str, draft: str = "") -> str:
         if self._edits:
+            if draft and is_libedit():  # as on every usual Mac: some of them leave the line empty
+                self.aside(f"What was written, should the line be empty:\n{draft}")
             with _begun_with(draft):
                 return input(prompt)
         if self.typed:
@@ -144,6 +148,16 @@ class Console:
         sys.stdout.write(text)
         sys.stdout.flush()
         self._last = text[-1]
+
+
+def is_libedit() -> bool:
+    """Whether this Python edits lines by libedit, which has not all of GNU Readline's abilities."""
+    try:
+        import readline
+    except ImportError:
+        return False
+    backend = getattr(readline, "backend", None)  # from Python 3.13 on
+    return backend == "editline" if backend is not None else "libedit" in (readline.__doc__ or "")
 
 
 @contextmanager

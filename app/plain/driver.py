@@ -67,6 +67,7 @@ class Driver:
             self._perform(step)
         if self._process is not None:
             self._process.set_busy(self.session.busy)
+        self._begun.keep_awake.tell(self, busy=self.session.busy)
 
     def _perform(self, step: Step) -> None:
         match step:
@@ -183,6 +184,7 @@ class Driver:
 
     def close(self) -> None:
         """End the engine's process."""
+        self._begun.keep_awake.close()
         process, self._process = self._process, None
         self._life += 1
         if process is not None:
@@ -219,6 +221,9 @@ class Driver:
             return
         session = self.session
         if session.phase is Phase.LOADING and (loading := session.loading) is not None:
+            if loading.stage == "warm-up":
+                self._console.note(f"warming up {session.load.model}")
+                return
             of = "" if loading.total is None else f" of {units.size(loading.total)}"
             verb = "downloading" if loading.stage == "download" else "loading"
             self._console.note(f"{verb} {session.load.model}: {units.size(loading.done)}{of}")

@@ -3,18 +3,26 @@
 from dataclasses import replace
 
 from tokamac.app.plain.repl import Repl
-from tokamac.app.settings import Settings
-from tokamac.app.tui.digits import whole_number
+from tokamac.app.settings import Settings, gigabytes_of
 from tokamac.app.tui.models import lasting
-from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
+from tokamac.app.tui.options import (
+    KV_FIELDS,
+    MEMORY_FIELDS,
+    SAMPLING_FIELDS,
+    Field,
+    FieldError,
+    read_kv,
+    read_memory,
+    read_sampling,
+    write,
+)
+from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 NONE = "none"
 """Takes the system prompt away."""
-UNLOAD = "unload_after_min"
-NAMES = (*(field.name for field in (*SAMPLING_FIELDS, *KV_FIELDS)), UNLOAD)
+NAMES = tuple(field.name for field in (*SAMPLING_FIELDS, *KV_FIELDS, *MEMORY_FIELDS))
 """Of what /settings changes."""
-UNLOAD_NOTE = "minutes without use until the model gives its memory back; 0: never"
 
 
 def model(repl: Repl, name: str) -> None:
@@ -52,23 +60,27 @@ def settings(repl: Repl, written: str) -> None:
     """Read out how tokens are chosen and how keys and values are kept, or change one of these."""
     session = repl.driver.session
     sampling, kv = _texts(SAMPLING_FIELDS, session.sampling), _texts(KV_FIELDS, session.load.kv)
+    held = Settings(unload_after_min=session.idle.after_min, memory_gb=gigabytes_of(session.load.memory))
+    memory = _texts(MEMORY_FIELDS, held)
     name, _, value = written.partition(" ")
     if not name:
-        notes = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS)}
-        lines = [f"{each}: {text or 'not set'} ({notes[each]})" for each, text in {**sampling, **kv}.items()]
-        repl.console.say("\n".join([*lines, f"{UNLOAD}: {session.idle.after_min} ({UNLOAD_NOTE})"]))
+        notes = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
+        values = {**sampling, **kv, **memory}
+        repl.console.say("\n".join(f"{each}: {text or 'not set'} ({notes[each]})" for each, text in values.items()))
         return
     try:
         if name in sampling:
             _choose_sampling(repl, read_sampling({**sampling, name: value}))
         elif name in kv:
             _choose_kv(repl, name, read_kv({**kv, name: value}))
-        elif name == UNLOAD:
-            _choose_minutes(repl, value.strip())
+        elif name in memory:
+            _choose_memory(repl, name, replace(held, **read_memory({**memory, name: value})))
         else:
             _tell(repl, f"There is no setting {name}. /settings lists them.")
     except FieldError as error:
         _tell(repl, str(error))
+    except OptionError as error:
+        _tell(repl, error.one_line())
 
 
 def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
@@ -79,13 +91,24 @@ def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
     _tell(repl, said or own)
 
 
-def _choose_minutes(repl: Repl, written: str) -> None:
-    minutes, session = whole_number(written), repl.driver.session
-    if minutes is None:
-        raise FieldError(UNLOAD, f"{UNLOAD}: {written or 'nothing'!r:.40} is no number of minutes (0: never).")
-    same, session.idle.after_min = minutes == session.idle.after_min, minutes
-    _tell(repl, f"It is {minutes} already." if same else f"{UNLOAD} is {minutes} now.")
-    _keep(repl, replace(repl.driver.memory.settings, unload_after_min=minutes))
+def _choose_memory(repl: Repl, name: str, chosen: Settings) -> None:
+    """Change what the model may take, which loads it again, or when it is unloaded. name: the field that was named."""
+    driver = repl.driver
+    session, load = driver.session, replace(driver.session.load, memory=chosen.memory_bytes)
+    same = load == session.load and chosen.unload_after_min == session.idle.after_min
+    said = _texts(MEMORY_FIELDS, chosen)[name] or "not set"
+    _tell(repl, f"It is {said} already." if same else f"{name} is {said} now.")
+    session.idle.after_min = chosen.unload_after_min
+    kept = driver.memory.settings
+    if name == "memory_gb":
+        kept = replace(kept, memory_gb=chosen.memory_gb)
+    else:
+        kept = replace(kept, unload_after_min=chosen.unload_after_min)
+    _keep(repl, kept)
+    if load != session.load:
+        _tell(repl, "The model loads again with it.")
+        driver.perform(session.choose(load))
+        driver.settle(loaded=True)
 
 
 def _choose_kv(repl: Repl, name: str, kv: KVSpec) -> None:
@@ -105,7 +128,7 @@ def _choose_kv(repl: Repl, name: str, kv: KVSpec) -> None:
         _keep(repl, replace(driver.memory.settings, kv=kv))
 
 
-def _texts(fields: tuple[Field, ...], options: Sampling | KVSpec) -> dict[str, str]:
+def _texts(fields: tuple[Field, ...], options: object) -> dict[str, str]:
     return {field.name: write(field, options) for field in fields}
 
 

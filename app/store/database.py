@@ -24,27 +24,31 @@ T = TypeVar("T")
 class Database:
     """An open file of chats; use it from the thread that made it. Methods raise StoreError.
 
-    Commits are on the disk when they return (``synchronous = FULL``): what was acknowledged outlives a loss of power too.
+    Commits are on the disk when they return (``synchronous = FULL``, and ``fullfsync`` for macOS): what was acknowledged outlives
+    a loss of power too.
+    read_only: write nothing, so that it may be where nothing can be written.
     """
 
-    def __init__(self, path: Path, *, steps: tuple[Step, ...] = STEPS, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, path: Path, *, steps: tuple[Step, ...] = STEPS, patience_s: float = PATIENCE_S, read_only: bool = False
+    ) -> None:
         _check_library()
         self.path = path
         self._version = len(steps)
         self._patience_s = patience_s
-        files.prepare(path)
+        if not read_only:
+            files.prepare(path)
         with told(path):
-            self._connection = sqlite3.connect(path, timeout=patience_s, isolation_level=None)
+            self._connection = _to_read(path, patience_s) if read_only else _connected(str(path), patience_s)
         try:
             with told(path):
-                self._set_up(steps)
+                (self._set_up_reading if read_only else self._set_up)(steps)
         except BaseException:
             self._connection.close()
             raise
 
     def _set_up(self, steps: tuple[Step, ...]) -> None:
         connection = self._connection
-        connection.row_factory = sqlite3.Row
         # Before anything else, since a file that is not ours, or newer than we are, must not be written.
         version = self._patiently(lambda: self._version_found(len(steps)))
         mode = self._patiently(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
@@ -54,16 +58,24 @@ class Database:
                 "Set TOKAMAC_DATA_DIR to a folder on a local disk.",
             )
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute(
-            "PRAGMA checkpoint_fullfsync = ON"
-        )  # macOS: past the drive's own cache, where the log is merged
+        for when in (
+            "fullfsync",
+            "checkpoint_fullfsync",
+        ):  # macOS: past the drive's own cache, commits and merges of the log
+            connection.execute(f"PRAGMA {when} = ON")
         connection.execute("PRAGMA secure_delete = ON")  # what is purged leaves no trace in free pages
         connection.execute(f"PRAGMA journal_size_limit = {16 << 20}")
         if version < len(steps):
             with self._transaction():
                 migrate(connection, self.path, steps)
         connection.execute("PRAGMA foreign_keys = ON")  # after migrations, which may rebuild tables
-        connection.create_function("fold", 1, fold, deterministic=True)
+
+    def _set_up_reading(self, steps: tuple[Step, ...]) -> None:
+        if (version := self._patiently(lambda: self._version_found(len(steps)))) < len(steps):
+            raise StoreError(
+                f"{self.path} is of an older tokamac (version {version}), and may not be brought up to date",
+                "Copy it to where it may be written, and set TOKAMAC_DATA_DIR.",
+            )
 
     def _version_found(self, known: int) -> int:
         # At one moment: another process that makes the file between two of the questions would look like another program's file.
@@ -146,3 +158,26 @@ def _check_library() -> None:
         raise StoreError(
             f"Python's SQLite is {sqlite3.sqlite_version}, and chats need {needed} or later", "Install a newer Python."
         )
+
+
+def _connected(name: str, patience_s: float, *, uri: bool = False) -> sqlite3.Connection:
+    connection = sqlite3.connect(name, timeout=patience_s, isolation_level=None, uri=uri)
+    connection.row_factory = sqlite3.Row
+    connection.create_function("fold", 1, fold, deterministic=True)
+    return connection
+
+
+def _to_read(path: Path, patience_s: float) -> sqlite3.Connection:
+    """Return a connection that changes nothing, if all that was committed can be read so."""
+    address = f"{path.absolute().as_uri()}?mode=ro"
+    connection = _connected(address, patience_s, uri=True)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        connection.close()
+        log = path.with_name(f"{path.name}-wal")
+        if log.exists() and log.stat().st_size:
+            raise
+        # SQLite wants to share an index of the log beside the file. Without a log there is nothing in it.
+        return _connected(f"{address}&immutable=1", patience_s, uri=True)
+    return connection

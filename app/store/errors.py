@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.errors import TokamacError, access_hint
 
 
 class StoreError(TokamacError):
@@ -84,5 +84,5 @@ def beyond_repair(error: StoreDamagedError) -> StoreDamagedError:
 
 def refused(path: Path, problem: OSError) -> StoreError:
     """Return the error for a file or folder that the system does not let us use."""
-    hint = _FULL if problem.errno in (errno.ENOSPC, errno.EDQUOT) else _DENIED
+    hint = _FULL if problem.errno in (errno.ENOSPC, errno.EDQUOT) else access_hint(problem, _DENIED)
     return StoreError(f"The chats in {path} can't be used: {problem.strerror or problem}", hint)

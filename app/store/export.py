@@ -16,6 +16,8 @@ from tokamac.app.store.foreign_markdown import from_foreign_markdown
 from tokamac.app.store.json_file import from_json, to_json
 from tokamac.app.store.markdown_file import from_markdown, is_ours, to_markdown
 from tokamac.app.store.values import Archive
+from tokamac.engine.durable import to_disk
+from tokamac.engine.errors import access_hint
 
 __all__ = ["parse", "read", "to_json", "to_markdown", "write"]
 
@@ -44,7 +46,7 @@ def read(path: Path, *, now: float) -> Archive:
             raise StoreError(f"{path} is larger than {MAX_BYTES >> 20} MiB", "A conversation is not.")
         return parse(data.decode("utf-8"), now=now)
     except OSError as problem:
-        hint = "Check the path and its permissions."
+        hint = access_hint(problem, "Check the path and its permissions.")
         raise StoreError(f"{path} can't be read: {problem.strerror or problem}", hint) from problem
     except UnicodeDecodeError as error:
         raise StoreError(f"{path} is no UTF-8 text", "Save it as UTF-8.") from error
@@ -57,14 +59,18 @@ def write(path: Path, text: str) -> None:
     except FileExistsError:
         raise StoreError(f"{path} exists", "Give another name; nothing was replaced.") from None
     except OSError as problem:
-        raise StoreError(f"{path} can't be written: {problem.strerror or problem}") from problem
+        raise _unwritable(path, problem) from problem
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text.encode("utf-8"))
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
     except BaseException as problem:
         path.unlink(missing_ok=True)  # half a file is none, by Ctrl-C too
         if isinstance(problem, OSError):
-            raise StoreError(f"{path} can't be written: {problem.strerror or problem}") from problem
+            raise _unwritable(path, problem) from problem
         raise
+
+
+def _unwritable(path: Path, problem: OSError) -> StoreError:
+    return StoreError(f"{path} can't be written: {problem.strerror or problem}", access_hint(problem, ""))

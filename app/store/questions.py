@@ -1,6 +1,7 @@
 """What can be asked of the store without changing it. Each answer is of one moment."""
 
 from pathlib import Path
+from typing import Self
 
 from tokamac.app.store import chats, search, tree
 from tokamac.app.store.database import Database
@@ -13,6 +14,15 @@ class Questions:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    @classmethod
+    def open_to_read(cls, path: Path) -> Self:
+        """Open a file that may not be written, or whose folder may not. Raises StoreError."""
+        return cls(Database(path, read_only=True))
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._database.close()
 
     @property
     def file(self) -> Path:

@@ -212,6 +212,7 @@ ACTIONS: tuple[Action, ...] = (
         "Open the command palette; themes are there too.",
         footer=True,
         palette=False,
+        slash="palette",
     ),
     Action(
         "messages", ("tab",), "Messages", "Point at a message: Up and Down choose, Enter unfolds thinking.", bound=False
@@ -256,8 +257,8 @@ ACTIONS: tuple[Action, ...] = (
         slash="code",
     ),
     Action("scroll_end", ("ctrl+end",), "Follow", "Jump to the end and follow the reply.", slash="end"),
-    Action("page_up", ("pageup", "f8"), "Page up", "Scroll up; following stops.", palette=False),
-    Action("page_down", ("pagedown", "f9"), "Page down", "Scroll down.", palette=False),
+    Action("page_up", ("pageup", "f8"), "Page up", "Scroll up; following stops.", slash="up"),
+    Action("page_down", ("pagedown", "f9"), "Page down", "Scroll down.", slash="down"),
     Action("copy", ("ctrl+c",), "Copy", "Copy the selected text (drag with the mouse to select)."),
     Action(
         "ask_guide",

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 from textual import on
 from textual.app import App, SystemCommand
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
 from tokamac.app.sanitise import sanitise
+from tokamac.app.tui.apple_terminal import AppleTerminalDriver, is_apple_terminal
 from tokamac.app.tui.bridge import Bridge
 from tokamac.app.tui.clipboard import through_tmux
 from tokamac.app.tui.last_gate import LastGate
@@ -59,6 +62,11 @@ class TokamacApp(App[int]):
         self.theme = chosen if chosen in self.available_themes else FIRST
         if chosen and chosen not in self.available_themes:
             self._warnings += (f"There is no theme {chosen!r}.",)
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return what writes to this terminal."""
+        chosen = super().get_driver_class()
+        return AppleTerminalDriver if chosen is LinuxDriver and is_apple_terminal() else chosen
 
     def get_default_screen(self) -> Screen[None]:
         """Return the chat."""

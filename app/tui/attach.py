@@ -12,7 +12,7 @@ from tokamac.app.pdf_text import PDFError, pdf_text
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.attachments import attachment, kind_of
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.errors import TokamacError, access_hint
 
 LARGEST_TEXT_BYTES = 4_000_000
 """About a million tokens: no context holds more."""
@@ -42,7 +42,9 @@ def read_file(typed: str, folder: Path) -> Attachment:
         raise AttachError(f"{name} is a folder", "Attach the files in it one by one.") from None
     except (OSError, RuntimeError, ValueError) as error:  # no such home, a name with a NUL
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise AttachError(f"{name} can't be read: {reason}", "Check its permissions.") from error
+        hint = "Check its permissions."
+        hint = access_hint(error, hint) if isinstance(error, OSError) else hint
+        raise AttachError(f"{name} can't be read: {reason}", hint) from error
     except PDFError as error:
         raise AttachError(f"{name} can't be attached: {error.message}", error.hint) from error
     if len(text) > LARGEST_TEXT_BYTES:

@@ -7,6 +7,7 @@ from textual.message import Message
 
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
 from tokamac.app.backend.wire import Request
+from tokamac.app.keep_awake import KeepAwake
 
 
 class EngineSaid(Message):
@@ -23,9 +24,10 @@ class Bridge:
 
     post: Callable[[EngineSaid], object]
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, keep_awake: KeepAwake) -> None:
         self._command = command
         self._log = log
+        self._keep_awake = keep_awake
         self._process: EngineProcess | None = None
         self.life = 0
 
@@ -36,7 +38,7 @@ class Bridge:
 
     def another(self) -> "Bridge":
         """Return a bridge to a process of its own, not yet started, of the same kind; its log stands beside this one's."""
-        return Bridge(self._command, self._log.with_stem(f"{self._log.stem}-guide"))
+        return Bridge(self._command, self._log.with_stem(f"{self._log.stem}-guide"), self._keep_awake)
 
     def start(self) -> None:
         """Start the process, ending one that runs. What the old one still says has another ``life`` and can be told apart."""
@@ -50,6 +52,7 @@ class Bridge:
 
     def end(self) -> None:
         """End the process at once."""
+        self._keep_awake.tell(self, busy=False)
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -61,12 +64,14 @@ class Bridge:
             self._process.send(request)
 
     def set_busy(self, busy: bool) -> None:
-        """Say whether the process is at work: then its silence means that it hangs."""
+        """Say whether the process is at work: then its silence means that it hangs, and the machine does not sleep."""
+        self._keep_awake.tell(self, busy=busy)
         if self._process is not None:
             self._process.set_busy(busy)
 
     def close(self) -> None:
         """Ask the process to end and wait for it."""
+        self._keep_awake.close()
         process, self._process = self._process, None
         self.life += 1
         if process is not None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
 FILE = "copied.txt"
+UTF8 = {"LC_ALL": "", "LC_CTYPE": "UTF-8"}
+"""What pbcopy must find: it reads its input in the encoding of the locale, and without one in MacRoman."""
 PATIENCE_S = 2.0
 """A tool that takes longer hangs."""
 
@@ -42,8 +44,11 @@ def copy_by_tool(text: str) -> str:
     if tool is None:
         raise NotTakenError("there is no pbcopy here, nor wl-copy under Wayland")
     quiet = subprocess.DEVNULL
+    environment = {**os.environ, **UTF8} if tool[0] == "pbcopy" else None
     try:
-        subprocess.run(tool, input=text.encode(), check=True, timeout=PATIENCE_S, stdout=quiet, stderr=quiet)
+        subprocess.run(
+            tool, input=text.encode(), check=True, timeout=PATIENCE_S, stdout=quiet, stderr=quiet, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise NotTakenError(f"{tool[0]} did not end within {PATIENCE_S:g} s") from None
     except subprocess.CalledProcessError as error:

@@ -12,7 +12,6 @@ ALSO_CALLED = {
     "bye": "quit",
     "cancel": "stop",
     "clear": "new",
-    "commands": "help",
     "config": "settings",
     "download": "pull",
     "drop": "detach",

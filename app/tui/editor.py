@@ -1,7 +1,8 @@
-"""The user's own editor: $VISUAL or $EDITOR, on a file that is gone afterwards."""
+"""The user's own editor: $VISUAL, $EDITOR, or one that is here, on a file that is gone afterwards."""
 
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,20 +11,45 @@ from pathlib import Path
 from tokamac.app.backend.killed import how_ended
 from tokamac.app.sanitise import sanitise
 
+FOUND = ("nano", "vi")
+"""Taken where none is set, as on a Mac."""
+
+WAIT_FLAGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("code", "code-insiders", "codium", "cursor", "windsurf", "subl", "zed", "zeditor", "mate", "bbedit", "atom"),
+        ("--wait", "-w"),
+    ),
+    **dict.fromkeys(("gvim", "mvim"), ("--nofork", "-f")),
+    "open": ("-W", "--wait-apps"),
+}
+"""Programs that open a window and end at once, unless told to wait: the first of these flags is added where none is there."""
+
 
 class EditorError(Exception):
     """There is no editor, or it failed; the message says which and what to do."""
 
 
 def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command of the user's editor. Raises EditorError where none is set."""
-    given = environment.get("VISUAL") or environment.get("EDITOR")
+    """Return the command of the user's editor, one that waits. Raises EditorError where there is none."""
+    given = (environment.get("VISUAL") or environment.get("EDITOR") or "").strip()
     if not given:
-        raise EditorError("No editor is set: set EDITOR, for instance to vi or nano, and start tokamac again.")
+        found = next((name for name in FOUND if shutil.which(name, path=environment.get("PATH"))), None)
+        if found is None:
+            raise EditorError("No editor is set: set EDITOR, for instance to vi or nano, and start tokamac again.")
+        return [found]
     try:
-        return shlex.split(given)
+        command = shlex.split(given)
     except ValueError as error:
         raise EditorError(f"EDITOR is {given!r}, which can't be read as a command: {error}.") from None
+    return _waiting(command)
+
+
+def _waiting(command: list[str]) -> list[str]:
+    """Return ``command`` so that it ends when the file is closed."""
+    flags = WAIT_FLAGS.get(Path(command[0]).name, ()) if command else ()
+    if not flags or not set(flags).isdisjoint(command):
+        return command
+    return [command[0], flags[0], *command[1:]]
 
 
 def edit_text(command: Sequence[str], text: str) -> str:

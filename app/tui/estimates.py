@@ -26,6 +26,7 @@ class Estimates:
         self._ask = ask
         self._asked: dict[str, int] = {}
         self._kv: KVSpec | None = None
+        self._limit: int | None = None
         self.disk: dict[str, ModelLine] = {}
         self.catalogue: dict[str, ModelLine] = {}
         self.best: tuple[str, ...] = ()
@@ -34,8 +35,15 @@ class Estimates:
         self.weighed = (0, 0)
         self.problem = ""
 
-    def want(self, names: Sequence[str], kv: KVSpec) -> None:
-        """Ask for what is not known yet of the catalogue, and of the models on disk that are named, with these caches."""
+    def want(self, names: Sequence[str], kv: KVSpec, limit: int | None = None) -> None:
+        """Ask for what is not known yet of the catalogue, and of the models on disk that are named, with these caches.
+
+        limit: bytes that a model may take, where the user set them.
+        """
+        if limit != self._limit:
+            self._limit, self.best = limit, ()
+            for known in (self.disk, self.catalogue, self._asked):
+                known.clear()
         if kv != self._kv:
             self._kv = kv
             self.disk.clear()

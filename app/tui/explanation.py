@@ -10,11 +10,11 @@ from tokamac.app.tui.conversation import Reply
 from tokamac.app.tui.prose.rows import wrapped
 from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.charts import bar
-from tokamac.app.verdict import HOW, remedy_text, sentence
+from tokamac.app.verdict import HOW, RELIEF, THROTTLED, remedy_text, sentence
 from tokamac.app.verdict_full import numbers, part_text, value_text, words
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName
-from tokamac.engine.limits.gaps import Outlier
+from tokamac.engine.limits.gaps import Outlier, Throttle
 from tokamac.engine.limits.remedies import Remedy
 from tokamac.engine.limits.terms import Concern, Term
 
@@ -40,6 +40,8 @@ def explanation(reply: Reply, width: int) -> Content:
 
 def _sections(diagnosis: Diagnosis, outliers: Sequence[Outlier], width: int) -> Iterator[list[Content]]:
     yield [_title("where the time went"), *_time(diagnosis, width)]
+    if diagnosis.throttles:
+        yield [_title("what slowed the machine down"), *_throttled(diagnosis.throttles, width)]
     yield [_title("what would help"), *_help(diagnosis.remedies, width)]
     yield [_title("decode"), *_part(diagnosis.part("decode"), width), *_bars(diagnosis.terms, SPEEDS, width)]
     yield [_title("prefill"), *_part(diagnosis.part("prefill"), width), *_bars(diagnosis.terms, TIMES, width)]
@@ -82,6 +84,12 @@ def shares(values: Sequence[float], cells: int) -> list[int]:
     counts = [max(round(cells * value / total), 1 if value > 0 else 0) for value in values]
     counts[counts.index(max(counts))] += cells - sum(counts)
     return counts
+
+
+def _throttled(throttles: Sequence[Throttle], width: int) -> Iterator[Content]:
+    for each in throttles:
+        yield from _wrapped(Content.styled(f"{THROTTLED[each]}.", "$text-warning"), width)
+        yield from _wrapped(Content.styled(HOW[RELIEF[each]], FAINT), width, indent=2)
 
 
 def _help(found: Sequence[Remedy], width: int) -> Iterator[Content]:

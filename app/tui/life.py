@@ -177,7 +177,9 @@ class Life(ABC):
         self.loading = None
         self._enter(Phase.IDLE)
         remarks = event.info.notes if self.load.kv != KVSpec() else ()
-        return [*(Notice(remark) for remark in remarks), *self._ready()]
+        self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
+        costs = [Notice(f"{remark[0].upper()}{remark[1:]}.", "warning") for remark in event.info.memory_notes]
+        return [*costs, *(Notice(remark) for remark in remarks), *self._ready()]
 
     def _load_failed(self, why: str) -> list[Step]:
         if self.phase is not Phase.LOADING:

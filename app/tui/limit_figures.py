@@ -38,9 +38,9 @@ def expected(session: Session) -> Explained:
         (
             Input("decode rate", units.rate(None if m is None else m.decode_tps), MEASURED),
             Input("expected rate", units.rate(None if m is None else m.expected_tps), how),
-            *terms(session, "weights", "kv", "launching"),
+            *terms(session, "weights", "kv", "launching", "host"),
         ),
-        "fitted to published speeds of this chip, or timed in parts on this machine",
+        "fitted to published speeds of this chip, and no faster than the host builds a step; or timed in parts on this machine",
         "Whether this machine does as well as it should: far below means that something else takes its time.",
         ""
         if m is None or m.expected_tps is not None

@@ -106,10 +106,12 @@ def peak(session: Session) -> Explained:
             Input("weights", units.size(None if session.info is None else session.info.weight_bytes), "counted"),
             Input("KV cache", units.size(None if m is None else m.kv_bytes), "counted"),
             Input("in use now", units.size(memory.active_bytes), "MLX's allocator"),
-            Input("budget", units.size(memory.budget_bytes), "what the system lets this process use, read each time"),
+            Input("limit", units.size(memory.budget_bytes), memory.budget_source or units.UNKNOWN),
         ),
         "MLX's allocator",
-        "How near the model comes to what may be used: beyond it the system swaps, or ends the process.",
+        "How near the model comes to the limit, beyond which prompts are refused; a setting changes it "
+        f"({session.keymap.key('settings')}). Below it, other programs may have to give way. Earlier prompts stay in memory for "
+        "reuse, up to a tenth of the limit.",
     )
 
 

@@ -4,7 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokamac.app.settings import Settings
+from tokamac.app.tui.digits import whole_number
 from tokamac.engine.options import KVSpec, Sampling
+
+AUTO = "auto"
+"""A number that is chosen where the user gives none, and that is not nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ SAMPLING_FIELDS = (
     Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
     Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
     Field("min_p", "Min-p", "0 is off; empty: the model's own", float, None),
-    Field("repetition_penalty", "Repetition penalty", "1 is off", float),
+    Field("repetition_penalty", "Repetition penalty", "1 is off; empty: the model's own", float, None),
     Field("seed", "Seed", "empty: another each time", int, None),
     Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
@@ -46,6 +51,20 @@ KV_FIELDS = (
 )
 
 
+def _minutes(text: str) -> int | None:
+    if text.strip().lower() == AUTO:
+        return None
+    if (minutes := whole_number(text.strip())) is None:
+        raise ValueError
+    return minutes
+
+
+MEMORY_FIELDS = (
+    Field("memory_gb", "Memory limit", "GB; empty: the system's limit", float, None),
+    Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
+)
+
+
 class FieldError(Exception):
     """A field's text can't be read; ``name`` says which."""
 
@@ -54,9 +73,11 @@ class FieldError(Exception):
         self.name = name
 
 
-def write(field: Field, options: Sampling | KVSpec) -> str:
+def write(field: Field, options: object) -> str:
     """Return ``field`` of ``options`` as text."""
     value = getattr(options, field.name)
+    if value is None and field.empty is ValueError:
+        return AUTO
     if isinstance(value, tuple):
         return " | ".join(part.replace("\n", "\\n") for part in value)
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -72,6 +93,13 @@ def read_kv(texts: Mapping[str, str]) -> KVSpec:
     return KVSpec(**_read(KV_FIELDS, texts))
 
 
+def read_memory(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the form says of ``Settings.memory_gb`` and ``unload_after_min``; raise FieldError, or OptionError."""
+    values = _read(MEMORY_FIELDS, texts)
+    Settings(**values)
+    return values
+
+
 def _read(fields: tuple[Field, ...], texts: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in fields:
@@ -83,6 +111,6 @@ def _read(fields: tuple[Field, ...], texts: Mapping[str, str]) -> dict[str, Any]
             values[field.name] = field.read(text)
         except ValueError as error:
             raise FieldError(
-                field.name, f"{field.label}: {text.strip() or 'nothing'!r} is no number ({field.note})."
+                field.name, f"{field.label}: {text.strip() or 'nothing'!r:.60} is no number ({field.note})."
             ) from error
     return values

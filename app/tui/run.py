@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app import settings
+from tokamac.app import keep_awake, settings
+from tokamac.app.keep_awake import KeepAwake
 from tokamac.engine.options import KVSpec, Sampling
 
 if TYPE_CHECKING:
@@ -29,16 +30,17 @@ OLD_THRESHOLD = 200
 class ChatOptions:
     """What the command line asked for; None takes what the settings remember.
 
-    ``prompt_cache`` False turns off the reuse of earlier turns. ``scripted`` plays a scenario instead of a model, for tests and
-    pictures. ``chat`` is the stored conversation to open, or the beginning of its id; ``resume`` opens the last one.
-    ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and ``store_path`` default to the
-    user's own folders.
+    ``prompt_cache`` False turns off the reuse of earlier turns. ``memory``: bytes that a model may take. ``scripted`` plays a
+    scenario instead of a model, for tests and pictures. ``chat`` is the stored conversation to open, or the beginning of its id;
+    ``resume`` opens the last one. ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and
+    ``store_path`` default to the user's own folders.
     """
 
     model: str | None = None
     sampling: Sampling | None = None
     kv: KVSpec | None = None
     prompt_cache: bool = True
+    memory: int | None = None
     unchecked: bool = False
     system: str | None = None
     scripted: bool = False
@@ -54,13 +56,14 @@ class ChatOptions:
 class Begun:
     """A chat that is about to begin, on a screen or without. command: starts the engine's process; log: where that writes.
 
-    warnings: what was wrong with the settings.
+    keep_awake: keeps the machine from sleeping while that works. warnings: what was wrong with the settings.
     """
 
     session: "Session"
     memory: "Memory"
     command: list[str]
     log: Path
+    keep_awake: KeepAwake
     warnings: tuple[str, ...]
 
 
@@ -94,7 +97,7 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
 
     teach_alt_enter()
     begun = begin(options)
-    bridge = Bridge(begun.command, begun.log)
+    bridge = Bridge(begun.command, begun.log, begun.keep_awake)
     app = TokamacApp(begun.session, bridge, begun.memory, lambda: _open_picked(options), begun.warnings)
     bridge.post = app.chat.post_message
     return app, bridge
@@ -112,12 +115,15 @@ def begin(options: ChatOptions) -> Begun:
     path = options.settings_path or settings.default_path()
     read = options.read or settings.load(path)
     known = read.settings
-    load = Load(lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache, options.unchecked)
+    limit = known.memory_bytes if options.memory is None else options.memory
+    model, kv = lasting(options.model or known.model), options.kv or known.kv
+    load = Load(model, kv, options.prompt_cache, limit, options.unchecked)
     memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap
     command = child_command(scripted=options.scripted)
-    return Begun(session, memory, command, options.log_path or _default_log(), tuple(read.warnings))
+    awake = KeepAwake(keep_awake.program(), lambda: memory.settings.keep_awake)
+    return Begun(session, memory, command, options.log_path or _default_log(), awake, tuple(read.warnings))
 
 
 def found(options: ChatOptions) -> ChatOptions:

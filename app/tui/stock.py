@@ -140,7 +140,8 @@ class Stock:
 
     def _want(self) -> None:
         names = [each.model for each in self.disk.models if each.whole]
-        self.estimates.want(names, self._chat.session.load.kv)
+        load = self._chat.session.load
+        self.estimates.want(names, load.kv, load.memory)
 
     def _catalogue(self) -> list[Offer]:
         if not self._offers:

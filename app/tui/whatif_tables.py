@@ -83,6 +83,8 @@ def _memory(figures: Figures) -> tuple[Text, Text]:
 
 
 def _fits(figures: Figures) -> Text:
+    if figures.fits and figures.from_others:
+        return Text("tight", "yellow")
     return {True: Text("yes", "green"), False: Text("no", "red"), None: Text(units.UNKNOWN, "dim")}[figures.fits]
 
 

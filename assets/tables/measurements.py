@@ -1,4 +1,5 @@
-"""Published speeds as numbers: measured.csv, read row by row. What can't be compared is left out, and why is kept.
+"""Published speeds as numbers: measured.csv, read row by row, and attention.csv, times of single kernels. What can't be compared is
+left out, and why is kept.
 
 A row's engine, bits and context are prose in its source; the rules below say how each form is read. Nothing is guessed: a chip
 whose bin is not told, a model whose shape is not in the catalogue, or speculative decoding leaves the row out.
@@ -6,17 +7,24 @@ whose bin is not told, a model whose shape is not in the catalogue, or speculati
 
 import csv
 import functools
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from tokamac.engine.config import normalise
+from tokamac.engine.kv.windows import ignored_windows
+from tokamac.engine.limits.attention_work import Heads
 from tokamac.engine.limits.catalogue import Entry, find
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.cost import text_config
 from tokamac.engine.limits.hardware import Chip, lookup
-from tokamac.engine.limits.work import Work, work_of_config
+from tokamac.engine.limits.work import KVLayer, Work, work_of_config
 
 SOURCE = Path(__file__).resolve().parent / "measured.csv"
+ATTENTION = SOURCE.with_name("attention.csv")
 
 SHORT = 160
 """Tokens of context while a short chat prompt is answered with the usual 256 tokens: half of these, and the prompt."""
@@ -32,12 +40,13 @@ GGUF_BITS = {"F16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K_M": 4.85}
 class Measurement:
     """One row. Rates in tokens a second; None: not given, or not of plain decoding.
 
-    prompt: tokens read, after ``cached``; depth: tokens of context in the middle of decoding.
+    model: the catalogue's name. prompt: tokens read, after ``cached``; depth: tokens of context in the middle of decoding.
     """
 
     engine: str
     chip: Chip
     label: str
+    model: str
     work: Work
     prompt: int | None
     cached: int
@@ -52,6 +61,32 @@ class LeftOut:
 
     label: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiming:
+    """How long one query of a decode step took to attend to 16-bit keys and values of ``context`` tokens."""
+
+    chip: Chip
+    label: str
+    layer: KVLayer
+    context: int
+    seconds: float
+
+
+def read_attention(source: Path = ATTENTION) -> list[AttentionTiming]:
+    """Return the published times of MLX's attention kernels, given there as bytes read a second, each key and value once."""
+    with source.open(encoding="utf-8", newline="") as file:
+        return [_read_timing(row) for row in csv.DictReader(file)]
+
+
+def _read_timing(row: dict[str, str]) -> AttentionTiming:
+    queries, keys, size, context = (int(row[name]) for name in ("query_heads", "key_heads", "head_size", "context"))
+    layer = KVLayer(2 * 2 * keys * size, None, 0, Heads(queries, keys, size, size))
+    label = " · ".join(row[name] for name in ("chip", "query_heads", "key_heads", "head_size", "context", "mlx"))
+    cores = int(row["gpu_cores"]) if row["gpu_cores"] else None
+    seconds = layer.bytes_at(context) / (float(row["gb_per_s"]) * 1e9)
+    return AttentionTiming(lookup(row["chip"], cores), label, layer, context, seconds)
 
 
 def read(source: Path = SOURCE) -> tuple[list[Measurement], list[LeftOut]]:
@@ -76,7 +111,7 @@ def _read_row(row: dict[str, str]) -> Measurement | LeftOut:
     chip = lookup(row["chip"], int(cores.group()) if cores else None)
     if chip.bandwidth_gbs is None:
         return LeftOut(label, "the chip's bin is not given")
-    work = _work(row, engine)
+    name, work = _work(row, engine)
     if isinstance(work, str):
         return LeftOut(label, work)
     prompt, cached, depth = _lengths(row["context"])
@@ -87,7 +122,7 @@ def _read_row(row: dict[str, str]) -> Measurement | LeftOut:
         rates[1] = None
     if rates == [None, None]:
         return LeftOut(label, "speculative decoding, or kernels of its own")
-    return Measurement(engine, chip, label, work, prompt, cached, depth, *rates)
+    return Measurement(engine, chip, label, name, work, prompt, cached, depth, *rates)
 
 
 def _engine(text: str) -> str | None:
@@ -97,19 +132,32 @@ def _engine(text: str) -> str | None:
     return "mlx" if name.startswith(MLX) else None
 
 
-def _work(row: dict[str, str], engine: str) -> Work | str:
-    entry = find(row["model"])
-    if entry is None or entry.config is None:
-        return "the model's shape is not known"
-    bits = _bits(row, engine)
+def _work(row: dict[str, str], engine: str) -> tuple[str, Work | str]:
+    """Return the model's name and its work, or why that is not known. A table of more rows may name the config.json itself."""
+    entry, bits = find(row["model"]), _bits(row, engine)
+    name = row["model"] if entry is None else entry.name
+    config = _config(row.get("config") or "") if entry is None else entry.config
+    if config is None:
+        return name, "the model's shape is not known"
     if bits is None:
-        return "its bits per weight are not given"
+        return name, "its bits per weight are not given"
     if bits == "own":
-        return _own(entry)
+        return name, "its own packing is not known" if entry is None else _own(entry)
     if engine == "mlx":
         width, group = bits
-        return _of(entry.name, Packing(None if width == 16 else int(width), group))
-    return _scaled(_of(entry.name, Packing(None)), bits[0] / 16)
+        return name, _of(json.dumps(_as_run(config)), Packing(None if width == 16 else int(width), group))
+    return name, _scaled(_of(json.dumps(dict(config)), Packing(None)), bits[0] / 16)
+
+
+def _config(path: str) -> dict[str, Any] | None:
+    return normalise(json.loads(Path(path).read_text(encoding="utf-8"))) if path else None
+
+
+def _as_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without the windows that mlx-lm's class ignores: it attended to the whole context, unlike our caches."""
+    layers = text_config(config).get("num_hidden_layers", 0)
+    ignored = any(window is not None for window in ignored_windows(config, layers))
+    return {**config, "sliding_window": None} if ignored else dict(config)
 
 
 def _own(entry: Entry) -> Work | str:
@@ -121,11 +169,8 @@ def _own(entry: Entry) -> Work | str:
 
 
 @functools.cache
-def _of(name: str, packing: Packing | None) -> Work | str:
-    entry = find(name)
-    assert entry is not None
-    assert entry.config is not None
-    return work_of_config(entry.config, packing=packing)
+def _of(config: str, packing: Packing | None) -> Work | str:
+    return work_of_config(json.loads(config), packing=packing)
 
 
 def _bits(row: dict[str, str], engine: str) -> tuple[float, int] | Literal["own"] | None:

@@ -11,7 +11,9 @@ Importing this module imports no mlx-lm and patches nothing.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -20,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from tokamac.engine.kv import cpu
+from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
 from tokamac.engine.kv.codec import Codec, Encoded
 from tokamac.engine.kv.layout import Mask
 
@@ -156,13 +159,58 @@ def fused(
     sinks: mx.array | None,
     packed: bool = False,
 ) -> mx.array:
-    """Attend by MLX's fused kernel; on a plain CPU by NumPy. queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·).
+    """Attend by MLX's own attention, which is fused or not; on a plain CPU by NumPy.
 
-    packed: whether keys or values are decoded from fewer bits.
+    queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·). packed: whether keys or values are decoded from fewer bits.
     """
     if cpu.is_worth(queries, keys, packed=packed):
         return cpu.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    device = _forcing.get()
+    force = device is not None and _has_kernel(device, queries, keys, values, mask, sinks)
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=force
+    )
+
+
+_forcing: ContextVar[AttentionDevice | None] = ContextVar("forcing", default=None)
+"""Of each thread its own: another engine's calls stay as they are."""
+
+_NUMBERS: dict[mx.Dtype, Number] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
+
+
+@contextmanager
+def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
+    """Ask for a fused kernel wherever MLX has one for this device, inside a with block: no scores are written down, at a lower
+    rate. None asks for none."""
+    before = _forcing.set(device)
+    try:
+        yield
+    finally:
+        _forcing.reset(before)
+
+
+def _has_kernel(  # noqa: PLR0917
+    device: AttentionDevice, queries: mx.array, keys: mx.array, values: mx.array, mask: Mask, sinks: mx.array | None
+) -> bool:
+    """Whether MLX has a fused kernel for this call; asked to force one that it lacks, it would raise."""
+    if queries.dtype not in _NUMBERS:
+        return False
+    kind: MaskKind = "none"
+    if mask is not None:
+        kind = "causal" if isinstance(mask, str) else "bool" if mask.dtype == mx.bool_ else "additive"
+    call = AttentionCall(
+        query_heads=queries.shape[1],
+        heads=keys.shape[1],
+        queries=queries.shape[2],
+        keys=keys.shape[2],
+        size=queries.shape[3],
+        value_size=values.shape[3],
+        mask=kind,
+        number=_NUMBERS[queries.dtype],
+        sinks=sinks is not None,
+        batch=queries.shape[0],
+    )
+    return has_fused_kernel(call, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ Number line of a ring (``size`` = window − keep + spare), after ``high`` token
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.codec import Encoded
@@ -28,6 +31,8 @@ STEP = 256
 """Slots are made in multiples of this many tokens."""
 GROWTH = 16
 """A full store grows by a sixteenth, so an append copies 16 tokens on average at any depth, for at most 6 % of spare room."""
+ROWS = 4
+"""Masks of a single token to keep: layers of one layout share theirs, and few models have more than two layouts."""
 
 
 class Span(NamedTuple):
@@ -102,6 +107,8 @@ class Growing:
         """Causal, and inside the model's own reach where it names one."""
         if not as_array and (reach is None or start + count <= reach):
             return None if count == 1 else "causal"
+        if count == 1:
+            return _last_row(start + 1, reach)
         return visible(mx.arange(start, start + count), mx.arange(start + count), None, 0, reach)
 
 
@@ -160,6 +167,8 @@ class Ring:
             reach = None
         if not as_array and stop <= min(self.window, reach or stop):
             return None if count == 1 else "causal"
+        if count == 1 and reach is None:
+            return None if self.spare == 0 and not as_array else _ring_row(self, start)
         rows = mx.arange(start, stop)
         in_slots = self.fits(start, count)
         columns = self._positions(stop) if in_slots else mx.concatenate([self._positions(start), rows])
@@ -173,6 +182,41 @@ class Ring:
             return slots
         turned = offset - 1 - (offset - 1 - slots) % size  # the last p < offset with (p − keep) mod size = slot − keep
         return mx.where(slots < self.keep, slots, turned)
+
+
+@lru_cache(maxsize=ROWS)
+def _last_row(count: int, reach: int | None) -> mx.array:
+    """Return ``visible`` for the last of ``count`` tokens that all are kept: (1, count). Made on the host, like ``_ring_row``."""
+    row = np.ones((1, count), dtype=np.bool_)
+    row[:, : max(0, count - (reach or count))] = False
+    return mx.array(row)
+
+
+@lru_cache(maxsize=ROWS)
+def _ring_row(ring: Ring, start: int) -> mx.array:
+    """Return ``visible`` for the one token after ``start``: (1, T).
+
+    Made on the host and copied, so it costs the device no kernel. Comparing positions there takes eight in every step.
+    """
+    head = start - ring.keep
+    if head < 0:
+        return mx.array(np.ones((1, start + 1), dtype=np.bool_))
+    size = ring.window + ring.spare - ring.keep
+    used = min(head + 1, size)
+    first = size - 1 - head % size
+    return mx.array(np.concatenate([np.ones(ring.keep, dtype=np.bool_), _distances(ring)[first : first + used]])[None])
+
+
+@lru_cache(maxsize=ROWS)
+def _distances(ring: Ring) -> npt.NDArray[np.bool_]:
+    """Return for slots size − 1 … −(size − 1) behind the newest token's whether that token sees them: (2·size − 1,).
+
+    ``size`` counts the slots that turn, without the pinned ones. A slot d behind holds the token d before the newest, a slot d
+    ahead the one size − d before it. So every row is ``size`` of these values in sequence; the newest token's slot says from where.
+    """
+    size = ring.window + ring.spare - ring.keep
+    behind = np.arange(size - 1, -size, -1) % size
+    return behind < ring.window - ring.keep
 
 
 def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, reach: int | None) -> mx.array:

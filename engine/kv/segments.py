@@ -113,6 +113,24 @@ def split(piece: Piece, at: int) -> tuple[Piece, Piece]:
     return parts
 
 
+def part(piece: Piece, start: int, stop: int) -> Piece:
+    """Return the tokens start…stop of a piece with memory of their own, not evaluated."""
+    return tuple(_copied(arrays, start, stop) for arrays in piece)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Return pieces that follow one another as one, evaluated."""
+    if len(pieces) == 1:
+        (whole,) = pieces
+    else:
+        whole = tuple(
+            tuple(mx.concatenate(list(arrays), axis=-2) for arrays in zip(*each, strict=True))
+            for each in zip(*pieces, strict=True)
+        )
+    mx.eval(whole)
+    return whole
+
+
 def piece_bytes(piece: Piece) -> int:
     """Return the bytes of a piece."""
     return sum(array.nbytes for arrays in piece for array in arrays)

@@ -1,9 +1,12 @@
-"""What attention computes: which queries see which keys, and how many numbers each pair takes, layer by layer."""
+"""What attention computes: which queries see which keys, how many numbers each pair takes, and which heads read a cache, layer by
+layer."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, Kernel, kernel_of
 from tokamac.engine.limits.cost import first_of, text_config
 
 if TYPE_CHECKING:
@@ -25,6 +28,56 @@ class Attention:
     def operations(self, tokens: int, cached: int) -> int:
         """Operations of ``tokens`` queries after ``cached``: two for each number of each pair that sees each other."""
         return 2 * self.width * visible_pairs(tokens, cached, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads that read one cache in a decode step.
+
+    queries, keys: heads of each kind. key_dim, value_dim: numbers of a head. written_out: the model multiplies by itself, as for a
+    soft cap. layers: how many attend to this cache, its own included.
+    """
+
+    queries: int
+    keys: int
+    key_dim: int
+    value_dim: int
+    written_out: bool = False
+    layers: int = 1
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.queries // self.keys
+
+    @property
+    def fused(self) -> bool:
+        """Whether Metal has one kernel for a long context, and not two products with the scores between them."""
+        return self.kernel(LONG, large=True) != "unfused"
+
+    def kernel(self, held: int, *, large: bool) -> Kernel:
+        """Return the kernel that Metal runs for one query after ``held`` tokens, without a mask. large: on Pro, Max and Ultra."""
+        return _decode_kernel(self, max(held, 1), large)
+
+
+LONG = 1 << 20
+"""Tokens of a context for which it is asked whether there is a fused kernel: one that begins somewhere would else make the step at
+which it begins quicker than the one before."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _decode_kernel(heads: Heads, held: int, large: bool) -> Kernel:
+    call = AttentionCall(
+        query_heads=heads.queries,
+        heads=heads.keys,
+        queries=1,
+        keys=held,
+        size=heads.key_dim,
+        value_size=heads.value_dim,
+        mask="none",
+        written_out=heads.written_out,
+    )
+    return kernel_of(call, AttentionDevice("metal", architecture="s" if large else "g"))
 
 
 def visible_pairs(tokens: int, cached: int, window: int | None) -> int:
@@ -52,6 +105,21 @@ def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tu
             return None
         own.append(Attention(width, layer.window, layer.index))
     return (*own, *_reusing(config, own))
+
+
+def heads_of(config: Mapping[str, Any], layer: "LayerPlan", attention: Sequence[Attention]) -> Heads | None:
+    """Return the heads that read a layer's cache; None where they are unknown. Packed keys and values are multiplied by kernels of
+    which no measurement was published: they are taken to compute no faster than the others."""
+    queries = query_heads(config, layer.index)
+    if layer.ours is None or queries is None:
+        return None
+    seen = layer.ours.seen
+    if seen.heads < 1 or queries % seen.heads:
+        return None
+    text = text_config(config)
+    capped = bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2"))
+    layers = sum(each.layer == layer.index for each in attention)
+    return Heads(queries, seen.heads, seen.key_dim, seen.value_dim, capped or not seen.through, max(layers, 1))
 
 
 def query_heads(config: Mapping[str, Any], layer: int = 0) -> int | None:

@@ -13,6 +13,7 @@ The longest of the three is the part that counts. What a phase waited for is tol
 from dataclasses import dataclass
 from typing import Literal
 
+from tokamac.engine.limits.gaps import Throttle
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.metrics import Metrics, share
 from tokamac.engine.limits.prediction import Pace, decode_phase, prefill_phase
@@ -22,9 +23,9 @@ from tokamac.engine.limits.terms import Term, terms_of
 from tokamac.engine.limits.work import Work
 
 PartName = Literal["wait", "prefill", "decode"]
-Waits = Literal["memory", "compute", "overhead", "not memory"]
-"""What a phase waited for. overhead: neither roof, so what lies around the kernels: launching them, and the host. not memory: the
-peak of the arithmetic is not known, so it may have been that, or overhead."""
+Waits = Literal["memory", "compute", "host", "overhead", "not memory"]
+"""What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so what lies
+around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or overhead."""
 
 NEAR = 0.5
 """Share of the roofline from which decode is said to wait for a roof: all else that it does then takes less time."""
@@ -49,20 +50,21 @@ class Part:
 
     @property
     def behind(self) -> bool:
-        """Whether it was much slower than this machine makes it as a rule."""
-        return self.of_expected is not None and self.of_expected < BEHIND
+        """Whether it was much slower than this machine makes it as a rule. What waits for the host is expected at its least."""
+        return self.bound != "host" and self.of_expected is not None and self.of_expected < BEHIND
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The verdict on a reply. parts: wait, prefill and decode. terms: the numbers it was computed from.
 
-    remedies: what would help a reply like this one, best first, three at most.
+    remedies: what would help a reply like this one, best first, three at most. throttles: what the system slowed the chip down for.
     """
 
     parts: tuple[Part, ...]
     remedies: tuple[Remedy, ...]
     terms: tuple[Term, ...]
+    throttles: tuple[Throttle, ...] = ()
 
     @property
     def slowest(self) -> Part:
@@ -94,7 +96,7 @@ def diagnose(metrics: Metrics, work: Work, chip: Chip, pace: Pace | None, situat
         _decode(max(total_s - ttft_s, 0.0), metrics, foretold, chip),
     )
     found = () if pace is None else remedies(metrics, foretold, Machinery(work, chip, pace), situation)
-    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, foretold))
+    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, foretold), situation.throttles)
 
 
 def _prefill(seconds: float, foretold: Foretold, chip: Chip) -> Part:
@@ -103,6 +105,8 @@ def _prefill(seconds: float, foretold: Foretold, chip: Chip) -> Part:
     if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
         return Part("prefill", seconds, _by_memory_alone(of_least, chip), None, of_expected)
     far = phase.tokens <= foretold.chunk and of_least is not None and of_least < FAR
+    if phase.by_host and of_least is not None and of_least < NEAR:
+        return Part("prefill", seconds, "host", of_least, of_expected)
     return Part("prefill", seconds, "overhead" if far else phase.bound, of_least, of_expected)
 
 
@@ -111,7 +115,8 @@ def _decode(seconds: float, metrics: Metrics, foretold: Foretold, chip: Chip) ->
     of_least = share(measured, phase.ceiling_tps)
     waits = _by_memory_alone(of_least, chip)
     if phase.bound is not None and of_least is not None:
-        waits = phase.bound if of_least >= NEAR else "overhead"
+        around: Waits = "host" if phase.by_host else "overhead"
+        waits = phase.bound if of_least >= NEAR else around
     return Part("decode", seconds, waits, share(measured, metrics.ceiling_tps), share(measured, metrics.expected_tps))
 
 

@@ -19,13 +19,17 @@ from typing import Literal, NamedTuple
 
 from tokamac.engine.limits.metrics import Gaps, gaps_ms, percentiles
 
-Cause = Literal["kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal"]
+Throttle = Literal["thermal", "low power"]
+"""What the system slows the chip down for."""
+
+Cause = Literal["kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal", "low power"]
 """kv growth: a cache's arrays were full, and copied to larger ones.
 pool cleared: MLX's unused buffers went back to the system, so the next step had to ask for memory again.
 swap: pages of this process had to be read from disk (major page faults).
 slow reader: the engine waited for whoever reads the reply.
 processor taken: where the model computes on the CPU, this process stood still for that long.
 thermal: the system said during this reply that it holds the chip back. A state: it is said of each of the reply's outliers.
+low power: Low Power Mode was switched on during this reply. One that was on all along makes all gaps longer, and none stand out.
 """
 
 LAUNCHED: frozenset[Cause] = frozenset({"kv growth", "pool cleared"})
@@ -63,11 +67,12 @@ class Mark(NamedTuple):
 
 
 def outliers(
-    gaps: Sequence[Gap], median_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: bool = False
+    gaps: Sequence[Gap], median_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: Sequence[Throttle] = ()
 ) -> tuple[Outlier, ...]:
     """Return those of ``gaps`` that are outliers, longest first.
 
-    marks: in the order of their tokens. ahead: steps are launched before the token before them is read. throttled: see "thermal".
+    marks: in the order of their tokens. ahead: steps are launched before the token before them is read.
+    throttled: states that are a cause of each.
     """
     bound_ms = max(TIMES * median_ms, median_ms + LEAST_MS)
     found = sorted((gap for gap in gaps if gap.ms > bound_ms), key=lambda gap: (-gap.ms, gap.token))
@@ -77,7 +82,9 @@ def outliers(
     )
 
 
-def _causes(gap: Gap, excess_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: bool) -> tuple[Cause, ...]:
+def _causes(
+    gap: Gap, excess_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: Sequence[Throttle]
+) -> tuple[Cause, ...]:
     first = bisect.bisect_left(marks, gap.token - 1, key=lambda mark: mark.token)
     near = itertools.takewhile(lambda mark: mark.token <= gap.token, itertools.islice(marks, first, None))
     causes: list[Cause] = [
@@ -85,9 +92,7 @@ def _causes(gap: Gap, excess_ms: float, marks: Sequence[Mark], *, ahead: bool, t
         for mark in near
         if mark.most_ms >= excess_ms / 2 and (mark.token == gap.token or (ahead and mark.cause in LAUNCHED))
     ]
-    if throttled:
-        causes.append("thermal")
-    return tuple(dict.fromkeys(causes))
+    return tuple(dict.fromkeys([*causes, *throttled]))
 
 
 class GapLog:

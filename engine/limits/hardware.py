@@ -7,11 +7,14 @@ The table is assets/chips.json; every row names its source and a blank stays unk
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
 Source = Literal["table", "measured", "unknown"]
+
+Units = Literal["neural", "shaders"]
+"""What multiplies matrices on an Apple GPU (neural.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class Chip:
 
     bandwidth_gbs: memory bandwidth, 10^9 bytes a second; ``source`` says where it comes from, ``citation`` who published it.
     fp16_tflops: dense half-precision peak, 10^12 operations a second; nax_fp16_tflops with neural accelerators, an estimate.
-    peak_source: where fp16_tflops comes from.
+    peak_source: where fp16_tflops comes from. units: what multiplies matrices here; None is whatever a chip of this name can, as
+    for one that is only named. other_bin: the table has no bin with these cores: the bandwidth is others'.
     """
 
     name: str
@@ -31,6 +35,8 @@ class Chip:
     citation: str = ""
     nax_fp16_tflops: float | None = None
     peak_source: Source = "unknown"
+    units: Units | None = None
+    other_bin: bool = False
 
 
 @functools.cache
@@ -46,7 +52,10 @@ def plain_name(name: str) -> str:
 
 
 def lookup(name: str, gpu_cores: int | None = None) -> Chip:
-    """Return what the table knows of a chip. Where bins differ and the cores don't tell, the value is None."""
+    """Return what the table knows of a chip. Where bins differ and the cores don't tell, the value is None.
+
+    Cores that no row has get what all bins have in common, marked so: of M5 Ultra and M6 the table has a single bin.
+    """
     rows = [row for row in table() if plain_name(row["chip"]) == plain_name(name)]
     exact = [row for row in rows if row["gpu_cores"] == gpu_cores]
     # With one row and no core count (every NVIDIA card), that row it is; cores that no row has tell no bin.
@@ -61,6 +70,7 @@ def lookup(name: str, gpu_cores: int | None = None) -> Chip:
         source="unknown" if bandwidth is None else "table",
         citation="" if bandwidth is None else fitting[0]["source"],
         peak_source="unknown" if peak is None else "table",
+        other_bin=bandwidth is not None and gpu_cores is not None and not exact,
         nax_fp16_tflops=_common(exact or (rows if gpu_cores is None else []), "nax_fp16_tflops_est"),
     )
 
@@ -74,7 +84,11 @@ def detect() -> Chip:
     from tokamac.engine.limits import macos
 
     if (mac := macos.system()) is not None:
-        return lookup(macos.chip_name(mac) or "unknown chip", macos.gpu_cores(mac))
+        from tokamac.engine.limits.neural import has_accelerators, matrix_units_of
+
+        chip = lookup(macos.chip_name(mac) or "unknown chip", macos.gpu_cores(mac))
+        units = matrix_units_of(mac, chip.name).units if has_accelerators(chip.name, None) else None
+        return replace(chip, units=units)
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name") or "unknown device")

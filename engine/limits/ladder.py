@@ -1,13 +1,18 @@
 """What to do where a prefill would not fit into memory: a ladder, from what costs nothing to refusing.
 
     1  clear MLX's pool of unused buffers       costs nothing
-    2  smaller chunks                           slower prefill, smaller temporaries
-    3  shrink the prompt cache in memory        other prompts are computed again
-    4  refuse, with numbers, and offer keys and values that would fit
+    2  fused attention, where MLX prefers not    somewhat slower attention, no scores
+    3  smaller chunks                           slower prefill, smaller temporaries
+    4  shrink the prompt cache in memory        other prompts are computed again
+    5  refuse, with numbers, and offer keys and values that would fit
+
+Fused attention goes before smaller chunks: it does the same arithmetic at a lower rate, in attention alone, while each halving
+of the chunk reads all weights twice as often.
 
 The context that the user set is never changed here. Pure: what is done about it is done in engine/squeeze.py.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,12 +32,12 @@ _WHERE = "In the chat that is /settings, in Python KVSpec."
 
 WINDOW_STEP = 256
 
-RungName = Literal["pool", "chunk", "prompt cache"]
+RungName = Literal["pool", "fused", "chunk", "prompt cache"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One step. amount: bytes given back by the pool or the prompt cache; tokens of a chunk."""
+    """One step. amount: bytes given back by the pool or the prompt cache, or not taken by fused attention; tokens of a chunk."""
 
     name: RungName
     amount: int
@@ -40,12 +45,16 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Squeeze:
-    """The steps to take, in order, and where they lead. peak: what is predicted then. missing: bytes that are still too many."""
+    """The steps to take, in order, and where they lead. peak: what is predicted then. missing: bytes that are still too many.
+
+    fused: whether fused attention is asked for wherever there is a kernel.
+    """
 
     rungs: tuple[Rung, ...]
     chunk: int
     peak: Peak
     missing: int
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +66,52 @@ class Offer:
 
 
 def steps(
-    peak_at: Callable[[int], Peak], budget: int | None, *, chunk: int, pool: int = 0, least_chunk: int = LEAST_CHUNK
+    peak_at: Callable[[int], Peak],
+    budget: int | None,
+    *,
+    chunk: int,
+    pool: int = 0,
+    least_chunk: int = LEAST_CHUNK,
+    fused_at: Callable[[int], Peak] | None = None,
 ) -> Squeeze:
     """Return what to do so that a prefill fits ``budget`` bytes; nothing where it is unknown, or all fits.
 
-    peak_at: the peak of prefilling in chunks of so many tokens. pool: bytes of unused buffers held for reuse. The prompt cache can
-    give back at most what the peak counts of it.
+    peak_at: the peak of prefilling in chunks of so many tokens; fused_at: the same with fused attention asked for. pool: bytes of
+    unused buffers held for reuse. The prompt cache can give back at most what the peak counts of it.
     """
     peak = peak_at(chunk)
     if budget is None or peak.total + pool <= budget:
         return Squeeze((), chunk, peak, 0)
     rungs = [Rung("pool", pool)] if pool else []
+    saved = 0 if fused_at is None or peak.total <= budget else peak.total - fused_at(chunk).total
+    if fused_at is not None and saved > 0:
+        rungs.append(Rung("fused", saved))
+        peak_at = fused_at
     smaller, peak = _smaller(peak_at, budget, chunk, min(least_chunk, chunk))
     if smaller != chunk:
         rungs.append(Rung("chunk", smaller))
     if 0 < (over := peak.total - budget) <= peak.prompt_cache:
         rungs.append(Rung("prompt cache", over))
         peak = replace(peak, prompt_cache=peak.prompt_cache - over)
-    return Squeeze(tuple(rungs), smaller, peak, max(0, peak.total - budget))
+    return Squeeze(tuple(rungs), smaller, peak, max(0, peak.total - budget), fused=saved > 0)
+
+
+def relieving(
+    peak_at: Callable[[int], Peak],
+    goal: int,
+    *,
+    chunk: int,
+    pool: int = 0,
+    fused_at: Callable[[int], Peak] | None = None,
+) -> Squeeze:
+    """Return what brings a prefill that is computed in any case as near to ``goal`` bytes as the steps lead."""
+    found = steps(peak_at, goal, chunk=chunk, pool=pool, fused_at=fused_at)
+    held = found.peak.prompt_cache
+    if not found.missing or not held:
+        return found
+    peak = replace(found.peak, prompt_cache=0)
+    rungs = (*found.rungs, Rung("prompt cache", held))
+    return Squeeze(rungs, found.chunk, peak, max(0, peak.total - goal), fused=found.fused)
 
 
 def _smaller(peak_at: Callable[[int], Peak], budget: int, chunk: int, least: int) -> tuple[int, Peak]:
@@ -123,8 +160,8 @@ def offers(
         yield Offer(f"--kv-window {window}", peak_of(shape.windowed(window, spare(window))).total)
 
 
-def refusal(what: str, peak: Peak, budget: int, found: list[Offer]) -> MemoryLimitError:
-    """Return the error that refuses ``what``, with its numbers, and what would fit."""
+def refusal(what: str, peak: Peak, budget: int, found: list[Offer], *, there_is: int | None = None) -> MemoryLimitError:
+    """Return the error that refuses ``what``, with its numbers, and what would fit. there_is: the machine's memory."""
     parts = {
         "weights": peak.weights,
         "KV cache": peak.kv,
@@ -138,7 +175,24 @@ def refusal(what: str, peak: Peak, budget: int, found: list[Offer]) -> MemoryLim
         if would
         else "Close other programs, shorten it, or take a smaller model."
     )
-    return MemoryLimitError(f"{what} needs {gb(peak.total)} of memory ({listed}), and {gb(budget)} may be used", hint)
+    needed, most = told_apart(peak.total, budget)
+    return MemoryLimitError(
+        f"{what} needs {needed} of memory ({listed}), and {most} may be used", f"{hint}{override(peak.total, there_is)}"
+    )
+
+
+def override(needed: int, there_is: int | None) -> str:
+    """Return, to be put after a hint, how to go beyond the limit; nothing where the machine has less than is needed."""
+    if there_is is None or needed > there_is:
+        return ""
+    return f" --memory {math.ceil(needed / 1e6) / 1e3:g} overrides the limit, as memory_gb of /settings does, and in Python memory."
+
+
+def told_apart(first: int, second: int) -> tuple[str, str]:
+    """Return two sizes as text, with as many digits as it takes to see that they differ."""
+    if first == second or gb(first) != gb(second):
+        return gb(first), gb(second)
+    return f"{first:,} bytes", f"{second:,} bytes"
 
 
 def gb(size: int) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.limits.attention_work import reusing_layers
+from tokamac.engine.limits.attention_work import Heads, heads_of, reusing_layers
 from tokamac.engine.limits.cost import Tensor, part_of
 from tokamac.engine.limits.leaves import leaf_modules
 
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 PER_LAYER = 8
 """Kernels of an attention layer beside its modules: two rotations, two cache writes, attention, two residual sums, the gated
 product. A layer with a state instead of keys has about as many."""
+
+UNFUSED = 3
+"""More of a layer whose attention no kernel fuses: the scaled queries, scores, their softmax and the values, for one kernel."""
+
+WRITTEN_OUT = 6
+"""More of a layer that writes its attention out for a soft cap: its quotient, tangent and product besides (gemma2)."""
 
 PER_REUSING_LAYER = 5
 """Of a layer that attends to another's keys: one rotation, and no cache writes."""
@@ -39,8 +45,15 @@ def launches(model: Any, config: Mapping[str, Any], plan: "CachePlan") -> int:
     """
     count = PER_STEP + PER_LAYER * len({layer.index for layer in plan.layers})
     count += PER_REUSING_LAYER * reusing_layers(config)
+    count += sum(_unfused(heads_of(config, layer, ())) for layer in plan.layers)
     modules = leaf_modules(model)
     return count + sum(_of_module(path.rpartition(".")[2], module) for path, module in modules if not _is_head(path))
+
+
+def _unfused(heads: Heads | None) -> int:
+    if heads is None or heads.fused:
+        return 0
+    return WRITTEN_OUT if heads.written_out else UNFUSED
 
 
 def _is_head(path: str) -> bool:

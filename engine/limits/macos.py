@@ -182,10 +182,10 @@ def run(*command: str) -> str | None:
     An absolute path and ``close_fds=False`` let Python spawn it without a fork.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, close_fds=False)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True, close_fds=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return done.stdout.decode("utf-8", "replace")
 
 
 def parse_ioreg_cores(text: str) -> int | None:

@@ -1,8 +1,57 @@
-"""Memory in use, memory there is, and whether a model fits. Bytes throughout."""
+"""Memory: what is in use, what may be used, what can be had without taking from others. Bytes throughout.
+
+Two figures, and one use of each. The *limit* is what MLX's arrays of this process may take in all: beyond it a load or a prompt is
+refused. What is *available* is how much of that no other program has to give way for: beyond it the user is warned, and nothing is
+refused, since the system makes room by compressing idle programs, or by swapping them out.
+
+macOS   limit: what it recommends for the GPU, which leaves room for what the system itself keeps wired. Where other programs hold
+        so much wired memory, which can be neither compressed nor swapped, that the machine has less than that left, the rest is
+        the limit. Free memory says nothing of it: macOS fills it with files and idle programs by design.
+Linux   limit: of a card, its memory less what others hold of it. Else the least of what each control group leaves (cgroups.py) and
+        the machine's memory, less what others hold and free swap can't take: there the kernel has nothing left to take away, and
+        ends a program. Clean file pages never count as held.
+
+Neither is ever below what this process has allocated already and a little more: what is there is not refused, and a loaded model
+answers a short prompt whatever else happens. Both are read when they are asked for; only what macOS recommends MLX reads once a
+process, so a new ``sudo sysctl iogpu.wired_limit_mb=…`` takes effect when the engine's process starts again.
+"""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from tokamac.engine.limits import cgroups, macos
+
+ALLOWANCE = 128 << 20
+"""Bytes beyond what is allocated that are never refused: a short prompt of a loaded model, its keys and values and temporaries."""
+
+WORTH_SAYING = 256 << 20
+"""Bytes; where other programs have to give way by fewer, nobody notices."""
+
+PRESSURE = "kern.memorystatus_vm_pressure_level"
+"""1 normal, 2 warning, 4 critical (sys/event.h, NOTE_MEMORYSTATUS_PRESSURE_*)."""
+CRITICAL = 4
+
+Source = Literal["asked", "recommended", "wired elsewhere", "device", "container", "machine"]
+
+SOURCES: dict[Source, str] = {
+    "asked": "as set by --memory or the memory setting",
+    "recommended": "what macOS recommends for this GPU, read when the engine starts",
+    "wired elsewhere": "the machine's memory less what other programs hold wired",
+    "device": "the device's memory less what other programs hold of it",
+    "container": "the container's limit less what its other programs hold",
+    "machine": "the machine's memory less what other programs hold",
+}
+"""Where a limit comes from, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What MLX's arrays of this process may take in all, and where that comes from."""
+
+    bytes: int
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,9 +60,8 @@ class Memory:
 
     active, peak, pool: MLX's arrays now, at most so far, and freed buffers it keeps for reuse.
     device_total: memory of the device MLX computes on; on Apple silicon and on a plain CPU that is the machine's.
-    budget: what this process may use in all: the device's recommended working set where it names one (it moves with the
-    system's settings, so it is read each time), less what other programs have of it where that is known (macOS); else what the
-    system says is free plus what this process holds.
+    budget: what MLX's arrays of this process may take in all (``Limit``); budget_source: where that comes from.
+    available: what they may take before other programs have to give way.
     process_rss: resident memory of this process.
     """
 
@@ -23,11 +71,16 @@ class Memory:
     device_total: int | None
     budget: int | None
     process_rss: int | None
+    budget_source: Source | None = None
+    available: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether what is wanted fits the budget; ``fits`` is None where the budget is unknown."""
+    """Whether what is wanted fits the budget; ``fits`` is None where the budget is unknown.
+
+    from_others: bytes that other programs would have to give way by now; 0 where none, or it is unknown.
+    """
 
     weights: int
     kv: int
@@ -35,30 +88,50 @@ class Fit:
     total: int
     budget: int | None
     fits: bool | None
+    from_others: int = 0
 
 
-def snapshot() -> Memory:
-    """Return memory in use and available now. Touches the device; takes well under a millisecond."""
+def snapshot(asked: int | None = None) -> Memory:
+    """Return memory in use and available now. asked: the limit, where the user set one.
+
+    Takes about a millisecond on Linux, where files are read.
+    """
     import mlx.core as mx
 
+    found = allowed(asked)
     return Memory(
         active=mx.get_active_memory(),
         peak=mx.get_peak_memory(),
         pool=mx.get_cache_memory(),
         device_total=device_total(),
-        budget=budget(),
+        budget=None if found is None else found.bytes,
         process_rss=process_rss(),
+        budget_source=None if found is None else found.source,
+        available=available(),
     )
 
 
-def fit(*, weights: int, kv: int, working: int, budget: int | None) -> Fit:
-    """Return whether weights, KV and the largest temporaries fit together."""
+def fit(*, weights: int, kv: int, working: int, budget: int | None, available: int | None = None) -> Fit:
+    """Return whether weights, KV and the largest temporaries fit together. available: what no other program gives way for."""
     total = weights + kv + working
-    return Fit(weights, kv, working, total, budget, None if budget is None else total <= budget)
+    fits = None if budget is None else total <= budget
+    return Fit(weights, kv, working, total, budget, fits, taken_from_others(total, available))
+
+
+def taken_from_others(total: int, available: int | None) -> int:
+    """Return by how many bytes other programs have to give way for ``total``; 0 for what nobody notices, or is unknown."""
+    short = 0 if available is None else total - available
+    return short if short >= WORTH_SAYING else 0
+
+
+def giving_way(nbytes: int) -> str:
+    """Return in a clause what happens to other programs that have to give way by so many bytes."""
+    amount = f"about {nbytes / 1e9:.1f} GB of other programs"
+    return f"macOS would have to compress {amount}" if macos.system() else f"the system would have to swap out {amount}"
 
 
 def recommended() -> int | None:
-    """Return the device's recommended working set, where it names one (Metal, CUDA)."""
+    """Return the device's recommended working set, where it names one (Metal)."""
     return _device_number("max_recommended_working_set_size")
 
 
@@ -67,34 +140,62 @@ def device_total() -> int | None:
     return _device_number("memory_size", "total_memory") or machine_total()
 
 
-def budget() -> int | None:
-    """Return what this process may use in all."""
-    if (size := recommended()) is not None:
-        return size
-    if (total := _device_number("total_memory")) is not None:  # a CUDA card that names no working set
-        return total
-    available, total = _available(), machine_total()
-    if available is None:
-        return total
-    return available + (process_rss() or 0)
+def allowed(asked: int | None) -> Limit | None:
+    """Return the limit that holds: what the user set, else the system's; None is unknown."""
+    return system_limit() if asked is None else Limit(asked, "asked")
 
 
 def array_budget() -> int | None:
-    """Return what MLX's arrays may take in all: the budget, less what this process holds beside them where that counts."""
-    whole = budget()
-    if whole is None or recommended() is not None or _device_number("total_memory") is not None:
-        return whole  # of a device, whose memory holds nothing but arrays
-    return whole - max(0, (process_rss() or 0) - _arrays())
+    """Return the bytes of the system's limit."""
+    found = system_limit()
+    return None if found is None else found.bytes
+
+
+def system_limit() -> Limit | None:
+    """Return what MLX's arrays of this process may take in all, as the system has it now; None is unknown."""
+    ours = held()
+    found = min(_limits(ours), key=lambda limit: limit.bytes, default=None)
+    return None if found is None else Limit(max(found.bytes, ours + ALLOWANCE), found.source)
+
+
+def available() -> int | None:
+    """Return what MLX's arrays may take in all before other programs have to give way; None is unknown.
+
+    On macOS that is what is free, all pages of files, which are dropped or written back and not compressed, and what programs
+    marked as purgeable. At critical pressure the system needs those itself, and only what is free counts.
+    """
+    ours, mac = held(), macos.system()
+    if mac is not None:
+        pages = mac.pages()
+        if pages is None:
+            return None
+        spare = pages.free if is_critical() else pages.free - pages.speculative + pages.file_backed + pages.purgeable
+        return ours + spare * pages.size
+    if (free := _device_number("free_memory")) is not None:
+        return ours + free
+    found = _meminfo()
+    return None if found is None else found.available + _resident(ours)
+
+
+def held() -> int:
+    """Return the bytes of MLX's arrays and of its pool."""
+    import mlx.core as mx
+
+    return mx.get_active_memory() + mx.get_cache_memory()
+
+
+def is_critical() -> bool:
+    """Return whether macOS says that memory is so short that it ends programs next. Elsewhere nothing says so."""
+    mac = macos.system()
+    return mac is not None and mac.integer(PRESSURE) == CRITICAL
 
 
 def machine_total() -> int | None:
     """Return the machine's physical memory, or what its container may use where that is less."""
-    try:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    physical = _physical()
+    if physical is None:
         return None
-    limit = _container_limit()
-    return physical if limit is None else min(physical, limit)
+    return min([physical, *(group.limit for group in cgroups.bounding())])
 
 
 def process_rss() -> int | None:
@@ -106,38 +207,69 @@ def process_rss() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def parse_meminfo(text: str) -> int | None:
-    """Return MemAvailable of /proc/meminfo, in bytes."""
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+@dataclass(frozen=True, slots=True)
+class MemInfo:
+    """Of /proc/meminfo, in bytes. available: what programs can have without swapping; swap_free: what swap can still take."""
+
+    available: int
+    swap_free: int
 
 
-def _arrays() -> int:
-    import mlx.core as mx
-
-    return mx.get_active_memory() + mx.get_cache_memory()
-
-
-def _available() -> int | None:
-    try:
-        available = parse_meminfo(Path("/proc/meminfo").read_text(encoding="ascii"))
-    except (OSError, ValueError, IndexError):
+def parse_meminfo(text: str) -> MemInfo | None:
+    """Return what /proc/meminfo says; None where it does not say what is available."""
+    sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in text.splitlines())}
+    numbers = {name: int(words[0]) * 1024 for name, words in sizes.items() if words and words[0].isdecimal()}
+    if "MemAvailable" not in numbers:
         return None
-    limit, used = _container_limit(), _container_number("memory.current")
-    if available is None or limit is None or used is None:
-        return available
-    return min(available, max(limit - used, 0))
+    return MemInfo(numbers["MemAvailable"], numbers.get("SwapFree", 0))
 
 
-def _container_limit() -> int | None:
-    return _container_number("memory.max")
+def _physical() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
 
 
-def _container_number(name: str) -> int | None:
-    try:  # "max" where nothing bounds it
-        return int((Path("/sys/fs/cgroup") / name).read_text(encoding="ascii"))
+def _limits(ours: int) -> list[Limit]:
+    """Return every bound of what arrays may take in all, of which ``ours`` are there."""
+    mac = macos.system()
+    if mac is not None:
+        return _mac_limits(mac, ours)
+    named, total, free = recommended(), _device_number("total_memory"), _device_number("free_memory")
+    if named is not None:
+        return [Limit(named, "recommended")]
+    if total is not None:  # of a card, whose memory holds nothing but arrays
+        return [Limit(total if free is None else min(total, ours + free), "device")]
+    resident, found, physical = _resident(ours), _meminfo(), _physical()
+    bounds = [Limit(group.limit - group.held + resident, "container") for group in cgroups.bounding()]
+    room = None if found is None else found.available + found.swap_free + resident
+    bounds.extend(Limit(most, "machine") for most in (room, physical) if most is not None)
+    return bounds
+
+
+def _mac_limits(mac: macos.System, ours: int) -> list[Limit]:
+    """Return what macOS recommends, and what other programs' wired memory leaves of the machine.
+
+    Our own arrays are among the wired pages while they are resident for the GPU: what is counted is not held against us.
+    """
+    named, total, pages = recommended(), mac.integer("hw.memsize") or machine_total(), mac.pages()
+    found = [] if named is None else [Limit(named, "recommended")]
+    if total is not None:
+        wired = 0 if pages is None else max(0, pages.wired * pages.size - ours)
+        found.append(Limit(total - wired, "wired elsewhere"))
+    return found
+
+
+def _resident(ours: int) -> int:
+    """Return how much of the arrays is in memory: pages that nothing was written to are not."""
+    rss = process_rss()
+    return ours if rss is None else min(ours, rss)
+
+
+def _meminfo() -> MemInfo | None:
+    try:
+        return parse_meminfo(Path("/proc/meminfo").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
 

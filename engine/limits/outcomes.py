@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.limits.host import MATTERS_S, Host, HostLimited, measure_host
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Fit
 from tokamac.engine.limits.places import Place
@@ -17,6 +18,7 @@ from tokamac.engine.options import GROUP_SIZES, KVSpec
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan
     from tokamac.engine.limits.kv_table import KVTable
+    from tokamac.engine.limits.prefill_chunk import Chunking
     from tokamac.engine.limits.work import Work
 
 BITS = (16, 8, 6, 5, 4, 3, 2)
@@ -108,7 +110,26 @@ class Loaded:
         """Return the same at another place that holds a model in the same form, with that place's bandwidth for this model."""
         place = place.reading(self.work.weight_bytes() or self.weighed.held.weight_bytes)
         pace = place.pace_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
+        if place.local and isinstance(pace, HostLimited):
+            pace = replace(pace, host=self._host(pace))
         return replace(self, place=place, pace=pace)
+
+    def _host(self, pace: HostLimited) -> Host | None:
+        """Return what building a step takes here; None where that can't matter. Milliseconds."""
+        from tokamac.engine.kv import install_seam
+
+        device_s = pace.device.decode_s(self.work, 1)
+        if device_s is None or device_s > MATTERS_S:
+            return None
+        install_seam()
+        return measure_host(self.weighed.module, lambda: self.plan.make(None))
+
+    @property
+    def chunking(self) -> "Chunking":
+        """How prompts are cut there."""
+        from tokamac.engine.limits.prefill_chunk import Chunking
+
+        return Chunking(self.work, self.place.device, self.place.pace)
 
     def kv_table(self, context: int) -> "KVTable":
         """Return what each layer keeps at a context of so many tokens."""
@@ -127,15 +148,10 @@ class Loaded:
 
         Room that the caches have for growing counts with the temporaries.
         """
-        from tokamac.engine.limits.peak import predict_peak
+        from tokamac.engine.limits.prefill_chunk import prompt_peak
 
-        peak = predict_peak(
-            self.weighed.shape(self.plan, self.place.device),
-            held=0,
-            new=case.prompt,
-            chunk=_chunk(self.place),
-            reply=case.context - case.prompt,
-        )
+        shape = self.weighed.shape(self.plan, self.place.device, self.place.chip)
+        peak = prompt_peak(shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
         kv = self.plan.bytes_at(case.context)
         return self.place.fit(weights=peak.weights, kv=kv, working=max(peak.total - peak.weights - kv, 0))
 
@@ -192,7 +208,8 @@ def outcome_at(loaded: Loaded, case: Case) -> Outcome:
     limits = loaded.limits(case.context)
     if limits is None:
         return _without(loaded.weighed, case, place, KV_UNKNOWN)
-    predicted = predict(loaded.work, place.chip, loaded.pace, case.prompt, case.context, chunk=_chunk(place))
+    chunk = loaded.chunking.at(case.prompt // 2)
+    predicted = predict(loaded.work, place.chip, loaded.pace, case.prompt, case.context, chunk=chunk)
     return Outcome(
         case=case,
         place=place,
@@ -216,13 +233,6 @@ def _without(weighed: Weighed | str, case: Case, place: Place, reason: str) -> O
     return Outcome(case, place, weighed.stored.weight_bytes, weighed.stored.bits_per_weight, reason=reason)
 
 
-def _chunk(place: Place) -> int:
-    """Return the prompt tokens that the engine computes at once there."""
-    from tokamac.engine.runtime import PREFILL_CHUNK
-
-    return PREFILL_CHUNK[place.device]
-
-
 def _unknown(loaded: Loaded, predicted: Prediction, kv: KVSpec) -> str | None:
     """Return why something is not known, what matters most first."""
     place = loaded.place
@@ -234,6 +244,8 @@ def _unknown(loaded: Loaded, predicted: Prediction, kv: KVSpec) -> str | None:
         if place.local:
             return UNMEASURED_KV if kv.quantized else UNMEASURED
         return f"no published measurement says what MLX reaches on {place.chip.name}"
+    if predicted.expected_tps is None:
+        return f"so small a model waits for the processor, and how fast that builds a step on {place.chip.name} was not measured"
     if predicted.ttft_s is None:
         return f"the peak arithmetic of {place.chip.name} is not known without its number of GPU cores"
     return None

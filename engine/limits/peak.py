@@ -19,15 +19,22 @@ values), I (feed-forward), in numbers a token, and D dimensions a head:
                until all are written; a mask
     logits     of one token, as computed, as float32, and as log-probabilities                    3 × vocabulary
 
-Where work is launched ahead (see ``Order``), all arrays of a layer are there at once, or of two. That was measured on a plain CPU
-in half precision, where it is 10 to 30 % too much beside the weights; on Metal and CUDA, where attention is fused and turning is
-one kernel, none of this was run. Models with layers of another kind (recurrent, latent) are taken by their widths.
+Attention's scores, heads × N × T numbers, are written down unless MLX runs a fused kernel, which each call's shapes decide
+(engine/kv/attention_kernel.py): once, since softmax and mask work in place; three times where sinks are put beside them. Our own
+two products (soft caps, packed decoding) hold them once, and as float32 for sinks. On CUDA a mask that is an array is written out
+for all heads, from two arrays of that size. Attention that is the model's own is taken as not fused.
+
+Where work is launched ahead (see ``Order``), all arrays of a layer are there at once, or of two; scores once. That was measured on
+a CPU, in float32 with scores written down (tests/limits/test_limits_peak.py: 0.9 to 1.15 of what MLX counts) and in half precision,
+where it is 10 to 30 % too much beside the weights. On Metal and CUDA none of this was run. Models with layers of another kind
+(recurrent, latent) are taken by their widths.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tokamac.engine.kv.attention_kernel import BLOCK_QUERIES, AttentionCall, MaskKind, kernel_of
 from tokamac.engine.limits.peak_shape import LayerCache, Shape
 
 STEP, GROWTH = 256, 16
@@ -39,8 +46,14 @@ LAYERS_AHEAD = 2
 NUMPY_SCORES, NUMPY_SCORES_PACKED = 1 << 14, 1 << 17
 """Queries times keys from which NumPy attends (engine/kv/cpu.py); below, MLX writes the scores of all heads down."""
 
-PACKED_TOKENS = 8
-"""New tokens up to which packed data is multiplied as it lies (engine/kv/cache.py)."""
+PACKED_TOKENS, PACKED_TOKENS_GPU = 8, 1
+"""New tokens up to which packed data is multiplied as it lies, on a plain CPU and elsewhere (engine/kv/cache.py)."""
+
+ROTATED_KEY_BITS = 4
+"""Keys of this many bits or fewer are rotated (engine/kv/codec.py)."""
+
+SINK_SCORES = 3
+"""Arrays of scores where MLX's own products put sinks beside them: the scores, both together, and the part without sinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +166,18 @@ def _layer(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> int:
 
 def _attention(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> Iterator[int]:
     """Yield the bytes of each moment of one layer's attention where NumPy attends."""
-    number, n = shape.value_bytes, moment.new
-    entry = n * number * (2 * shape.hidden + shape.queries + layer.key_numbers + layer.value_numbers)
+    number, n, wide = shape.value_bytes, moment.new, _queries(shape, layer)
+    entry = n * number * (2 * shape.hidden + wide + layer.key_numbers + layer.value_numbers)
     turning = 3 * layer.key_dim * n * number // 2  # angles, their sines and cosines, half of D each
     grow = _Growth.of(layer, slots, moment)
-    keys, values = _unpacked(layer, moment)
-    yield entry + 3 * shape.queries * n * number + turning - grow.both
+    keys, values = _unpacked(shape, layer, moment)
+    yield entry + 3 * wide * n * number + turning - grow.both
     yield entry + 3 * layer.key_numbers * n * number + turning + grow.keys_and_new + 2 * keys - grow.both
     yield entry + keys + grow.values_and_new + 2 * values - grow.values
-    yield n * number * (2 * shape.hidden + 3 * shape.queries) + keys + values
-    yield n * number * (3 * shape.hidden + 2 * shape.queries)
+    yield n * number * (2 * shape.hidden + 3 * wide) + keys + values
+    yield n * number * (3 * shape.hidden + 2 * wide)
     if (scores := _scores(shape, layer, moment)) > 0:
-        beside = _between(shape, layer, n) if shape.order == "by layer" else entry + 3 * shape.queries * n * number
+        beside = _between(shape, layer, n) if shape.order == "by layer" else entry + 3 * wide * n * number
         yield beside + keys + values + 2 * scores
 
 
@@ -197,9 +210,20 @@ class _Growth:
         )
 
 
-def _unpacked(layer: LayerCache, moment: Moment) -> tuple[int, int]:
+def _queries(shape: Shape, layer: LayerCache) -> int:
+    """Return the numbers in a token's queries: heads of one layer may be wider than another's."""
+    return shape.heads * layer.key_dim if layer.ours else shape.queries
+
+
+def _multiplies_packed(shape: Shape, layer: LayerCache, moment: Moment) -> bool:
+    """Whether a call multiplies packed keys and values as they lie; alone, or with a ring that has room for it."""
+    most = PACKED_TOKENS if shape.device.kind == "cpu" else PACKED_TOKENS_GPU
+    return (layer.key_bits, layer.value_bits) != (16, 16) and moment.new <= most
+
+
+def _unpacked(shape: Shape, layer: LayerCache, moment: Moment) -> tuple[int, int]:
     """Return the bytes of keys and of values as attention reads them, where that is not how they lie."""
-    if moment.new <= PACKED_TOKENS or not layer.ours:
+    if not layer.ours or _multiplies_packed(shape, layer, moment):
         return 0, 0
     seen, whole = _seen(layer, moment), _overflows(layer, moment)
     keys = seen * layer.key_numbers * layer.value_bytes if whole or layer.key_bits != 16 else 0
@@ -227,15 +251,53 @@ def _pending(shape: Shape, moment: Moment) -> int:
 
 
 def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
-    """Return the bytes of all heads' scores, where the device writes them down."""
+    """Return the bytes of all heads' scores, and of what is made of them, where they are written down."""
+    if not layer.ours:
+        own = layer.other_bytes_per_token > 0  # else it keeps a state, and nothing attends
+        return shape.heads * moment.new * moment.held * shape.value_bytes if own else 0
     seen = _seen(layer, moment)
+    one = shape.heads * moment.new * seen * shape.value_bytes
+    if layer.written_out or _multiplies_packed(shape, layer, moment):
+        return one * (shape.value_bytes + 4) // shape.value_bytes if layer.sinks else one
     packed = (layer.key_bits, layer.value_bits) != (16, 16)
-    if shape.fused and not (packed and moment.decodes):
-        return 0
     worth = NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
-    if shape.order != "ahead" and moment.new > 1 and moment.new * seen >= worth:
+    if shape.device.kind == "cpu" and shape.order != "ahead" and moment.new > 1 and moment.new * seen >= worth:
         return 0
-    return shape.heads * moment.new * seen * shape.value_bytes
+    return _written(shape, layer, moment, seen, one)
+
+
+def _written(shape: Shape, layer: LayerCache, moment: Moment, seen: int, one: int) -> int:
+    """Return the bytes of scores that MLX writes down, given those of all heads' scores ``one``."""
+    mask = _mask_kind(layer, moment)
+    call = AttentionCall(
+        shape.heads,
+        layer.heads,
+        moment.new,
+        seen,
+        layer.key_dim,
+        layer.value_dim,
+        mask,
+        "float32" if layer.value_bytes == 4 else "bfloat16",
+        sinks=layer.sinks,
+    )
+    force = shape.force_fused and moment.new > 1
+    kernel = kernel_of(call, shape.device, force_fused=force)
+    if force and kernel == "unfused":
+        kernel = kernel_of(call, shape.device)
+    if kernel == "unfused":
+        causal = moment.new * seen if mask == "causal" else 0  # the mask that MLX makes of the word
+        return one * (SINK_SCORES if layer.sinks else 1) + causal
+    if kernel == "blocked":
+        rows = min(moment.new, BLOCK_QUERIES)
+        return shape.heads * rows * (seen + layer.key_dim + layer.value_dim) * shape.value_bytes
+    return 2 * one if kernel == "cudnn" and call.has_array else 0
+
+
+def _mask_kind(layer: LayerCache, moment: Moment) -> MaskKind:
+    """Return the mask of a call: an array once something has left a window (engine/kv/layout.py)."""
+    if layer.window is not None and moment.held > layer.window:
+        return "bool"
+    return "none" if moment.new == 1 else "causal"
 
 
 def _feeding(shape: Shape, n: int) -> int:
@@ -251,15 +313,20 @@ def _widths(shape: Shape) -> int:
 
 def _between(shape: Shape, layer: LayerCache, n: int) -> int:
     """Return all arrays from one attention to the next: gathered, its copy, output, sums, norms, feeding, q, k, v, turned q."""
-    turned = shape.queries if shape.fused else 3 * shape.queries
-    widths = 6 * shape.hidden + _widths(shape) + 3 * shape.queries + turned + layer.key_numbers + layer.value_numbers
+    wide = _queries(shape, layer)
+    turned = 3 * wide if shape.device.kind == "cpu" else wide
+    widths = 6 * shape.hidden + _widths(shape) + 3 * wide + turned + layer.key_numbers + layer.value_numbers
     return n * shape.value_bytes * widths
 
 
 def _ahead(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> int:
-    keys, values = _unpacked(layer, moment)
+    keys, values = _unpacked(shape, layer, moment)
+    rotated = keys if layer.key_bits <= ROTATED_KEY_BITS else 0  # turned back into an array of their own
+    integers = keys * (layer.key_bits != 16) + values * (layer.value_bits != 16)
+    beside = integers if shape.device.kind == "cpu" else rotated  # a GPU unpacks in one kernel
     grow = _Growth.of(layer, slots, moment)
-    made = LAYERS_AHEAD * _between(shape, layer, moment.new) + keys + values + _scores(shape, layer, moment)
+    made = LAYERS_AHEAD * _between(shape, layer, moment.new) + keys + values
+    made += max(beside, _scores(shape, layer, moment))
     return made + grow.keys_and_new + grow.values_and_new - grow.both
 
 

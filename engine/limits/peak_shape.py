@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.size import group_for, token_bytes
 from tokamac.engine.limits.cost import first_of, text_config
 
@@ -18,6 +19,9 @@ all before it (a plain CPU in float32 with packed weights: NumPy attends, MLX mu
 for it, before earlier work has ended (GPUs, and half precision on a CPU).
 """
 
+_SINKS = frozenset({"gpt_oss", "mimo_v2_flash", "deepseek_v41"})
+"""Families whose attention has a logit per head that takes weight and gives nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -25,6 +29,7 @@ class LayerCache:
 
     bits: 16 is the model's own type, of ``value_bytes`` each. window, spare: slots seen, and beside them to rewind into; None
     where it grows. other_bytes_per_token, fixed_bytes: of a cache that is the model's own.
+    written_out: attention is two products of ours, whatever kernels there are (for a soft cap). sinks: see ``stepwise``.
     """
 
     heads: int
@@ -38,6 +43,8 @@ class LayerCache:
     spare: int = 0
     other_bytes_per_token: int = 0
     fixed_bytes: int = 0
+    written_out: bool = False
+    sinks: bool = False
 
     @property
     def ours(self) -> bool:
@@ -84,7 +91,8 @@ class Shape:
 
     weights: bytes of all weights, in the form they are held. queries: of all heads of a layer. mlp: of the widest dense
     feed-forward layer, or of the shared experts. expert_mlp: of one expert, ``experts_used`` of which compute a token.
-    value_bytes: of an activation. fused: attention never writes its scores down.
+    value_bytes: of an activation. device: what attends, and so which kernels there are. force_fused: prefill asks for a fused
+    kernel wherever there is one, also where MLX takes another path because it is quicker.
     """
 
     weights: int
@@ -98,8 +106,9 @@ class Shape:
     vocabulary: int
     value_bytes: int
     order: Order
-    fused: bool
+    device: AttentionDevice
     layers: tuple[LayerCache, ...]
+    force_fused: bool = False
 
     def packed(self, key_bits: int, value_bits: int) -> "Shape":
         """Return the same model with keys and values of so many bits, where they can be packed."""
@@ -119,13 +128,21 @@ class Shape:
 
 
 def shape_of(
-    config: Mapping[str, Any], plan: "CachePlan", *, weights: int, value_bytes: int, order: Order, fused: bool
+    config: Mapping[str, Any],
+    plan: "CachePlan",
+    *,
+    weights: int,
+    value_bytes: int,
+    order: Order,
+    device: AttentionDevice,
 ) -> Shape:
     """Return the shape of a model from its normalised config and the plan of its caches."""
     text = text_config(config)
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "n_heads") or 1
     dense, experts, used, width, shared = _feed_forward(text, hidden)
+    capped = bool(text.get("attn_logit_softcapping"))
+    sinks = text.get("model_type", config.get("model_type")) in _SINKS
     return Shape(
         weights=weights,
         hidden=hidden,
@@ -138,8 +155,11 @@ def shape_of(
         vocabulary=_number(text, "vocab_size"),
         value_bytes=value_bytes,
         order=order,
-        fused=fused,
-        layers=tuple(_layer(layer, plan.spec.group_size, value_bytes) for layer in plan.layers),
+        device=device,
+        layers=tuple(
+            replace(_layer(layer, plan.spec.group_size, value_bytes), written_out=capped, sinks=sinks)
+            for layer in plan.layers
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Where a model would run: this machine, or one that is only named. What is known of it, and what is not.
 
-What macOS lets a GPU use is not tabulated: it moves with the system's version and settings, and is read on the machine itself. Of a
-Mac that is only named, its memory is known, and that two thirds of it may be used: the least that any is reported to allow.
+What macOS lets a GPU use is not tabulated: it moves with the system's version and settings, and the machine itself is asked. Of a
+Mac that is only named, the memory is known, and that two thirds of it may be used: the least that any is reported to allow.
 """
 
 import difflib
@@ -13,8 +13,9 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.bandwidth import LARGEST, with_bandwidth
-from tokamac.engine.limits.fitted import fitted
+from tokamac.engine.limits.fitted import Fitted, fitted
 from tokamac.engine.limits.hardware import Chip, detect, lookup, plain_name, table
+from tokamac.engine.limits.host import HostLimited
 from tokamac.engine.limits.memory import Fit
 from tokamac.engine.limits.prediction import Pace
 
@@ -36,7 +37,8 @@ class Place:
 
     budget_bytes: what the model may use, read on this machine, else as much as is sure. pace: how fast kernels are on its chip,
     where that was published. local: it is this machine, so that what was measured here applies. by_size: the chip's bandwidth was
-    measured for one size of model, and ``reading`` tells that of another.
+    measured for one size of model, and ``reading`` tells that of another. available_bytes: what no other program has to give way
+    for, on this machine and now.
     """
 
     chip: Chip
@@ -46,6 +48,7 @@ class Place:
     device: DeviceKind
     local: bool = False
     by_size: bool = False
+    available_bytes: int | None = None
 
     def reading(self, bytes_read: int) -> "Place":
         """Return this place with its bandwidth for a model that reads so many bytes a step.
@@ -62,13 +65,16 @@ class Place:
         from tokamac.engine.limits.kept import machine_key
         from tokamac.engine.limits.measuring import Measuring, Subject
 
+        if isinstance(self.pace, Fitted):
+            return HostLimited(self.pace)
         if self.pace is not None or not self.local:
             return self.pace
         return Measuring(Subject(work, plan, unpacked, self.device, machine_key(self.chip, self.device))).pace()
 
     def fit(self, *, weights: int, kv: int, working: int) -> Fit:
         """Return whether so many bytes fit. Between what is sure and all of a Mac's memory, it is unknown."""
-        fit = memory.fit(weights=weights, kv=kv, working=working, budget=self.budget_bytes)
+        budget, available = self.budget_bytes, self.available_bytes
+        fit = memory.fit(weights=weights, kv=kv, working=working, budget=budget, available=available)
         unsure = self.memory_bytes is not None and fit.total <= self.memory_bytes and not self.local
         return replace(fit, fits=None) if fit.fits is False and unsure else fit
 
@@ -85,10 +91,10 @@ class Place:
         )
 
 
-def here(bytes_read: int = LARGEST) -> Place:
+def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Place:
     """Return this machine. Where no table knows its bandwidth, it is measured once for models that read so many bytes a step.
 
-    For another model it is that of its own size: ``reading``.
+    For another model it is that of its own size: ``reading``. limit: bytes that may be used, where the user set them.
     """
     from tokamac.engine.device import device_kind
 
@@ -96,7 +102,16 @@ def here(bytes_read: int = LARGEST) -> Place:
     found = detect()
     chip = _with_peak(with_bandwidth(found, bytes_read), device)
     pace, by_size = fitted(chip), found.bandwidth_gbs is None
-    return Place(chip, memory.device_total(), memory.array_budget(), pace, device, local=True, by_size=by_size)
+    return Place(
+        chip,
+        memory.device_total(),
+        memory.array_budget() if limit is None else limit,
+        pace,
+        device,
+        local=True,
+        by_size=by_size,
+        available_bytes=memory.available(),
+    )
 
 
 def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | None = None) -> Place:

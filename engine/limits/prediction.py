@@ -1,10 +1,11 @@
 """What a machine will make of a model: the ceiling that physics sets, and the speed to expect of good kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from tokamac.engine.limits.fitted import peak_tflops
 from tokamac.engine.limits.hardware import Chip
+from tokamac.engine.limits.host import calls_of, decodes_by_host, reads_by_host
 from tokamac.engine.limits.metrics import ceiling_tps, rate
 from tokamac.engine.limits.roofline import ridge_point
 from tokamac.engine.limits.work import Work
@@ -30,7 +31,7 @@ class Phase:
     """One phase on the roofline. bytes_read and operations of all of it; intensity is operations a byte.
 
     bound: which side of the ridge it is on: above, arithmetic limits it. ceiling_s: the least time that physics allows.
-    expected_s: with good kernels, never below it. None is unknown.
+    expected_s: with good kernels, never below it. None is unknown. by_host: it is the host's time, which the device waits for.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class Phase:
     bound: Bound | None
     ceiling_s: float | None
     expected_s: float | None
+    by_host: bool = False
 
     @property
     def ceiling_tps(self) -> float | None:
@@ -121,7 +123,8 @@ def decode_phase(work: Work, chip: Chip, pace: Pace | None, context: int, batch:
         attended = sum(layer.operations(1, max(context - 1, 0)) for layer in work.attention)
         operations = batch * (2 * (work.prefill_parameters + work.head_parameters) + attended)
     expected = None if pace is None else pace.decode_s(work, context, batch)
-    return _phase(chip, batch, work.step_bytes(context, batch), operations, expected)
+    phase = _phase(chip, batch, work.step_bytes(context, batch), operations, expected)
+    return replace(phase, by_host=decodes_by_host(pace, phase.expected_s))
 
 
 def prefill_phase(
@@ -132,7 +135,8 @@ def prefill_phase(
     weights, operations = work.weight_bytes(tokens), work.prefill_operations(tokens, cached)
     read = None if weights is None else weights + work.kv_bytes(cached + tokens)
     expected = None if pace is None else pace.prefill_s(work, tokens, cached, chunk)
-    return _phase(chip, tokens, read, operations, expected)
+    phase = _phase(chip, tokens, read, operations, expected)
+    return replace(phase, by_host=reads_by_host(pace, phase.expected_s, calls_of(tokens, chunk)))
 
 
 def _phase(chip: Chip, tokens: int, bytes_read: int | None, operations: int | None, expected_s: float | None) -> Phase:

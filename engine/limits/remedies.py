@@ -16,7 +16,15 @@ from tokamac.engine.limits.prediction import Pace, Phase, decode_phase, prefill_
 from tokamac.engine.limits.situation import KV_BITS, Foretold, Situation
 from tokamac.engine.limits.work import Work
 
-RemedyName = Literal["packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine"]
+RemedyName = Literal[
+    "packed keys and values",
+    "packed weights",
+    "prompt cache",
+    "shorter context",
+    "quiet machine",
+    "full power",
+    "cool chip",
+]
 
 MOST = 3
 WORTH_S = 0.1
@@ -123,10 +131,14 @@ class _Weighing:
         return self._with_both("prompt cache", None, _saved_s(self.metrics.prefill_s, self.foretold.prefill, last), 0.0)
 
     def _quiet(self) -> Remedy:
-        """What both phases lost to whatever else held the machine up, where that was much."""
-        reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill.expected_s)
-        step_s = _behind_s(_step_s(self.metrics), self.foretold.decode.expected_s)
-        return self._with_both("quiet machine", None, reading_s, step_s)
+        """What both phases lost to whatever else held the machine up, where that was much; by the name of a cause that is known."""
+        reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill)
+        step_s = _behind_s(_step_s(self.metrics), self.foretold.decode)
+        throttles = self.situation.throttles
+        name: RemedyName = "quiet machine"
+        if throttles:
+            name = "full power" if "low power" in throttles else "cool chip"
+        return self._with_both(name, None, reading_s, step_s)
 
     def _with_step(self, name: RemedyName, to: int, after: Phase, sooner_s: float = 0.0) -> Remedy:
         """Return a change after which a step is ``after``, and the first token comes ``sooner_s``."""
@@ -155,8 +167,12 @@ def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
     return max(min(saved, measured_s - (after.ceiling_s or 0.0)), 0.0)
 
 
-def _behind_s(measured_s: float | None, expected_s: float | None) -> float:
-    """Return the seconds beyond what is expected, where they are too many to be an error of that; else 0."""
+def _behind_s(measured_s: float | None, phase: Phase) -> float:
+    """Return the seconds beyond what is expected, where they are too many to be an error of that; else 0.
+
+    Of the host only the least is known: what it takes beyond that, on a quiet machine too, is not.
+    """
+    expected_s = None if phase.by_host else phase.expected_s
     if measured_s is None or expected_s is None or expected_s >= BEHIND * measured_s:
         return 0.0
     return measured_s - expected_s

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tokamac.engine.kv.size import group_for, token_bytes
+from tokamac.engine.limits.gaps import Throttle
 from tokamac.engine.limits.prediction import Phase
 from tokamac.engine.limits.work import KVLayer
 
@@ -22,12 +23,14 @@ class Situation:
     packed_kv: what the caches would hold with keys and values of KV_BITS; None where none of them can be packed, or all are.
     bits_per_weight: stored; None where it is unknown, or where a step reads no fewer bytes for it (weights that were unpacked).
     keeps_prompts: the prompt cache is on. chunk: prompt tokens computed at once.
+    throttles: what the system slowed the chip down for meanwhile.
     """
 
     packed_kv: tuple[KVLayer, ...] | None
     bits_per_weight: float | None
     keeps_prompts: bool
     chunk: int
+    throttles: tuple[Throttle, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,15 @@ class Foretold:
     chunk: int
 
 
-def packed_layers(layers: "Iterable[LayerPlan]", group_size: int) -> tuple[KVLayer, ...] | None:
-    """Return what the caches of a plan would hold with keys and values of KV_BITS; None where that changes none of them."""
+def packed_layers(
+    layers: "Iterable[LayerPlan]", group_size: int, now: tuple[KVLayer, ...] | None = None
+) -> tuple[KVLayer, ...] | None:
+    """Return what the caches of a plan would hold with keys and values of KV_BITS; None where that changes none of them.
+
+    now: the caches as a step reads them now, with their heads.
+    """
     plans = tuple(layers)
-    now = tuple(KVLayer(plan.bytes_per_token, plan.limit, plan.fixed_bytes) for plan in plans)
+    now = now or tuple(KVLayer(plan.bytes_per_token, plan.limit, plan.fixed_bytes) for plan in plans)
     packed = tuple(_packed(plan, layer, group_size) for plan, layer in zip(plans, now, strict=True))
     return None if packed == now else packed
 

@@ -13,6 +13,7 @@ from typing import Literal
 from tokamac.engine.limits.catalogue import Entry, Repository, catalogue, files_bytes
 from tokamac.engine.limits.cost import Cost
 from tokamac.engine.limits.family import Trait, traits_of
+from tokamac.engine.limits.memory import giving_way
 from tokamac.engine.limits.outcomes import Case, Outcome, outcome_of
 from tokamac.engine.limits.places import Place
 from tokamac.engine.limits.weighing import Weighed, weigh
@@ -29,7 +30,8 @@ Verdict = Literal["runs well", "fits, speed unknown", "tight", "slow", "unknown 
 VERDICTS: tuple[Verdict, ...] = (
     "runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit",
 )  # fmt: skip
-"""Best first. tight: it fits, with less than a tenth to spare. slow: slower than twice reading."""
+"""Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow: slower than
+twice reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,14 @@ def suggestion(entry: Entry, repository: Repository, case: Case, place: Place) -
 
 
 def verdict_of(found: Outcome) -> Verdict:
-    """Return how well it would run."""
+    """Return how well it would run, beside the other programs that run now."""
+    alone, memory = verdict_alone(found), found.memory
+    gives_way = memory is not None and memory.from_others > 0
+    return "tight" if gives_way and alone in ("runs well", "fits, speed unknown") else alone
+
+
+def verdict_alone(found: Outcome) -> Verdict:
+    """Return how well it would run whatever else does."""
     memory = found.memory
     if memory is None or memory.fits is None or memory.budget is None:
         return "unknown whether it fits"
@@ -126,10 +135,14 @@ def repositories() -> Iterator[tuple[Entry, Repository]]:
 
 
 def rank(each: Suggestion) -> tuple[int, float, float]:
-    """Return what sorts best first: the verdict, then the size, then more bits of the same model."""
+    """Return what sorts best first: the verdict, then the size, then more bits of the same model.
+
+    What other programs take at the moment changes a word, and not the order.
+    """
+    place = VERDICTS.index(verdict_alone(each.outcome))
     if each.verdict == "does not fit":  # the one that lacks least comes first
-        return VERDICTS.index(each.verdict), float(each.outcome.memory.total) if each.outcome.memory else math.inf, 0.0
-    return VERDICTS.index(each.verdict), -each.size, -float(each.outcome.weight_bytes or 0)
+        return place, float(each.outcome.memory.total) if each.outcome.memory else math.inf, 0.0
+    return place, -each.size, -float(each.outcome.weight_bytes or 0)
 
 
 def reason_of(found: Outcome, verdict: Verdict) -> str:
@@ -145,7 +158,9 @@ def reason_of(found: Outcome, verdict: Verdict) -> str:
     spoken: dict[Verdict, str] = {
         "runs well": of,
         "fits, speed unknown": f"{of}; {found.reason or 'its speed is not known'}",
-        "tight": f"{of}: little is left for a longer context",
+        "tight": f"{of}: {giving_way(memory.from_others)}"
+        if memory.from_others
+        else f"{of}: little is left for a longer context",
         "slow": f"{of}, but stays below {READABLE_TPS:.0f} tok/s",
         "unknown whether it fits": f"{need}; {found.place.budget_rule or 'how much may be used is not known'}",
         "does not fit": of if found.place.local else most,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from tokamac.engine.limits.fitted import Fitted, peak_tflops
 from tokamac.engine.limits.hardware import Chip
+from tokamac.engine.limits.host import Host, HostLimited, calls_of
 from tokamac.engine.limits.metrics import Metrics
 from tokamac.engine.limits.prediction import Pace
 from tokamac.engine.limits.roofline import ridge_point
@@ -44,17 +45,25 @@ def _machine(work: Work, chip: Chip, pace: Pace | None, foretold: Foretold) -> t
     source = {"table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known"}[
         chip.source
     ]
+    bandwidth = f"{source} for another bin" if chip.other_bin else source
     peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
     ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
-    found = (
-        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {source}", chip.bandwidth_gbs, "GB/s"),
+    found: tuple[Term, ...] = (
+        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {bandwidth}", chip.bandwidth_gbs, "GB/s"),
         Term("peak", "machine", "peak arithmetic", f"{chip.name}, {kind}", peak, "TFLOP/s"),
         Term("ridge", "machine", "ridge point", "{peak} ÷ {bandwidth}", ridge, "FLOP/byte"),
     )
-    if not isinstance(pace, Fitted):
+    if (kernels := _fitted(pace)) is None:
         return found
-    idle = _launching_s(work, pace, foretold)
-    return (*found, Term("launching", "machine", "launching kernels", f"{work.launches:,} kernels a step", idle, "s"))
+    idle = _launching_s(work, kernels, foretold)
+    found = (*found, Term("launching", "machine", "launching kernels", f"{work.launches:,} kernels a step", idle, "s"))
+    if (host := _host(pace)) is None:
+        return found
+    return (
+        *found,
+        Term("host", "machine", "host", "a step is built in Python: timed on this machine", host.step_s, "s"),
+        Term("wait", "machine", "round trip", "to the device and back: timed on this machine", host.wait_s, "s"),
+    )
 
 
 def _decode(metrics: Metrics, work: Work, pace: Pace | None, foretold: Foretold) -> tuple[Term, ...]:
@@ -66,7 +75,7 @@ def _decode(metrics: Metrics, work: Work, pace: Pace | None, foretold: Foretold)
         Term("kv", "decode", "keys and values", held, work.kv_bytes(foretold.context), "bytes"),
         Term("step", "decode", "bytes a step", "{weights} + {kv}", step.bytes_read, "bytes"),
         Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s"),
-        Term("expected", "decode", "expected", _expected_step(work, pace), m.expected_tps, "tok/s"),
+        Term("expected", "decode", "expected", _expected_step(work, pace, foretold), m.expected_tps, "tok/s"),
         Term("writing", "decode", "time", "last token − first token", between, "s"),
         Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s"),
         Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s"),
@@ -118,31 +127,48 @@ TIMED = "the sum of its parts, each timed on this machine"
 UNTIMED = "not known for this machine"
 
 
-def _expected_step(work: Work, pace: Pace | None) -> str:
-    if not isinstance(pace, Fitted):
+def _expected_step(work: Work, pace: Pace | None, foretold: Foretold) -> str:
+    """Return the reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
+    if (kernels := _fitted(pace)) is None:
         return UNTIMED if pace is None else TIMED
-    c = pace.constants
-    weights = f"{{{'shared' if work.expert_bytes else 'weights'}}} ÷ ({c.shared:.1%} × {{bandwidth}})"
-    experts = f" + {{experts}} ÷ ({c.experts:.1%} × {{bandwidth}})" if work.expert_bytes else ""
-    return f"1 ÷ ({weights}{experts} + {{kv}} ÷ ({c.kv:.1%} × {{bandwidth}}) + {{launching}})"
+    bandwidth, held = kernels.chip.bandwidth_gbs, work.kv_bytes(foretold.context)
+    device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
+    if held and bandwidth:
+        reached = held / (bandwidth * 1e9) / kernels.attention_s(work, foretold.context, bandwidth)
+        device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
+    device += " + {launching}"
+    return f"1 ÷ max({{host}}, {device})" if _host(pace) is not None else f"1 ÷ ({device})"
 
 
 def _expected_prompt(work: Work, pace: Pace | None, foretold: Foretold) -> str:
     """Return the larger roof as kernels reach it, and the launches. All that fitted.py knows of kernels is one share here."""
-    if not isinstance(pace, Fitted):
+    if (kernels := _fitted(pace)) is None:
         return UNTIMED if pace is None else TIMED
-    phase, peak, bandwidth = foretold.prefill, peak_tflops(pace.chip), pace.chip.bandwidth_gbs
+    phase, peak, bandwidth = foretold.prefill, peak_tflops(kernels.chip), kernels.chip.bandwidth_gbs
+    calls, host = calls_of(phase.tokens, foretold.chunk), _host(pace)
+    if phase.by_host:
+        return f"{calls} × ({{host}} + {{wait}})"
     if phase.expected_s is None or phase.operations is None or not peak or not bandwidth:
         return UNTIMED
     chunks = math.ceil(phase.tokens / foretold.chunk)
-    launched = chunks * (_launching_s(work, pace, foretold) or 0.0)
-    reached = phase.operations / (peak * 1e12) / (phase.expected_s - launched)
-    weights, share = work.weight_bytes(min(phase.tokens, foretold.chunk)) or 0, pace.constants.shared
+    launched = chunks * (_launching_s(work, kernels, foretold) or 0.0)
+    waited = 0.0 if host is None else calls * host.wait_s
+    waits = "" if host is None else f" + {calls} × {{wait}}"
+    reached = phase.operations / (peak * 1e12) / (phase.expected_s - launched - waited)
+    weights, share = work.weight_bytes(min(phase.tokens, foretold.chunk)) or 0, kernels.constants.shared
     reading_s = chunks * weights / (share * bandwidth * 1e9)
-    if math.isclose(reading_s + launched, phase.expected_s, rel_tol=1e-6):
+    if math.isclose(reading_s + launched + waited, phase.expected_s, rel_tol=1e-6):
         read = "{chunk}" if work.expert_bytes else "{weights}"
-        return f"{chunks} × {read} ÷ ({share:.1%} × {{bandwidth}}) + {chunks} × {{launching}}"
-    return f"{{operations}} ÷ ({reached:.1%} × {{peak}}) + {chunks} × {{launching}}"
+        return f"{chunks} × {read} ÷ ({share:.1%} × {{bandwidth}}) + {chunks} × {{launching}}{waits}"
+    return f"{{operations}} ÷ ({reached:.1%} × {{peak}}) + {chunks} × {{launching}}{waits}"
+
+
+def _fitted(pace: Pace | None) -> Fitted | None:
+    return pace.device if isinstance(pace, HostLimited) else pace if isinstance(pace, Fitted) else None
+
+
+def _host(pace: Pace | None) -> Host | None:
+    return pace.host if isinstance(pace, HostLimited) else None
 
 
 def _launching_s(work: Work, pace: Fitted, foretold: Foretold) -> float | None:

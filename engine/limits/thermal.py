@@ -1,41 +1,54 @@
-"""Whether the system holds the chip back because it is hot, asked on a thread of its own: no token ever waits for the answer."""
+"""Whether macOS slows the chip down: because of its heat, or by Low Power Mode. Asked between tokens, in microseconds.
 
-import threading
+Heat counts from the thermal pressure "heavy" on: macOS's own load advisory calls "moderate" acceptable and what is above it bad
+(PowerManagement, SystemLoad.c). "nominal" proves nothing: chips were seen to slow down under it (angristan/MacThrottle#19), so that
+a reply is only ever said to have been slowed, never not to have been.
+"""
+
+import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
-FIRST_S = 2.0
-"""Nothing gets hot in a shorter reply, and asking starts a process."""
-EVERY_S = 10.0
+from tokamac.engine.limits import macos
+from tokamac.engine.limits.gaps import Throttle
+from tokamac.engine.limits.macos import System
+
+EVERY_S = 5.0
+"""A chip takes longer to get hot."""
 
 
-class ThermalWatch:
-    """While entered, asks ``read`` now and then, until it says that the chip is held back: from then on it is ``throttled``.
+class ThrottleWatch:
+    """Remembers for one reply what slowed the chip down. mac: whom to ask; None where nobody tells.
 
-    read: returns None where the system does not tell. Where there is nobody to ask it is None itself, and no thread is started.
+    seen: all of it.
     """
 
-    def __init__(
-        self, read: Callable[[], bool | None] | None, *, first_s: float = FIRST_S, every_s: float = EVERY_S
-    ) -> None:
-        self.throttled = False
-        self._read = read
-        self._first_s, self._every_s = first_s, every_s
-        self._ended = threading.Event()
+    def __init__(self, mac: System | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seen: tuple[Throttle, ...] = ()
+        self._from_start: tuple[Throttle, ...] = ()
+        self._mac = mac
+        self._clock = clock
+        self._due_s: float | None = None
 
-    def __enter__(self) -> Self:
-        if self._read is not None:
-            threading.Thread(target=self._ask, args=(self._read,), name="thermal", daemon=True).start()
-        return self
+    def look(self, *, now: bool = False) -> None:
+        """Ask, if the last time is long enough ago; or in any case."""
+        if self._mac is None or (not now and self._due_s is not None and self._clock() < self._due_s):
+            return
+        said = throttles(self._mac)
+        if self._due_s is None:
+            self._from_start = said
+        self.seen += tuple(each for each in said if each not in self.seen)
+        self._due_s = self._clock() + EVERY_S
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()  # the thread may be asking still: it is not waited for
+    @property
+    def explains_gaps(self) -> tuple[Throttle, ...]:
+        """What may have made single gaps longer than others: heat, and a mode that was not on from the first token."""
+        return tuple(each for each in self.seen if each == "thermal" or each not in self._from_start)
 
-    def _ask(self, read: Callable[[], bool | None]) -> None:
-        pause_s = self._first_s
-        while not self.throttled and not self._ended.wait(pause_s):
-            pause_s = self._every_s
-            self.throttled = read() is True
+
+def throttles(mac: System) -> tuple[Throttle, ...]:
+    """Return what the system says now that it slows the chip down for; nothing where it does not tell."""
+    said: tuple[tuple[Throttle, bool | None], ...] = (
+        ("thermal", macos.throttled(mac)),
+        ("low power", mac.low_power()),
+    )
+    return tuple(name for name, on in said if on)

@@ -11,7 +11,9 @@ from tokamac.engine.errors import ModelError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.config_cost import Packing, cost_of_hollow
 from tokamac.engine.limits.cost import Cost, Form, cost_of_folder
+from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.kv_cost import names_unknown_layers, value_bytes_of
+from tokamac.engine.limits.neural import attention_device
 from tokamac.engine.limits.work import module_of
 from tokamac.engine.options import KVSpec
 
@@ -60,8 +62,8 @@ class Weighed:
 
         return work_of(self.module, self.config, self.held, plan)
 
-    def shape(self, plan: "CachePlan", device: DeviceKind) -> "Shape":
-        """Return what its peak of memory depends on."""
+    def shape(self, plan: "CachePlan", device: DeviceKind, chip: Chip | None = None) -> "Shape":
+        """Return what its peak of memory depends on. chip: None is one without neural accelerators."""
         from tokamac.engine.limits.peak_shape import shape_of
 
         return shape_of(
@@ -70,7 +72,7 @@ class Weighed:
             weights=self.held.weight_bytes,
             value_bytes=self.value_bytes,
             order=ORDERS[self.form],
-            fused=device != "cpu",
+            device=attention_device(device, chip),
         )
 
 

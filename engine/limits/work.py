@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.limits.attention_work import Attention, attention_of, query_heads
+from tokamac.engine.limits.attention_work import Attention, Heads, attention_of, heads_of, query_heads
 from tokamac.engine.limits.cost import Cost, Form
 from tokamac.engine.limits.family import Trait, traits_of
 from tokamac.engine.limits.kv_cost import value_bytes_of
@@ -27,16 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """What one cache holds: bytes a token up to ``limit`` tokens (None: all of them), and ``fixed_bytes`` whatever the context."""
+    """What one cache holds: bytes a token up to ``limit`` tokens (None: all of them), and ``fixed_bytes`` whatever the context.
+
+    heads: those that read it in a decode step; None where they are unknown.
+    """
 
     bytes_per_token: int
     limit: int | None
     fixed_bytes: int
+    heads: Heads | None = None
+
+    def held(self, context: int) -> int:
+        """Tokens held after ``context`` tokens."""
+        return context if self.limit is None else min(context, self.limit)
 
     def bytes_at(self, context: int) -> int:
         """Bytes held, and read by a step, after ``context`` tokens."""
-        held = context if self.limit is None else min(context, self.limit)
-        return self.fixed_bytes + held * self.bytes_per_token
+        return self.fixed_bytes + self.held(context) * self.bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,11 @@ class Work:
     products: tuple[Product, ...]
     query_heads: int | None
     vocabulary: int | None
+
+    @property
+    def expert_products(self) -> int:
+        """Products of a step that gather a token's experts from a stack of them."""
+        return sum(product.count for product in self.products if product.active < product.stack)
 
     def weight_bytes(self, batch: int = 1) -> int | None:
         """Bytes of weights that one step of ``batch`` sequences reads: experts that any of them chose, each once."""
@@ -116,7 +128,10 @@ def work_of(model: Any, config: Mapping[str, Any], cost: Cost, plan: "CachePlan"
         active=_share(experts.nbytes_per_token, experts.nbytes) if known else None,
         prefill_parameters=sum(each.parameters for each in products if not each.head) if counted else None,
         head_parameters=sum(each.parameters for each in products if each.head),
-        kv=tuple(KVLayer(layer.bytes_per_token, layer.limit, layer.fixed_bytes) for layer in plan.layers),
+        kv=tuple(
+            KVLayer(layer.bytes_per_token, layer.limit, layer.fixed_bytes, heads_of(config, layer, attention or ()))
+            for layer in plan.layers
+        ),
         attention=attention or (),
         products=products,
         query_heads=query_heads(config),

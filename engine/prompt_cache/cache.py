@@ -23,10 +23,14 @@ LEAST_TOKENS = 256
 LEAST_TAIL = 32
 """Tokens beyond the last whole block that are worth a file of their own."""
 PAUSE_S = 0.02
+AWAIT_S = 1.0
 
 
 class PromptCache:
-    """Computed prefixes in memory, and on disk where ``disk`` is given."""
+    """Computed prefixes in memory, and on disk where ``disk`` is given.
+
+    awaits_disk: whether ``use_disk`` will be called, once it is known whose segments are this model's.
+    """
 
     def __init__(self, memory: MemoryStore, disk: Disk | None, rates: Rates) -> None:
         self.rates = rates
@@ -34,11 +38,16 @@ class PromptCache:
         self.needs_marks = not memory.all_grow
         self._memory = memory
         self._disk = disk
+        self.awaits_disk = False
         self._lent = False
         self._replaced: tuple[str, list[int]] | None = None
         self._written: set[str] = (
             set()
         )  # since the last request: what a small budget drops again is not written in circles
+
+    def use_disk(self, disk: Disk) -> None:
+        """Store what is computed from now on, and look there for what was. Callable from any thread."""
+        self._disk = disk
 
     @property
     def nbytes(self) -> int:
@@ -102,39 +111,48 @@ class PromptCache:
 
     def flush(self, seconds: float) -> None:
         """Store what is to be stored, in so many seconds at most."""
+        if self._disk is None:
+            return
         deadline = time.monotonic() + seconds
-        while (pause := self.idle()) is not None and time.monotonic() < deadline:
+        while self.trouble is None and (pause := self.idle()) is not None and time.monotonic() < deadline:
             time.sleep(pause)
-        if self._disk is not None:
-            self._disk.wait(max(0.0, deadline - time.monotonic()))
+        self._disk.wait(max(0.0, deadline - time.monotonic()))
 
     def idle(self) -> float | None:
-        """Begin to write the next segment of the live caches, if the last is written."""
-        disk, slot = self._disk, self._memory.live
-        if disk is None or slot is None or self._lent or disk.trouble is not None:
+        """Begin to write the next segment of what is in memory, if the last is written; return when there may be more to do."""
+        disk = self._disk
+        if disk is None:
+            return AWAIT_S if self.awaits_disk else None
+        if self._memory.live is None or self._lent:
             return None
         if disk.is_writing:
             return PAUSE_S
+        if disk.trouble is not None:
+            if (rest_s := disk.rest_s) > 0:
+                return rest_s
+            self._written.clear()
         if self._replaced is not None:
             disk.remove_shorter(*self._replaced)
             self._replaced = None
         try:
-            return PAUSE_S if self._write_next(disk, slot) else None
+            begun = any(self._write_next(disk, keep, end) for keep, end in self._memory.ends())
         except (RuntimeError, ValueError) as error:  # MLX has no memory for the copy, say
-            disk.trouble = f"the prompt cache can't be written ({error}): it stays in memory"
-            return None
+            disk.fail(f"the prompt cache can't be written ({error}): it stays in memory")
+            return disk.rest_s
+        return PAUSE_S if begun else None
 
-    def _write_next(self, disk: Disk, slot: Slot) -> bool:
-        places = self._places(slot)
+    def _write_next(self, disk: Disk, keep: int | None, end: Node[Kept]) -> bool:
+        """Begin to write the first segment on the path to ``end`` that is not stored; return whether there was one."""
+        places, ids = self._places(end), end.ids()
         bounds = list(places)
-        names = disk.names(slot.ids, bounds, slot.keep)
+        names = disk.names(ids, bounds, keep)
         for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
             if disk.has(name) or name in self._written:
                 continue
             self._written.add(name)
-            node, tokens = places[stop], slot.ids[start:stop]
+            node, tokens = places[stop], ids[start:stop]
             states = node.kept.states if node else None
-            segment = to_host(start, tokens, segments.cut(slot.caches, start, stop), states)
+            segment = to_host(start, tokens, self._memory.cut(end, start, stop), states)
             if not self.rates.is_worth(segment.nbytes, len(tokens) if node is None else stop):
                 return False
             disk.write(segment, parent, name)
@@ -145,18 +163,18 @@ class PromptCache:
             return True
         return False
 
-    def _places(self, slot: Slot) -> dict[int, Node[Kept] | None]:
-        """Return where the segments of the live caches end, with the nodes of which states are stored, if some can't be cut."""
-        end = len(slot.ids)
-        if end < LEAST_TOKENS:
+    def _places(self, end: Node[Kept]) -> dict[int, Node[Kept] | None]:
+        """Return where the segments of a path end, with the nodes of which states are stored, if some can't be cut."""
+        if end.stop < LEAST_TOKENS:
             return {}
         if self._memory.all_grow:
-            whole = list(range(BLOCK, end + 1, BLOCK))
-            return dict.fromkeys([*whole, end] if end - whole[-1] >= LEAST_TAIL else whole)
-        self._memory.freeze()
+            whole = list(range(BLOCK, end.stop + 1, BLOCK))
+            return dict.fromkeys([*whole, end.stop] if end.stop - whole[-1] >= LEAST_TAIL else whole)
+        if end is self._memory.end:
+            self._memory.freeze()
         places: dict[int, Node[Kept] | None] = {}
         last = LEAST_TOKENS - LEAST_TAIL
-        for node in self._memory.end.path():
+        for node in end.path():
             if node.kept.stored or (node.kept.states is not None and node.stop - last >= LEAST_TAIL):
                 places[node.stop] = node
                 last = node.stop

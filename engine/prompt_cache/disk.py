@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokamac.engine.limits import metrics
@@ -13,6 +14,9 @@ from tokamac.engine.prompt_cache.tree import common_prefix
 
 HEAD_BYTES = 1 << 16
 """Read of a file to know its tokens: they come first, after a header of some kilobytes."""
+
+AGAIN_S = 300.0
+"""Seconds after a failed write until the next: a full disk may have room then, a used-up day be over."""
 
 SURE_BYTES = 1 << 18
 """From so many bytes on, a read or a write says something of the disk's speed."""
@@ -88,12 +92,16 @@ class _Known:
 
 
 class Disk:
-    """Stored segments of one model. ``trouble`` says, once something went wrong, what: from then on nothing is written."""
+    """Stored segments of one model. ``trouble`` says what went wrong with the last write; None while all is well."""
 
-    def __init__(self, folder: Folder, model: str, label: str, rates: Rates) -> None:
+    def __init__(
+        self, folder: Folder, model: str, label: str, rates: Rates, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.rates = rates
         self.folder = folder
         self.trouble: str | None = None
+        self._again_s = 0.0
+        self._clock = clock
         self._model, self._label = model, label
         self._known = _Known()
         self._tokens: dict[str, list[int]] = {}  # by name
@@ -107,7 +115,7 @@ class Disk:
         links: list[Link] = []
         parent, at = root_name(self._model, keep), 0
         while at < len(ids):
-            entry, shared = self._best(parent, ids[at:])
+            entry, shared = self._best(parent, ids, at)
             if entry is None:
                 break
             whole = shared == len(self._tokens[entry.name])
@@ -179,6 +187,15 @@ class Disk:
         )
         self._writer.start()
 
+    @property
+    def rest_s(self) -> float:
+        """Seconds until something may be written: after a failure, so that a full disk is not asked again at once."""
+        return 0.0 if self.trouble is None else max(0.0, self._again_s - self._clock())
+
+    def fail(self, trouble: str) -> None:
+        """Note why nothing can be written now."""
+        self.trouble, self._again_s = trouble, self._clock() + AGAIN_S
+
     def wait(self, seconds: float) -> None:
         """Wait for a write in progress, so long at most."""
         if self._writer is not None:
@@ -190,11 +207,12 @@ class Disk:
             data = to_bytes(segment)
             self.folder.write(self._model, self._label, parent, name, data)
             self.rates.saw_write(len(data), time.perf_counter() - began)
+            self.trouble = None
         except FullError as error:
-            self.trouble = f"{error}: nothing more is stored"
+            self.fail(f"{error}: nothing more is stored for now")
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            self.trouble = f"the prompt cache can't be written ({reason}, {self.folder.root}): it stays in memory"
+            self.fail(f"the prompt cache can't be written ({reason}, {self.folder.root}): it stays in memory")
 
     def remove_shorter(self, parent: str, tokens: list[int]) -> None:
         """Remove what is stored after ``parent`` and holds no more than a beginning of ``tokens``."""
@@ -228,11 +246,12 @@ class Disk:
         self._known = known
         self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in known.names}
 
-    def _best(self, parent: str, ids: list[int]) -> tuple[Entry | None, int]:
+    def _best(self, parent: str, ids: list[int], at: int) -> tuple[Entry | None, int]:
+        """Return the segment after ``parent`` that shares most with the ids from ``at`` on, and how many."""
         best, most = None, 0
         for entry in self._known.children.get(parent, []):
             tokens = self._tokens_of(entry)
-            shared = 0 if tokens is None else common_prefix(tokens, ids)
+            shared = 0 if tokens is None else common_prefix(tokens, ids[at : at + len(tokens)])
             # Of two that share as much, one that is wanted whole can be gone on from.
             if shared > most or (shared == most > 0 and tokens is not None and len(tokens) == shared):
                 best, most = entry, shared

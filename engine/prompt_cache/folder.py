@@ -2,7 +2,7 @@
 
     <root>/<model fingerprint>/<parent>.<name>.<checksum>.kv      one segment; the checksum is of all its bytes
     <root>/written-2026-11-21                                     a line for each write of that day: its bytes
-    <root>/<fingerprint>/.new-<process>-…                         being written
+    <root>/<fingerprint>/.new-…                                   being written, and locked by who does
 
 A name says what a file is, and the checksum in it whether that is still so: a file that was cut short, damaged or swapped is
 removed when it is read. Several processes may use the folder: files appear by renaming, and who finds one gone has a miss.
@@ -10,10 +10,12 @@ removed when it is read. Several processes may use the folder: files appear by r
 
 import contextlib
 import datetime
+import fcntl
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +23,20 @@ from pathlib import Path
 import platformdirs
 import xxhash
 
+from tokamac.engine.durable import sync, to_disk
+
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")
-NEW = re.compile(r"\.new-(\d+)-.*")
 LABEL = "model.txt"
+LEAST_AGE_S = 60.0
+"""A file that is being written is left alone for so long, locked or not."""
 
 TOTAL_BYTES, TOTAL_SHARE = 8 << 30, 10
 """All segments at most: so many bytes, and one part in ten of the disk."""
 DAILY_BYTES = 16 << 30
 """Written in a day at most: a disk of 1 TB that may be written 600 times over lasts a hundred years of such days."""
+MORE_ROOM = 50
+"""Where room must be made, one part in so many of the total is freed beyond it."""
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 20
 """Left free on the disk: so many bytes, or one part in twenty of a small one."""
 
@@ -148,17 +155,18 @@ class Folder:
         folder = self.root / model
         self._make(folder, label)
         path = folder / f"{parent}.{name}.{xxhash.xxh3_128_hexdigest(data)}.kv"
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".new-{os.getpid()}-")  # mode 0600
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer lives, also to another container
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                to_disk(file.fileno())
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        _sync(folder)
+        sync(folder)
         self._note(len(data))
         return Entry(parent, name, path, len(data), path.stat().st_mtime)
 
@@ -171,8 +179,7 @@ class Folder:
         """Remove what processes left that died while they wrote, and the counts of earlier days."""
         for folder in self._model_folders():
             for path in folder.glob(".new-*"):
-                match = NEW.fullmatch(path.name)
-                if match and not _is_alive(int(match[1])):
+                if _is_abandoned(path):
                     path.unlink(missing_ok=True)
         for path in self.root.glob("written-*"):
             if path != self._ledger():
@@ -211,10 +218,13 @@ class Folder:
         disk = shutil.disk_usage(_existing(self.root))
         if disk.free - size < min(RESERVE_BYTES, disk.total // RESERVE_SHARE):
             raise FullError("the disk is nearly full")
-        entries = [entry for folder in self._model_folders() for entry in self.entries(folder.name)]
-        surplus = sum(entry.size for entry in entries) + size - budget
         if size > budget:
             raise FullError("the prompt cache on disk may not grow so large")
+        entries = [entry for folder in self._model_folders() for entry in self.entries(folder.name)]
+        surplus = sum(entry.size for entry in entries) + size - budget
+        if surplus <= 0:
+            return
+        surplus += min(budget // MORE_ROOM, budget - size)  # so that not every write looks for what to remove
         for entry in least_used_first(entries):
             if surplus <= 0:
                 return
@@ -261,19 +271,13 @@ def _label(folder: Path) -> str:
         return ""
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody writes a file any more. One that was made just now may be about to be locked."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
+        with path.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < LEAST_AGE_S:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True
+        return False
     return True

@@ -13,9 +13,6 @@ from tokamac.engine.options import KVSpec
 FORMAT = 1
 """Of the stored files. Another number is another fingerprint, so what an older version wrote is never found."""
 
-SAMPLE, SAMPLES = 1 << 14, 16
-"""Bytes and places that are read of each weight file: two fine-tunes of one model have the same headers and sizes."""
-
 TEXT_FILES = (
     "config.json",
     "tokenizer.json",
@@ -28,23 +25,21 @@ TEXT_FILES = (
 )
 
 
-def fingerprint(folder: Path, kv: KVSpec, **more: object) -> str:
+def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
     """Return 32 hexadecimal digits that tell a model with its settings apart from any other.
 
-    Goes by content: config, tokenizer and template whole; of the weights, headers, sizes and samples. more: whatever else
-    decides what keys and values look like (number type, device). Versions of the libraries that compute them count as well.
+    Goes by content: config, tokenizer and template; weights: a digest of theirs (weights.py). more: whatever else decides what keys
+    and values look like (number type, device). So do the versions of this package and of the libraries that compute them.
     Raises OSError where a file can't be read.
     """
     digest = blake2b(digest_size=16)
     spec = {name: value for name, value in asdict(kv).items() if name != "on_full"}
-    versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
-    digest.update(json.dumps([FORMAT, spec, versions, more], sort_keys=True, default=str).encode())
+    versions = {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
+    digest.update(json.dumps([FORMAT, spec, versions, weights, more], sort_keys=True, default=str).encode())
     for name in TEXT_FILES:
         path = folder / name
         if path.is_file():
             _add(digest, name, path.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        _add(digest, path.name, _sampled(path))
     return digest.hexdigest()
 
 
@@ -61,15 +56,3 @@ def child_name(parent: str, tokens: Sequence[int]) -> str:
 def _add(digest: "blake2b", name: str, data: bytes) -> None:
     digest.update(f"{name} {len(data)} ".encode())
     digest.update(data)
-
-
-def _sampled(path: Path) -> bytes:
-    """Return a weight file's size, its header, and samples from all over it."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(min(size, 8 + int.from_bytes(file.read(8), "little")))
-        parts = [str(size).encode(), header]
-        for number in range(SAMPLES):
-            file.seek(size * number // SAMPLES)
-            parts.append(file.read(SAMPLE))
-    return b"".join(parts)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from tokamac.engine.kv import segments
-from tokamac.engine.limits import memory
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.prompt_cache.cache import PromptCache
 from tokamac.engine.prompt_cache.disk import Disk, Rates
@@ -11,10 +10,11 @@ from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root
 from tokamac.engine.prompt_cache.names import fingerprint
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompt_cache.store import MemoryStore
+from tokamac.engine.prompt_cache.weights import identify
 from tokamac.engine.runtime import Runtime
 
 MEMORY_SHARE = 10
-"""One part in so many of the memory budget is for the prompt cache, and"""
+"""One part in so many of what may be used is for the prompt cache, as it is whenever room is made in it, and"""
 LEAST_MEMORY = 64 << 20
 """never fewer bytes than these."""
 
@@ -27,13 +27,19 @@ def open_cache(spec: PromptCacheSpec | None, runtime: Runtime, *, folder: Path, 
     if spec is None:
         return NoCache(runtime.new_caches)
     rates = Rates()
-    budget = spec.memory_bytes
-    if budget is None:
-        budget = max(LEAST_MEMORY, (memory.budget() or 0) // MEMORY_SHARE)
+    asked = spec.memory_bytes
+
+    def budget() -> int:
+        return max(LEAST_MEMORY, (runtime.memory_budget or 0) // MEMORY_SHARE) if asked is None else asked
+
     grow = segments.all_grow(runtime.new_caches(0))
-    disk = None
+    cache = PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow), None, rates)
     if spec.disk:
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
-        known_as = fingerprint(folder, runtime.kv, device=runtime.device, **more)
-        disk = Disk(stored, known_as, name, rates)
-    return PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow), disk, rates)
+
+        def known(weights: str) -> None:
+            model = fingerprint(folder, runtime.kv, weights, device=runtime.device, **more)
+            cache.use_disk(Disk(stored, model, name, rates))
+
+        cache.awaits_disk = identify(folder, stored.root, known) is not None
+    return cache

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokamac.engine import kv
 from tokamac.engine.kv import segments
-from tokamac.engine.kv.segments import States
+from tokamac.engine.kv.segments import Piece, States
 from tokamac.engine.prompt_cache.kept import Kept, Slot
 from tokamac.engine.prompt_cache.tree import Node, add, common_prefix, divide, find, remove
 
@@ -26,12 +26,12 @@ LEAST_ASIDE = 8
 
 
 class MemoryStore:
-    """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all.
+    """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all, as it is when room is made.
 
     make: empty caches for a number of pinned tokens. all_grow: whether every one of them can be cut.
     """
 
-    def __init__(self, make: Callable[[int | None], list[Any]], budget: int, *, all_grow: bool) -> None:
+    def __init__(self, make: Callable[[int | None], list[Any]], budget: Callable[[], int], *, all_grow: bool) -> None:
         self.all_grow = all_grow
         self._make = make
         self._budget = budget
@@ -105,6 +105,29 @@ class MemoryStore:
         if self._end is None:
             raise RuntimeError("there are no live caches")
         return self._end
+
+    def ends(self) -> list[tuple[int | None, Node[Kept]]]:
+        """Return where the paths end that nothing continues, with their numbers of pinned tokens: the live caches' first, then
+        what was used last."""
+        found = [
+            (keep, node)
+            for keep, root in self._roots.items()
+            for node in root.subtree()
+            if node is not root and not node.children and node is not self._end
+        ]
+        found.sort(key=lambda each: -each[1].used)
+        return found if self._live is None else [(self._live.keep, self.end), *found]
+
+    def cut(self, node: Node[Kept], start: int, stop: int) -> Piece:
+        """Return copies of the tokens start…stop on the path to ``node``, wherever they lie: in the live caches or set aside."""
+        parts = []
+        for each in node.path():
+            low, high = max(start, each.start), min(stop, each.stop)
+            if low < high and each.kept.piece is not None:
+                parts.append(segments.part(each.kept.piece, low - each.start, high - each.start))
+            elif low < high and self._live is not None:
+                parts.append(segments.cut(self._live.caches, low, high))
+        return segments.joined(parts)
 
     def follow(self, ids: list[int], states: States | None = None) -> Node[Kept]:
         """Be told that the live caches hold ``ids`` now, and what can't be cut of them; return the node at the end."""
@@ -274,7 +297,7 @@ class MemoryStore:
 
     def _evict(self, budget: int | None = None) -> None:
         """Drop what was not used for longest until all fits the budget, its own or this; the live caches always stay."""
-        surplus = self.nbytes - (self._budget if budget is None else budget)
+        surplus = self.nbytes - (self._budget() if budget is None else budget)
         while surplus > 0:
             on_path = set(map(id, self._end.path())) if self._end else set()
             nodes = sorted(self._nodes(), key=lambda node: (node.used, -node.start))

@@ -6,8 +6,33 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-BLOCK_WEIGHTS = 1 << 20
-"""Worked on at a time with MLX, in whole rows: some dozen float32 arrays of this size are alive at once."""
+from tokamac.engine.device import DeviceKind, device_kind
+from tokamac.engine.limits.memory import device_total
+
+SEARCHING, SEARCHING_SCALES, COMPARING = 80, 140, 20
+"""Bytes a weight that MLX holds beside a block: while affine groups or scales are searched, and while a packing is compared."""
+
+SMALLEST, LARGEST = 1 << 20, 1 << 24
+"""Weights of a block. A CPU gains nothing by more; a GPU does nothing between two blocks, and a small one does not fill it."""
+
+PART_OF_MEMORY = 12
+"""A block's arrays take at most one such part of the GPU's memory."""
+
+
+def block_weights(kind: DeviceKind, memory_bytes: int | None, weight_bytes: int) -> int:
+    """Return how many weights to work on at a time with MLX, in whole rows. It decides about time and memory, not about results.
+
+    memory_bytes: of the device, or None. weight_bytes: what the work holds for each weight.
+    """
+    if kind == "cpu" or memory_bytes is None:
+        return SMALLEST
+    fits = max(memory_bytes // PART_OF_MEMORY // weight_bytes, 1)
+    return min(max(1 << fits.bit_length() - 1, SMALLEST), LARGEST)
+
+
+def block_here(weight_bytes: int) -> int:
+    """Return ``block_weights`` for MLX's default device."""
+    return block_weights(device_kind(), device_total(), weight_bytes)
 
 
 def checked(importance: np.ndarray | None, weight: mx.array) -> np.ndarray | None:
@@ -26,13 +51,15 @@ def checked(importance: np.ndarray | None, weight: mx.array) -> np.ndarray | Non
     return parts
 
 
-def blocks_of(weight: mx.array, importance: np.ndarray | None) -> Iterator[tuple[mx.array, mx.array | None]]:
+def blocks_of(
+    weight: mx.array, importance: np.ndarray | None, block: int
+) -> Iterator[tuple[mx.array, mx.array | None]]:
     """Yield (rows, in) pieces of a matrix, and the (in,) importance of each.
 
-    importance: (parts, in), each for an equal share of the rows, or None.
+    importance: (parts, in), each for an equal share of the rows, or None. block: weights of a piece, at most, or one row.
     """
     parts = 1 if importance is None else len(importance)
-    share, height = weight.shape[0] // parts, max(BLOCK_WEIGHTS // weight.shape[-1], 1)
+    share, height = weight.shape[0] // parts, max(block // weight.shape[-1], 1)
     for part in range(parts):
         h = None if importance is None else mx.array(importance[part])
         for begin in range(part * share, (part + 1) * share, height):

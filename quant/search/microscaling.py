@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant.search.blocks import blocks_of, checked, importance_of_groups
+from tokamac.quant.search.blocks import SEARCHING_SCALES, block_here, blocks_of, checked, importance_of_groups
 from tokamac.quant.search.words import pack_codes
 
 NO_WORSE = 1 - 1e-5
@@ -52,7 +52,8 @@ def search_scales(
     if packing.mode not in FORMATS:
         raise ValueError(f"{packing.mode} has no scales worth searching")
     found = []
-    for block, h in blocks_of(weight.reshape(-1, weight.shape[-1]), checked(importance, weight)):
+    rows, known = weight.reshape(-1, weight.shape[-1]), checked(importance, weight)
+    for block, h in blocks_of(rows, known, block_here(SEARCHING_SCALES)):
         found.append(_search(block, packing, h))
         mx.eval(found[-1])
     words, scales = (mx.concatenate(list(each)).reshape(*weight.shape[:-1], -1) for each in zip(*found, strict=True))

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant.search.blocks import blocks_of, importance_of_groups
+from tokamac.quant.search.blocks import SEARCHING, block_here, blocks_of, importance_of_groups
 from tokamac.quant.search.candidates import DRAWN_IN, ROUNDS
 from tokamac.quant.search.unpacking import unpacked_error
 from tokamac.quant.search.words import pack_codes
@@ -33,7 +33,7 @@ class MlxSearch:
     def search(self, weight: mx.array, packing: Packing, importance: np.ndarray | None) -> Arrays:
         """See Implementation."""
         found = []
-        for block, h in blocks_of(weight, importance):
+        for block, h in blocks_of(weight, importance, block_here(SEARCHING)):
             found.append(_search(block, packing, h))
             mx.eval(found[-1])
         words, scales, biases = (mx.concatenate(list(each)) for each in zip(*found, strict=True))

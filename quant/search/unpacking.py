@@ -7,12 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant.search.blocks import BLOCK_WEIGHTS
+from tokamac.quant.search.blocks import COMPARING, block_here
 
 
 def unpacked_error(weight: mx.array, arrays: Sequence[mx.array], packing: Packing) -> tuple[float, float]:
     """Return Σ (weight − packed)² and Σ weight². weight: (rows, in); arrays: words, scales[, biases], as matrices."""
-    height = max(BLOCK_WEIGHTS // weight.shape[-1], 1)
+    height = max(block_here(COMPARING) // weight.shape[-1], 1)
     error = total = 0.0
     for begin in range(0, weight.shape[0], height):
         block = slice(begin, begin + height)

@@ -1,7 +1,7 @@
 """Pictures of screens, row by row and style by style, set beside those that were right before.
 
 Where a change is meant, look at the difference, then take the new pictures:
-``TOKAMAC_SNAPSHOTS=renew pytest tests/app -k snapshots``.
+``TOKAMAC_SNAPSHOTS=renew pytest tests/app -k snapshots``. Those that differ are left in build/screens.
 """
 
 import os
@@ -17,10 +17,13 @@ from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app.settings import Settings
+from tokamac.app.tui.screens import help
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "snapshots"
+FAILED = Path(__file__).parents[2] / "build" / "screens"
+"""Where pictures are left that are not as before, to be looked at or uploaded."""
 RENEW = os.environ.get("TOKAMAC_SNAPSHOTS") == "renew"
 STEP_S, STILL_S, NEW_S, DIFFERENT_S = 0.1, 0.2, 0.5, 8.0
 """How often it is looked, and how long nothing may move until a picture is taken: as it was before, unknown before, or other."""
@@ -58,6 +61,9 @@ class Album:
                 (FOLDER / name).write_text(picture, encoding="utf-8")
         before = {name: (FOLDER / name).read_text(encoding="utf-8") for name in self.found}
         different = [name for name in self.found if self.found[name] != before[name]]
+        for name in different:
+            FAILED.mkdir(parents=True, exist_ok=True)
+            (FAILED / name).write_text(self.found[name], encoding="utf-8")
         assert [self.found[name].splitlines() for name in different] == [
             before[name].splitlines() for name in different
         ], different
@@ -126,6 +132,7 @@ def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(help, "MAC", False)
 
 
 def written(app_theme: str, path: Path, *, toured: bool = True) -> None:

@@ -1,6 +1,8 @@
 """One registry: every action is bound, callable, in the help and in the palette; the keys are those the product promises."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from tokamac.app.tui.actions import ACTIONS, bindings, by_slash
 from tokamac.app.tui.screens.help import help_text
@@ -69,6 +71,25 @@ def test_every_action_can_be_done_and_is_reached_by_a_key_or_a_command_of_its_ow
     commands = Counter(action.slash for action in ACTIONS if action.slash)
     assert max(commands.values()) == 1
     assert all(by_slash(command) is not None for command in commands)
+
+
+def test_whatever_a_terminal_may_keep_for_itself_has_a_command_or_stands_in_the_palette() -> None:
+    keyed = [action for action in ACTIONS if not action.slash and not action.palette]
+    assert {action.id: set(action.keys) for action in keyed} == {"earlier": {"up"}, "later": {"down"}, "again": {"r"}}
+    assert by_slash("again") is not None  # of the last reply; "r" is of the one that is pointed at
+
+
+async def test_the_page_is_turned_by_commands(chat: Callable[..., Any]) -> None:
+    async with chat("prose") as c:
+        await c.ask("one")
+        end = c.transcript.scroll_offset.y
+        c.prompt.insert("/up")
+        c.prompt.submit()
+        await c.until(lambda: c.transcript.scroll_offset.y < end, "a page up")
+        up = c.transcript.scroll_offset.y
+        c.prompt.insert("/down")
+        c.prompt.submit()
+        await c.until(lambda: c.transcript.scroll_offset.y > up, "a page down")
 
 
 def test_every_action_is_in_the_help_with_its_keys() -> None:

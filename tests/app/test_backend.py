@@ -4,6 +4,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +219,19 @@ def test_trouble_with_the_prompt_cache_is_told_while_idle(talk: Callable[..., Ta
     assert child.until(Notice)
 
 
+def test_advice_on_the_installation_is_told_once_in_all(
+    talk: Callable[..., Talk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    told = []
+    for _ in range(2):  # two starts of the chat
+        child = talk()
+        child.load("old-wheel")
+        child.say()
+        told.append([event.text for event in child.until(Done) if isinstance(event, Notice)])
+    assert told == [["The installed MLX leaves the accelerators unused."], []]
+
+
 @pytest.mark.parametrize("scenario", ["dies-loading", "dies-idle", "dies-sending", "dies-decoding"])
 def test_death_is_reported_with_the_last_log_line(talk: Callable[..., Talk], scenario: str) -> None:
     child = talk()
@@ -238,6 +252,44 @@ def test_a_frozen_process_is_killed(talk: Callable[..., Talk]) -> None:
     died = child.until(Died)[-1]
     assert isinstance(died, Died)
     assert "did not answer" in died.why
+
+
+@pytest.mark.parametrize("refusal", [PermissionError, ProcessLookupError])
+def test_where_its_group_can_not_be_signalled_the_process_itself_is(
+    talk: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
+) -> None:
+    def refuse(*_: int) -> None:
+        raise refusal
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    child = talk([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.process.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while child.process.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    monkeypatch.setattr(child.process._process, "poll", lambda: None)  # as while another thread waits for it
+    monkeypatch.setattr(os, "kill", refuse)
+    child.process.kill()  # of what is a zombie by now, nobody complains
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_where_the_log_can_not_be_written_the_process_runs_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: bool
+) -> None:
+    (tmp_path / "file").touch()
+    if not temporary:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    child = Talk(tmp_path / "file" / "log" / "engine.log", child_command(scripted=True))
+    (notice,) = child.until(Notice)
+    assert isinstance(notice, Notice)
+    assert notice.text == f"The engine's log is not kept: {child.log} can't be written (Not a directory)."
+    child.load("dies-sending")
+    child.say()
+    died = child.until(Died)[-1]
+    assert isinstance(died, Died)
+    assert died.last_line.startswith("scripted: the engine dies") is temporary
 
 
 def test_garbage_is_an_event_and_what_follows_is_read(talk: Callable[..., Talk]) -> None:

@@ -12,6 +12,7 @@ from textual.selection import Selection
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from tests.tiny import make_tiny
+from tokamac.app.backend import client
 from tokamac.app.tui import clipboard
 from tokamac.app.tui.keys import teach_alt_enter
 from tokamac.app.tui.phase import Phase
@@ -318,11 +319,20 @@ async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyP
         assert c.app.clipboard == "some words"
 
 
-async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    async with chat("fast", log_path=tmp_path / "file" / "engine.log") as c:
+async def test_an_engine_that_cannot_be_started_is_said(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "child_command", lambda **_: [str(tmp_path / "nothing")])
+    async with chat("fast") as c:
         await c.until(lambda: "could not be started" in c.notices)
         await c.phase(Phase.FAILED)
+
+
+async def test_a_log_that_can_not_be_written_is_said_and_the_engine_runs(chat: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    async with chat("fast", log_path=tmp_path / "file" / "engine.log") as c:
+        await c.phase(Phase.IDLE)
+        assert c.notices.count("The engine's log is not kept") == 1
 
 
 async def test_new_chat_forgets_the_conversation(chat: Start) -> None:

@@ -39,6 +39,24 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
     assert settings.load(tmp_path / "settings.toml").settings.unload_after_min == 7
 
 
+async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        wishes._take(c.app.chat, Chosen(Sampling(), KVSpec(), None, own=False, memory_gb=3.5))
+        assert c.session.phase is Phase.LOADING
+        await c.phase(Phase.IDLE)
+        assert c.session.load.memory == 3_500_000_000
+    assert settings.load(tmp_path / "settings.toml").settings.memory_gb == 3.5
+
+
+async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast", memory=2_000_000_000) as c:
+        await c.phase(Phase.IDLE)
+        wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), KVSpec(), None, own=False, memory_gb=2.0))
+        assert c.session.phase is Phase.IDLE
+    assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
+
+
 async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", kv=PACKED) as c:
         await c.phase(Phase.IDLE)

@@ -74,3 +74,16 @@ async def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_s
         (tmp_path / clipboard.FILE).mkdir()
         said = await copied(c, written, monkeypatch, tmp_path)
     assert "could not be written" in said
+
+
+def test_pbcopy_is_told_that_it_gets_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "pbcopy"
+    tool.write_text(f'#!/bin/sh\nprintf \'%s,%s\' "$LC_ALL" "$LC_CTYPE" > {tmp_path}/locale\ncat > {tmp_path}/copied\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LC_ALL", "C")
+    for name in ("WAYLAND_DISPLAY", "SSH_CONNECTION", "LC_CTYPE"):
+        monkeypatch.delenv(name, raising=False)
+    assert clipboard.copy_by_tool(TEXT) == "pbcopy"
+    assert (tmp_path / "locale").read_text() == ",UTF-8"
+    assert (tmp_path / "copied").read_bytes().decode() == TEXT

@@ -63,7 +63,36 @@ def test_an_editor_that_removes_the_file_is_told_of(folder: Path) -> None:
 def test_which_editor() -> None:
     assert editor_command({"VISUAL": "code --wait", "EDITOR": "vi"}) == ["code", "--wait"]
     assert editor_command({"VISUAL": "", "EDITOR": "vi"}) == ["vi"]
-    with pytest.raises(EditorError, match="set EDITOR"):
-        editor_command({})
     with pytest.raises(EditorError, match="can't be read as a command"):
         editor_command({"EDITOR": "vi '"})
+
+
+@pytest.mark.parametrize(
+    ("here", "found"), [(("nano", "vi"), ["nano"]), (("vi",), ["vi"]), ((), None)], ids=["both", "one", "none"]
+)
+def test_where_none_is_set_one_that_is_here_is_taken(
+    tmp_path: Path, here: tuple[str, ...], found: list[str] | None
+) -> None:
+    for name in here:
+        (tmp_path / name).touch(mode=0o755)
+    if found is None:
+        with pytest.raises(EditorError, match="set EDITOR"):
+            editor_command({"PATH": str(tmp_path)})
+    else:
+        assert editor_command({"PATH": str(tmp_path), "EDITOR": ""}) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        ("code", ["code", "--wait"]),
+        ("code --wait -n", ["code", "--wait", "-n"]),
+        ("/usr/local/bin/subl -w", ["/usr/local/bin/subl", "-w"]),
+        ("'/Applications/Zed.app/Contents/MacOS/zed' -n", ["/Applications/Zed.app/Contents/MacOS/zed", "--wait", "-n"]),
+        ("mvim", ["mvim", "--nofork"]),
+        ("open -a TextEdit", ["open", "-W", "-a", "TextEdit"]),
+        ("nvim -f", ["nvim", "-f"]),
+    ],
+)
+def test_an_editor_with_a_window_is_told_to_wait(given: str, command: list[str]) -> None:
+    assert editor_command({"EDITOR": given}) == command

@@ -107,6 +107,18 @@ async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> 
         assert "41.0 ms at token 7: swap" in told
 
 
+def test_what_slowed_the_machine_down_is_told_with_what_ends_it() -> None:
+    from tests.app.test_verdict import METRICS, SLOWED
+
+    told = explanation(Reply("", metrics=METRICS, diagnosis=SLOWED), 200).plain
+    assert (
+        "WHAT SLOWED THE MACHINE DOWN\nmacOS slowed the chip down because of its heat.\n  let the machine cool" in told
+    )
+    assert "Low Power Mode was on, which slows the chip down.\n  System Settings > Battery" in told
+    plain = explanation(Reply("", metrics=METRICS, diagnosis=replace(SLOWED, throttles=())), 200).plain
+    assert "SLOWED" not in plain
+
+
 def test_a_reply_without_a_token_is_explained_in_a_sentence() -> None:
     from tests.app.test_verdict import METRICS
 

@@ -15,12 +15,13 @@ from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
-from tokamac.app.tui.options import FieldError
+from tokamac.app.tui.options import FieldError, read_memory
 from tokamac.app.tui.own import Own, as_settings, own_of
 from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.settings import SettingsScreen, _read_minutes
+from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.screens.system import SystemScreen
 from tokamac.app.tui.widgets.tick import Tick
+from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 Start = Callable[..., Any]
@@ -35,6 +36,8 @@ KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tup
         theme=TEXT,
         system=TEXT,
         panel=st.booleans(),
+        unload_after_min=st.none() | st.integers(0, 999),
+        memory_gb=st.none() | st.floats(0.5, 512),
         system_prompts=st.dictionaries(TEXT, TEXT, max_size=3),
         keys=st.dictionaries(TEXT, KEYS, max_size=3),
         unknown=st.dictionaries(
@@ -175,9 +178,31 @@ async def choose(c: Chat, temperature: str, *, own: bool) -> str:
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "²", "9" * 5000])
 def test_minutes_that_are_no_number_are_refused_in_a_line(text: str) -> None:
-    with pytest.raises(FieldError, match=r"^Unload after: .{1,40} is no number of minutes"):
-        _read_minutes(text)
-    assert _read_minutes(" 7 ") == 7
+    with pytest.raises(FieldError, match=r"^Unload after: .{1,60} is no number"):
+        read_memory({"memory_gb": "", "unload_after_min": text})
+
+
+@pytest.mark.parametrize(("limit", "minutes", "read"), [("", " 7 ", (None, 7)), ("14.5", "auto", (14.5, None))])
+def test_memory_settings_are_read(limit: str, minutes: str, read: tuple[float | None, int | None]) -> None:
+    assert tuple(read_memory({"memory_gb": limit, "unload_after_min": minutes}).values()) == read
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf", "1e9"])
+def test_a_memory_limit_that_is_no_size_is_refused(limit: str) -> None:
+    with pytest.raises(OptionError, match="no size of memory"):
+        read_memory({"memory_gb": limit, "unload_after_min": "0"})
+
+
+def test_a_memory_limit_is_kept_and_named_where_it_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    settings.save(path, Settings(memory_gb=14.5))
+    assert settings.load(path).settings.memory_bytes == 14_500_000_000
+    path.write_text("memory_gb = 14\n")  # as a person writes it
+    assert settings.load(path) == settings.Loaded(Settings(memory_gb=14.0))
+    path.write_text('memory_gb = "much"\n')
+    read = settings.load(path)
+    assert read.settings.memory_bytes is None
+    assert "memory_gb is 'much'" in read.warnings[0]
 
 
 async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(chat: Start, tmp_path: Path) -> None:

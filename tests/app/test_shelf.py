@@ -171,6 +171,17 @@ def test_of_questions_that_were_displaced_the_answers_are_asked_for_again() -> N
     assert estimates.disk == {}
 
 
+def test_another_memory_limit_makes_all_answers_old() -> None:
+    numbers = iter(range(10))
+    estimates = Estimates(lambda _: next(numbers))
+    estimates.want(["guide"], KVSpec())
+    estimates.take(WhatIf(0, None, done=1, total=1, line=line("guide")))
+    estimates.want(["guide"], KVSpec(), 14 * 10**9)  # 2: disk, 3: the catalogue
+    assert estimates.disk == {}
+    assert not estimates.take(WhatIf(1, None, done=1, total=9, line=line("org/a")))
+    assert estimates.take(WhatIf(3, None, done=1, total=9, line=line("org/a")))
+
+
 @given(st.text(max_size=60), st.integers(30, 140))
 def test_a_row_is_as_wide_as_the_list_and_holds_nothing_that_a_terminal_obeys(model: str, width: int) -> None:
     for row in (

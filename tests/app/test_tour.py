@@ -1,5 +1,6 @@
 """The first start shows a tour of five lines, once; F1 has every action in a group; the guide answers aside."""
 
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,12 @@ from tokamac.app import settings
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.scenarios import SCENARIOS
 from tokamac.app.backend.wire import Done, Failed, Load, Loaded, ModelInfo, Send, Text
-from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.tui.actions import ACTIONS, by_slash
 from tokamac.app.tui.guidance import Guidance
 from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.prose.welcome import HINTS, TOUR, Welcome, told
+from tokamac.app.tui.screens import help as screens_help
 from tokamac.app.tui.screens.guide import GuideScreen
 from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, HelpScreen, help_text
 from tokamac.engine.events import Message
@@ -69,6 +71,23 @@ def test_every_action_is_named_in_a_group_and_every_group_in_the_help() -> None:
     text = help_text().plain
     assert all(title in text.splitlines() for title in GROUPS)
     assert all(text.count(action.help) == 1 for action in ACTIONS)
+
+
+def test_what_mac_terminals_do_with_keys_is_said_first_on_a_mac_and_last_elsewhere() -> None:
+    on_mac, elsewhere = (help_text(mac=mac).plain for mac in (True, False))
+    said = on_mac.split("\n\n")[0].replace("\n", " ")
+    assert said.startswith("On a Mac keyboard F1 to F9 need fn.")
+    assert "palette (Ctrl+P)" in said
+    assert all(by_slash(word.removeprefix("/")) for word in re.findall(r"/[a-z]+", said))
+    assert elsewhere.split("\n\n")[-1].replace("\n", " ") == said
+    assert on_mac.count("On a Mac") == elsewhere.count("On a Mac") == 1
+
+
+async def test_the_help_begins_with_it_on_a_mac(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screens_help, "MAC", True)
+    async with chat("fast") as c:
+        await c.opened("f1", HelpScreen)
+        await c.until(lambda: "On a Mac keyboard" in c.screen_text(), "what is said first")
 
 
 def test_an_action_that_no_group_names_is_in_the_last() -> None:

@@ -1,5 +1,6 @@
 """A model that nobody uses gives its memory back, and comes back when the user writes; memory that was short is told."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tests.app.test_chat import Start
 from tests.app.test_session import DIED, LOADED, Clock, done
 from tokamac.app import settings
-from tokamac.app.backend.wire import Load, Send, ShortOfMemory
+from tokamac.app.backend.wire import Load, MemoryUse, Send, ShortOfMemory
 from tokamac.app.settings import Settings
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.settings import SettingsScreen
@@ -50,6 +51,28 @@ def test_never_unless_the_user_says_when(resting: Session, clock: Clock) -> None
     resting.idle.after_min = 0
     clock.now += 1e6
     assert resting.rest() == []
+
+
+@pytest.mark.parametrize(("share", "unloaded"), [(0.3, False), (0.4, True)])
+def test_where_the_user_says_nothing_a_heavy_model_goes_after_half_an_hour(
+    clock: Clock, share: float, unloaded: bool
+) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    total = 16 * 10**9
+    session.on_event(replace(LOADED, memory=MemoryUse(active_bytes=round(share * total), total_bytes=total)))
+    clock.now += 30 * MINUTE - 1
+    assert session.rest() == []
+    clock.now += 1
+    assert (session.phase is Phase.IDLE, session.rest()) == (True, [EndEngine()] if unloaded else [])
+
+
+def test_what_loading_costs_other_programs_is_told(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    info = replace(LOADED.info, memory_notes=("to make room for this model, others give way",))
+    told = session.on_event(replace(LOADED, info=info))
+    assert told[0] == Notice("To make room for this model, others give way.", "warning")
 
 
 def test_who_writes_is_not_idle(resting: Session, clock: Clock) -> None:
@@ -112,6 +135,13 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
     ("event", "words"),
     [
         (SQUEEZED, ("3.00 MB of unused buffers", "64 tokens at a time", "900 MB of 1.00 GB")),
+        (Squeezed(0, None, 0, 1, 2, fused_bytes=5_000_000), ("attention runs fused", "5.00 MB less")),
+        (
+            Squeezed(0, 128, 0, 1, None, failed=True),
+            ("did not fit and is computed again", "128 tokens", "1 B are expected"),
+        ),
+        (Squeezed(0, None, 0, 10**9, 9 * 10**8, ended=True), ("the reply ends here", "would take 1.00 GB of 900 MB")),
+        (Squeezed(0, None, 0, 1, 2, 4_100_000_000), ("swap out about 4.1 GB of other programs; ", "are expected")),
         (Squeezed(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
     ],
 )
@@ -157,7 +187,7 @@ async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
         box = it.app.screen.query_one("#unload_after_min")
         box.value = "soon"  # type: ignore[attr-defined]
         it.app.screen.action_save()  # type: ignore[attr-defined]
-        await it.until(lambda: "no number of minutes" in it.screen_text())
+        await it.until(lambda: "is no number" in it.screen_text())
         box.value = "5"  # type: ignore[attr-defined]
         it.app.screen.action_save()  # type: ignore[attr-defined]
         await it.until(lambda: it.session.idle.after_min == 5)

@@ -160,6 +160,29 @@ def test_a_remedy_says_what_it_brings(remedy: Remedy, said: str) -> None:
     assert remedy_text(remedy) == said
 
 
+SLOWED = replace(
+    found("decode", 3.0, Remedy("full power", 1.2, None, 20.0, 31.0), bound="overhead", of_expected=0.6),
+    throttles=("thermal", "low power"),
+)
+
+
+def test_what_slowed_the_machine_down_is_in_the_verdict_in_the_line_and_in_the_whole() -> None:
+    assert sentence(METRICS, SLOWED) == (
+        "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by neither memory nor arithmetic: only 60% of what is "
+        "expected); macOS slowed the chip down because of its heat; Low Power Mode was on, which slows the chip down; "
+        "with Low Power Mode off and this machine undisturbed: decode from 20.0 to 31.0 tok/s, 1.2 s less."
+    )
+    assert brief(METRICS, SLOWED) == (
+        "3.0 of 3.1 s in decode, bound by overhead, unusually slow, chip hot, Low Power Mode · /explain"
+    )
+    whole = list(verdict_full.lines(SLOWED))
+    assert (
+        "machine   macOS slowed the chip down because of its heat (let the machine cool, and close what else computes)"
+        in whole
+    )
+    assert whole[-2].endswith("(System Settings > Battery, on a desktop Mac Energy)")
+
+
 def test_every_remedy_has_words_and_a_way() -> None:
     for name in get_args(RemedyName):
         assert remedy_text(Remedy(name, 1.0, 4)).endswith(("less", "first token"))

@@ -43,8 +43,8 @@ QWEN = Question("table", "Qwen3-8B-4bit", context=4096, prompt=2048, where=M4_MA
 TEXTS = {"model": "guide", "bits": "", "kv": "16", "context": "4096", "prompt": "2048", "chip": "", "memory": ""}
 
 
-def answer_to(question: Question) -> Answer:
-    *_, last = answers(question)
+def answer_to(question: Question, limit: int | None = None) -> Answer:
+    *_, last = answers(question, limit)
     assert isinstance(last, Answer)
     return last
 
@@ -221,6 +221,21 @@ def test_names_in_tables_are_no_markup_and_unknown_is_said() -> None:
     assert len(model) == len(tables.MODELS)
     assert len(chip) == len(tables.CHIPS)
     assert len(case) == len(tables.CASES)
+
+
+def test_what_others_give_way_for_is_tight_in_a_table() -> None:
+    figures = Figures(memory_bytes=5 * 10**9, fits=True, from_others=10**9)
+    (case,) = tables.case_rows([CaseLine("weights", 4, 8, 4, 4096, figures)])
+    assert case[5].plain == "tight"
+
+
+def test_the_limit_that_was_set_is_what_this_machine_is_judged_by(tmp_path: Path) -> None:
+    tiny = str(make_tiny(tmp_path / "tiny"))
+    question = Question("table", tiny, context=64, prompt=64)
+    (first, *_) = answer_to(question, 10**9).cases
+    assert (first.figures.budget_bytes, first.figures.fits) == (10**9, True)
+    (first, *_) = answer_to(question, 10**4).cases
+    assert first.figures.fits is False
 
 
 @given(st.floats(1e-3, 1e7))

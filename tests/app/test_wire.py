@@ -27,7 +27,7 @@ from tokamac.app.backend.whatif import (
 )
 from tokamac.engine.events import Live, Message, Squeezed
 from tokamac.engine.limits.diagnosis import Diagnosis, Part, Waits
-from tokamac.engine.limits.gaps import Cause, Outlier
+from tokamac.engine.limits.gaps import Cause, Outlier, Throttle
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.limits.remedies import Remedy, RemedyName
 from tokamac.engine.limits.terms import Concern, Term, Unit
@@ -119,7 +119,13 @@ TERM = st.builds(
     st.none() | FLOATS,
     st.sampled_from(typing.get_args(Unit)),
 )
-DIAGNOSIS = st.builds(Diagnosis, PARTS, st.lists(REMEDY, max_size=3).map(tuple), st.lists(TERM, max_size=3).map(tuple))
+DIAGNOSIS = st.builds(
+    Diagnosis,
+    PARTS,
+    st.lists(REMEDY, max_size=3).map(tuple),
+    st.lists(TERM, max_size=3).map(tuple),
+    st.lists(st.sampled_from(typing.get_args(Throttle)), max_size=2).map(tuple),
+)
 ASKER = st.sampled_from(typing.get_args(Asker))
 REQUESTS = st.one_of(
     st.builds(wire.Load, TEXT, KV, st.booleans()),

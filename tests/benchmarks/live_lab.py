@@ -67,7 +67,7 @@ class LiveLab:
 
         cost = self._runtime.step_cost(recorder.context_tokens)
         recorder.metrics(cost, kv_bytes=kv.nbytes(list(caches)), peak_memory_bytes=None)
-        recorder.outliers(ahead=self._runtime.ahead, throttled=False)
+        recorder.outliers(ahead=self._runtime.ahead)
 
     def _stamped(self, ids: list[int], new: int) -> list[float]:
         run, times = self._run(self._runtime.new_caches(None), ids), []

@@ -11,12 +11,14 @@ from tests.benchmarks.plan import Plan
 from tests.benchmarks.remote import Remote
 from tests.benchmarks.report import Row, Section, holds
 from tests.benchmarks.servers import EngineServer
+from tests.limits.unfused import CALLS, Unfused
 from tokamac.engine.events import Finished
 from tokamac.engine.options import KVSpec, Sampling
 
 LENGTHS = (512, 2048, 8192)
 SPECS = (("16-bit", KVSpec()), ("8-bit", KVSpec(key_bits=8, value_bits=8)), ("4-bit", KVSpec(key_bits=4, value_bits=4)))
 WITHIN = 0.1
+UNFUSED = (0.9, 1.15)
 NEW = 2
 CONTEXT = 16_384
 
@@ -33,6 +35,15 @@ class PeakLab(EngineServer):
         return last.predicted_peak_bytes, last.metrics.peak_memory_bytes, self._runtime.shape.weights
 
 
+class UnfusedLab:
+    """Attention whose scores are written down, as on a GPU without a fused kernel for a head size; float32."""
+
+    def peak(self, call: Unfused) -> tuple[int, int]:
+        """Return the predicted peak and MLX's."""
+        with TemporaryDirectory(prefix="tokamac-unfused-") as folder:
+            return call.measure(Path(folder))
+
+
 def measure(plan: Plan) -> Section:
     """Reply to prompts of several lengths, with the embedded model and a larger one, keys and values packed and not."""
     from tests.engine.seeded import write_model
@@ -43,11 +54,15 @@ def measure(plan: Plan) -> Section:
         larger = write_model(Path(kept) / "larger", bits=4, **{**LARGER, "max_position_embeddings": CONTEXT})
         for name, folder in (("embedded model", longer), ("seeded model, 88 M weights", larger)):
             rows += _rows(name, folder, LENGTHS[: plan.count(len(LENGTHS), 1)])
+    if plan.device == "cpu":
+        rows += _unfused()
     how = (
         "Predicted: from shapes and lengths alone, before the prefill (`engine/limits/peak.py`). Actual: MLX's peak over the whole "
         f"reply of {NEW} tokens, in a process of its own for each KV setting, weights included; what NumPy holds beside MLX's "
         "arrays is in neither. Counts of bytes, so one run; MLX launches work a little ahead, which moves a peak a little. "
-        f"The embedded model's config says {CONTEXT:,} tokens here, so that it takes the longest prompt."
+        f"The embedded model's config says {CONTEXT:,} tokens here, so that it takes the longest prompt. "
+        "Attention not fused: calls of several "
+        "head sizes, key heads, packings and a ring, computed by MLX's own products; the prediction furthest from 1."
     )
     return Section("Peak memory, predicted", rows, how)
 
@@ -66,6 +81,17 @@ def _rows(name: str, folder: Path, lengths: tuple[int, ...]) -> Iterator[Row]:
         with Remote(PeakLab, str(folder), kv) as lab:
             for length in lengths:
                 yield _row(f"{name}, {spec}, {length:,} tokens: predicted ÷ actual", *lab.call("peak", length))
+
+
+def _unfused() -> Iterator[Row]:
+    with Remote(UnfusedLab) as lab:
+        for size in (128, 256):
+            calls = [call for call in CALLS if call.head_dim == size]
+            ratios = [predicted / actual for predicted, actual in (lab.call("peak", call) for call in calls)]
+            worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+            what = f"attention not fused, head size {size}, worst of {len(calls)} calls: predicted ÷ actual"
+            low, high = UNFUSED
+            yield holds(what, f"{worst:.3f}", f"{low} to {high}", met=low <= worst <= high)
 
 
 def _row(what: str, predicted: int, actual: int, weights: int) -> Row:

@@ -267,3 +267,19 @@ def test_the_embedded_guide_answers_without_a_screen(data: Path) -> None:
     assert asked.text == "What is prefill?"
     assert reply.text
     assert done.stdout.strip() == reply.text.strip()
+
+
+def test_what_is_piped_in_is_utf_8_where_the_locale_knows_no_more_than_ascii(data: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    process = spawn("fast", text=False, env=environment)
+    process.communicate("Größe — 日本\n".encode(), timeout=PATIENCE_S)  # type: ignore[arg-type]  # bytes: text is off
+    assert process.returncode == 0
+    assert [message.text for message in last_path(data) if message.role == "user"] == ["Größe — 日本"]
+
+
+def test_where_the_log_can_not_be_written_the_chat_goes_on_without_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, out, err = piped("hello\n", "fast", env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "file")})
+    assert status == 0
+    assert "Decode reads" in out
+    assert err.count("log is not kept") == 1

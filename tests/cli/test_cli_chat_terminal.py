@@ -3,12 +3,15 @@
 import os
 import pty
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.plain_chat import OBEYED, PATIENCE_S, Terminal, last_path, spawn
+from tokamac.app.plain.console import Console, is_libedit
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -90,3 +93,33 @@ def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) ->
     assert process.wait(PATIENCE_S) == 0
     assert b"fast: Decode reads" in shown
     assert b"\x1b" not in shown
+
+
+@pytest.mark.parametrize(("program", "asked"), [("Apple_Terminal", False), ("ghostty", True)])
+def test_terminal_app_is_asked_nothing_whose_end_it_would_print(
+    terminal: Callable[..., Terminal], program: str, asked: bool
+) -> None:
+    chat = terminal("fast", TERM_PROGRAM=program)
+    chat.until("new chat")  # the first frame: what is asked was asked by now
+    chat.type("\x11")
+    assert chat.left() == 0
+    assert (b"$p" in chat.shown) is asked
+
+
+@pytest.mark.parametrize(
+    ("doc", "printed"), [("Importing this module enables libedit readline.", True), ("GNU", False)]
+)
+def test_where_libedit_may_leave_the_line_empty_the_draft_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], doc: str, printed: bool
+) -> None:
+    stub = SimpleNamespace(__doc__=doc, set_startup_hook=lambda _=None: None, insert_text=lambda _: None)
+    monkeypatch.setitem(sys.modules, "readline", stub)
+    monkeypatch.setattr("builtins.input", lambda prompt: f"after {prompt}")
+    console = Console()
+    console._edits = console.shown = True
+    assert console.read("you> ", "one\nand a half") == "after you> "
+    assert ("one\nand a half\n" in capsys.readouterr().out) is printed
+    assert console.read("you> ") == "after you> "
+    assert capsys.readouterr().out == ""
+    stub.backend = "readline" if printed else "editline"  # as newer Pythons say it
+    assert is_libedit() is not printed

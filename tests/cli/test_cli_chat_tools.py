@@ -133,7 +133,7 @@ def test_unload_gives_the_memory_back_and_the_next_prompt_loads_again() -> None:
 def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) -> None:
     _, out, err = piped("/settings unload_after_min 7\n/settings unload_after_min soon\n/settings\n", "fast")
     assert "unload_after_min: 7 (minutes " in out
-    assert "'soon' is no number of minutes" in err
+    assert "'soon' is no number" in err
     assert "unload_after_min = 7" in (home / "settings.toml").read_text()
 
 

@@ -1,6 +1,8 @@
 """``tokamac chats``: list, show, export, import, delete, restore and repair, for people and for programs."""
 
+import errno
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Result, Run
-from tokamac.app.store.errors import StoreDamagedError
+from tokamac.app.store import files
+from tokamac.app.store.errors import StoreDamagedError, refused
 from tokamac.app.store.store import UNDO_S, Store
 from tokamac.app.store.values import Chat
 
@@ -253,3 +256,43 @@ def test_list_and_export_of_text_import_nothing_heavy() -> None:
     code += f"; print({HEAVY} & set(sys.modules), status, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "set() [0, 0]\n"
+
+
+def refuse_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the file be refused for writing, as on a disk that may only be read."""
+
+    def refuse(path: Path) -> None:
+        raise refused(path, OSError(errno.EROFS, os.strerror(errno.EROFS)))
+
+    monkeypatch.setattr(files, "prepare", refuse)
+
+
+def test_on_a_disk_that_may_not_be_written_chats_are_listed_searched_shown_and_exported(
+    tokamac: Run, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = said("Why is decode slow?", "Because of bandwidth.")
+    asked = (("list",), ("search", "bandwidth"), ("show", chat.id))
+    before = [tokamac("chats", *each).out for each in asked]
+    kept = data.read_bytes()
+    refuse_writes(monkeypatch)
+    for each, out in zip(asked, before, strict=True):
+        done = tokamac("chats", *each)
+        assert (done.status, done.out) == (0, out)
+        assert (
+            done.err == f"note: The chats in {data} can't be used: Read-only file system; they are read as they are\n"
+        )
+    assert tokamac("chats", "export", chat.id, "-o", tmp_path / "out.md").status == 0
+    assert data.read_bytes() == kept
+    refusal = tokamac("chats", "delete", chat.id)
+    assert refusal.status == 1
+    assert "Read-only file system" in refusal.err
+
+
+def test_where_there_is_nothing_to_read_either_the_first_refusal_is_told(
+    tokamac: Run, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_writes(monkeypatch)
+    done = tokamac("chats")
+    assert done.status == 1
+    assert "Read-only file system" in done.err
+    assert not data.exists()

@@ -1,8 +1,10 @@
 """`convert`: its flags, the plan, progress and result for people and for programs, and how it ends when it is interrupted."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,3 +295,18 @@ def test_inspect_shows_what_was_recorded_or_that_nothing_was(tokamac: Run, tiny:
     assert "quality" not in tokamac("inspect", out, "--bits", "8").out
     (plain,) = [json.loads(line) for line in tokamac("inspect", out, "--table", "--json").out.splitlines()]
     assert plain["quality"]["kl"] == 3.21
+
+
+@pytest.mark.parametrize("command", [["convert", "guide", "--dry-run"], ["quality", "guide", "guide", "--tokens", "4"]])
+def test_float32_is_multiplied_as_float32_unless_the_environment_says_otherwise(command: list[str]) -> None:
+    """MLX reads the variable before its first product on a GPU; importing our packages must not set it."""
+    code = (
+        "import os, tokamac.engine, tokamac.quant; name = 'MLX_ENABLE_TF32'; before = os.environ.get(name)\n"
+        f"from tokamac.app.cli import main; main({command!r}); print(before, os.environ[name])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MLX_ENABLE_TF32"}
+    for given, wanted in ({}, "None 0"), ({"MLX_ENABLE_TF32": "1"}, "1 1"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == wanted

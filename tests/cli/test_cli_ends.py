@@ -117,6 +117,27 @@ def test_a_full_disk_under_stdout(start: Start) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_an_answer_on_a_full_disk_ends_alike_as_text_and_as_json(
+    start: Start, tiny: Path, json: tuple[str, ...]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        status, _, err = finish(start("ask", "hello", "-m", tiny, "--max-tokens", "4", *json, stdout=full))
+    assert status == 1
+    assert "No space left" in err
+
+
+def test_a_conversion_whose_reader_leaves_does_not_blame_the_disk(start: Start, tiny: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = start("convert", tiny, "-o", tmp_path / "packed", "--json", stdout=write)
+    os.close(write)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (141, "")
+    assert not (tmp_path / "packed").exists()
+
+
 def test_no_stdout_and_no_stderr_at_all(start: Start) -> None:
     process = start("--version", preexec_fn=lambda: (os.close(1), os.close(2)), stdout=None, stderr=None)
     assert process.wait(60) == 0

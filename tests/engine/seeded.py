@@ -32,10 +32,10 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(thinking: bool = False) -> Tokenizer:
-    """A tokenizer whose every token is a byte, so that any text splits inside its characters."""
+def byte_tokenizer(thinking: bool = False, marks: tuple[str, ...] = ()) -> Tokenizer:
+    """A tokenizer whose every token is a byte, so that any text splits inside its characters. marks: more special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = SPECIAL if thinking else SPECIAL[:5]
+    special = (SPECIAL if thinking else SPECIAL[:5]) + marks
     vocabulary = {text: i for i, text in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -44,8 +44,10 @@ def byte_tokenizer(thinking: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE, thinking: bool = False) -> None:
-    byte_tokenizer(thinking).save(str(folder / "tokenizer.json"))
+def write_tokenizer(
+    folder: Path, *, template: str | None = TEMPLATE, thinking: bool = False, marks: tuple[str, ...] = ()
+) -> None:
+    byte_tokenizer(thinking, marks).save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
     if template is not None:
         config["chat_template"] = template

@@ -48,7 +48,7 @@ def test_a_mark_belongs_to_the_token_that_comes_next():
     recorder.mark("pool cleared")
     recorder.token()
     recorder.token()
-    (outlier,) = recorder.outliers(ahead=False, throttled=False)
+    (outlier,) = recorder.outliers(ahead=False)
     assert (outlier.token, outlier.gap_ms, outlier.causes) == (4, pytest.approx(40.0), ("pool cleared",))
 
 

@@ -149,6 +149,49 @@ def test_a_context_that_does_not_fit_is_told_and_left_as_it_is(folder, engine, a
     assert "with --kv-bits 8,8 about 2,048" in note
 
 
+def test_a_reply_ends_with_what_it_has_where_its_caches_would_not_fit(folder, allow, others):
+    long = Sampling(temperature=0, max_tokens=1400)
+    prompt = PROMPT[:200]
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        whole = finished(list(engine.generate(prompt, long)))
+        assert whole.metrics.generated_tokens > 1000
+        engine._core._store.clear()
+        shape, slots = engine._core.runtime.shape, 768  # caches may grow to these from 512, and no further
+        budget = predict_peak(shape, held=512, new=0, chunk=1, slots=512, reply=1).total + 100_000
+        allow(others + budget)
+        events = list(engine.generate(prompt, long))
+        ended = finished(events)
+        (told,) = squeezed(events)
+        assert (told.ended, ended.reason) == (True, "length")
+        assert len(prompt) + ended.metrics.generated_tokens == slots + 1  # the last token's keys need no room
+        assert whole.text.startswith(ended.text)
+        assert (ended.metrics.peak_memory_bytes or 0) <= 1.1 * (others + budget)
+        allow(None)
+        again = finished(list(engine.generate(prompt, long)))
+        assert again.metrics.cached_tokens == len(prompt) - 1
+        assert again.text == whole.text
+
+
+def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        prompt, other = PROMPT[:200], [260 - token for token in PROMPT[:500]]
+        list(engine.generate(other, GREEDY))
+        long = Sampling(temperature=0, max_tokens=100)
+        plain = finished(list(engine.generate(prompt, long)))
+        list(engine.generate(other, GREEDY))
+        kept = engine._core._store.aside
+        shape = engine._core.runtime.shape
+        needed = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total
+        allow(others + needed + kept // 2)
+        events = list(engine.generate([*prompt[:-1], 9], long))
+        told = squeezed(events)
+        assert sum(each.cache_bytes for each in told) > 0
+        assert not any(each.ended for each in told)
+        assert finished(events).metrics.generated_tokens == 100
+        allow(None)
+        assert finished(list(engine.generate(prompt, long))).text == plain.text
+
+
 @pytest.fixture
 def no_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))

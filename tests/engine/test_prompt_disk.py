@@ -1,5 +1,6 @@
 """The prompt cache across restarts: what comes back from disk equals a cold run, and what is wrong there is a miss."""
 
+import datetime
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.kv.zoo import VOCABULARY
 from tokamac.engine import Engine, Finished, KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.kv import segments
 from tokamac.engine.prompt_cache.cache import PromptCache
-from tokamac.engine.prompt_cache.disk import Disk, Rates
+from tokamac.engine.prompt_cache.disk import AGAIN_S, Disk, Rates
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
 from tokamac.engine.prompt_cache.segment_file import DamagedError, from_bytes, to_bytes, to_host
 
@@ -211,8 +212,70 @@ def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Pa
     cache.flush(20)
     assert cache.trouble is not None
     assert "can't be written" in cache.trouble
-    assert cache.idle() is None
+    pause = cache.idle()
+    assert pause is not None
+    assert 0 < pause <= AGAIN_S
     assert len(cache.take([*LONG, 1], None).ids) == len(LONG)
+
+
+def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
+    bench, now, day = BENCHES["full"], [0.0], [datetime.date(2026, 1, 1)]
+    folder = Folder(tmp_path, Budgets(daily=4_000_000), today=lambda: day[0])
+    rates = Rates()
+    cache = PromptCache(bench.store(LARGE), Disk(folder, MODEL, "m", rates, clock=lambda: now[0]), rates)
+    folder.write("ef" * 16, "other", MODEL, MODEL, b"x" * 3_999_000)
+    slot = cache.take(LONG, None)
+    with cache.lending(slot):
+        compute(bench.model, slot, LONG)
+    cache.flush(20)
+    assert cache.trouble is not None
+    assert "daily budget" in cache.trouble
+    assert cache.idle() == AGAIN_S
+    day[0], now[0] = datetime.date(2026, 1, 2), AGAIN_S
+    while cache.idle() is not None:
+        cache._disk.wait(20)
+    assert cache.trouble is None
+    assert opened(bench, tmp_path).known([*LONG, 1], None).tokens == len(LONG)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_is_in_memory_reaches_the_disk_not_the_last_prompt_alone(kind: str, tmp_path: Path) -> None:
+    bench = BENCHES[kind]
+    cache = opened(bench, tmp_path)
+    prompts = [[*LONG[:300], number, *LONG[: 280 + number]] for number in range(4)]
+    grows = kind in ("full", "packed")  # else it goes on where its state was frozen: at the end of the prompt
+    for prompt in prompts:
+        slot = cache.take(prompt, None)
+        with cache.lending(slot):
+            if len(slot.ids) < len(prompt) - 1:
+                compute(bench.model, slot, prompt[:-1])
+            cache.mark(slot)
+            compute(bench.model, slot, prompt)
+    cache.flush(20)
+    assert cache.trouble is None
+    for prompt in prompts:
+        later = opened(bench, tmp_path)
+        assert ask(bench, later, [*prompt, 7], []) == len(prompt) - (not grows)
+
+
+def test_looking_for_a_long_prompt_copies_each_token_once(tmp_path: Path) -> None:
+    class Counted(list[int]):
+        copied = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Counted.copied += len(found) if isinstance(at, slice) else 1
+            return found
+
+    folder = Folder(tmp_path)
+    disk = Disk(folder, MODEL, "m", Rates())
+    ids, bounds = [number % 251 for number in range(64 * 40)], list(range(64, 64 * 40 + 1, 64))
+    names = disk.names(ids, bounds, None)
+    for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
+        folder.write(MODEL, "m", parent, name, to_bytes(to_host(start, ids[start:stop], (), None)))
+    links = Disk(folder, MODEL, "m", Rates()).chain(Counted([*ids, 1]), None)
+    assert len(links) == 40
+    assert Counted.copied <= 2 * len(ids)
 
 
 def finish(engine: Engine, prompt: list[int], **more: Any) -> Finished:

@@ -2,11 +2,13 @@
 
 import contextlib
 import datetime
+import fcntl
 import os
 import random
 import signal
 import stat
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from tests.engine.prompt_writer import MODEL, writers
 from tests.tiny import make_tiny
 from tokamac.engine import KVSpec
+from tokamac.engine.prompt_cache import folder as folder_module
 from tokamac.engine.prompt_cache.folder import Budgets, Entry, Folder, FullError, least_used_first
 from tokamac.engine.prompt_cache.names import child_name, fingerprint, root_name
 
@@ -90,6 +93,28 @@ def test_the_daily_budget_counts_all_processes_and_begins_anew(tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("written-*")] == ["written-2026-03-02"]
 
 
+def test_making_room_makes_some_more_so_that_the_next_write_need_not(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Budgets(total=100_000))
+    for number in range(99):
+        store(folder, number)
+    store(folder, 99, 3000)
+    assert sum(entry.size for entry in folder.entries(MODEL)) <= 98_000
+
+
+def test_what_a_living_writer_writes_is_left_alone_whatever_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "LEAST_AGE_S", 0.0)
+    folder = Folder(tmp_path)
+    store(folder, 1)
+    for name in (".new-999999-of-another-container", ".new-left"):
+        (tmp_path / MODEL / name).write_bytes(b"half")
+    with (tmp_path / MODEL / ".new-999999-of-another-container").open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        folder.tidy()
+        assert [path.name for path in (tmp_path / MODEL).glob(".new-*")] == [".new-999999-of-another-container"]
+
+
 def test_clearing_removes_all_models(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     store(folder, 1)
@@ -101,7 +126,10 @@ def test_clearing_removes_all_models(tmp_path: Path) -> None:
     assert Folder(tmp_path / "nowhere").clear() == 0
 
 
-def test_killed_at_any_moment_nothing_half_done_counts_as_whole(tmp_path: Path) -> None:
+def test_killed_at_any_moment_nothing_half_done_counts_as_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "LEAST_AGE_S", 0.0)
     chance = random.Random(5)
     folder = Folder(tmp_path / "cache")
     seen = 0
@@ -143,18 +171,29 @@ def test_two_processes_share_the_folder(tmp_path: Path) -> None:
 
 def test_names_tell_apart_what_differs(tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model")
-    base = fingerprint(model, KVSpec())
-    assert base == fingerprint(model, KVSpec(on_full="error"))  # which changes no key and no value
+    base = fingerprint(model, KVSpec(), "weights")
+    assert base == fingerprint(model, KVSpec(on_full="error"), "weights")  # which changes no key and no value
     others = {
-        fingerprint(model, KVSpec(8, 8)),
-        fingerprint(model, KVSpec(window=64)),
-        fingerprint(model, KVSpec(), dtype="float16"),
-        fingerprint(make_tiny(tmp_path / "other weights", seed=1), KVSpec()),
-        fingerprint(make_tiny(tmp_path / "other context", context=256), KVSpec()),
+        fingerprint(model, KVSpec(8, 8), "weights"),
+        fingerprint(model, KVSpec(window=64), "weights"),
+        fingerprint(model, KVSpec(), "weights", dtype="float16"),
+        fingerprint(model, KVSpec(), "other weights"),
+        fingerprint(make_tiny(tmp_path / "other context", context=256), KVSpec(), "weights"),
     }
     settings = model / "tokenizer_config.json"
     settings.write_text(settings.read_text(encoding="utf-8").replace("assistant", "helper"), encoding="utf-8")
-    others.add(fingerprint(model, KVSpec()))
+    others.add(fingerprint(model, KVSpec(), "weights"))
     assert len(others | {base}) == 7
+
+
+def test_another_version_of_this_package_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, version = make_tiny(tmp_path / "model"), metadata.version
+    here = fingerprint(model, KVSpec(), "weights")
+    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "tokamac" else version(name))
+    assert fingerprint(model, KVSpec(), "weights") != here
+
+
+def test_names_are_of_all_that_comes_before() -> None:
+    base = MODEL
     assert len({root_name(base, keep) for keep in (None, 0, 4)}) == 3
     assert child_name(child_name(ROOT, [1]), [2]) != child_name(ROOT, [1, 2])

@@ -78,7 +78,7 @@ class Bench:
         self._cold: dict[tuple[int, ...], np.ndarray] = {}
 
     def store(self, budget: int = LARGE) -> MemoryStore:
-        return MemoryStore(self.plan.make, budget, all_grow=segments.all_grow(self.plan.make(None)))
+        return MemoryStore(self.plan.make, lambda: budget, all_grow=segments.all_grow(self.plan.make(None)))
 
     def cold(self, ids: list[int]) -> np.ndarray:
         if tuple(ids) not in self._cold:
@@ -163,7 +163,7 @@ def test_bytes_are_counted_and_returned(kind: str) -> None:
     held, counted = mx.get_active_memory(), store.nbytes
     if kind != "hybrid":  # whose own state is a view of a larger array
         assert held - before == pytest.approx(counted, abs=4096)
-    store._budget = 0
+    store._budget = lambda: 0
     store._evict()
     assert store._live is not None
     assert store.nbytes == kv.nbytes(store._live.caches)

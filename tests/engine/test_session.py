@@ -16,6 +16,7 @@ import pytest
 from tests.engine.seeded import write_model
 from tokamac.engine import (
     ContextError,
+    DeviceError,
     Engine,
     EngineClosedError,
     Event,
@@ -417,7 +418,7 @@ def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.Monkey
             return model(*args, **options)
 
     monkeypatch.setattr(fresh._core, "_runtime", replace(fresh._core.runtime, model=Failing()))
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(DeviceError, match="no memory"):
         list(fresh.warm(prompt))
     monkeypatch.undo()
     assert finish(fresh.generate(prompt, GREEDY)).metrics.cached_tokens == 0

@@ -1,5 +1,6 @@
 """What the reader sees: whole characters, no stop text, thinking apart, hostile templates stopped."""
 
+import json
 import time
 from pathlib import Path
 
@@ -114,6 +115,74 @@ def test_thinking_that_never_ends_stays_thinking_and_stop_texts_do_not_apply_to_
 def test_a_later_mark_is_text_about_thinking(tokenizer: Tokenizer) -> None:
     chunks = shown(ReplyText(tokenizer), tokenizer.encode("write <think> to think"))
     assert joined(chunks, "answer") == "write <think> to think"
+
+
+@pytest.mark.parametrize("padding", [" ", "\n ", "  \n"])
+def test_white_space_before_the_opening_mark_is_no_answer(tokenizer: Tokenizer, padding: str) -> None:
+    reply = ReplyText(tokenizer)
+    chunks = shown(reply, tokenizer.encode(f"{padding}<think>hm</think>yes"))
+    assert (joined(chunks, "thinking"), joined(chunks, "answer")) == ("hm", "yes")
+    assert (reply.thinking, reply.answer) == ("hm", "yes")
+
+
+def test_white_space_that_no_thinking_follows_is_the_answers(tokenizer: Tokenizer) -> None:
+    assert joined(shown(ReplyText(tokenizer), tokenizer.encode("  code")), "answer") == "  code"
+    assert joined(shown(ReplyText(tokenizer), tokenizer.encode("  ")), "answer") == "  "
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("harmony")
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>")
+    write_tokenizer(folder, marks=marks)
+    return load_tokenizer(folder, CONFIG, "harmony")
+
+
+@pytest.mark.parametrize(
+    ("reply", "thinking", "answer"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes", "hm", "yes"),
+        ("<|channel|>final<|message|>yes", "", "yes"),
+        ("<|channel|>commentary<|message|>I look first.", "", "I look first."),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>First.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Then.",
+            "hm",
+            "First.\n\nThen.",
+        ),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>c<|return|>",
+            "ab",
+            "c",
+        ),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "", "{}"),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assis", "hm", ""),
+        ("plain", "", "plain"),
+    ],
+)
+def test_harmonys_channels_are_never_shown(harmony: Tokenizer, reply: str, thinking: str, answer: str) -> None:
+    text = ReplyText(harmony)
+    chunks = shown(text, harmony.encode(reply))
+    assert (joined(chunks, "thinking"), joined(chunks, "answer")) == (thinking, answer)
+    assert (text.thinking, text.answer) == (thinking, answer)
+
+
+@pytest.mark.parametrize(("stop", "answer"), [("<pad>", "a b"), ("b<pad>", "a "), ("b", "a ")])
+def test_a_stop_text_may_be_or_end_with_a_hidden_mark(tokenizer: Tokenizer, stop: str, answer: str) -> None:
+    reply = ReplyText(tokenizer, (stop,))
+    assert joined(shown(reply, tokenizer.encode("a b<pad>c")), "answer") == answer
+    assert reply.stopped
+    other = ReplyText(tokenizer, (stop,))
+    assert joined(shown(other, tokenizer.encode("a<end>c")), "answer") == "ac"
+    assert not other.stopped
+
+
+@pytest.mark.parametrize("folder_says", [0, [0]])
+def test_a_token_whose_id_is_0_may_end_a_reply(tmp_path: Path, folder_says: object) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": folder_says}))
+    assert load_tokenizer(tmp_path, {"eos_token_id": 3}, "tiny").eos_ids == {0, 1}  # the tokenizer's own is 1
 
 
 def test_end_marks_are_hidden(tokenizer: Tokenizer) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokamac.engine import OptionError
-from tokamac.engine.kv.layout import GROWTH, STEP, Growing, Ring, Slots, Span
+from tokamac.engine.kv.layout import GROWTH, STEP, Growing, Ring, Slots, Span, visible
 
 rings = st.integers(2, 24).flatmap(
     lambda window: st.builds(Ring, st.just(window), st.integers(0, window - 1), st.integers(0, 9))
@@ -82,6 +82,27 @@ def test_a_model_that_asks_for_a_window_of_a_growing_cache_gets_it() -> None:
     narrowed = Ring(window=8, spare=0).mask(4, 1, reach=2)
     assert isinstance(narrowed, mx.array)
     assert narrowed.tolist() == [[False, False, False, True, True]]
+
+
+@given(ring=rings, start=st.integers(0, 90), held=st.integers(1, 60), reach=st.one_of(st.none(), st.integers(1, 70)))
+@settings(max_examples=150, deadline=None)
+def test_one_tokens_row_is_what_comparing_positions_gives(ring: Ring, start: int, held: int, reach: int | None) -> None:
+    row = ring.mask(start, 1, as_array=True)
+    assert isinstance(row, mx.array)
+    compared = visible(mx.array([start]), ring._positions(start + 1), ring.window, ring.keep, None)
+    assert row.dtype == mx.bool_
+    assert row.tolist() == compared.tolist()
+    last = Growing().mask(held - 1, 1, reach=reach, as_array=True)
+    assert isinstance(last, mx.array)
+    assert last.tolist() == visible(mx.array([held - 1]), mx.arange(held), None, 0, reach).tolist()
+
+
+def test_a_ring_without_spare_slots_shows_one_token_all_it_holds() -> None:
+    ring = Ring(window=8, keep=2, spare=0)
+    assert all(ring.mask(start, 1) is None for start in range(40))
+    mask = ring.mask(20, 1, as_array=True)
+    assert isinstance(mask, mx.array)
+    assert mask.tolist() == [[True] * 8]
 
 
 def test_a_ring_without_room_is_refused() -> None:

@@ -12,6 +12,7 @@ from tokamac.engine.limits.catalogue import Entry, Repository, catalogue, downlo
 from tokamac.engine.limits.config_cost import Packing, cost_of_config
 from tokamac.engine.limits.cost import Cost, text_config
 from tokamac.engine.limits.kv_table import KVTable, kv_table
+from tokamac.engine.limits.work import work_of_config
 from tokamac.engine.options import KVSpec
 
 MODELS = list(csv.DictReader((Path(__file__).parent / "models.csv").read_text(encoding="utf-8").splitlines()))
@@ -237,6 +238,15 @@ def test_gemma_4s_towers_are_worked_out_by_hand(name: str, small: bool) -> None:
     else:
         assert entry.tower_parameters == gemma4_tower(1152, 4304, 27, 72)
         assert entry.projector_parameters == 1152 * width
+
+
+def test_a_mistral_without_a_window_keeps_its_whole_context() -> None:
+    """Without the key, transformers assumes a window of 4,096 for this family; its config says that there is none."""
+    entry = find("Mistral-7B-v0.3")
+    assert entry is not None
+    work = work_of_config(entry.config)
+    assert not isinstance(work, str)
+    assert work.kv_bytes(32_768) == 32_768 * 32 * 2 * 8 * 128 * 2
 
 
 def test_reading_the_table_loads_no_mlx() -> None:

@@ -12,6 +12,7 @@ from tests.kv.test_plan import hybrid, recurrent
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, Message, Sampling
 from tokamac.engine.kv import plan_caches
+from tokamac.engine.limits.attention_work import Heads
 from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
 from tokamac.engine.limits.fitted import fitted
 from tokamac.engine.limits.hardware import Chip, lookup
@@ -49,6 +50,8 @@ MIXTURE = replace(
     active=1 / 8,
     prefill_parameters=2_000_000_000,
 )
+
+SHARING = replace(WORK, kv=(replace(KV, heads=Heads(queries=640, keys=32, key_dim=128, value_dim=128)),))
 
 
 class RoundPace:
@@ -176,6 +179,22 @@ def test_a_machine_that_is_held_up_is_told_and_what_that_cost():
     assert only.gain_s == pytest.approx(100 * (0.030 - 0.013562), abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("throttles", "name"),
+    [(("thermal",), "cool chip"), (("low power",), "full power"), (("thermal", "low power"), "full power")],
+)
+def test_where_the_system_slowed_the_chip_down_the_remedy_ends_that(throttles, name):
+    slow, plain = reply(100, 101, prefill_s=0.1, step_s=0.030), verdict(reply(100, 101, prefill_s=0.1, step_s=0.030))
+    found = verdict(slow, replace(PLAIN, throttles=throttles))
+    assert found.throttles == throttles
+    assert found.remedies == (replace(plain.remedies[0], name=name),)
+
+
+def test_what_slowed_the_chip_down_is_told_of_a_reply_that_was_quick_as_well():
+    found = verdict(reply(100, 101, prefill_s=0.1, step_s=0.0136), replace(PLAIN, throttles=("low power",)))
+    assert (found.throttles, found.remedies) == (("low power",), ())
+
+
 def test_what_both_phases_lost_is_told_of_both():
     """Four tokens: 12.5 ms to read the weights once, measured 3.6 s; a step 13.5 ms, measured 30: 10 steps."""
     (only,) = verdict(reply(4, 11, prefill_s=3.6, step_s=0.030)).remedies
@@ -253,7 +272,7 @@ def test_every_number_of_a_formula_is_there_before_it():
     assert all(term.value is not None for term in found.terms if term.key != "achieved")
 
 
-@pytest.mark.parametrize("work", [WORK, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("work", [WORK, MIXTURE, SHARING], ids=["dense", "mixture", "many query heads"])
 def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Work):
     """The constants in the words are those in the arithmetic: put in, they give the same but for their rounding."""
     chip = lookup("Apple M4 Max", 40)

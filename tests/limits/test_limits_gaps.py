@@ -13,10 +13,10 @@ from tests.mac import RecordedMac
 from tokamac.engine.limits import macos, metrics
 from tokamac.engine.limits.gaps import MOST, Gap, GapLog, Mark, Outlier, outliers
 from tokamac.engine.limits.process import ProcessWatch
-from tokamac.engine.limits.thermal import ThermalWatch
+from tokamac.engine.limits.thermal import EVERY_S, ThrottleWatch, throttles
 
 
-def found(gaps_ms, marks=(), *, ahead=False, throttled=False):
+def found(gaps_ms, marks=(), *, ahead=False, throttled=()):
     """Outliers of gaps in ms, the first of which is token 2's, as a reply would tell them."""
     times = [0.0]
     for ms in gaps_ms:
@@ -74,7 +74,7 @@ def test_what_took_less_than_half_of_the_excess_is_not_its_cause():
 
 def test_heat_is_said_of_every_outlier():
     gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 30.0, 10.0]
-    told = found(gaps, [Mark(4, "pool cleared")], throttled=True)
+    told = found(gaps, [Mark(4, "pool cleared")], throttled=("thermal",))
     assert [outlier.causes for outlier in told] == [("pool cleared", "thermal"), ("thermal",)]
 
 
@@ -201,33 +201,60 @@ def test_what_macos_says_of_heat(level, held_back):
     assert macos.throttled(RecordedMac(states=states)) is held_back
 
 
-def test_heat_is_asked_for_beside_the_reply_and_remembered():
-    answers, over = [True, None, False], threading.Event()
-
-    def read():
-        if len(answers) == 1:
-            over.set()
-        return answers.pop()
-
-    with ThermalWatch(read, first_s=0.0, every_s=0.001) as watch:
-        assert over.wait(30)
-        while not watch.throttled:
-            time.sleep(0.001)
-    assert answers == []  # it is not asked again: it would not be unsaid
+def test_both_reasons_are_told_and_what_is_not_said_is_none():
+    hot = {macos.THERMAL_PRESSURE: 2}
+    assert throttles(RecordedMac(states=hot, low_power_mode=True)) == ("thermal", "low power")
+    assert throttles(RecordedMac(low_power_mode=True)) == ("low power",)
+    assert throttles(RecordedMac()) == throttles(RecordedMac(states={}, low_power_mode=None)) == ()
 
 
-def test_a_short_reply_asks_nobody_and_an_unanswered_question_delays_nothing():
-    release = threading.Event()
-    with ThermalWatch(lambda: pytest.fail("asked"), first_s=60.0) as watch:
-        pass
-    assert not watch.throttled
-    with ThermalWatch(release.wait, first_s=0.0) as watch:
-        pass  # the end does not wait for the answer
-    assert not watch.throttled
-    release.set()
-    with ThermalWatch(None) as watch:
-        pass
-    assert not watch.throttled
+class Clocked:
+    """A watch on a Mac, with a clock of its own."""
+
+    def __init__(self, **said):
+        self.now_s, self.mac = 100.0, RecordedMac(**said)
+        self.watch = ThrottleWatch(self.mac, clock=lambda: self.now_s)
+
+    def look(self, *, after_s, now=False):
+        self.now_s += after_s
+        self.watch.look(now=now)
+
+
+def test_the_system_is_asked_at_the_first_token_then_seldom_and_at_the_end():
+    clocked = Clocked()
+    for _ in range(110):
+        clocked.look(after_s=EVERY_S / 50)
+    assert clocked.mac.asked["notified"] == 3
+    clocked.look(after_s=0.0, now=True)
+    assert clocked.mac.asked["notified"] == clocked.mac.asked["low_power"] == 4
+
+
+def test_a_state_that_was_seen_is_remembered_for_the_reply():
+    clocked = Clocked()
+    clocked.look(after_s=0.0)
+    assert clocked.watch.seen == ()
+    clocked.mac.states[macos.THERMAL_PRESSURE] = 3
+    clocked.look(after_s=EVERY_S)
+    clocked.mac.states[macos.THERMAL_PRESSURE] = 0
+    clocked.look(after_s=EVERY_S)
+    assert clocked.watch.seen == clocked.watch.explains_gaps == ("thermal",)
+
+
+def test_low_power_mode_explains_a_gap_only_where_it_came_meanwhile():
+    all_along, later = Clocked(low_power_mode=True), Clocked()
+    for clocked in (all_along, later):
+        clocked.look(after_s=0.0)
+        clocked.mac.low_power_mode = True
+        clocked.look(after_s=EVERY_S)
+        assert clocked.watch.seen == ("low power",)
+    assert all_along.watch.explains_gaps == ()
+    assert later.watch.explains_gaps == ("low power",)
+
+
+def test_where_nobody_tells_nothing_is_seen():
+    watch = ThrottleWatch(None)
+    watch.look(now=True)
+    assert watch.seen == watch.explains_gaps == ()
 
 
 def test_an_outlier_is_a_plain_value():

@@ -119,6 +119,13 @@ def test_one_bandwidth_for_all_bins_needs_no_cores():
     assert (chip.bandwidth_gbs, chip.fp16_tflops, chip.gpu_cores) == (120, None, None)
 
 
+def test_the_bandwidth_of_another_bin_is_marked():
+    assert [lookup("Apple M6", cores).other_bin for cores in (12, 10, None)] == [False, True, False]
+    assert lookup("Apple M6", 10).bandwidth_gbs == lookup("Apple M6", 12).bandwidth_gbs
+    assert lookup("Apple M6", 10).fp16_tflops is None
+    assert not lookup("Apple M4 Max", 36).other_bin  # of two bandwidths: unknown, so nothing to mark
+
+
 def test_unknown_names_are_not_guessed():
     assert lookup("Apple M9 Max", 99) == Chip("Apple M9 Max", 99, None, None, "unknown")
     assert lookup("NVIDIA H200").bandwidth_gbs == 4800

@@ -58,7 +58,7 @@ def test_inspect_has_every_field_of_the_contract(tmp_path):
     )
     assert set(wanted.split()) | {"expected_tps", "prefill_tps", "ttft_s", "memory"} <= set(plain)
     assert {"name", "gpu_cores", "bandwidth_gbs", "fp16_tflops"} <= set(plain["chip"])
-    assert set(plain["memory"]) == {"weights", "kv", "working", "total", "budget", "fits"}
+    assert set(plain["memory"]) == {"weights", "kv", "working", "total", "budget", "fits", "from_others"}
 
 
 def test_what_inspect_cannot_know_is_null(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.limits.test_limits_peak import SHAPE
 from tokamac.engine.errors import MemoryLimitError
-from tokamac.engine.limits.ladder import Rung, gb, offers, refusal, steps
+from tokamac.engine.limits.ladder import Rung, gb, offers, refusal, relieving, steps, told_apart
 from tokamac.engine.limits.peak import Peak, predict_peak
 from tokamac.engine.limits.peak_shape import Shape
 
@@ -38,6 +38,20 @@ def least() -> int:
 def test_the_steps_in_their_order(budget, rungs, missing):
     found = steps(peak_at, budget, chunk=256, pool=40)
     assert (found.rungs, found.missing) == (rungs, missing)
+
+
+def test_fused_attention_goes_before_smaller_chunks():
+    def fused_at(chunk: int) -> Peak:
+        return Peak(WEIGHTS, KV, chunk // 2, BESIDE)
+
+    found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=fused_at)
+    assert (found.rungs, found.fused) == ((Rung("fused", 128), Rung("chunk", 128)), True)
+    assert found.peak == fused_at(128)
+
+
+def test_fused_attention_that_spares_nothing_is_no_step():
+    found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=peak_at)
+    assert (found.rungs, found.fused) == ((Rung("chunk", 64),), False)
 
 
 def test_an_empty_pool_is_no_step():
@@ -110,6 +124,26 @@ def test_a_refusal_has_its_numbers_and_what_would_fit():
         "and 3.00 GB may be used"
     )
     assert error.hint.startswith("It would fit with --kv-bits 8 (")
+
+
+def test_two_sizes_that_look_alike_are_told_apart():
+    assert told_apart(2_040_000, 2_010_000) == ("2,040,000 bytes", "2,010,000 bytes")
+    assert told_apart(2_400_000, 2_010_000) == ("2.4 MB", "2.0 MB")
+    assert told_apart(5, 5) == ("0.0 MB", "0.0 MB")
+
+
+def test_a_refusal_says_how_to_go_beyond_the_limit_where_the_machine_has_as_much():
+    peak = Peak(4_500_000_000, 540_000_001, 0, 0)
+    assert "--memory 5.041 overrides the limit" in refusal("it", peak, 10**9, [], there_is=16 << 30).hint
+    assert "--memory" not in refusal("it", peak, 10**9, [], there_is=4 << 30).hint
+
+
+def test_relieving_takes_every_step_there_is_and_refuses_nothing():
+    peaks = {64: Peak(100, 0, 50, 30), 32: Peak(100, 0, 25, 30)}
+    found = relieving(lambda chunk: peaks[max(chunk, 32)], 90, chunk=64, pool=7)
+    assert [(rung.name, rung.amount) for rung in found.rungs] == [("pool", 7), ("chunk", 32), ("prompt cache", 30)]
+    assert (found.peak.total, found.missing) == (125, 35)
+    assert relieving(lambda chunk: peaks[chunk], 500, chunk=64).rungs == ()
 
 
 def test_a_refusal_without_an_offer_says_what_else_helps():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import get_args
 
 import mlx.core as mx
 import pytest
@@ -23,33 +24,51 @@ def test_a_snapshot_of_this_machine():
 
 
 def test_meminfo_is_read_in_kilobytes():
-    assert memory.parse_meminfo("MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   2048 kB\n") == 2048 * 1024
+    text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   2048 kB\nHugePages_Total: 0\nSwapFree: 3 kB\n"
+    assert memory.parse_meminfo(text) == memory.MemInfo(2048 * 1024, 3 * 1024)
+    assert memory.parse_meminfo("MemAvailable: 1 kB\n") == memory.MemInfo(1024, 0)
     assert memory.parse_meminfo("MemTotal:  100 kB\n") is None
 
 
-def test_the_recommended_working_set_comes_first_and_is_read_each_time(monkeypatch):
-    sizes = iter([111, 222])
-    monkeypatch.setattr(
-        mx, "device_info", lambda: {"max_recommended_working_set_size": next(sizes), "memory_size": 999}
-    )
-    assert [memory.budget(), memory.budget()] == [111, 222]
+@pytest.fixture
+def nothing_held(monkeypatch):
+    """This process has no arrays, and there is no allowance beyond them."""
+    monkeypatch.setattr(memory, "held", lambda: 0)
+    monkeypatch.setattr(memory, "ALLOWANCE", 0)
 
 
-def test_a_card_without_a_recommended_size_offers_its_memory(monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 999})
-    assert memory.budget() == memory.device_total() == 999
+@pytest.mark.usefixtures("nothing_held")
+def test_the_recommended_working_set_comes_first(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 111, "memory_size": 999})
+    assert memory.system_limit() == memory.Limit(111, "recommended")
+
+
+@pytest.mark.usefixtures("nothing_held")
+def test_a_card_offers_its_memory_less_what_others_hold_of_it(monkeypatch):
+    info = {"total_memory": 999}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert memory.array_budget() == memory.device_total() == 999
     assert memory.recommended() is None
+    info["free_memory"] = 700
+    assert memory.system_limit() == memory.Limit(700, "device")
+    assert memory.available() == 700
+    monkeypatch.setattr(memory, "held", lambda: 50)
+    assert memory.array_budget() == 750
 
 
-def test_arrays_may_not_take_what_the_process_holds_beside_them(monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "x86_64"})
-    monkeypatch.setattr(memory, "budget", lambda: 1000)
-    monkeypatch.setattr(memory, "process_rss", lambda: 300)
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 90)
-    monkeypatch.setattr(mx, "get_cache_memory", lambda: 10)
-    assert memory.array_budget() == 1000 - (300 - 100)
-    monkeypatch.setattr(memory, "budget", lambda: None)
-    assert memory.array_budget() is None
+def test_what_the_user_asks_for_is_the_limit(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 111})
+    assert memory.allowed(5) == memory.Limit(5, "asked")
+    assert memory.snapshot(5).budget == 5
+    assert set(memory.SOURCES) == set(get_args(memory.Source))
+
+
+def test_what_others_give_way_for_is_told_where_anyone_would_notice():
+    assert memory.taken_from_others(10**10, None) == 0
+    assert memory.taken_from_others(memory.WORTH_SAYING, 1) == 0
+    assert memory.taken_from_others(10**10, 10**9) == 9 * 10**9
+    assert memory.fit(weights=10**10, kv=0, working=0, budget=10**11, available=10**9).from_others == 9 * 10**9
+    assert memory.giving_way(4_120_000_000) == "the system would have to swap out about 4.1 GB of other programs"
 
 
 @pytest.mark.parametrize(("budget", "fits"), [(None, None), (60, True), (59, False)])
@@ -104,7 +123,7 @@ def test_a_device_without_a_recommended_size_is_left_alone(monkeypatch):
 
 
 def test_importing_the_package_touches_no_device():
-    names = "hardware bandwidth macos cost kv_cost roofline limits memory wired inspect metrics"
+    names = "hardware bandwidth cgroups macos cost kv_cost roofline limits memory wired inspect metrics"
     imports = ", ".join(f"tokamac.engine.limits.{name}" for name in names.split())
     code = f"import sys, {imports}; sys.exit('mlx.core' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.seeded import write_model
+from tests.limits.unfused import CALLS
 from tokamac.engine import Engine, KVSpec, Sampling
 from tokamac.engine.events import Finished
 from tokamac.engine.kv import cpu, plan_caches
-from tokamac.engine.kv.cache import PACKED_TOKENS_CPU
+from tokamac.engine.kv.attention_kernel import AttentionDevice
+from tokamac.engine.kv.cache import PACKED_TOKENS_CPU, PACKED_TOKENS_GPU
+from tokamac.engine.kv.codec import ROTATED_KEY_BITS
 from tokamac.engine.kv.layout import Slots
 from tokamac.engine.limits import peak
 from tokamac.engine.limits.hollow import hollow_model
@@ -19,6 +22,7 @@ from tokamac.engine.limits.peak import grown, predict_peak, rounded
 from tokamac.engine.limits.peak_shape import LayerCache, Shape, shape_of
 
 LAYER = LayerCache(heads=2, key_dim=64, value_dim=64, value_bytes=4)
+CPU, METAL = AttentionDevice("cpu"), AttentionDevice("metal")
 SHAPE = Shape(
     weights=1000,
     hidden=256,
@@ -31,7 +35,7 @@ SHAPE = Shape(
     vocabulary=16,
     value_bytes=4,
     order="at once",
-    fused=False,
+    device=CPU,
     layers=(LAYER,) * 6,
 )
 
@@ -84,7 +88,7 @@ def test_a_mixture_sorts_a_copy_for_every_expert_used():
 
 def test_scores_count_where_the_device_writes_them_down():
     ahead = replace(SHAPE, order="ahead")
-    plain, fused = (predict_peak(replace(ahead, fused=on), held=3840, new=256, chunk=256) for on in (False, True))
+    plain, fused = (predict_peak(replace(ahead, device=on), held=3840, new=256, chunk=256) for on in (CPU, METAL))
     assert plain.working - fused.working >= 4 * 256 * 4096 * 4  # heads, queries, keys, bytes
 
 
@@ -102,7 +106,8 @@ def test_what_is_kept_beside_is_added():
 
 def test_the_constants_are_those_of_the_caches_and_of_numpy():
     assert (peak.NUMPY_SCORES, peak.NUMPY_SCORES_PACKED) == (cpu.WORTH, cpu.WORTH_PACKED)
-    assert peak.PACKED_TOKENS == PACKED_TOKENS_CPU
+    assert (peak.PACKED_TOKENS, peak.PACKED_TOKENS_GPU) == (PACKED_TOKENS_CPU, PACKED_TOKENS_GPU)
+    assert peak.ROTATED_KEY_BITS == ROTATED_KEY_BITS
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=8))
@@ -116,17 +121,17 @@ def test_predicted_room_is_the_room_that_caches_make(counts: list[int]):
 
 
 SHAPES = st.builds(
-    lambda order, fused, bits, layers, window, experts: replace(
+    lambda order, device, bits, layers, window, experts: replace(
         (SHAPE if window is None else SHAPE.windowed(window, 64)).packed(*bits),
         order=order,
-        fused=fused,
+        device=device,
         layers=(SHAPE if window is None else SHAPE.windowed(window, 64)).packed(*bits).layers[:layers],
         experts=8 if experts else 0,
         experts_used=experts,
         expert_mlp=512,
     ),
     st.sampled_from(["at once", "by layer", "ahead"]),
-    st.booleans(),
+    st.sampled_from([CPU, METAL, AttentionDevice("cuda")]),
     st.sampled_from([(16, 16), (8, 8), (8, 4), (4, 4), (16, 8)]),
     st.integers(1, 6),
     st.sampled_from([None, 300, 1024]),
@@ -137,7 +142,7 @@ SHAPES = st.builds(
 @given(SHAPES, st.integers(0, 3000), st.integers(1, 5000), st.integers(1, 3000), st.sampled_from([32, 100, 256, 512]))
 def test_more_tokens_never_take_less(shape: Shape, held: int, new: int, more: int, chunk: int):
     """But for one thing that is so: a plain CPU's attention takes less once scores are many enough for NumPy, head by head."""
-    shape = shape if shape.order == "ahead" else replace(shape, fused=True)
+    shape = shape if shape.order == "ahead" else replace(shape, device=METAL)
     fewer = predict_peak(shape, held=held, new=new, chunk=chunk)
     after = predict_peak(shape, held=held, new=new + more, chunk=chunk)
     assert after.total >= fewer.total, (fewer, after)
@@ -164,7 +169,7 @@ def test_a_shape_from_a_config():
         "tie_word_embeddings": True,
     }
     plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=512))
-    shape = shape_of(config, plan, weights=7, value_bytes=4, order="at once", fused=False)
+    shape = shape_of(config, plan, weights=7, value_bytes=4, order="at once", device=CPU)
     assert (shape.weights, shape.hidden, shape.queries, shape.mlp, shape.experts) == (7, 64, 128, 128, 0)
     layer = shape.layers[0]
     assert (layer.heads, layer.key_dim, layer.key_bits, layer.value_bits) == (2, 32, 8, 4)
@@ -190,3 +195,10 @@ def test_the_peak_of_a_real_prefill(tmp_path, kv):
     assert last.predicted_peak_bytes is not None
     assert last.metrics.peak_memory_bytes is not None
     assert last.predicted_peak_bytes == pytest.approx(last.metrics.peak_memory_bytes - others, rel=0.15)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.usefixtures("settled_memory")
+def test_the_peak_of_scores_that_are_written_down(tmp_path, call):
+    predicted, real = call.measure(tmp_path)
+    assert 0.9 <= predicted / real <= 1.15, (predicted, real)

@@ -7,23 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.limits.attention_work import Attention
+from tokamac.engine.limits.attention_work import Attention, Heads
 from tokamac.engine.limits.catalogue import catalogue, find
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.fitted import (
+    SIMD_UNITS,
+    TYPICAL_INTENSITY,
     Constants,
     Fitted,
+    FittedRange,
     constants_of,
     fitted,
     generation_of,
     kind_of,
     peak_tflops,
+    range_of,
     size_of,
     units_of,
 )
 from tokamac.engine.limits.hardware import Chip, lookup, table
 from tokamac.engine.limits.limits import limits_of
 from tokamac.engine.limits.prediction import CHUNK, decode_phase, predict, prefill_phase
+from tokamac.engine.limits.products import Product
 from tokamac.engine.limits.work import KVLayer, Work, work_of_config
 from tokamac.engine.options import KVSpec
 
@@ -38,7 +43,8 @@ EIGHT_B = Work(
     prefill_parameters=8_000_000_000, head_parameters=0, kv=(), attention=(), products=(), query_heads=32, vocabulary=128256,
 )  # fmt: skip
 CONSTANTS = Constants(
-    shared=0.8, experts=0.5, kv=0.4, launch_s=2e-6, older=1.5, larger=1.25, narrow=100.0, few_rows=10.0,
+    shared=0.8, kv=0.4, attend={"M1": 0.1, "M2": 0.25, "M5": 0.5}, per_key=64.0, gather_s=5e-6, launch_s=2e-6,
+    older=1.5, larger=1.25, narrow=100.0, few_rows=10.0,
     prefill={"shaders": {"dense": 0.5, "mixture": 0.25, "hybrid": 0.4}, "neural": {"dense": 0.3, "mixture": 0.2, "hybrid": 0.1}},
 )  # fmt: skip
 M4 = Chip("Apple M4", 10, bandwidth_gbs=100.0, fp16_tflops=4.0, source="table")
@@ -46,7 +52,8 @@ SMALL = replace(
     EIGHT_B, hidden=1000, launches=1000, shared_bytes=800_000_000, prefill_parameters=390_000_000, head_parameters=10_000_000,
     kv=(KVLayer(1000, None, 0),),
 )  # fmt: skip
-MIXED = replace(SMALL, traits=("mixture",), expert_bytes=8_000_000_000, active=1 / 16)
+EXPERTS = Product(1000, 1000, 4, stack=16, active=1, count=30)
+MIXED = replace(SMALL, traits=("mixture",), expert_bytes=8_000_000_000, active=1 / 16, products=(EXPERTS,))
 
 
 @functools.cache
@@ -111,7 +118,74 @@ def test_an_expected_step_worked_by_hand():
 def test_an_expected_step_of_a_mixture_worked_by_hand():
     seconds = Fitted(M4, CONSTANTS).decode_s(MIXED, 0, 2)
     experts = 8e9 * (1 - (15 / 16) ** 2)
-    assert seconds == pytest.approx((0.8e9 / 0.8 + experts / 0.5) / 100e9 + 1000 * 2e-6)
+    assert seconds == pytest.approx((0.8e9 + experts) / 0.8 / 100e9 + 1000 * 2e-6 + 30 * 5e-6)
+
+
+def attending(heads: Heads | None, held: int, chip: Chip = M4) -> float:
+    layer = KVLayer(1000, None, 0, heads)
+    return Fitted(chip, CONSTANTS).attending_s(layer, held, 100.0)
+
+
+def reading(held: int) -> float:
+    return held * 1000 / 0.4 / 100e9
+
+
+def computing(held: int, queries: int, share: float = 0.25, peak: float = 4e12) -> float:
+    return 2 * held * queries * (128 + 128 + 64) / (share * peak)
+
+
+def test_fused_attention_takes_as_long_as_reading_and_computing_that_overlap():
+    both = (reading(2000) ** 4 + computing(2000, 32) ** 4) ** 0.25
+    assert attending(Heads(32, 8, 128, 128), 2000) == pytest.approx(both)
+    assert attending(None, 2000) == pytest.approx(reading(2000))
+
+
+def test_query_heads_beyond_four_for_a_key_head_take_a_turn_more_in_two_passes():
+    five, eight = Heads(40, 8, 128, 128), Heads(64, 8, 128, 128)
+    assert attending(five, 4096) == pytest.approx(attending(eight, 4096))
+    assert attending(five, 4095) < attending(eight, 4095)  # in one pass each query head has a threadgroup of its own
+    large = replace(M4, name="Apple M4 Max")
+    assert attending(five, 1024, large) == pytest.approx(attending(eight, 1024, large))
+    rounded = (reading(4096) ** 4 + computing(4096, 8 * 2 * SIMD_UNITS) ** 4) ** 0.25
+    assert attending(five, 4096) == pytest.approx(rounded)
+
+
+@pytest.mark.parametrize("heads", [Heads(16, 8, 128, 128, written_out=True), Heads(16, 8, 112, 112)])
+def test_where_no_kernel_is_fused_every_query_head_reads_the_keys_anew(heads):
+    assert attending(heads, 2000) == pytest.approx(2 * reading(2000))
+
+
+def test_every_layer_that_attends_to_a_cache_reads_it():
+    one, three = (attending(Heads(32, 8, 128, 128, layers=layers), 5000) for layers in (1, 3))
+    assert three == pytest.approx(3 * one)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("Apple M1", 0.1), ("Apple M2", 0.25), ("Apple M4", 0.25), ("Apple M6", 0.5), ("Apple A18 Pro", 0.1)],
+)
+def test_attention_reaches_the_share_of_the_latest_generation_that_was_measured(name, share):
+    chip = replace(M4, name=name, bandwidth_gbs=1e9)
+    assert Fitted(chip, CONSTANTS).attending_s(KVLayer(1, None, 0, Heads(4, 4, 128, 128)), 100, 1e9) == pytest.approx(
+        computing(100, 4, share), rel=1e-6
+    )
+
+
+def test_an_unknown_peak_is_taken_for_a_typical_one():
+    chip, typical = replace(M4, fp16_tflops=None), TYPICAL_INTENSITY * 100e9
+    both = (reading(2000) ** 4 + computing(2000, 32, peak=typical) ** 4) ** 0.25
+    assert attending(Heads(32, 8, 128, 128), 2000, chip) == pytest.approx(both)
+
+
+def test_the_range_of_published_rows_is_known_and_tells_what_is_below_it():
+    found = range_of()
+    assert 100_000_000 < found.least_weight_bytes < 1_000_000_000
+    assert found.longest_context >= 131_072
+    assert range_of("llama.cpp") != found
+    covered = FittedRange(least_weight_bytes=800_000_000, longest_context=1000)
+    assert covered.covers(SMALL)
+    assert not covered.covers(replace(SMALL, shared_bytes=799_999_999))
+    assert covered.covers(replace(MIXED, active=None)) is None
 
 
 def test_an_expected_prompt_worked_by_hand():

@@ -204,9 +204,9 @@ def test_more_bandwidth_is_never_slower(name: str, place: Place, kv: KVSpec, con
     assert slow.ceiling_tps is not None
     assert fast.ceiling_tps is not None
     assert fast.ceiling_tps >= slow.ceiling_tps
-    assert slow.expected_tps is not None
-    assert fast.expected_tps is not None
-    assert fast.expected_tps >= slow.expected_tps
+    assert (slow.expected_tps is None) == (fast.expected_tps is None) == ("was not measured" in (slow.reason or ""))
+    if slow.expected_tps is not None and fast.expected_tps is not None:
+        assert fast.expected_tps >= slow.expected_tps
     if slow.ttft_s is not None and fast.ttft_s is not None:
         assert fast.ttft_s <= slow.ttft_s
 
@@ -219,7 +219,7 @@ def test_expected_is_never_above_the_ceiling(name: str, place: Place, kv: KVSpec
         return
     found = outcome_at(model.at(place), Case(bits, kv=kv, context=context, prompt=min(context, 4096)))
     if found.expected_tps is None:
-        assert place.pace is None
+        assert place.pace is None or "was not measured" in (found.reason or "")
         return
     assert found.ceiling_tps is not None
     assert found.expected_tps <= found.ceiling_tps

@@ -19,7 +19,7 @@ from tests.limits.test_limits_config_cost import FAMILIES, built
 from tokamac.engine import cpu
 from tokamac.engine.config import model_classes, normalise, read_config
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits.attention_work import Attention, visible_pairs
+from tokamac.engine.limits.attention_work import Attention, Heads, visible_pairs
 from tokamac.engine.limits.catalogue import find
 from tokamac.engine.limits.config_cost import Packing, cost_of_config
 from tokamac.engine.limits.cost import Cost, cost_of_model
@@ -216,8 +216,9 @@ def test_pairs_are_the_same_however_a_prompt_is_cut(cached, tokens, window):
 def test_the_launches_of_two_llama_layers_counted_by_hand(tied):
     config = normalise({**FAMILIES["llama"], "tie_word_embeddings": tied})
     model = built(config)
-    # Two norms, seven products, and eight more: two rotations, two cache writes, attention, two sums, the gated product.
-    a_layer = 2 + 7 + 8
+    # Two norms, seven products, and eight more: two rotations, two cache writes, attention, two sums, the gated product. Heads
+    # of 32 have no fused kernel: four for that one.
+    a_layer = 2 + 7 + 8 + 3
     # The embedding's row, the last norm, the head, sampling, and the copy to the host.
     assert launches(model, config, plan_caches(model, config, KVSpec())) == 2 * a_layer + 5
 
@@ -225,9 +226,48 @@ def test_the_launches_of_two_llama_layers_counted_by_hand(tied):
 def test_the_launches_of_an_expert_stack_counted_by_hand():
     config = normalise(MIXTURE)
     model = built(config)
-    # Two norms, four products and the router, three stacks with what chooses and weighs, and eight more.
-    a_layer = 2 + 4 + 1 + 3 * (1 + 2) + 8
+    # Two norms, four products and the router, three stacks with what chooses and weighs, and eight more; heads of 32.
+    a_layer = 2 + 4 + 1 + 3 * (1 + 2) + 8 + 3
     assert launches(model, config, plan_caches(model, config, KVSpec())) == 2 * a_layer + 5
+    assert config_work(MIXTURE).expert_products == 2 * 3
+
+
+GEMMA_2: dict[str, Any] = {
+    "model_type": "gemma2", "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6, "vocab_size": 320, "query_pre_attn_scalar": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "more"), [(64, 0), (48, 3)])
+def test_attention_that_no_kernel_fuses_launches_more(head_dim, more):
+    found, fused = (config_work({**FAMILIES["llama"], "head_dim": dim}) for dim in (head_dim, 64))
+    assert found.launches - fused.launches == len(found.kv) * more
+    assert all(layer.heads.fused == (more == 0) for layer in found.kv)
+
+
+@pytest.mark.parametrize("named", [{}, {"attn_logit_softcapping": 30.0}])
+def test_a_soft_cap_is_written_out_whether_or_not_the_config_names_it(named, monkeypatch):
+    found = config_work({**GEMMA_2, **named})
+    assert all(layer.heads.written_out and not layer.heads.fused for layer in found.kv)
+    monkeypatch.setattr("tokamac.engine.limits.launches.WRITTEN_OUT", 0)
+    assert found.launches - config_work({**GEMMA_2, **named}).launches == 2 * 6
+
+
+def test_the_heads_that_read_a_cache_are_those_of_its_layer_packed_or_not():
+    for spec in (KVSpec(), KVSpec(key_bits=8, value_bits=4)):
+        assert {layer.heads for layer in config_work(LLAMA_3_8B, kv=spec).kv} == {Heads(32, 8, 128, 128)}
+    states = [layer for layer in config_work(FAMILIES["qwen3_5"]).kv if layer.fixed_bytes]
+    assert states
+    assert {layer.heads for layer in states} == {None}
+
+
+def test_layers_that_reuse_keys_are_counted_where_these_are_kept():
+    entry = find("gemma-4-e2b")
+    assert entry is not None
+    work = config_work(dict(entry.config))
+    assert [layer.heads.layers for layer in work.kv].count(1) == 13
+    assert sum(layer.heads.layers for layer in work.kv) == 35
+    assert {layer.heads.fused for layer in work.kv if layer.heads.key_dim == 256} == {True}
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

@@ -1,6 +1,8 @@
 """The embedded model from end to end on Metal's paths."""
 
 from tokamac.engine import Engine, Finished, Message, Sampling
+from tokamac.engine.limits import macos
+from tokamac.engine.limits.thermal import EVERY_S
 
 
 def reply(engine: Engine, text: str) -> Finished:
@@ -21,3 +23,15 @@ def test_the_guide_answers_and_no_process_is_started_in_a_reply(metal, mac):
         assert mac.asked["output"] == 0
         assert metal.processes[started:] == []
     assert metal.wired[-1] == 0
+
+
+def test_what_macos_slows_the_chip_down_for_is_in_the_diagnosis(mac):
+    with Engine.load("guide") as engine:
+        assert reply(engine, "What is the ceiling?").diagnosis.throttles == ()
+        mac.asked.clear()
+        mac.states[macos.THERMAL_PRESSURE] = 2
+        mac.low_power_mode = True
+        last = reply(engine, "What is prefill?")
+        assert last.diagnosis.throttles == ("thermal", "low power")
+        assert mac.asked["low_power"] == mac.asked["notified"] <= 2 + last.metrics.total_s / EVERY_S
+        assert all("thermal" in outlier.causes and "low power" not in outlier.causes for outlier in last.outliers)

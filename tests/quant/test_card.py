@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.quant.quant_models import make_source
+from tokamac.engine.device import may_use_tf32
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import Plan, convert
@@ -327,3 +329,19 @@ def test_what_is_planned_is_what_is_written(tmp_path: Path) -> None:
     parts = cost_of_folder(tmp_path / "out", config).parts
     for name in ("embedding", "attention", "experts", "head"):
         assert sum(row.nbytes for row in by_part(plan) if row.part == name) == parts[name].nbytes
+
+
+def test_products_rounded_to_tf32_are_said(plan: Plan) -> None:
+    for tf32 in (False, True):
+        made = replace(MADE, tf32=tf32)
+        assert json.loads(record(plan, errors_of(plan), None, made))["tf32"] is tf32
+        assert ("TF32" in card(plan, None, made).decode()) is tf32
+
+
+def test_only_a_gpu_that_is_not_told_otherwise_has_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_ENABLE_TF32")
+    assert not may_use_tf32("cpu")
+    assert may_use_tf32("metal")
+    assert may_use_tf32("cuda")
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert not may_use_tf32("cuda")

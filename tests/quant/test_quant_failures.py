@@ -157,6 +157,39 @@ def test_source_and_target_must_not_overlap(tmp_path, place):
     assert names_in(source) == before
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_another_name_of_the_source_is_the_source(tmp_path, monkeypatch, inside):
+    """As on a disk that takes SOURCE for source: two names that compare unequal, and one folder."""
+    source, other = make_source(tmp_path, "llama"), tmp_path / "SOURCE"
+    other.mkdir()
+    (other / "config.json").write_text("{}")  # a model folder, so that only the overlap is in the way
+    numbers = {source.stat().st_ino, other.stat().st_ino}
+
+    def samestat(one, two, plain=os.path.samestat):
+        return plain(one, two) or {one.st_ino, two.st_ino} == numbers
+
+    monkeypatch.setattr(os.path, "samestat", samestat)
+    before = names_in(source)
+    with pytest.raises(ConversionError, match="overlap"):
+        convert(source, other / "inside" if inside else other, overwrite=True)
+    assert names_in(source) == before
+
+
+def test_a_source_that_is_mounted_in_another_place_too_is_the_source(tmp_path):
+    source, other = make_source(tmp_path, "llama"), tmp_path / "other"
+    other.mkdir()
+    mounted = subprocess.run(["mount", "--bind", source, other], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("only root may mount, on Linux")
+    try:
+        for target in (other, other / "inside"):
+            with pytest.raises(ConversionError, match="overlap"):
+                convert(source, target, overwrite=True)
+    finally:
+        subprocess.run(["umount", other], check=True)
+    assert "config.json" in names_in(source)
+
+
 def test_overwriting_replaces_the_whole_folder(tmp_path):
     source = make_source(tmp_path, "llama")
     convert(source, tmp_path / "out", bits=8)
@@ -205,7 +238,7 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch):
 def test_a_disk_without_room_is_refused_before_any_work(tmp_path, monkeypatch):
     make_source(tmp_path, "llama")
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    refuse(ConversionError, tmp_path, "GB left")
+    refuse(ConversionError, tmp_path, r"needs 1\d\.\d MB and its disk has 0\.0 MB left")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

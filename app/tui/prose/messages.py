@@ -20,7 +20,7 @@ from tokamac.engine.events import TextKind
 
 ENDINGS: dict[Ending, str] = {
     "stop": "",
-    "length": "cut at the token limit",
+    "length": "cut at its limit",
     "cancelled": "stopped",
     "lost": "lost with the engine",
     "failed": "failed",

@@ -1,5 +1,6 @@
 """F1: every action with its keys, from the registry, grouped by what one wants to do."""
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from textual.app import ComposeResult
@@ -62,6 +63,14 @@ NOTES = (  # keys that the user may change by the action's id
     "Scrolling up stops following, {scroll_end} takes it up again. Your place in the text is never moved.",
     "The engine runs in a process of its own. If it dies, the chat stays, and it is started again.",
 )
+ON_MACS = (
+    "On a Mac keyboard F1 to F9 need fn. Terminal.app keeps PageUp, PageDown, Home and End for itself, and has no Ctrl+End: /up, "
+    "/down and /end do the same. Option+Enter is a new line once Settings > Profiles > Keyboard > Use Option as Meta Key is on "
+    "there, and Shift+Enter may send the prompt; Ctrl+J is a new line everywhere. The terminal in VS Code keeps F1, F5 and F6: "
+    "/help, /panel and /branches do the same. What a key does, a command or an entry of the palette ({palette}) does as well."
+)
+"""What terminals there do with keys: said first on a Mac, and last elsewhere, which may be at the other end of SSH."""
+MAC = sys.platform == "darwin"
 
 
 class HelpScreen(Dialog[bool]):
@@ -96,21 +105,21 @@ class HelpScreen(Dialog[bool]):
 
     def _show(self) -> None:
         width = max(self.query_one("#help").content_size.width - 1, LEAST_TEXT)
-        self.query_one("#help-text", Static).update(help_text(self._actions, width))
+        self.query_one("#help-text", Static).update(help_text(self._actions, width, mac=MAC))
 
     def action_ask(self) -> None:
         """Close, and open the guide."""
         self.dismiss(True)
 
 
-def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240) -> Content:
+def help_text(actions: Sequence[Action] = ACTIONS, width: int = 240, *, mac: bool = False) -> Content:
     """Return the whole help at ``width`` cells."""
-    lines: list[Content] = []
+    keys = {action.id: action.key_name for action in actions}
+    lines: list[Content] = [*_wrapped(ON_MACS.format(**keys), FAINT, width), Content("")] if mac else []
     for title, members in _groups(actions):
         lines += _wrapped(title, "bold", width)
         lines += [*(row for each in members for row in _rows(each, width)), Content("")]
-    keys = {action.id: action.key_name for action in actions}
-    for note in NOTES:
+    for note in NOTES if mac else (*NOTES, ON_MACS):
         lines += [*_wrapped(note.format(**keys), FAINT, width), Content("")]
     return Content("\n").join(lines[:-1])
 

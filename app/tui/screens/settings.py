@@ -10,16 +10,24 @@ from textual.events import DescendantFocus
 from textual.widgets import Button, Checkbox, Input, Label, Static
 
 from tokamac.app.settings import Settings
-from tokamac.app.tui.digits import whole_number
-from tokamac.app.tui.options import KV_FIELDS, SAMPLING_FIELDS, Field, FieldError, read_kv, read_sampling, write
+from tokamac.app.tui.options import (
+    KV_FIELDS,
+    MEMORY_FIELDS,
+    SAMPLING_FIELDS,
+    Field,
+    FieldError,
+    read_kv,
+    read_memory,
+    read_sampling,
+    write,
+)
 from tokamac.app.tui.screens.dialog import Dialog
 from tokamac.app.tui.screens.system import THIS_CHAT
 from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
-UNLOAD, UNLOAD_NOTE = "unload_after_min", "minutes without use; 0: never"
-NOTES = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS)} | {UNLOAD: UNLOAD_NOTE}
+NOTES = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
 
 EVERY_CHAT = "These hold in every chat that has none of its own."
 OWN = "This chat has its own; in others, those of every chat hold."
@@ -27,12 +35,13 @@ OWN = "This chat has its own; in others, those of every chat hold."
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the form says, valid. own: the sampling is this chat's alone. unload_after_min: see ``Settings``."""
+    """What the form says, valid. own: the sampling is this chat's alone. The rest: see ``Settings``."""
 
     sampling: Sampling
     kv: KVSpec
-    unload_after_min: int
+    unload_after_min: int | None
     own: bool = False
+    memory_gb: float | None = None
 
 
 class SettingsScreen(Dialog[Chosen]):
@@ -64,12 +73,8 @@ class SettingsScreen(Dialog[Chosen]):
             for field in KV_FIELDS:
                 yield from _line(field, self._current.kv)
             yield Label("Memory", classes="group later")
-            with Horizontal(classes="field"):
-                yield Label("Unload after")
-                yield Input(
-                    str(self._current.unload_after_min), id=UNLOAD, name=UNLOAD, compact=True, select_on_focus=True
-                )
-                yield Label(UNLOAD_NOTE, classes="note", markup=False)
+            for field in MEMORY_FIELDS:
+                yield from _line(field, self._current)
             with Horizontal(classes="buttons"):
                 yield Button("Save", variant="primary", id="save", compact=True)
                 yield Button("Defaults", id="defaults", compact=True)
@@ -90,7 +95,7 @@ class SettingsScreen(Dialog[Chosen]):
         """Close with the settings, or say what is wrong with them."""
         texts = self._texts
         try:
-            chosen = Chosen(read_sampling(texts), read_kv(texts), _read_minutes(texts[UNLOAD]), self._own)
+            chosen = Chosen(read_sampling(texts), read_kv(texts), own=self._own, **read_memory(texts))
         except FieldError as error:
             self.query_one(f"#{error.name}", Input).focus()
             self._say(str(error))
@@ -129,7 +134,8 @@ class SettingsScreen(Dialog[Chosen]):
         self._write(Sampling())
         for field in KV_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
-        self.query_one(f"#{UNLOAD}", Input).value = str(Settings().unload_after_min)
+        for field in MEMORY_FIELDS:
+            self.query_one(f"#{field.name}", Input).value = write(field, Settings())
 
     @on(Button.Pressed, "#cancel")
     def action_leave(self) -> None:
@@ -139,14 +145,7 @@ class SettingsScreen(Dialog[Chosen]):
         self.dismiss(None)
 
 
-def _read_minutes(text: str) -> int:
-    """Return the minutes; raise FieldError for what is no number of them."""
-    if (minutes := whole_number(text.strip())) is None:
-        raise FieldError(UNLOAD, f"Unload after: {text.strip() or 'nothing'!r:.40} is no number of minutes (0: never).")
-    return minutes
-
-
-def _line(field: Field, options: Sampling | KVSpec, placeholder: str = "") -> ComposeResult:
+def _line(field: Field, options: Sampling | KVSpec | Chosen, placeholder: str = "") -> ComposeResult:
     with Horizontal(classes="field"):
         yield Label(field.label)
         yield Input(

@@ -187,6 +187,8 @@ def _loading(session: Session, width: int) -> Content:
     name, loading = sanitise_line(session.load.model), session.loading
     if loading is None:
         return Content.styled(f"loading {name} …", FAINT)
+    if loading.stage == "warm-up":
+        return Content.styled(f"warming up {name} …", FAINT)
     verb = "downloading" if loading.stage == "download" else "loading"
     done = units.size(loading.done)
     total = "" if loading.total is None else f" of {units.size(loading.total)}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokamac.app.sanitise import sanitise_line
+from tokamac.app.settings import Settings, gigabytes_of
 from tokamac.app.tui.models import is_id, lasting
 from tokamac.app.tui.system_drafts import Written
 from tokamac.engine.options import Sampling
@@ -128,7 +129,7 @@ def settings(chat: "ChatScreen", _: str) -> None:
     session = chat.session
     recommended = session.info.recommended if session.info is not None else Sampling()
     own = chat.memory.own.sampling is not None
-    current = Chosen(session.sampling, session.load.kv, session.idle.after_min, own)
+    current = Chosen(session.sampling, session.load.kv, session.idle.after_min, own, gigabytes_of(session.load.memory))
     screen = SettingsScreen(current, recommended, chat.memory.settings.sampling)
     chat.app.push_screen(screen, lambda chosen: _take(chat, chosen))
 
@@ -137,11 +138,15 @@ def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
     if chosen is None:
         return
     session, kv, minutes = chat.session, chosen.kv, chosen.unload_after_min
+    load = replace(session.load, kv=kv, memory=replace(Settings(), memory_gb=chosen.memory_gb).memory_bytes)
     session.idle.after_min = minutes
     chat.picked_kv = kv
     loads = kv == session.load.kv and session.info is not None
     kept = kv if loads else chat.memory.settings.kv  # else once a model has loaded with it
-    chat.keep(replace(chat.memory.settings, kv=kept, unload_after_min=minutes))
+    limit = (
+        chosen.memory_gb if load.memory != session.load.memory else chat.memory.settings.memory_gb
+    )  # a flag is for one run
+    chat.keep(replace(chat.memory.settings, kv=kept, unload_after_min=minutes, memory_gb=limit))
     _kept(chat, chat.memory.choose_sampling(chosen.sampling, own=chosen.own))
-    if kv != session.load.kv:
-        chat.perform(session.choose(replace(session.load, kv=kv)))
+    if load != session.load:
+        chat.perform(session.choose(load))

@@ -1,0 +1,182 @@
+"""Which kernel MLX answers an attention call with: arithmetic on shapes, no MLX here.
+
+``mx.fast.scaled_dot_product_attention`` either runs a fused kernel, which never writes the scores down, or falls back to two
+products and a softmax, which do: (heads, queries, keys) at once. What decides are the shapes, the mask, the type and the
+device. That decides in turn how much memory a call takes (limits/peak.py) and how fast it reads keys and values.
+
+The conditions are those of MLX 0.32.4, upstream in ``mlx/backend/{metal,cuda,no_gpu}``, ``ScaledDotProductAttention::
+use_fallback`` and ``eval_gpu``. They were read in the machine code of the shipped libraries (mlx-metal for macOS 15 and 26,
+mlx-cuda-13), for the public source of 22 August 2026 (846d176) is older than that release: it has neither ``blocked`` nor a fused
+kernel for head size 512. Run under an emulator, ``use_fallback`` of both macOS libraries agreed with this module on 30,000 random
+calls. The conditions change with MLX's version: a test fails when another one is installed.
+
+Not followed: environment variables that change the routing (``MLX_SDPA_*``), and training.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokamac.engine.device import DeviceKind
+
+MLX_VERSION = "0.32.4"
+"""The release whose conditions are written here."""
+
+Kernel = Literal["vector", "vector two-pass", "full", "blocked", "cudnn", "unfused"]
+"""vector: few queries, one pass over the keys; two-pass: the keys split among threadgroups. full: tiles of queries and keys.
+blocked: tiles of 256 queries, whose scores are written down. cudnn: cuDNN's fused attention. unfused: all scores written down."""
+
+MaskKind = Literal["none", "causal", "bool", "additive"]
+"""causal: the word, not an array. bool, additive: an array."""
+
+Number = Literal["float16", "bfloat16", "float32"]
+
+VECTOR_QUERIES = 8
+"""Queries up to which Metal's vector kernels run."""
+BLOCK_QUERIES = 256
+"""Queries in a tile of ``blocked``."""
+
+_FULL_SIZES = frozenset({64, 72, 80, 96, 128, 192, 256})
+_VECTOR_SIZES = frozenset({64, 96, 128, 192, 256, 512})
+_VECTOR_PAIRS = frozenset({(96, 64), (192, 128)})
+_CUDA_VECTOR_SIZES = frozenset({64, 96, 128})
+_D512_KEYS = 1024
+_LARGE_ARCHITECTURES = ("d", "s")
+_CUDNN_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDevice:
+    """What computes. Of Metal: ``neural`` accelerators (NAX: M5 and later, with MLX's macOS 26 build on macOS 26.2 or later), and
+    ``architecture`` as ``mx.device_info`` names it ("applegpu_g16s"); None is unknown and taken for a small GPU.
+
+    tf32: whether float32 products may run in TF32, which is MLX's default.
+    """
+
+    kind: DeviceKind
+    neural: bool = False
+    architecture: str | None = None
+    tf32: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of a layer. Shapes: queries (batch, query_heads, queries, size), keys (batch, heads, keys, size).
+
+    size, value_size: dimensions of a head of queries and keys, and of values. written_out: the model multiplies by itself, as
+    for a soft cap, so no kernel is asked for.
+    """
+
+    query_heads: int
+    heads: int
+    queries: int
+    keys: int
+    size: int
+    value_size: int
+    mask: MaskKind
+    number: Number = "bfloat16"
+    sinks: bool = False
+    batch: int = 1
+    written_out: bool = False
+
+    @property
+    def has_array(self) -> bool:
+        """Whether the mask is an array."""
+        return self.mask in {"bool", "additive"}
+
+    @property
+    def repeats(self) -> int:
+        """Query heads for each key head."""
+        return self.query_heads // self.heads
+
+
+def kernel_of(call: AttentionCall, device: AttentionDevice, *, force_fused: bool = False) -> Kernel:
+    """Return what MLX runs for ``call`` on ``device``.
+
+    force_fused: as given to MLX, which raises where no fused kernel exists; here that is "unfused".
+    """
+    if call.written_out or not has_fused_kernel(call, device):
+        return "blocked" if not call.written_out and _is_blocked(call, device) and not force_fused else "unfused"
+    if device.kind == "cuda":
+        return "cudnn" if _cudnn(call) else "vector"
+    if not force_fused and _is_blocked(call, device):
+        return "blocked"
+    if not force_fused and not _is_preferred(call, device):
+        return "unfused"
+    if call.queries > VECTOR_QUERIES:
+        return "full"
+    large = (device.architecture or "").endswith(_LARGE_ARCHITECTURES) and call.keys >= 1024
+    return "vector two-pass" if large or (call.repeats > 1 and call.keys >= 4096) else "vector"
+
+
+def has_fused_kernel(call: AttentionCall, device: AttentionDevice) -> bool:
+    """Whether ``force_fused=True`` would be honoured; by default MLX may still prefer the other path."""
+    if device.kind == "cpu" or call.written_out:
+        return False
+    if device.kind == "cuda":
+        return _cudnn(call) or _cuda_vector(call)
+    return _metal_full(call, device) if call.queries > VECTOR_QUERIES else _metal_vector(call)
+
+
+def _metal_full(call: AttentionCall, device: AttentionDevice) -> bool:
+    wide = call.size == 512 and _runs_neural(call, device)
+    sizes = call.size == call.value_size and (call.size in _FULL_SIZES or wide)
+    if not sizes and (call.size, call.value_size) != (96, 64):
+        return False
+    return call.mask != "causal" or call.queries <= call.keys
+
+
+def _metal_vector(call: AttentionCall) -> bool:
+    same = call.size == call.value_size and call.size in _VECTOR_SIZES
+    if not same and (call.size, call.value_size) not in _VECTOR_PAIRS:
+        return False
+    if call.queries > call.keys or call.queries * call.repeats > 32:
+        return False
+    if call.size != 512:
+        return True
+    return call.queries == 1 and call.repeats == 8 and not call.has_array and call.keys >= _D512_KEYS
+
+
+def _is_preferred(call: AttentionCall, device: AttentionDevice) -> bool:
+    """Whether Metal takes a fused kernel that it has: products of wide heads are faster apart, unless there are many rows."""
+    causal, count = call.mask == "causal", call.queries
+    if call.size == 512 and count > VECTOR_QUERIES:
+        tiles = -(-count // 32) * call.batch * call.query_heads
+        return causal and count >= 1024 and tiles >= 1024
+    if call.size == 256 and count > VECTOR_QUERIES:
+        if device.neural:
+            return _runs_neural(call, device) and (causal or call.has_array) and count >= 1024
+        return causal and call.number != "float32" and count >= 2048 and count == call.keys
+    if count > VECTOR_QUERIES:
+        return call.size != 192
+    return (call.size, call.value_size) != (192, 192)
+
+
+def _is_blocked(call: AttentionCall, device: AttentionDevice) -> bool:
+    return (
+        device.kind == "metal"
+        and not device.neural
+        and call.number != "float32"
+        and call.size == call.value_size == 512
+        and call.mask == "causal"
+        and not call.sinks
+        and 1024 <= call.queries <= call.keys
+    )
+
+
+def _runs_neural(call: AttentionCall, device: AttentionDevice) -> bool:
+    return device.neural and (device.tf32 or call.number != "float32")
+
+
+def _cudnn(call: AttentionCall) -> bool:
+    """Whether cuDNN takes it. Ampere and later are taken for granted; single queries need a cache that MLX has computed already."""
+    sizes = (call.size, call.value_size)
+    return (
+        call.number != "float32"
+        and call.queries > 1
+        and not (call.mask == "causal" and call.queries > call.keys)
+        and all(size % 8 == 0 and size <= _CUDNN_SIZE for size in sizes)
+    )
+
+
+def _cuda_vector(call: AttentionCall) -> bool:
+    return call.size == call.value_size in _CUDA_VECTOR_SIZES and call.queries < 4 and not call.has_array
