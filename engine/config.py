@@ -36,6 +36,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "qwen3_vl_moe_text": {"num_experts": "num_local_experts"},
     "gemma4_text": {"moe_intermediate_size": "expert_intermediate_size"},
+    "gemma4_unified_text": {"moe_intermediate_size": "expert_intermediate_size"},
     "mellum": {"num_experts": "num_local_experts"},
     "step3p5": {
         "num_attention_groups": "num_key_value_heads",
@@ -228,7 +229,7 @@ def _layers(config: Config) -> None:
 def _full_layers(config: Config) -> None:
     """Write the heads of Gemma 4's full-attention layers, which transformers 5.23 gives layer by layer where they differ."""
     given = config.get("per_layer_config")
-    if config.get("model_type") != "gemma4_text" or not isinstance(given, dict):
+    if config.get("model_type") not in ("gemma4_text", "gemma4_unified_text") or not isinstance(given, dict):
         return
     full = {str(i) for i, kind in enumerate(config.get("layer_types") or []) if kind == "full_attention"}
     first: Config = next(iter(given.values()), {})

@@ -39,6 +39,8 @@ ABSENT: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 256},
     "gemma3_text": {"sliding_window": 4096},
     "gemma4_text": {"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    | {"hidden_size_per_layer_input": 0},
     "glm": {"tie_word_embeddings": False, "attention_bias": True},
     "glm4_moe_lite": {"rope_theta": 10_000.0},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},

@@ -186,32 +186,41 @@ class ClippedAttention(nn.Module):
         return attended
 
 
-class SharedIndexer(nn.Module):
-    """Stands in an attention layer that has no indexer of its own, and takes what an earlier layer's chose in the same pass.
+class Choice:
+    """The keys that an indexer chose last, for the layers that share them: indices (B, 1, T, k), or None where all are attended to.
 
-    chosen: of that layer, a list of one: indices (B, 1, T, k), or None where all keys are attended to.
+    A copy of a layer refers to the same choice: layers that are copied one by one still belong together.
     """
 
-    def __init__(self, chosen: list[mx.array | None]) -> None:
+    indices: mx.array | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
+        return self
+
+
+class SharedIndexer(nn.Module):
+    """Stands in an attention layer that has no indexer of its own, and takes what an earlier layer's chose in the same pass."""
+
+    def __init__(self, chosen: Choice) -> None:
         super().__init__()
-        self._chosen = (chosen,)  # in a tuple no array of it is taken for a parameter
+        self._chosen = chosen
 
     def __call__(self, x: mx.array, latent: mx.array, mask: Any, cache: Any = None) -> mx.array | None:  # noqa: ARG002
         """x (B, T, D) → the indices of keys, or None. The cache of index keys counts tokens, and holds nothing else."""
         if cache is not None:
             nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
             cache.update_and_fetch(nothing, nothing)
-        return self._chosen[0][0]
+        return self._chosen.indices
 
 
-def remembering(indexer: nn.Module, chosen: list[mx.array | None]) -> nn.Module:
+def remembering(indexer: nn.Module, chosen: Choice) -> nn.Module:
     """Return an indexer of the same parameters that leaves in ``chosen`` what it chose last."""
     kind = type(indexer)
 
     class Remembering(kind):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> mx.array | None:
-            chosen[0] = super().__call__(*args, **kwargs)
-            return chosen[0]
+            chosen.indices = super().__call__(*args, **kwargs)
+            return chosen.indices
 
     made = Remembering.__new__(Remembering)
     made.__dict__.update(indexer.__dict__)

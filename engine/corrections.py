@@ -168,16 +168,16 @@ def _set_latent_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
 
 def _correct_indexers(model: "nn.Module", config: Config) -> None:
     """Give indexers' norms their epsilon, and let layers without an indexer of their own use the last one's choice (GLM 5.2)."""
-    from tokamac.engine.corrected_layers import SharedIndexer, remembering
+    from tokamac.engine.corrected_layers import Choice, SharedIndexer, remembering
 
     kinds = config.get("indexer_types") or ["full"] * len(model.layers)
-    chosen: list[Any] = [None]
+    chosen = Choice()
     for layer, kind in zip(model.layers, kinds, strict=False):
         layer.self_attn.indexer.k_norm.eps = 1e-6
         if kind == "shared":
             layer.self_attn.indexer = SharedIndexer(chosen)
         elif "shared" in kinds:
-            chosen = [None]
+            chosen = Choice()
             layer.self_attn.indexer = remembering(layer.self_attn.indexer, chosen)
 
 

@@ -11,7 +11,9 @@ Trait = Literal["dense", "mixture", "sliding window", "latent attention", "hybri
 last tokens. latent attention: keys and values are compressed together (MLA). hybrid: some layers keep a state of fixed size instead
 of keys and values (linear attention, state space, convolution). state space: all of them do."""
 
-SLIDING_BY_CLASS = frozenset({"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "cohere2"})
+SLIDING_BY_CLASS = frozenset(
+    {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "cohere2"}
+)
 """Families whose every model slides, whether or not the config lists its layers."""
 
 HYBRID_MARKS = (

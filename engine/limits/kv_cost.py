@@ -46,7 +46,9 @@ EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 
 UNKNOWN = frozenset({
     "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v32", "deepseek_v41", "gemma3n", "gemma4",
-    "gemma4_text", "glm_moe_dsa", "kimi_k3", "kimi_linear", "longcat_flash", "longcat_flash_ngram", "nemotron-nas", "plamo2",
+    "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "kimi_k3", "kimi_linear",
+    "longcat_flash", "longcat_flash_ngram", "nemotron-nas",
+    "plamo2",
     "recurrent_gemma", "iquestloopcoder", "mimo_v2_flash",
 })  # fmt: skip
 """Families whose layers differ in ways this arithmetic does not cover: their cost stays unknown until they are loaded."""

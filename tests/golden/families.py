@@ -404,6 +404,11 @@ CASES |= {
         | {"swa_num_key_value_heads": 4, "head_dim": 32, "v_head_dim": 16, "swa_head_dim": 32, "swa_v_head_dim": 16}
         | {"partial_rotary_factor": 0.334, "attention_value_scale": 0.707},
     ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        {**WIDE, **TIED, **MIXED_LAYERS, "global_head_dim": 64, "num_global_key_value_heads": 1}
+        | {"attention_k_eq_v": True, "final_logit_softcapping": 4.0},
+    ),
     # Models that see: their language part.
     "gemma3_vision": ("Gemma3Config", sees(**CASES["gemma3"][1])),
     "gemma4_vision": (

@@ -25,7 +25,10 @@ def tensor(
     stream = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
     config = config.get("text_config", config)
     noise = stream.standard_normal(shape, dtype=np.float32)
-    if name.endswith(("q_norm.weight", "k_norm.weight")) and config["model_type"] == "gemma4_text":
+    if name.endswith(("q_norm.weight", "k_norm.weight")) and config["model_type"] in (
+        "gemma4_text",
+        "gemma4_unified_text",
+    ):
         # Its attention has no scale but these: at 1, scores of 60 would make float32 itself err by 3e-4.
         return np.float32(0.07) * noise + np.float32(0.35)
     if "norm" in name and name.endswith("weight"):

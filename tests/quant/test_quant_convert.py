@@ -62,7 +62,9 @@ FAMILIES = sorted(
 
 OURS_ALONE = {
     # What mlx-lm alone does not load, and why.
-    **dict.fromkeys(("lfm2_vl", "olmo", "qwen3_5_text", "qwen3_5_moe_text"), "it has no class of that name"),
+    **dict.fromkeys(
+        ("gemma4_unified_text", "lfm2_vl", "olmo", "qwen3_5_text", "qwen3_5_moe_text"), "it has no class of that name"
+    ),
     **dict.fromkeys(("gpt2", "gpt_oss", "gpt_oss_window", "kimi_linear"), "its class does not take these names"),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), "experts as transformers 5 saves them"),
     "glm_moe_dsa_shared": "it makes an indexer in every layer",
