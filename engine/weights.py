@@ -5,6 +5,7 @@ folder by name. So the engine and a conversion read the same. Arrays are lazy: n
 """
 
 import re
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,19 @@ def adapt(module: "nn.Module", config: Config) -> None:
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     assert text is not None
     kind = str(text.get("model_type"))
-    own: Callable[[Weights], Weights] | None = getattr(module, "sanitize", None)
+    own: Callable[[nn.Module, Weights], Weights] | None = getattr(type(module), "sanitize", None)
+    reference = weakref.ref(module)  # or module and function would hold each other, and its arrays, until a collection
 
     def sanitize(weights: Weights) -> Weights:
+        module = reference()
+        assert module is not None
         weights = _language_part(module, config, weights)
         weights = unpack_fp8(weights, config)
         for step in _BEFORE.get(kind, ()):
             weights = step(module, text, weights)
         given = dict(weights)
         if own is not None:
-            weights = own(weights)
+            weights = own(module, weights)
         if step_after := _AFTER.get(kind):
             weights = step_after(module, text, weights, given)
         return _stack_experts(module, weights)

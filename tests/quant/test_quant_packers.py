@@ -105,11 +105,11 @@ def test_compressed_tensors_are_read_as_their_codes(tmp_path):
     assert np.array_equal(np.array(again.weights[f"{stack}.weight"]), wanted)
 
 
-@pytest.mark.parametrize("form", ["float-quantized", "int-quantized", "marlin-24"])
+@pytest.mark.parametrize("form", ["int-quantized", "marlin-24"])
 def test_other_forms_of_compressed_tensors_are_refused_by_name(tmp_path, form):
     weights, config = float_weights("llama")
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": form}
-    refuse(ConversionError, write_source(tmp_path, weights, config), f"compressed-tensors.*{form}")
+    refuse(ModelUnsupportedError, write_source(tmp_path, weights, config), f"compressed-tensors.*{form}")
 
 
 def to_fp8(array):
@@ -138,15 +138,25 @@ def test_fp8_blocks_are_unpacked_where_the_model_knows_how(tmp_path):
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_fp8_is_refused_by_name_where_the_model_does_not_read_it(tmp_path, scaled):
+def test_fp8_of_any_family_is_unpacked_by_its_scales_and_refused_without(tmp_path, scaled):
     weights, config = float_weights("llama")
-    types = {}
+    types, expected = {}, {}
     for path in projections(weights):
-        weights[f"{path}.weight"], types[f"{path}.weight"] = to_fp8(weights[f"{path}.weight"])[0], E4M3
+        weights[f"{path}.weight"], worth = to_fp8(weights[f"{path}.weight"])
+        types[f"{path}.weight"] = E4M3
         if scaled:
-            weights[f"{path}.weight_scale_inv"] = np.ones((2, 1), np.float32)
+            weights[f"{path}.weight_scale_inv"] = np.array([[2.0], [0.5]], np.float32)
+            half = len(worth) // 2
+            expected[f"{path}.weight"] = np.concatenate([worth[:half] * 2, worth[half:] * 0.5])
     config["quantization_config"] = {"quant_method": "fp8"}
-    refuse(ConversionError, write_source(tmp_path, weights, config, types=types), "packed by fp8")
+    folder = write_source(tmp_path, weights, config, types=types)
+    if not scaled:
+        refuse(ConversionError, folder, "packed by fp8")
+        return
+    source = open_source(folder)
+    assert expected
+    for name, worth in expected.items():
+        assert np.array_equal(np.array(source.weights[name].astype(mx.float32)), worth)
 
 
 def test_mxfp4_blocks_are_read_as_their_codes(tmp_path):
