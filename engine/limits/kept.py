@@ -39,22 +39,23 @@ def read(file: Path, key: str) -> float | None:
 
 def read_all(file: Path) -> dict[str, float]:
     """Return all numbers of a file that can be right: above zero and below a million."""
-    return {key: float(value) for key, value in _load(file).items() if _is_sound(value)}
+    return {key: float(value) for key, value in load(file).items() if _is_sound(value)}
 
 
 def keep(file: Path, values: Mapping[str, float]) -> None:
     """Add numbers to a file, mode 0600, whole or not at all. Where it can't be written they are not kept: that costs a second."""
-    _write(file, {**_load(file), **values})
+    write(file, {**load(file), **values})
 
 
 def forget(file: Path, key: str) -> None:
     """Take a number out of a file, if it is there and the file can be written."""
-    known = _load(file)
+    known = load(file)
     if key in known:
-        _write(file, {name: value for name, value in known.items() if name != key})
+        write(file, {name: value for name, value in known.items() if name != key})
 
 
-def _write(file: Path, values: Mapping[str, Any]) -> None:
+def write(file: Path, values: Mapping[str, Any]) -> None:
+    """Write a file anew, mode 0600, whole or not at all. Where it can't be written nothing happens."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(values, indent=1)
@@ -72,7 +73,8 @@ def _is_sound(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
 
 
-def _load(file: Path) -> dict[str, Any]:
+def load(file: Path) -> dict[str, Any]:
+    """Return what a file holds; {} where there is none, or it is damaged."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the last: of brackets without end

@@ -7,16 +7,16 @@ thread does it, and the prompt cache has no disk until it is done.
 """
 
 import contextlib
-import json
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
 import xxhash
+
+from tokamac.engine.limits import kept
 
 FILE = "weights.json"
 """In the prompt cache's folder: digests by file."""
@@ -69,8 +69,7 @@ def digest(files: list[Path], root: Path) -> str:
             learned[key] = found
         whole.update(f"{file.name} {found} ".encode())
     if learned:
-        with contextlib.suppress(OSError):  # a read-only folder: they are read again next time
-            _remember(root, learned)
+        _remember(root, learned)
     return whole.hexdigest()
 
 
@@ -95,24 +94,12 @@ def _read(file: Path) -> str:
 
 
 def _remembered(root: Path) -> dict[str, str]:
-    try:
-        loaded = json.loads((root / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(loaded, dict):
-        return {}
-    return {key: found for key, found in loaded.items() if isinstance(found, str)}
+    return {key: found for key, found in kept.load(root / FILE).items() if isinstance(found, str)}
 
 
 def _remember(root: Path, learned: dict[str, str]) -> None:
     """Add what was learned, the newest last. Two processes may do so at once: one of them reads its files again next time."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kept = {key: found for key, found in _remembered(root).items() if key not in learned} | learned
-    handle, temporary = tempfile.mkstemp(dir=root, prefix=".new-")  # mode 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dict(list(kept.items())[-MOST_REMEMBERED:]), file)
-        Path(temporary).replace(root / FILE)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with contextlib.suppress(OSError):  # a read-only folder: they are read again next time
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = {key: found for key, found in _remembered(root).items() if key not in learned} | learned
+    kept.write(root / FILE, dict(list(known.items())[-MOST_REMEMBERED:]))

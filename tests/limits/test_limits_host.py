@@ -1,6 +1,5 @@
 """The host's part of a step: measured without computing anything, a floor under every expected time, and named where it decides."""
 
-import functools
 import gc
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits.test_limits_diagnosis import PLAIN, reply
+from tests.limits.test_limits_prefill_chunk import work_named
 from tokamac.app.verdict import brief, sentence
 from tokamac.app.verdict_full import lines
 from tokamac.engine.kv import install_seam, plan_caches
@@ -21,21 +21,12 @@ from tokamac.engine.limits.host import Host, HostLimited, calls_of, measure_host
 from tokamac.engine.limits.outcomes import Case, outcome
 from tokamac.engine.limits.places import Place, elsewhere
 from tokamac.engine.limits.prediction import decode_phase, prefill_phase
-from tokamac.engine.limits.work import Work, module_of, work_of_config
+from tokamac.engine.limits.work import module_of
 from tokamac.engine.options import KVSpec
 
 NAMES = ["gemma-3-270m", "Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B"]
 APPLE = [lookup(row["chip"], row["gpu_cores"]) for row in table() if row["chip"].startswith("Apple")]
 M4 = lookup("Apple M4", 10)
-
-
-@functools.cache
-def work_named(name: str) -> Work:
-    entry = find(name)
-    assert entry is not None
-    work = work_of_config(entry.config, packing=Packing(4))
-    assert isinstance(work, Work), work
-    return work
 
 
 def kernels(chip_name: str = "Apple M4", cores: int = 10) -> Fitted:
