@@ -52,9 +52,9 @@ def drawn_from_the_whole(logits: mx.array, sampling: Sampling, seen: list[int], 
         penalty = np.float32(sampling.repetition_penalty)
         for token in set(seen):
             row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
-        row *= np.float32(1 / (sampling.temperature or 1))
-        if 0 < (sampling.top_k or 0) < row.size:
+        if 0 < (sampling.top_k or 0) < row.size:  # before the temperature, whose rounding makes ties of its own
             row[row < np.sort(row)[-sampling.top_k]] = -np.inf
+        row *= np.float32(1 / (sampling.temperature or 1))
         if sampling.top_p is not None and sampling.top_p < 1:
             chances = np.exp(row.astype(np.float64) - row.max())
             chances /= chances.sum()
