@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.architectures import find_classes
 from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from tokamac.engine.open_files import import_mlx_lm
 from tokamac.engine.weights import adapt
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
@@ -55,18 +55,6 @@ HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_mo
 """mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
 SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
 """Classes that look into ``rope_scaling`` whether it is there or not."""
-SAME_CLASS = {
-    # model type: the module of mlx-lm whose class computes it. The language parts of newer models are published alone, too.
-    "gemma4_unified_text": "gemma4_text",
-    "lfm2_vl": "lfm2-vl",
-    "olmo": "llama",  # Hugging Face's form of OLMo 1; mlx-lm's class is for Ai2's own, and corrections.py has what differs
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-}
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
@@ -263,10 +251,10 @@ def _window(config: Config) -> None:
 
 
 def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
-    """Return what builds the model of a normalised config, and mlx-lm's ModelArgs for it.
+    """Return what builds the model of a normalised config, and the ModelArgs for it, which are mlx-lm's or ours (architectures/).
 
-    The first makes mlx-lm's Model from the second, then puts right what that class hard-codes (corrections.py).
-    Raises ModelDamagedError when the config names no model type, ModelUnsupportedError when mlx-lm has no class for it or
+    The first makes a Model from the second, then puts right what mlx-lm's class hard-codes (corrections.py).
+    Raises ModelDamagedError when the config names no model type, ModelUnsupportedError when there is no class for it or
     the model is no language model. Code that a model folder brings along is never run.
     """
     kind = config.get("model_type")
@@ -275,19 +263,16 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
             "config.json names no model_type", "This is not a language model's folder, or it is damaged."
         )
     _refuse_other_tasks(config, kind)
-    other = "Choose a decoder language model; mlx-lm's models folder lists the architectures."
+    other = "Choose a decoder language model; mlx-lm's models folder lists most of the architectures."
     if kind == "olmo" and "hidden_size" not in config:
         raise ModelUnsupportedError("this is OLMo 1 in Ai2's own form", "Use the model's -hf version.")
-    import_mlx_lm()
     try:
-        if not re.fullmatch(r"[\w-]+", kind):
-            raise ValueError(f"{kind!r} is no model type")
-        from mlx_lm.utils import _get_classes
-
-        model, arguments = _get_classes({**config, "model_type": SAME_CLASS.get(kind, kind)})
+        model, arguments = find_classes(config)
     except (ValueError, AttributeError, ImportError) as error:
         brought = " The code that came with it is not run." if config.get("auto_map") else ""
-        raise ModelUnsupportedError(f"mlx-lm has no language model of the kind {kind!r}", other + brought) from error
+        raise ModelUnsupportedError(
+            f"Tokamac and mlx-lm have no language model of the kind {kind!r}", other + brought
+        ) from error
 
     def build(args: Any) -> Any:
         module = model(args)

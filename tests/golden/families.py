@@ -432,6 +432,10 @@ CASES |= {
     ),
     "llama4": ("Llama4Config", sees(**LLAMA4)),
 }
+CASES |= {
+    # Architectures that mlx-lm lacks: engine/architectures.
+    "arcee": ("ArceeConfig", {**WIDE, **UNTIED, **YARN, "mlp_bias": True}),
+}
 AS_PUBLISHED = frozenset({"kimi_linear", "mimo_v2_flash"})
 """Cases whose config is written as their makers spell it, not as transformers saves it."""
 CHATS = ("llama", "qwen3", "gemma3")

@@ -17,6 +17,7 @@ from mlx_lm.utils import quantize_model
 
 from tests.golden.weights import write_weights
 from tests.quant.quant_models import CONFIGS, GOLDEN, build, make_source, names_in
+from tokamac.engine.architectures import own_architectures
 from tokamac.engine.config import model_classes, read_config
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
@@ -65,6 +66,7 @@ OURS_ALONE = {
     **dict.fromkeys(
         ("gemma4_unified_text", "lfm2_vl", "olmo", "qwen3_5_text", "qwen3_5_moe_text"), "it has no class of that name"
     ),
+    **dict.fromkeys(own_architectures(), "it has no class of that name"),
     **dict.fromkeys(("gpt2", "gpt_oss", "gpt_oss_window", "kimi_linear"), "its class does not take these names"),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), "experts as transformers 5 saves them"),
     "glm_moe_dsa_shared": "it makes an indexer in every layer",

@@ -1,0 +1,71 @@
+"""Architectures of our own: found like mlx-lm's, seen by the rules and the caches like mlx-lm's, and unknown to mlx-lm."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.utils import _get_classes
+
+from tokamac.engine.architectures import PREFIX, loads_in_mlx_lm, own_architectures
+from tokamac.engine.config import check_config, model_classes, normalise
+from tokamac.engine.errors import ModelError, ModelUnsupportedError
+from tokamac.engine.kv import plan_caches
+from tokamac.engine.limits.hollow import hollow_model
+from tokamac.engine.options import KVSpec
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+OWN = sorted(own_architectures())
+
+
+def saved(case: str, **changes: Any) -> dict[str, Any]:
+    return normalise({**json.loads((GOLDEN / case / "config.json").read_text()), **changes})
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_mlx_lm_has_none_and_is_left_as_it_was(kind: str) -> None:
+    _, arguments = model_classes({"model_type": kind})
+    assert arguments.__module__ == PREFIX + kind
+    assert not loads_in_mlx_lm(kind)
+    with pytest.raises(ValueError, match="not supported"):
+        _get_classes({"model_type": kind})
+    assert f"mlx_lm.models.{kind}" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_each_is_proved_by_golden_values(kind: str) -> None:
+    kinds = {json.loads(path.read_text())["model_type"] for path in GOLDEN.glob("*/config.json")}
+    assert kind in kinds
+
+
+def test_what_mlx_lm_has_is_taken_from_it() -> None:
+    assert model_classes({"model_type": "llama"})[1].__module__ == "mlx_lm.models.llama"
+    assert loads_in_mlx_lm("llama")
+    assert not loads_in_mlx_lm("olmo")
+
+
+@pytest.mark.parametrize("kind", ["_layers", "__init__", "architectures"])
+def test_other_files_of_the_folder_are_no_architectures(kind: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match="no language model of the kind"):
+        model_classes({"model_type": kind})
+
+
+def test_the_rules_know_what_a_class_of_ours_reads() -> None:
+    config = saved("arcee")
+    arguments = model_classes(config)[1]
+    check_config(config, arguments)
+    with pytest.raises(ModelUnsupportedError, match="residual_multiplier"):
+        check_config({**config, "residual_multiplier": 0.5}, arguments)
+
+
+def test_an_activation_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="xielu"):
+        hollow_model(saved("arcee", hidden_act="xielu"), 4)
+
+
+@pytest.mark.parametrize("kind", ["arcee"])
+def test_packed_keys_and_windows_apply(kind: str) -> None:
+    config = saved(kind)
+    plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=64))
+    assert [(layer.key_bits, layer.value_bits, layer.window) for layer in plan.layers] == [(8, 4, 64)] * 3
