@@ -196,6 +196,9 @@ def _layers(config: Config) -> None:
     sparse = config.get("mlp_layer_types")
     if config.get("model_type") == "exaone_moe" and isinstance(sparse, list):
         config["is_moe_layer"] = [kind == "sparse" for kind in sparse]
+    if config.get("model_type") == "vaultgemma" and config.get("layer_types") is None:
+        named = ("sliding_attention", "full_attention")
+        config["layer_types"] = [named[i % 2] for i in range(config.get("num_hidden_layers") or 0)]
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         return

@@ -19,6 +19,22 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 }
 
 
+class GatedFeedForward(nn.Module):
+    """down(activation(gate x) · up x)."""
+
+    def __init__(self, hidden: int, width: int, activation_name: str, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=bias)
+        self.up_proj = nn.Linear(hidden, width, bias=bias)
+        self.down_proj = nn.Linear(width, hidden, bias=bias)
+        self._activation = activation(activation_name)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (B, T, D) → the same shape."""
+        out: mx.array = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
 def activation(name: str) -> Callable[[mx.array], mx.array]:
     """Return the function that a config names. Raises ModelUnsupportedError."""
     if name not in ACTIVATIONS:

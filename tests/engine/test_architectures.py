@@ -13,6 +13,7 @@ from tokamac.engine.config import check_config, model_classes, normalise
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.limits.hollow import hollow_model
+from tokamac.engine.limits.kv_cost import kv_layers
 from tokamac.engine.options import KVSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -69,3 +70,10 @@ def test_packed_keys_and_windows_apply(kind: str) -> None:
     config = saved(kind)
     plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=64))
     assert [(layer.key_bits, layer.value_bits, layer.window) for layer in plan.layers] == [(8, 4, 64)] * 3
+
+
+def test_vaultgemma_slides_in_every_second_layer_though_the_file_lists_none() -> None:
+    config = saved("vaultgemma", layer_types=None, sliding_window=None)
+    plan = plan_caches(hollow_model(config, 4), config, KVSpec())
+    assert [layer.window for layer in plan.layers] == [4096, None, 4096]
+    assert {row.window for row in kv_layers(config) or ()} == {4096, None}

@@ -432,9 +432,12 @@ CASES |= {
     ),
     "llama4": ("Llama4Config", sees(**LLAMA4)),
 }
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 CASES |= {
     # Architectures that mlx-lm lacks: engine/architectures.
     "arcee": ("ArceeConfig", {**WIDE, **UNTIED, **YARN, "mlp_bias": True}),
+    "vaultgemma": ("VaultGemmaConfig", {**CASES["gemma2"][1], **LINEAR}),
+    "vaultgemma_window": ("VaultGemmaConfig", {**CASES["gemma2"][1], **SLIDING, **UNCAPPED}),
 }
 AS_PUBLISHED = frozenset({"kimi_linear", "mimo_v2_flash"})
 """Cases whose config is written as their makers spell it, not as transformers saves it."""
