@@ -99,6 +99,7 @@ def normalise(config: Config) -> Config:
             if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
                 copy.setdefault("vocab_size", copy[part]["vocab_size"])
     _names(copy)
+    _experts(copy)
     _heads(copy)
     _rotary(copy)
     _layers(copy)
@@ -129,6 +130,14 @@ def _names(config: Config) -> None:
             config.setdefault(other, config[one])
     if config.get("model_file") is not None:
         config["model_file"] = None  # code from a model folder is never run; the architecture is known or refused
+
+
+def _experts(config: Config) -> None:
+    """Write what Hunyuan's files list layer by layer as one number, where it is the same in all."""
+    for key in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
+        given = config.get(key)
+        if config.get("model_type") == "hunyuan_v1_moe" and isinstance(given, list) and len(set(given)) == 1:
+            config[key] = given[0]
 
 
 def _heads(config: Config) -> None:

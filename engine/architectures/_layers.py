@@ -40,3 +40,18 @@ def activation(name: str) -> Callable[[mx.array], mx.array]:
     if name not in ACTIVATIONS:
         raise ModelUnsupportedError(f"its activation {name!r} is not known", "Choose another model.")
     return ACTIVATIONS[name]
+
+
+def route_evenly(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """Return the k likeliest of the experts, and each one's share among them: logits (B, T, E) → two of (B, T, k), in no order."""
+    chosen = mx.stop_gradient(mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k])
+    return chosen, mx.softmax(mx.take_along_axis(logits, chosen, axis=-1).astype(mx.float32), axis=-1)
+
+
+def router_bits(name: str) -> property:
+    """Return a ``quant_predicate`` that keeps eight bits for routers, modules whose path ends with ``name``."""
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:  # noqa: ARG001
+        return {"group_size": 64, "bits": 8} if path.endswith(name) else True
+
+    return property(lambda self: predicate)  # noqa: ARG005

@@ -12,6 +12,8 @@ from tokamac.engine.architectures import PREFIX, loads_in_mlx_lm, own_architectu
 from tokamac.engine.config import check_config, model_classes, normalise
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
+from tokamac.engine.limits.config_cost import Packing, cost_of_config, pack
+from tokamac.engine.limits.cost import Cost
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.kv_cost import kv_layers
 from tokamac.engine.options import KVSpec
@@ -77,3 +79,30 @@ def test_vaultgemma_slides_in_every_second_layer_though_the_file_lists_none() ->
     plan = plan_caches(hollow_model(config, 4), config, KVSpec())
     assert [layer.window for layer in plan.layers] == [4096, None, 4096]
     assert {row.window for row in kv_layers(config) or ()} == {4096, None}
+
+
+def test_hunyuans_lists_of_the_same_number_count_as_that_number() -> None:
+    listed = saved(
+        "hunyuan_v1_moe", moe_topk=[2, 2, 2], num_shared_expert=[1, 1, 1], moe_intermediate_size=[48, 48, 48]
+    )
+    assert (listed["moe_topk"], listed["num_shared_expert"], listed["moe_intermediate_size"]) == (2, 1, 48)
+    cost = cost_of_config(listed)
+    assert isinstance(cost, Cost)
+    assert cost.active_parameters is not None
+    assert cost.active_parameters < cost.parameters
+    model = hollow_model(listed, 4)
+    assert model.layers[0].mlp.switch_mlp.up_proj.weight.shape == (4, 48, 64)
+    assert model.layers[0].mlp.shared_mlp.up_proj.weight.shape == (96, 64)
+
+
+def test_keys_that_hunyuans_reference_does_not_read_decide_nothing() -> None:
+    for value in (True, False):
+        config = saved("hunyuan_v1_moe", norm_topk_prob=value, routed_scaling_factor=2.0)
+        check_config(config, model_classes(config)[1])
+
+
+def test_a_router_keeps_eight_bits() -> None:
+    config = saved("hunyuan_v1_moe")
+    model = hollow_model(config, 2)
+    pack(model, config, Packing(4, 32))
+    assert (model.layers[0].mlp.gate.wg.bits, model.layers[0].mlp.shared_mlp.up_proj.bits) == (8, 4)

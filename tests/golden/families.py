@@ -432,11 +432,14 @@ CASES |= {
     ),
     "llama4": ("Llama4Config", sees(**LLAMA4)),
 }
+HUNYUAN = {"num_experts": 4, "moe_topk": 2, "head_dim": 16}
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 CASES |= {
     # Architectures that mlx-lm lacks: engine/architectures.
     "arcee": ("ArceeConfig", {**WIDE, **UNTIED, **YARN, "mlp_bias": True}),
     "vaultgemma": ("VaultGemmaConfig", {**CASES["gemma2"][1], **LINEAR}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**TIED, **HUNYUAN, **rope(kind="dynamic", factor=1.0, alpha=1000.0)}),
+    "hunyuan_v1_moe_linear": ("HunYuanMoEV1Config", {**UNTIED, **HUNYUAN, **LINEAR, "moe_topk": [1, 3, 2]}),
     "vaultgemma_window": ("VaultGemmaConfig", {**CASES["gemma2"][1], **SLIDING, **UNCAPPED}),
 }
 AS_PUBLISHED = frozenset({"kimi_linear", "mimo_v2_flash"})
