@@ -40,6 +40,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "mellum": {"num_experts": "num_local_experts"},
     "step3p5": {
         "num_attention_groups": "num_key_value_heads",
+        "num_key_value_heads": "num_attention_groups",
         "moe_num_experts": "n_routed_experts",
         "moe_top_k": "num_experts_per_tok",
     },
@@ -95,6 +96,8 @@ def normalise(config: Config) -> Config:
         if isinstance(copy.get(part), dict):
             if isinstance(copy.get("tie_word_embeddings"), bool):  # the outer key is the one that transformers obeys
                 copy[part]["tie_word_embeddings"] = copy["tie_word_embeddings"]
+            if copy.get("model_type") == "step3p7":  # its files name the same part in several ways
+                copy[part]["model_type"] = "step3p5"
             copy[part] = normalise(copy[part])
             if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
                 copy.setdefault("vocab_size", copy[part]["vocab_size"])
@@ -102,6 +105,7 @@ def normalise(config: Config) -> Config:
     _experts(copy)
     _heads(copy)
     _rotary(copy)
+    _steps(copy)
     _layers(copy)
     _full_layers(copy)
     _recurrent(copy)
@@ -224,6 +228,43 @@ def _layers(config: Config) -> None:
         config["sliding_window_pattern"] = period
     elif regular and set(kinds) <= {"full_attention", "linear_attention"}:
         config["full_attention_interval"] = period
+
+
+def _steps(config: Config) -> None:
+    """Write Step 3.5's settings of single layers as its own files do, from the form that transformers saves.
+
+    Layers that predict further tokens come after the others in its lists, and are never made.
+    """
+    layers = config.get("num_hidden_layers")
+    if config.get("model_type") != "step3p5" or not isinstance(layers, int):
+        return
+    for key in (
+        "layer_types",
+        "mlp_layer_types",
+        "swiglu_limits",
+        "swiglu_limits_shared",
+        "rope_theta",
+        "partial_rotary_factors",
+    ):
+        if isinstance(config.get(key), list):
+            config[key] = config[key][:layers]
+    kinds = config["layer_types"] = config.get("layer_types") or ["full_attention"] * layers
+    if config.get("moe_layers_enum") is None:
+        given = config.get("mlp_layer_types") or ["dense"] * 3 + ["sparse"] * (layers - 3)
+        config["moe_layers_enum"] = ",".join(str(i) for i, kind in enumerate(given) if kind == "sparse")
+    ropes = config.get("rope_parameters")
+    if isinstance(ropes, dict) and all(isinstance(ropes.get(kind), dict) for kind in kinds):
+        config["rope_theta"] = [ropes[kind].get("rope_theta", 10_000.0) for kind in kinds]
+        config["partial_rotary_factors"] = [ropes[kind].get("partial_rotary_factor", 1.0) for kind in kinds]
+        config["yarn_only_types"] = ["full_attention"]
+        config["partial_rotary_factor"] = config["rope_local_base_freq"] = None  # said layer by layer
+    sliding = {str(i) for i, kind in enumerate(kinds) if kind == "sliding_attention"}
+    heads = config.get("num_sliding_attention_heads") or config.get("num_attention_heads")
+    alike = {"num_attention_heads": heads}
+    per_layer = config.get("per_layer_config")
+    if isinstance(per_layer, dict) and set(per_layer) == sliding and all(each == alike for each in per_layer.values()):
+        config["per_layer_config"] = None
+        config["attention_other_setting"] = {**alike, "num_attention_groups": config["num_attention_groups"]}
 
 
 def _full_layers(config: Config) -> None:

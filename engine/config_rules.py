@@ -281,8 +281,8 @@ def _check_rope(config: Config, read: frozenset[str], kind: str) -> Iterator[Mod
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
     if not isinstance(local, dict) or "rope_parameters" in read:
         return
-    # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's likewise.
-    if "rope_local_base_freq" in read or kind == "olmo3":
+    # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's and step3p5's likewise.
+    if "rope_local_base_freq" in read or kind in {"olmo3", "step3p5"}:
         if local.get("rope_type", "default") != "default":
             yield _refusal(kind, "rope_parameters.sliding_attention", local)
     elif scaling and local.get("rope_type") != rope:
@@ -381,7 +381,7 @@ def _require_fields(config: Config, args_class: type[Any]) -> None:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in present:
             raise ModelUnsupportedError(
-                f"config.json of this {config.get('model_type')} model has no {field.name!r}, which mlx-lm needs",
+                f"config.json of this {config.get('model_type')} model has no {field.name!r}, which its class needs",
                 "The file may be damaged or from another version: download the model again, or choose another.",
             )
 

@@ -128,7 +128,11 @@ def heads_of(config: Mapping[str, Any], layer: "LayerPlan", attention: Sequence[
 
 def query_heads(config: Mapping[str, Any], layer: int = 0) -> int | None:
     """Return the query heads of a layer; None where the config does not say."""
-    heads = first_of(text_config(config), "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    text = text_config(config)
+    heads = first_of(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    kinds, sliding = text.get("layer_types"), text.get("attention_other_setting")  # Step 3.5's
+    if isinstance(sliding, dict) and isinstance(kinds, list) and kinds[layer] == "sliding_attention":
+        heads = sliding.get("num_attention_heads")
     if isinstance(heads, list):
         heads = heads[layer]
     return heads if isinstance(heads, int) else None

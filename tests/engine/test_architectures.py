@@ -12,6 +12,7 @@ from tokamac.engine.architectures import PREFIX, loads_in_mlx_lm, own_architectu
 from tokamac.engine.config import check_config, model_classes, normalise
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
+from tokamac.engine.limits.attention_work import query_heads
 from tokamac.engine.limits.config_cost import Packing, cost_of_config, pack
 from tokamac.engine.limits.cost import Cost
 from tokamac.engine.limits.hollow import hollow_model
@@ -106,3 +107,24 @@ def test_a_router_keeps_eight_bits() -> None:
     model = hollow_model(config, 2)
     pack(model, config, Packing(4, 32))
     assert (model.layers[0].mlp.gate.wg.bits, model.layers[0].mlp.shared_mlp.up_proj.bits) == (8, 4)
+
+
+@pytest.mark.parametrize("case", ["step3p7_long", "step3p7_published_long"])
+def test_both_forms_of_steps_config_say_the_same_of_each_layer(case: str) -> None:
+    config = saved(case)
+    text = config["text_config"]
+    assert text["rope_theta"] == [10_000.0, 10_000.0, 50_000.0]
+    assert text["partial_rotary_factors"] == [1.0, 1.0, 0.5]
+    assert (text["moe_layers_enum"], text["num_key_value_heads"]) == ("1,2", 2)
+    assert [query_heads(config, layer) for layer in range(3)] == [6, 6, 4]
+    plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=8))
+    assert [(layer.window, layer.key_bits) for layer in plan.layers] == [(16, 8), (16, 8), (None, 8)]
+    assert normalise(config) == config
+
+
+def test_layers_of_step_that_differ_otherwise_are_refused() -> None:
+    text = json.loads((GOLDEN / "step3p7_long" / "config.json").read_text())["text_config"]
+    text["per_layer_config"]["2"] = {"num_attention_heads": 8}
+    config = saved("step3p7_long", text_config=text)
+    with pytest.raises(ModelUnsupportedError, match="per_layer_config"):
+        check_config(config, model_classes(config)[1])
