@@ -56,6 +56,8 @@ HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_mo
 """mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
 SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
 """Classes that look into ``rope_scaling`` whether it is there or not."""
+LANGUAGE_PART_TYPES = {"step3p7": "step3p5", "minimax_m3_vl": "minimax_m3"}
+"""What the language part of these models is; their files call it by several names."""
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
@@ -96,8 +98,8 @@ def normalise(config: Config) -> Config:
         if isinstance(copy.get(part), dict):
             if isinstance(copy.get("tie_word_embeddings"), bool):  # the outer key is the one that transformers obeys
                 copy[part]["tie_word_embeddings"] = copy["tie_word_embeddings"]
-            if copy.get("model_type") == "step3p7":  # its files name the same part in several ways
-                copy[part]["model_type"] = "step3p5"
+            if copy.get("model_type") in LANGUAGE_PART_TYPES:
+                copy[part]["model_type"] = LANGUAGE_PART_TYPES[copy["model_type"]]
             copy[part] = normalise(copy[part])
             if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
                 copy.setdefault("vocab_size", copy[part]["vocab_size"])
@@ -175,6 +177,11 @@ def _rotary(config: Config) -> None:
     config["rope_scaling"] = _scaling(config, given)
     if config.get("model_type") == "minimax_m2" and isinstance(config.get("head_dim"), int):
         config.setdefault("rotary_dim", int(config["head_dim"] * (config.get("partial_rotary_factor") or 1.0)))
+    if config.get("model_type") in ("minimax_m3", "minimax_m3_vl_text"):
+        if isinstance(config.get("head_dim"), int) and config.get("partial_rotary_factor") is not None:
+            config["rotary_dim"] = int(config["head_dim"] * config["partial_rotary_factor"])
+        if config["rope_scaling"] and not config.get("rope_parameters"):  # its class reads this key alone
+            config["rope_parameters"] = {"rope_theta": config.get("rope_theta", 5_000_000.0), **config["rope_scaling"]}
     if config.get("model_type") == "gpt_neox":
         for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
             config.setdefault(new, config.get(old))

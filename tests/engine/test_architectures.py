@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import _get_classes
 
-from tokamac.engine.architectures import PREFIX, loads_in_mlx_lm, own_architectures
+from tokamac.engine.architectures import PREFIX, SAME_CLASS, loads_in_mlx_lm, own_architectures
 from tokamac.engine.config import check_config, model_classes, normalise
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
@@ -17,6 +17,8 @@ from tokamac.engine.limits.config_cost import Packing, cost_of_config, pack
 from tokamac.engine.limits.cost import Cost
 from tokamac.engine.limits.hollow import hollow_model
 from tokamac.engine.limits.kv_cost import kv_layers
+from tokamac.engine.limits.kv_table import KVTable, kv_table
+from tokamac.engine.limits.weighing import weigh
 from tokamac.engine.options import KVSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -40,7 +42,7 @@ def test_mlx_lm_has_none_and_is_left_as_it_was(kind: str) -> None:
 @pytest.mark.parametrize("kind", OWN)
 def test_each_is_proved_by_golden_values(kind: str) -> None:
     kinds = {json.loads(path.read_text())["model_type"] for path in GOLDEN.glob("*/config.json")}
-    assert kind in kinds
+    assert kind in {SAME_CLASS.get(each, each) for each in kinds}
 
 
 def test_what_mlx_lm_has_is_taken_from_it() -> None:
@@ -128,3 +130,39 @@ def test_layers_of_step_that_differ_otherwise_are_refused() -> None:
     config = saved("step3p7_long", text_config=text)
     with pytest.raises(ModelUnsupportedError, match="per_layer_config"):
         check_config(config, model_classes(config)[1])
+
+
+CASES = sorted(
+    path.parent.name
+    for path in GOLDEN.glob("*/config.json")
+    if not loads_in_mlx_lm(json.loads(path.read_text())["model_type"])
+)
+
+
+@pytest.mark.parametrize("case", [*CASES, "minimax_m3_vl_long"])
+def test_what_each_costs_and_keeps_is_known_before_it_is_loaded(case: str) -> None:
+    config = saved(case)
+    weighed = weigh(config, "metal", 1 << 40)
+    assert not isinstance(weighed, str), weighed
+    assert weighed.stored.active_parameters is not None or "moe_topk" in config  # a list of them
+    table = kv_table(config, KVSpec(), 64, value_bytes=2)
+    assert isinstance(table, KVTable), table
+    assert table.bytes_at_context
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "known"),
+    [("minimax_m3_vl_long", "minimax_m2", "minimax_m3"), ("step3p7_long", "step3p5_text", "step3p5")],
+)
+def test_a_language_part_is_what_it_is_by_any_name(case: str, part: str, known: str) -> None:
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    config["text_config"]["model_type"] = part
+    assert normalise(config)["text_config"] == saved(case)["text_config"] | {"model_type": known}
+
+
+def test_minimax_m3_rotates_by_the_fraction_that_transformers_reads() -> None:
+    plain = saved("minimax_m3_long", rope_parameters=None, rope_theta=1e4, partial_rotary_factor=0.25, rotary_dim=16)
+    assert plain["rotary_dim"] == 8
+    scaled = saved("minimax_m3_long", rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
+    assert scaled["rope_parameters"] == {"rope_theta": 5e6, "type": "linear", "rope_type": "linear", "factor": 2.0}
+    assert hollow_model(scaled, 4).layers[0].self_attn.rope.scale == 0.5

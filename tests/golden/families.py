@@ -462,6 +462,12 @@ STEP_PUBLISHED: dict[str, Any] = {
         "attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32,
     },
 }  # fmt: skip
+MINIMAX_M3 = {
+    **{**WIDE, **UNTIED, **rope(partial_rotary_factor=0.5), **EXPERTS, "rotary_dim": 16, "vocab_size": 12},
+    **{"dense_intermediate_size": 80, "shared_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    **{"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
+    **{"index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 3},
+}
 UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 CASES |= {
     # Architectures that mlx-lm lacks: engine/architectures.
@@ -469,6 +475,8 @@ CASES |= {
     "vaultgemma": ("VaultGemmaConfig", {**CASES["gemma2"][1], **LINEAR}),
     "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**TIED, **HUNYUAN, **rope(kind="dynamic", factor=1.0, alpha=1000.0)}),
     "hunyuan_v1_moe_linear": ("HunYuanMoEV1Config", {**UNTIED, **HUNYUAN, **LINEAR, "moe_topk": [1, 3, 2]}),
+    "minimax_m3_long": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
+    "minimax_m3_vl_long": ("MiniMaxM3VLConfig", sees(**MINIMAX_M3)),
     "step3p7_long": ("Step3p7Config", sees(**STEP)),
     "step3p7_published_long": ("Step3p7Config", sees(**STEP_PUBLISHED)),
     "vaultgemma_window": ("VaultGemmaConfig", {**CASES["gemma2"][1], **SLIDING, **UNCAPPED}),
