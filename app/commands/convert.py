@@ -34,7 +34,8 @@ def parser() -> Parser:
     made = Parser(
         "convert",
         "Convert a Hugging Face or MLX model to a quantized MLX folder, tensor by tensor, and compare the two at the end. The "
-        "folder appears whole or not at all; after an interruption the same command goes on. It also loads in mlx_lm.",
+        "folder appears whole or not at all; after an interruption the same command goes on. It also loads in mlx_lm, "
+        "where that has the architecture.",
         _EXAMPLES,
     )
     made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face id (downloaded first)")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tokamac.engine.architectures import own_architectures
 from tokamac.engine.config import check_config, model_classes, normalise, read_config
 from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
@@ -322,8 +323,7 @@ DERIVED = {
 
 def test_an_absent_key_means_to_us_what_it_means_to_transformers() -> None:
     found = {}
-    for module in pkgutil.iter_modules(mlx_lm.models.__path__):
-        kind = module.name
+    for kind in {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)} | own_architectures():
         if kind in CONFIG_MAPPING and kind != "olmo":
             fields = dataclasses.fields(model_classes({"model_type": kind, "hidden_size": 8})[1])
             found |= {(kind, name): pair for name, pair in differing(kind, fields).items()}
