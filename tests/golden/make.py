@@ -11,6 +11,7 @@ With ``--changed`` it writes ``<case>/changed.json`` for cases that are there: f
 reference's answer moves, another value and what the reference says then. A key that our side does not honour is found so.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -156,7 +157,8 @@ def check_window(folder: Path, seed: int, shapes: Shapes, tokens: list[int], win
 def make(case: str, tokenizer: Any) -> None:
     """Write one case. Seeds are tried in order until the chat is clear-cut."""
     kind, values = CASES[case]
-    config = getattr(transformers, kind)(**(values if "text_config" in values else {**SMALL, **values}))
+    # A copy: transformers writes into what it is given.
+    config = getattr(transformers, kind)(**copy.deepcopy(values if "text_config" in values else {**SMALL, **values}))
     vocabulary = config.get_text_config().vocab_size
     target = HERE / case
     target.mkdir(exist_ok=True)
