@@ -19,7 +19,7 @@ from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from tokamac.engine.weights import adapt
+from tokamac.engine.weights import adapt, packing_kept
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
 
@@ -106,6 +106,8 @@ def normalise(config: Config) -> Config:
     _full_layers(copy)
     _recurrent(copy)
     _window(copy)
+    if (packing := packing_kept(copy)) is not None:
+        copy["quantization"] = packing
     nested = any(isinstance(copy.get(part), dict) for part in LANGUAGE_PARTS)
     for key, value in () if nested else ABSENT.get(str(copy.get("model_type")), {}).items():
         if copy.get(key) is None:

@@ -20,6 +20,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from tokamac.engine.corrected_layers import ScaledRoPE, yarn
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.kv.compressed import CompressedCache
+from tokamac.engine.weights import times_scales
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 BLOCK_BYTES = 1 << 28
@@ -488,34 +489,70 @@ RENAMED = tuple(
 )
 
 
+SCALES_2_TO_GLOBAL = 448.0 * 6.0
+"""An nvfp4 tensor's own scale is 1 where its largest number is this; MLX keeps the largest number itself."""
+TILE = 128
+"""Rows and columns of the fp8 blocks that share a scale."""
+
+
 def named(weights: dict[str, mx.array], groups: int) -> dict[str, mx.array]:
-    """Return weights by our names, experts stacked, the grouped projection as one matrix a group. Lazy."""
+    """Return weights by our names, as MLX packs them: experts stacked, the grouped projection as one matrix a group. Lazy."""
     found: dict[str, mx.array] = {}
     stacks: dict[str, dict[int, mx.array]] = {}
-    for given, value in weights.items():
-        if OTHERS.match(given):
+    for name, value in packed_alike(weights).items():
+        if OTHERS.match(name):
             continue
-        name = given
-        for pattern, ours in RENAMED:
-            name = pattern.sub(ours, name)
-        if (expert := EXPERT.match(name)) is not None:
+        ours = name
+        for pattern, other in RENAMED:
+            ours = pattern.sub(other, ours)
+        if (expert := EXPERT.match(ours)) is not None:
             stack = f"{expert[1]}.switch_mlp.{EXPERT_LAYERS[expert[3]]}.{expert[4]}"
             stacks.setdefault(stack, {})[int(expert[2])] = value
-        elif name.endswith(".experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            found[f"{stem}switch_mlp.gate_proj.weight"], found[f"{stem}switch_mlp.up_proj.weight"] = mx.split(
-                value, 2, axis=1
-            )
-        elif name.endswith(".experts.down_proj"):
-            found[f"{name.removesuffix('down_proj')}switch_mlp.down_proj.weight"] = value
-        elif ".o_a_proj." in name and value.ndim == 2:
-            found[name] = value.reshape(groups, -1, value.shape[-1])
-        elif name.endswith(".tid2eid"):
-            found[name] = value.astype(mx.int32)
+        elif ours.endswith(".experts.gate_up_proj"):
+            stem = f"{ours.removesuffix('gate_up_proj')}switch_mlp"
+            found[f"{stem}.gate_proj.weight"], found[f"{stem}.up_proj.weight"] = mx.split(value, 2, axis=1)
+        elif ours.endswith(".experts.down_proj"):
+            found[f"{ours.removesuffix('down_proj')}switch_mlp.down_proj.weight"] = value
+        elif ".o_a_proj." in ours and value.ndim == 2:
+            found[ours] = value.reshape(groups, -1, value.shape[-1])
         else:
-            found[name] = value
+            found[ours] = value.astype(mx.int32) if ours.endswith(".tid2eid") else value
     for name, parts in stacks.items():
         if sorted(parts) != list(range(len(parts))):
             raise ValueError(f"of the experts of {name} some are missing")
         found[name] = mx.stack([parts[index] for index in range(len(parts))])
     return found
+
+
+def packed_alike(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return weights with the published fp8 and fp4 numbers in MLX's words, their scales beside them.
+
+    Scales of powers of two (e8m0) make mxfp8 and mxfp4, those in e4m3 beside a tensor's own nvfp4; of other scales the numbers
+    are multiplied by, and are bfloat16 then.
+    """
+    found = dict(weights)
+    for name, value in weights.items():
+        stem, _, kind = name.rpartition(".")
+        if kind == "scale" and f"{stem}.weight" in weights:
+            numbers = weights[f"{stem}.weight"]
+            del found[name]
+            if value.dtype == mx.uint8:
+                found[f"{stem}.weight"], found[f"{stem}.scales"] = numbers.view(mx.uint32), _row_scales(numbers, value)
+            else:
+                found[f"{stem}.weight"] = times_scales(mx.from_fp8(numbers, mx.bfloat16), value, (TILE, TILE))
+        elif kind == "weight_scale_2":
+            numbers, scales = (found.pop(f"{stem}.{each}") for each in ("weight", "weight_scale"))
+            found[f"{stem}.weight"], found[f"{stem}.scales"] = numbers.view(mx.uint32), scales
+            found[f"{stem}.global_scale"] = found.pop(name).astype(mx.float32).reshape(()) * SCALES_2_TO_GLOBAL
+        elif kind == "input_scale":
+            del found[name]
+    return found
+
+
+def _row_scales(numbers: mx.array, scales: mx.array) -> mx.array:
+    """Return a scale for every 32 numbers of a row, given those of fp4, which are that, or those of fp8's tiles."""
+    if scales.shape[0] == numbers.shape[0]:
+        return scales
+    return mx.repeat(mx.repeat(scales, TILE, axis=0)[: numbers.shape[0]], TILE // 32, axis=1)[
+        :, : numbers.shape[1] // 32
+    ]
