@@ -19,12 +19,11 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from tokamac.engine.corrected_layers import ScaledRoPE, yarn
 from tokamac.engine.errors import ModelUnsupportedError
+from tokamac.engine.kv.attention_kernel import BLOCK_BYTES
 from tokamac.engine.kv.compressed import CompressedCache
 from tokamac.engine.weights import times_scales
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-BLOCK_BYTES = 1 << 28
-"""Of the scores, or of the gathered rows, of so many queries that their block is computed at once."""
 
 
 @dataclass
@@ -182,13 +181,13 @@ class Indexer(nn.Module):
         """
         batch, count, _ = x.shape
         queries = mx.unflatten(self.q_b_proj(latent), -1, (self._heads, self._size)).swapaxes(1, 2)
-        queries = rotated(queries, rope, first).swapaxes(1, 2).astype(mx.float32)  # (B, N, H, size)
+        queries = rotated(queries, rope, first).swapaxes(1, 2)  # (B, N, H, size)
         weights = self.weights_proj(x).astype(mx.float32) * (self._heads * self._size) ** -0.5
-        keys = keys.astype(mx.float32)[:, None].swapaxes(-1, -2)
+        keys = keys[:, None].swapaxes(-1, -2)
         closed = (first + 1 + mx.arange(count)[:, None]) // self._ratio  # entries that each query may see
         chosen = []
         for part in blocks(count, 4 * batch * self._heads * keys.shape[-1]):
-            scores = mx.maximum(queries[:, part] @ keys, 0.0)
+            scores = mx.maximum((queries[:, part] @ keys).astype(mx.float32), 0.0)
             scores = (scores * weights[:, part, :, None]).sum(axis=2)  # (B, n, E)
             scores = mx.where(mx.arange(keys.shape[-1]) < closed[part], scores, -mx.inf)
             best = mx.argpartition(-scores, self.topk - 1, axis=-1)[..., : self.topk].astype(mx.int32)
@@ -318,7 +317,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = mx.zeros((args.n_routed_experts, args.hidden_size))
         if hashed:
-            self.tid2eid = mx.zeros((args.vocab_size, args.num_experts_per_tok), dtype=mx.int32)
+            self.tid2eid = mx.zeros((args.vocab_size, args.num_experts_per_tok), dtype=mx.int64)
         else:
             self.e_score_correction_bias = mx.zeros((args.n_routed_experts,))
         self._score, self._k, self._scale = (
@@ -331,7 +330,7 @@ class Router(nn.Module):
         """x (T, hidden), ids (T,) → the chosen experts and their weights, (T, k) each."""
         scores = self._score(x.astype(mx.float32) @ self.weight.astype(mx.float32).T)
         if "tid2eid" in self:
-            chosen = self.tid2eid[ids]
+            chosen = self.tid2eid[ids].astype(mx.int32)
         else:
             chosen = mx.argpartition(-(scores + self.e_score_correction_bias), self._k - 1, axis=-1)[..., : self._k]
         weights = mx.take_along_axis(scores, chosen, axis=-1)
@@ -516,7 +515,7 @@ def named(weights: dict[str, mx.array], groups: int) -> dict[str, mx.array]:
         elif ".o_a_proj." in ours and value.ndim == 2:
             found[ours] = value.reshape(groups, -1, value.shape[-1])
         else:
-            found[ours] = value.astype(mx.int32) if ours.endswith(".tid2eid") else value
+            found[ours] = value
     for name, parts in stacks.items():
         if sorted(parts) != list(range(len(parts))):
             raise ValueError(f"of the experts of {name} some are missing")

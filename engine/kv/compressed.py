@@ -135,11 +135,6 @@ class CompressedCache:
         return sum(array.nbytes for array in self.state)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's row; 0 before the first."""
-        return _row_bytes(self.recent)
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes by which a token makes the entries grow, in the mean; 0 before the first."""
         share = 2 if self.reach else 1  # of what an overlapping compressor is given, half a group's entry is made of
@@ -149,7 +144,7 @@ class CompressedCache:
     def fixed_bytes(self) -> int:
         """Bytes of all but the entries at most, however many tokens are held; 0 before the first."""
         kept = SPARE + self.reach + self.ratio
-        return (self.window - 1 + SPARE) * self.row_bytes + kept * sum(_row_bytes(tail) for tail in self.tails)
+        return (self.window - 1 + SPARE) * _row_bytes(self.recent) + kept * sum(_row_bytes(tail) for tail in self.tails)
 
     def empty(self) -> bool:
         """Whether nothing was ever written."""

@@ -124,7 +124,7 @@ def _leaf(  # noqa: PLR0917
 def _compressed(path: tuple[int, ...], cache: CompressedCache, trouble: str) -> Leaf:
     note = trouble or "it holds keys and values as one, compressed by the model itself, and stays as the model made it"
     if not cache.ratio:
-        return Leaf(path, "window", False, True, cache.window, cache.row_bytes, 0, note, None)
+        return Leaf(path, "window", False, True, cache.window, 0, cache.fixed_bytes, note, None)
     return Leaf(path, "compressed", False, False, None, cache.bytes_per_token, cache.fixed_bytes, note, None)
 
 

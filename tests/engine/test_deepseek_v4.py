@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from tests.engine.test_golden import GOLDEN, build, golden
 from tests.golden.weights import tensor
 from tests.quant.packed_models import write_source
-from tokamac.engine import Engine, KVSpec
+from tokamac.engine import Engine
 from tokamac.engine.config import model_classes, normalise, read_config
-from tokamac.engine.errors import ModelError, OptionError
+from tokamac.engine.errors import ModelError
 from tokamac.engine.kv_trial import log_probabilities
 from tokamac.engine.model import build_model
 from tokamac.quant import convert
