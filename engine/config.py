@@ -19,7 +19,7 @@ from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from tokamac.engine.weights import adapt
+from tokamac.engine.weights import adapt, packing_kept
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
 
@@ -108,10 +108,13 @@ def normalise(config: Config) -> Config:
     _heads(copy)
     _rotary(copy)
     _steps(copy)
+    _compressed_layers(copy)
     _layers(copy)
     _full_layers(copy)
     _recurrent(copy)
     _window(copy)
+    if (packing := packing_kept(copy)) is not None:
+        copy["quantization"] = packing
     nested = any(isinstance(copy.get(part), dict) for part in LANGUAGE_PARTS)
     for key, value in () if nested else ABSENT.get(str(copy.get("model_type")), {}).items():
         if copy.get(key) is None:
@@ -128,6 +131,8 @@ def _untag(value: Any) -> Any:
 
 
 def _names(config: Config) -> None:
+    if config.get("model_type") == "deepseek_ref" and "DeepseekV4ForCausalLM" in (config.get("architectures") or ()):
+        config["model_type"] = "deepseek_v4"  # as SGLang's fp8 files of it spell it
     for ours, theirs in RENAMED.get(str(config.get("model_type")), {}).items():
         if config.get(ours) is None and theirs in config:
             config[ours] = config[theirs]
@@ -272,6 +277,31 @@ def _steps(config: Config) -> None:
     if isinstance(per_layer, dict) and set(per_layer) == sliding and all(each == alike for each in per_layer.values()):
         config["per_layer_config"] = None
         config["attention_other_setting"] = {**alike, "num_attention_groups": config["num_attention_groups"]}
+
+
+def _compressed_layers(config: Config) -> None:
+    """Write DeepSeek V4's layers as transformers 5 does; the published files have a ratio for each, and count the hashing ones."""
+    count = config.get("num_hidden_layers")
+    if config.get("model_type") != "deepseek_v4" or not isinstance(count, int):
+        return
+    sliding, sparse, heavy = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+    rates = config.get("compress_rates") or {}
+    config["compress_rates"] = {
+        sparse: config.get("compress_rate_csa", rates.get(sparse, 4)),
+        heavy: config.get("compress_rate_hca", rates.get(heavy, 128)),
+    }
+    kinds, ratios = config.get("layer_types"), config.get("compress_ratios")
+    if kinds is None and isinstance(ratios, list):
+        named = {0: sliding, 4: sparse, 128: heavy}
+        kinds = [named.get(ratio, str(ratio)) for ratio in ratios]
+    if kinds is None:
+        kinds = [sparse if index >= 2 and index % 2 else heavy for index in range(count)]
+    hashed = config.get("num_hash_layers")
+    mixtures = config.get("mlp_layer_types")
+    if mixtures is None:
+        mixtures = ["hash_moe"] * (3 if hashed is None else hashed) + ["moe"] * count
+    # Layers that predict further tokens may be listed too.
+    config["layer_types"], config["mlp_layer_types"] = kinds[:count], mixtures[:count]
 
 
 def _full_layers(config: Config) -> None:

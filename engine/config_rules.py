@@ -133,6 +133,7 @@ def _rotates(config: Config) -> bool:
 
 HARD_CODED: dict[str, Config] = {
     # model type: {key: the value its class has built in}
+    "deepseek_v4": {"num_key_value_heads": 1},
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "llama4_text": {"num_experts_per_tok": 1},
     "nanochat": {"final_logit_softcapping": 15.0},

@@ -14,6 +14,7 @@ from tokamac.engine.cpu import unpack
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.limits.cost import Cost, cost_of_model
+from tokamac.engine.limits.leaves import leaf_modules
 from tokamac.engine.open_files import not_opened
 from tokamac.engine.shards import find_shards
 from tokamac.engine.weights import without_fp8
@@ -60,6 +61,8 @@ def load_model(
     find_shards(folder)
     doubts = doubts_about(config) if unchecked else ()
     module, config = build_model(folder, config, unchecked=unchecked)
+    if device == "cpu":
+        _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if wanted is not None:
@@ -102,6 +105,15 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
             f"{folder} needs a package that is not installed: {error}", "Use another model."
         ) from error
     return module, loaded
+
+
+def _refuse_gpu_words(module: nn.Module) -> None:
+    """Raise where experts are packed as MLX multiplies them on GPUs alone: nvfp4, each expert with a scale of its own."""
+    if any(leaf.get("global_scale") is not None for _, leaf in leaf_modules(module)):
+        raise ModelUnsupportedError(
+            "its experts are nvfp4 with scales of their own, which MLX multiplies on a GPU alone",
+            "Convert it to MLX's own packing with `tokamac convert`, which reads it anywhere.",
+        )
 
 
 def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress) -> None:

@@ -34,8 +34,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tokamac.engine.kv.attention_kernel import BLOCK_QUERIES, AttentionCall, MaskKind, kernel_of
-from tokamac.engine.limits.peak_shape import LayerCache, Shape
+from tokamac.engine.kv.attention_kernel import BLOCK_BYTES, BLOCK_QUERIES, AttentionCall, MaskKind, kernel_of
+from tokamac.engine.limits.peak_shape import Compressed, LayerCache, Shape
 
 STEP, GROWTH = 256, 16
 """How caches grow: in multiples of so many slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
@@ -252,6 +252,8 @@ def _pending(shape: Shape, moment: Moment) -> int:
 
 def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
     """Return the bytes of all heads' scores, and of what is made of them, where they are written down."""
+    if layer.seen is not None:
+        return _compressed_scores(shape, layer.seen, moment)
     if not layer.ours:
         own = layer.other_bytes_per_token > 0  # else it keeps a state, and nothing attends
         return shape.heads * moment.new * moment.held * shape.value_bytes if own else 0
@@ -264,6 +266,16 @@ def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
     if shape.device.kind == "cpu" and shape.order != "ahead" and moment.new > 1 and moment.new * seen >= worth:
         return 0
     return _written(shape, layer, moment, seen, one)
+
+
+def _compressed_scores(shape: Shape, seen: Compressed, moment: Moment) -> int:
+    """Return the bytes of scores over a window and entries, or of the rows gathered for blocks of queries; always float32."""
+    entries = moment.held // seen.every
+    if seen.chosen is None or entries <= seen.chosen:
+        return 2 * 4 * shape.heads * moment.new * (min(moment.held, seen.near + moment.new) + entries)
+    gathered = 4 * moment.new * (seen.near + seen.chosen) * seen.size
+    scored = 4 * moment.new * seen.index_heads * entries
+    return 2 * max(min(each, BLOCK_BYTES) for each in (gathered, scored))
 
 
 def _written(shape: Shape, layer: LayerCache, moment: Moment, seen: int, one: int) -> int:

@@ -106,7 +106,12 @@ def test_normalising_twice_changes_nothing_and_spares_its_input(case: str) -> No
     assert normalise(once) == once
 
 
-@pytest.mark.parametrize("case", sorted(case for case in SAVED if "rope_parameters" in SAVED[case]))
+@pytest.mark.parametrize(
+    "case",
+    sorted(
+        case for case in SAVED if "rope_parameters" in SAVED[case] and "compress" not in SAVED[case]["rope_parameters"]
+    ),
+)
 def test_the_form_of_transformers_4_comes_out_equal_in_what_is_read(case: str) -> None:
     new, old = normalise(saved(case)), normalise(older(saved(case)))
     given = SAVED[case]["rope_parameters"]

@@ -481,10 +481,39 @@ CASES |= {
     "step3p7_published_long": ("Step3p7Config", sees(**STEP_PUBLISHED)),
     "vaultgemma_window": ("VaultGemmaConfig", {**CASES["gemma2"][1], **SLIDING, **UNCAPPED}),
 }
-AS_PUBLISHED = frozenset({"kimi_linear", "mimo_v2_flash", "step3p7_published_long"})
+V4_KINDS = ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse")
+DEEPSEEK_V4 = {
+    **UNTIED,
+    **{"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16},
+    **{"intermediate_size": 48, "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "qk_rope_head_dim": 8, "num_hidden_layers": 4},
+    **{"hc_sinkhorn_iters": 3, "hc_eps": 1e-2, "swiglu_limit": 0.7, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-4},
+    **{"rope_theta": 5_000.0, "compress_rope_theta": 50_000.0, "num_hash_layers": 1},
+}
+CASES |= {
+    "deepseek_v4_window": (
+        "DeepseekV4Config",
+        {**DEEPSEEK_V4, **YARN, "sliding_window": WINDOW}
+        | {
+            "layer_types": [f"{kind}_attention" for kind in V4_KINDS],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        },
+    ),
+    # Spelled as published, where a heavily compressed entry is of 128 tokens.
+    "deepseek_v4_published": (
+        "DeepseekV4Config",
+        {**DEEPSEEK_V4, "sliding_window": 24, "compress_ratios": [0, 4, 128, 4, 0], "num_nextn_predict_layers": 1}
+        | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+}
+AS_PUBLISHED = frozenset({"deepseek_v4_published", "kimi_linear", "mimo_v2_flash", "step3p7_published_long"})
 """Cases whose config is written as their makers spell it, not as transformers saves it."""
 CHATS = ("llama", "qwen3", "gemma3")
 """The cases that also hold three greedy chat turns."""
+
+
+LONG_PROMPTS = {"deepseek_v4_published": 160}
+"""Tokens of prompts that need more, so that what a config says of them shows."""
 
 
 def is_windowed(case: str) -> bool:
@@ -494,4 +523,4 @@ def is_windowed(case: str) -> bool:
 
 def prompt_tokens(case: str) -> int:
     """Return how many tokens the case's prompt has."""
-    return BEYOND if is_windowed(case) else PROMPT
+    return LONG_PROMPTS.get(case, BEYOND if is_windowed(case) else PROMPT)
