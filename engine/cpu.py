@@ -96,9 +96,10 @@ def unpack(model: nn.Module) -> bool:
     found = list(_replaceable(model))
     if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * _memory_bytes():
         return False
+    logits = _logits_width(model)
     for path, module in found:
         # One at a time: the packed weight is freed before the next is unpacked.
-        model.update_modules(tree_unflatten([(path, _replacement(path, module))]))
+        model.update_modules(tree_unflatten([(path, _replacement(module, logits))]))
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
 
 
@@ -114,13 +115,21 @@ def _replaceable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _replacement(path: str, module: nn.Module) -> nn.Module:
+def _logits_width(model: nn.Module) -> int:
+    """Return how many logits the model writes a token: its forward pass is built for one, lazily."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return int(model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1])
+
+
+def _replacement(module: nn.Module, logits: int) -> nn.Module:
+    """Return the dense layer for a packed or a plain one. logits: rows by which an output head is known, whatever its name."""
     weight = mx.contiguous(_dense(module).T).T  # (out, in), a view of a contiguous (in, out)
     mx.eval(weight)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return DenseEmbedding(weight)
     bias = module.bias.astype(mx.float32) if "bias" in module else None
-    return (DenseHead if path.endswith("lm_head") else DenseLinear)(weight, bias)
+    return (DenseHead if weight.shape[0] == logits else DenseLinear)(weight, bias)
 
 
 def _dense(module: nn.Module) -> mx.array:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.kv import zoo
 from tests.kv.models import Reference, feed, largest_difference, seeded, tokens
-from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError
+from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError, cpu
 from tokamac.engine.config import check_config, read_config
 from tokamac.engine.kv import Cache, plan_caches
 from tokamac.engine.kv.attention import recording
@@ -28,9 +28,11 @@ CUTS = [60, 1, 1, 30, 1]
 WINDOW, KEEP = 24, 4
 
 
-def built(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a seeded model of mlx-lm's class, and its config."""
-    config = zoo.config_of(name)
+def built(name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a seeded model of mlx-lm's class, and its config with these changes."""
+    config = {**zoo.config_of(name), **changes}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
     module = importlib.import_module(f"mlx_lm.models.{name}")
     return seeded(module.Model(module.ModelArgs.from_dict(config))), config
 
@@ -110,6 +112,31 @@ def test_each_of_our_caches_is_attended_to_once_in_a_pass(family: Family) -> Non
     if family.name in zoo.KEPT:
         assert all(zoo.KEPT[family.name] in note for note in kept)
     assert bool(kept) == (family.name in zoo.KEPT)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_on_a_cpu_no_piece_of_a_prompt_computes_its_logits(
+    name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tied and name == "baichuan_m1":
+        pytest.skip("its class has no model without a head of its own")
+    model, config = built(name, tie_word_embeddings=tied)
+    cpu.unpack(model)
+    widths, multiply = set(), cpu.DenseLinear._multiply
+
+    def watched(layer: cpu.DenseLinear, x: mx.array) -> mx.array:
+        rows = multiply(layer, x)
+        widths.add(rows.shape[-1])
+        return rows
+
+    monkeypatch.setattr(cpu.DenseLinear, "_multiply", watched)
+    caches = plan_caches(model, config, KVSpec()).make()
+    widths.clear()
+    logits = model(tokens(9), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    assert logits.shape[-1] == zoo.VOCABULARY
+    assert zoo.VOCABULARY not in widths
 
 
 def refusal(family: Family) -> str | None:
