@@ -88,19 +88,27 @@ def _is_row(x: mx.array) -> bool:
     return bool(x.size == x.shape[-1])
 
 
-def unpack(model: nn.Module) -> bool:
+def unpack(model: nn.Module, *, logits: int | None = None) -> bool:
     """Replace the linear layers and embeddings of ``model`` by dense ones, if they fit in MEMORY_SHARE of the memory.
 
-    Returns whether a decode step now has to wait for the device between layers (so computing ahead gains nothing).
+    logits: how many the model writes a token (``logits_width``), by which its output head is known, whatever its name; None: a
+    head's products of many rows are asked for, too. Returns whether a decode step now has to wait for the device between layers (so
+    computing ahead gains nothing).
     """
     found = list(_replaceable(model))
     if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * _memory_bytes():
         return False
-    logits = _logits_width(model)
     for path, module in found:
         # One at a time: the packed weight is freed before the next is unpacked.
         model.update_modules(tree_unflatten([(path, _replacement(module, logits))]))
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
+
+
+def logits_width(model: nn.Module) -> int:
+    """Return how many logits a whole model writes a token: its forward pass is built for one, lazily."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return int(model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1])
 
 
 def is_unpacked(model: nn.Module) -> bool:
@@ -115,15 +123,7 @@ def _replaceable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _logits_width(model: nn.Module) -> int:
-    """Return how many logits the model writes a token: its forward pass is built for one, lazily."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return int(model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1])
-
-
-def _replacement(module: nn.Module, logits: int) -> nn.Module:
-    """Return the dense layer for a packed or a plain one. logits: rows by which an output head is known, whatever its name."""
+def _replacement(module: nn.Module, logits: int | None) -> nn.Module:
     weight = mx.contiguous(_dense(module).T).T  # (out, in), a view of a contiguous (in, out)
     mx.eval(weight)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):

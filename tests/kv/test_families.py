@@ -122,7 +122,7 @@ def test_on_a_cpu_no_piece_of_a_prompt_computes_its_logits(
     if tied and name == "baichuan_m1":
         pytest.skip("its class has no model without a head of its own")
     model, config = built(name, tie_word_embeddings=tied)
-    cpu.unpack(model)
+    cpu.unpack(model, logits=cpu.logits_width(model))
     widths, multiply = set(), cpu.DenseLinear._multiply
 
     def watched(layer: cpu.DenseLinear, x: mx.array) -> mx.array:
