@@ -91,16 +91,18 @@ def _is_row(x: mx.array) -> bool:
 def unpack(model: nn.Module, *, logits: int | None = None) -> bool:
     """Replace the linear layers and embeddings of ``model`` by dense ones, if they fit in MEMORY_SHARE of the memory.
 
-    logits: how many the model writes a token (``logits_width``), by which its output head is known, whatever its name; None: a
-    head's products of many rows are asked for, too. Returns whether a decode step now has to wait for the device between layers (so
-    computing ahead gains nothing).
+    logits: how many the model writes a token (``logits_width``), by which its output head is known outside its layers, whatever its
+    name; None: a head's products of many rows are asked for, too. Returns whether a decode step now has to wait for the device
+    between layers (so computing ahead gains nothing).
     """
     found = list(_replaceable(model))
     if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * _memory_bytes():
         return False
+    inside = {id(module) for layer in (model.layers if logits else ()) for module in layer.modules()}
     for path, module in found:
         # One at a time: the packed weight is freed before the next is unpacked.
-        model.update_modules(tree_unflatten([(path, _replacement(module, logits))]))
+        head = logits is not None and len(module.weight) == logits and id(module) not in inside
+        model.update_modules(tree_unflatten([(path, _replacement(module, head=head))]))
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
 
 
@@ -123,13 +125,13 @@ def _replaceable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _replacement(module: nn.Module, logits: int | None) -> nn.Module:
+def _replacement(module: nn.Module, *, head: bool) -> nn.Module:
     weight = mx.contiguous(_dense(module).T).T  # (out, in), a view of a contiguous (in, out)
     mx.eval(weight)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return DenseEmbedding(weight)
     bias = module.bias.astype(mx.float32) if "bias" in module else None
-    return (DenseHead if weight.shape[0] == logits else DenseLinear)(weight, bias)
+    return (DenseHead if head else DenseLinear)(weight, bias)
 
 
 def _dense(module: nn.Module) -> mx.array:

@@ -16,6 +16,7 @@ from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupporte
 from tokamac.engine.limits.cost import Cost, cost_of_model
 from tokamac.engine.limits.leaves import leaf_modules
 from tokamac.engine.open_files import not_opened
+from tokamac.engine.position_table import bound_positions
 from tokamac.engine.shards import find_shards
 from tokamac.engine.weights import without_fp8
 
@@ -69,6 +70,7 @@ def load_model(
         module.set_dtype(wanted)
     _read(module, folder, dtype, progress)
     eager = device == "cpu" and wanted == mx.float32 and unpack(module, logits=_logits(module))
+    bound_positions(module)
     mx.clear_cache()
     return LoadedModel(module, config, folder, stored, eager, doubts)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 
 from tests.kv import zoo
 from tests.kv.models import Reference, feed, largest_difference, seeded, tokens
@@ -20,6 +21,7 @@ from tokamac.engine.kv.attention import recording
 from tokamac.engine.kv.plan import CachePlan
 from tokamac.engine.kv.probe import leaves, map_leaves
 from tokamac.engine.kv.windows import ignored_windows
+from tokamac.engine.position_table import bound_positions, position_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = 100
@@ -137,6 +139,33 @@ def test_on_a_cpu_no_piece_of_a_prompt_computes_its_logits(
     mx.eval([cache.state for cache in caches])
     assert logits.shape[-1] == zoo.VOCABULARY
     assert zoo.VOCABULARY not in widths
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_table_of_positions_is_known_and_never_read_beyond_its_end(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table is what is looked up by where tokens stand, rather than by which they are: the class itself says which it is."""
+    model, config = built(name)
+    rows, look_up = [], nn.Embedding.__call__
+
+    def watched(table: nn.Embedding, ids: mx.array) -> mx.array:
+        if ids.flatten().tolist() == [0, 1, 2, 3, 4]:
+            rows.append(len(table.weight))
+        return look_up(table, ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Embedding, "__call__", watched)
+        model(mx.full((1, 5), 7), cache=plan_caches(model, config, KVSpec()).make())
+    assert [*filter(None, [position_rows(model)])] == rows
+    assert bool(rows) == (name in {"gpt2", "gpt_bigcode"})
+    if not rows:
+        return
+    before = model(tokens(40))
+    bound_positions(model)
+    assert largest_difference(model(tokens(40)), before) == 0
+    beyond = model(tokens(rows[0] + 3))[0, :, 0]
+    assert bool(mx.all(mx.isnan(beyond[rows[0] :])))
 
 
 def refusal(family: Family) -> str | None:
