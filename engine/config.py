@@ -17,6 +17,7 @@ from typing import Any
 from tokamac.engine.architectures import find_classes
 from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.config_rules import check_config, doubts_of
+from tokamac.engine.config_values import check_values
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
 from tokamac.engine.weights import adapt, packing_kept
@@ -67,7 +68,7 @@ OTHER_TASKS = re.compile(
 def read_config(folder: Path) -> Config:
     """Return the folder's ``config.json``, normalised. Nothing else is read or run.
 
-    Raises ModelDamagedError when the file is missing, is not JSON, or is no config.
+    Raises ModelDamagedError when the file is missing, is not JSON, or is no config, or holds values that no model has.
     """
     path = folder / "config.json"
     again = "Download or convert the model again."
@@ -86,6 +87,7 @@ def read_config(folder: Path) -> Config:
     if not isinstance(config, dict):
         raise ModelDamagedError(f"{path} holds no JSON object", again)
     try:
+        check_values(_untag(config))
         return normalise(config)
     except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
         raise ModelDamagedError(f"{path} holds values that can't be right: {error}", again) from error

@@ -113,7 +113,9 @@ class Run:
             self.ended_by_memory = count != limit and room.will_grow(len(self.held)) and not self._may_grow()
             last_one = count == limit or self.ended_by_memory
             checked = count % CHECK_STEPS == 0
-            following = self._step(pending, sampler, checked=checked) if self._ahead and not last_one else None
+            following = (
+                self._step(_some_token(pending), sampler, checked=checked) if self._ahead and not last_one else None
+            )
             if room.grew():
                 self._mark("kv growth")
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
@@ -143,6 +145,11 @@ class Run:
             chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
         mx.async_eval(chosen)  # type: ignore[no-untyped-call]
         return chosen
+
+
+def _some_token(chosen: mx.array) -> mx.array:
+    """Return ``chosen`` (1,) or, in place of NO_NUMBER, a token that there is: a lookup has no bounds, and reads foreign memory."""
+    return mx.where(chosen == NO_NUMBER, 0, chosen)
 
 
 def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:

@@ -30,6 +30,7 @@ from tokamac.engine.stream import ReplyText
 
 LIVE_GAPS = 64
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
+_LETS_THE_MIDDLE_GO = _LETS_GO.removeprefix("roll or ")
 
 
 @dataclass(slots=True)
@@ -230,8 +231,8 @@ def check_room(runtime: Runtime, prompt_tokens: int) -> None:
     """Raise ContextError unless the context has room for the prompt and one token of reply."""
     room = runtime.room(prompt_tokens)
     if room is not None and room < 1:
-        what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
+        lets_go = _LETS_GO if runtime.positions is None else _LETS_THE_MIDDLE_GO
         raise ContextError(
-            f"the prompt has {prompt_tokens:,} tokens, but {what} {runtime.capacity:,}",
-            f"Shorten it, start a new chat, or let some of it go: {_LETS_GO}.",
+            f"the prompt has {prompt_tokens:,} tokens, but {runtime.what_bounds()} {runtime.longest:,}",
+            f"Shorten it, start a new chat, or let some of it go: {lets_go}.",
         )
