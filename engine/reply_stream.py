@@ -65,7 +65,9 @@ class ReplyStream(Generator[Event, None, None]):
         trace: TracebackType | None = None,  # noqa: ARG002  # as every generator takes it
     ) -> Event:
         """Raise an exception where the reply is read."""
-        return self._events.throw(kind if error is None else error)  # type: ignore[arg-type]
+        if isinstance(error, BaseException):
+            return self._events.throw(error)
+        return self._events.throw(kind) if isinstance(kind, BaseException) else self._events.throw(kind, error)
 
     def close(self) -> None:
         """End the reply; nothing more is read."""

@@ -5,6 +5,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -189,9 +190,11 @@ class Sampler:
         if not self._scored:
             return None
         first = self._scored.popleft()
-        (logprob,), ids, logprobs = first.logprob.tolist(), first.ids.tolist(), first.logprobs.tolist()  # type: ignore[misc]
-        pairs = zip(ids, logprobs, strict=True)  # type: ignore[arg-type]
-        return Score(float(logprob), tuple((int(each), value) for each, value in pairs if math.isfinite(value)))
+        ids: Any = first.ids.tolist()
+        logprobs: Any = first.logprobs.tolist()
+        own: Any = first.logprob.item()
+        pairs = zip(ids, logprobs, strict=True)
+        return Score(own, tuple(pair for pair in pairs if math.isfinite(pair[1])))
 
     def _biased(self, logits: mx.array) -> mx.array:
         if bias := self._sampling.logit_bias:

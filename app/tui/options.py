@@ -60,7 +60,7 @@ def _show_order(order: tuple[str, ...]) -> str:
     return "" if order == STAGES else ",".join(order)
 
 
-SAMPLING_FIELDS = (
+USUAL_FIELDS = (
     Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
     Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
     Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
@@ -69,6 +69,8 @@ SAMPLING_FIELDS = (
     Field("seed", "Seed", "empty: another each time", int, None),
     Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
+)
+RARE_FIELDS = (
     Field("stop_token_ids", "Stop tokens", "ids, split by commas", _ids, (), _show_ids),
     Field("min_tokens", "Min tokens", "no end before so many; 0 is off", int, 0),
     Field("presence_penalty", "Presence penalty", "-2 to 2; 0 is off", float, 0.0),
@@ -82,6 +84,7 @@ SAMPLING_FIELDS = (
     Field("dry_sequence_breakers", "DRY breakers", "split by ' | '; \\n: new line", _stop, ()),
     Field("order", "Order of stages", "split by commas; empty: the usual", _order, STAGES, _show_order),
 )
+SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
 """What of Sampling the chat has. It shows no log-probabilities, so it has no field for them."""
 KV_FIELDS = (
     Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
