@@ -24,7 +24,7 @@ from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
-from tokamac.engine.sampling import Sampler, TokenSets
+from tokamac.engine.sampling import Sampler, Score, TokenSets
 from tokamac.engine.squeeze import ReplyGrowth, Room, make_room
 from tokamac.engine.stream import Provenance, ReplyText
 from tokamac.engine.tokens import Tokenizer
@@ -188,7 +188,8 @@ class Reply:
             begun=request.begun,
             unstopped=sampling.min_tokens,
         )
-        came_from, stopped_by = Provenance(tokenizer), None
+        came_from = Provenance(tokenizer)
+        ended_by: tuple[int, Score | None] | None = None
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
             sets = token_sets(tokenizer, sampling)
@@ -199,10 +200,10 @@ class Reply:
                 request.recorder.token()
                 self._throttled.look()
                 score = sampler.take_score()
-                came_from.add(token, *(() if score is None else (score.logprob, score.top)))
                 if token in sets.ends:
-                    reason, stopped_by = "stop", token
+                    reason, ended_by = "stop", (token, score)
                     break
+                came_from.add(token, score)
                 yield from watch.handed(came_from.mark(text.add(token)))
                 if text.stopped:
                     reason = "stop"
@@ -215,6 +216,8 @@ class Reply:
         self._ended_by_memory = reason == "length" and run.ended_by_memory
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from came_from.mark(text.finish())
+        if ended_by is not None:
+            came_from.add(*ended_by)
         request.recorder.end()
         self._throttled.look(now=True)
         metrics = self.metrics()
@@ -228,7 +231,7 @@ class Reply:
             text.thinking,
             *measured,
             doubts=self._runtime.doubts,
-            stopped_by=stopped_by if text.stopped_by is None else text.stopped_by,
+            stopped_by=text.stopped_by if ended_by is None else ended_by[0],
             ids=ids,
             logprobs=logprobs,
         )

@@ -1,11 +1,15 @@
 """From tokens to what the reader sees: whole characters, stop texts never shown, thinking told apart from the answer."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from tokamac.engine.continuation import Begun
 from tokamac.engine.events import Alternative, TextChunk, TextKind, TokenLogprob
 from tokamac.engine.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from tokamac.engine.sampling import Score
 
 CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 """What ends a Harmony message or begins the header of the next, which "<|message|>" ends:
@@ -184,13 +188,13 @@ class Provenance:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
 
-    def add(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> None:
-        """Take the next token of the reply, and where they are wanted its log-probability and those of the likeliest."""
+    def add(self, token: int, score: "Score | None" = None) -> None:
+        """Take the next token of the reply, and its score where that is wanted."""
         self._ids.append(token)
-        if logprob is not None:
+        if score is not None:
             text = self._tokenizer.token_text
-            others = tuple(Alternative(each, text(each), value) for each, value in top)
-            self._logprobs.append(TokenLogprob(token, text(token), logprob, others))
+            others = tuple(Alternative(each, text(each), value) for each, value in score.top)
+            self._logprobs.append(TokenLogprob(token, text(token), score.logprob, others))
 
     def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
         """Return the tokens that went with no text yet, and what is known of them; they are counted with what asks."""
