@@ -406,7 +406,7 @@ def test_stages_apply_in_the_order_that_is_asked_for(order: list[str], seed: int
         temperature=0.6, top_k=top_k, top_p=0.93, min_p=0.01, xtc_probability=1, xtc_threshold=0.08, order=order,
         presence_penalty=0.7, frequency_penalty=0.4, seed=seed,
     )  # fmt: skip
-    logits = 1.5 * mx.random.normal((1, 40), key=mx.random.key(seed))
+    logits = 1.5 * mx.random.normal((1, 200), key=mx.random.key(seed))  # more than top-k searches
     sampler, seen = Sampler(asked.resolved(Sampling()), [0]), []
     for _ in range(6):
         allowed = set(np.flatnonzero(np.isfinite(staged(np.asarray(logits[0]), asked, seen))).tolist())
