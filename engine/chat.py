@@ -12,6 +12,7 @@ from tokamac.engine.events import Event, Finished, Message, TextChunk
 from tokamac.engine.given import given_messages, given_sampling, given_text, given_words
 from tokamac.engine.options import Sampling
 from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
+from tokamac.engine.reply_stream import ReplyStream
 
 if TYPE_CHECKING:
     from tokamac.engine.session import Engine
@@ -35,8 +36,8 @@ class Chat:
     """A conversation with an engine's model. Made by ``engine.chat``.
 
     ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
-    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``. They wait for a reply in progress, and
-    so does ``price``.
+    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``; ``cancel`` of the iterator does so from
+    another thread. They wait for a reply in progress, and so does ``price``.
     """
 
     def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
@@ -52,7 +53,7 @@ class Chat:
         """The turns so far, oldest first."""
         return tuple(self._messages)
 
-    def send(self, text: str, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+    def send(self, text: str, sampling: Sampling | None = None) -> ReplyStream:
         """Add a user's message and generate the reply. Raises OptionError for an empty message.
 
         A message before it that was never answered (cancelled at once, say) is left out: templates refuse two in a row. Where the
@@ -63,7 +64,7 @@ class Chat:
         self._messages = [*self._answered(), added]
         return self._record(_Asked(self.messages, self.messages, before), how)
 
-    def regenerate(self, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+    def regenerate(self, sampling: Sampling | None = None) -> ReplyStream:
         """Generate the last reply again, or the missing one after an edit. Raises OptionError when there is no question.
 
         The last reply stays until the new one has ended, or was cancelled; for good, where that says nothing.
@@ -74,7 +75,7 @@ class Chat:
             raise OptionError("there is nothing to regenerate", "Send a message first.")
         return self._record(_Asked(now, asked, now), how)
 
-    def continue_reply(self, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+    def continue_reply(self, sampling: Sampling | None = None) -> ReplyStream:
         """Generate the rest of the last reply, which was cut: at its token limit, or by cancelling. It becomes one message with it.
 
         TextChunks are what is new; Finished holds all of the reply. Raises OptionError where no reply is last, or it is empty.
@@ -151,17 +152,22 @@ class Chat:
                 f"there is no message {index!r:.60}", f"The chat has {len(self._messages)}, counted from 0."
             )
 
-    def _record(self, asked: _Asked, sampling: Sampling) -> Generator[Event, None, None]:
+    def _record(self, asked: _Asked, sampling: Sampling) -> ReplyStream:
+        begun = asked.begun
+        prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
+        events = self._engine.generate(prompt, sampling, continues=begun is not None)
+        return ReplyStream(self._recorded(asked, events), events)
+
+    def _recorded(self, asked: _Asked, reply: ReplyStream) -> Generator[Event, None, None]:
         """Yield the events of a reply, and keep what it said.
 
         An edit since it was asked for, or another reply, changes what it would belong to: then it belongs to nothing.
         """
         begun = asked.begun
-        prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
         said = Message("assistant", "") if begun is None else begun
         whole = False
         try:
-            with contextlib.closing(self._engine.generate(prompt, sampling, continues=begun is not None)) as events:
+            with contextlib.closing(reply) as events:
                 for event in events:
                     if isinstance(event, TextChunk):
                         said = _longer(said, event)

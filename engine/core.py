@@ -114,6 +114,7 @@ class Core:
         """
         self._pacing.later()
         resolved = sampling.resolved(self.spec.recommended)
+        self._prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
         request = self._prompting.request(prompt, resolved, recorder, turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
@@ -170,9 +171,13 @@ class Core:
         check_room(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
-        parts = [rates.prefill_s(tokens), rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
+        computing_s = rates.prefill_s(tokens)
+        estimated = computing_s is None
+        if estimated:
+            computing_s = self.predict(len(request.ids), len(request.ids), len(request.ids) - tokens).ttft_s
+        parts = [computing_s, rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
         seconds = None if None in parts else sum(part for part in parts if part is not None)
-        return Price(len(request.ids), tokens, known.disk_bytes, seconds)
+        return Price(len(request.ids), tokens, known.disk_bytes, seconds, estimated and seconds is not None)
 
     def cache_trouble(self) -> str | None:
         """Return what the user should know of the prompt cache on disk; None while all is well."""

@@ -143,7 +143,7 @@ class Run:
         chosen = sampler(logits)
         if checked:
             chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
-        mx.async_eval(chosen)  # type: ignore[no-untyped-call]
+        mx.async_eval(chosen, *sampler.newest_score())  # type: ignore[no-untyped-call]
         return chosen
 
 

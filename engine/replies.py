@@ -46,14 +46,20 @@ class Replies:
         return self._worker.call(work, hurry=reads)
 
     def stream(
-        self, source: Callable[[Stream], Generator[Event, None, None]], *, endless: bool = False
+        self,
+        source: Callable[[Stream], Generator[Event, None, None]],
+        *,
+        endless: bool = False,
+        opened: Callable[[Stream], None] = lambda _: None,
     ) -> Generator[Event, None, None]:
         """Run ``source`` on the engine's thread and yield its events on this one. Closing the generator ends it.
 
+        opened: told of what carries the events, before anything is asked of the thread.
         Raises OptionError on the engine's own thread, and on one that still reads a reply without an end.
         """
         self._check_reader()
         stream = Stream(meanwhile=lambda: self._worker.answer() and not endless, endless=endless)
+        opened(stream)
         self._ahead.set()
         self.open.append(stream)
         try:

@@ -24,9 +24,10 @@ from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
-from tokamac.engine.sampling import Sampler
+from tokamac.engine.sampling import Sampler, Score, TokenSets
 from tokamac.engine.squeeze import ReplyGrowth, Room, make_room
-from tokamac.engine.stream import ReplyText
+from tokamac.engine.stream import Provenance, ReplyText
+from tokamac.engine.tokens import Tokenizer
 
 LIVE_GAPS = 64
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
@@ -180,21 +181,31 @@ class Reply:
     def _decode(self, run: Run, growth: ReplyGrowth) -> Iterator[Event]:
         request = self._request
         self._decoding = True
+        tokenizer, sampling = self._runtime.tokenizer, request.sampling
         text = ReplyText(
-            self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking, begun=request.begun
+            tokenizer,
+            sampling.stop,
+            in_thinking=request.in_thinking,
+            begun=request.begun,
+            unstopped=sampling.min_tokens,
         )
+        came_from = Provenance(tokenizer)
+        ended_by: tuple[int, Score | None] | None = None
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
-            sampler = Sampler(request.sampling, request.ids)
+            sets = token_sets(tokenizer, sampling)
+            sampler = Sampler(sampling, request.ids, sets)
             watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
                 self._throttled.look()
-                if token in self._runtime.tokenizer.eos_ids:
-                    reason = "stop"
+                score = sampler.take_score()
+                if token in sets.ends:
+                    reason, ended_by = "stop", (token, score)
                     break
-                yield from watch.handed(text.add(token))
+                came_from.add(token, score)
+                yield from watch.handed(came_from.mark(text.add(token)))
                 if text.stopped:
                     reason = "stop"
                     break
@@ -205,13 +216,26 @@ class Reply:
                     break
         self._ended_by_memory = reason == "length" and run.ended_by_memory
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
-        yield from text.finish()
+        yield from came_from.mark(text.finish())
+        if ended_by is not None:
+            came_from.add(*ended_by)
         request.recorder.end()
         self._throttled.look(now=True)
         metrics = self.metrics()
+        ids, logprobs = came_from.take()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
-        yield Finished(reason, text.answer, metrics, text.thinking, *measured, doubts=self._runtime.doubts)
+        yield Finished(
+            reason,
+            text.answer,
+            metrics,
+            text.thinking,
+            *measured,
+            doubts=self._runtime.doubts,
+            stopped_by=text.stopped_by if ended_by is None else ended_by[0],
+            ids=ids,
+            logprobs=logprobs,
+        )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine
@@ -225,6 +249,15 @@ class Reply:
         asked = self._request.sampling.max_tokens
         room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
+
+
+def token_sets(tokenizer: Tokenizer, sampling: Sampling) -> TokenSets:
+    """Return which tokens are drawn by rules of their own."""
+    ends = tokenizer.eos_ids | set(sampling.stop_token_ids)
+    kept = ends | set(tokenizer.encode("\n")) if sampling.xtc_probability else ends
+    if not sampling.dry_multiplier:
+        return TokenSets(ends, kept)
+    return TokenSets(ends, kept, tokenizer.breakers(sampling.dry_sequence_breakers))
 
 
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:

@@ -3,7 +3,8 @@
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +13,21 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from tokamac.engine.chat import Chat
 from tokamac.engine.device import cannot_import, check_backends, installed_backends, leave_thread
 from tokamac.engine.errors import EngineClosedError, OptionError
-from tokamac.engine.events import Event, Live, LoadProgress, Message
-from tokamac.engine.given import given_count, given_ids, given_limit, given_messages, given_prompt, given_sampling
+from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, TextChunk, TokenLogprob
+from tokamac.engine.given import (
+    given_count,
+    given_ids,
+    given_limit,
+    given_messages,
+    given_prompt,
+    given_question,
+    given_sampling,
+)
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.replies import Replies
+from tokamac.engine.reply_stream import ReplyHandle, ReplyStream
 from tokamac.engine.worker import Stream, Worker
 
 if TYPE_CHECKING:
@@ -132,17 +142,49 @@ class Engine:
         """Return a conversation, new or continued from ``messages``."""
         return Chat(self, system, messages)
 
-    def generate(
+    def ask(self, prompt: str | Prompt, sampling: Sampling | None = None, *, system: str | None = None) -> Finished:
+        """Return the whole reply to a text, to messages or to token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
+
+        Its ``ids`` and ``logprobs`` are those of all tokens of the reply. system: a system prompt, for a text or messages without
+        one. ``cancel`` ends it from another thread, with reason "cancelled". Raises what ``generate`` raises.
+        """
+        events = self.generate(given_question(prompt, system), sampling)
+        ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        for event in events:
+            if isinstance(event, TextChunk | Finished):
+                ids.extend(event.ids)
+                logprobs.extend(event.logprobs)
+            if isinstance(event, Finished):
+                end = event
+        return replace(end, ids=tuple(ids), logprobs=tuple(logprobs))
+
+    def generate_async(
         self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False
-    ) -> Generator[Event, None, None]:
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of ``generate`` to a task: ``async for event in engine.generate_async(prompt)``.
+
+        Cancelling the task, or closing the iterator (``aclose``), ends the reply. The same as ``async for`` over ``generate``,
+        ``chat.send`` or another of a chat's replies.
+        """
+        return aiter(self.generate(prompt, sampling, continues=continues))
+
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False) -> ReplyStream:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
         continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
         all of the reply, and ``max_tokens`` counts what is new.
-        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse.
+        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
+        this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
         Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step. OptionError also on a thread
         that still reads a reply without an end: one with a rolling window, and no ``max_tokens``.
         """
+        handle = ReplyHandle()
+        return ReplyStream(self._generated(prompt, sampling, handle, continues=continues), handle)
+
+    def _generated(
+        self, prompt: Prompt, sampling: Sampling | None, handle: ReplyHandle, *, continues: bool
+    ) -> Generator[Event, None, None]:
         recorder = Recorder()
         recorder.accept()
         given, how = given_prompt(prompt), given_sampling(sampling)
@@ -152,7 +194,8 @@ class Engine:
             self._replies.live = reply.live
             yield from reply.events()
 
-        yield from self._replies.stream(answer, endless=self.spec.rolls and how.max_tokens is None)
+        endless = self.spec.rolls and how.max_tokens is None
+        yield from self._replies.stream(answer, endless=endless, opened=handle.attach)
 
     def cancel(self) -> None:
         """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""

@@ -7,12 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message, TextKind
 from tokamac.engine.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from tokamac.engine.dry import Breakers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
 
@@ -101,6 +104,7 @@ class Tokenizer:
         self.thinking = self._find_thinking()
         self._hidden_ids = self._find_hidden_ids()
         self._control = ControlTokens(self._find_marks())
+        self._breakers: dict[tuple[str, ...], Breakers] = {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -150,9 +154,31 @@ class Tokenizer:
         """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
         return token in self._hidden_ids
 
-    def mark(self, token: int) -> str:
-        """Return the text of a hidden token."""
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, hidden or not; U+FFFD stands for bytes that are no character."""
         return self._decode([token])
+
+    def breakers(self, texts: tuple[str, ...]) -> "Breakers":
+        """Return which tokens end a repeated sequence (DRY): those that spell one of ``texts``, and marks for the model."""
+        known = self._breakers.get(texts)
+        if known is None:
+            from tokamac.engine.dry import find_breakers
+
+            known = find_breakers(texts, self._token_texts(), self._encode_within, self._hidden_ids)
+            self._breakers = {texts: known}
+        return known
+
+    def _token_texts(self) -> list[str]:
+        """Return the text of every token, by id: a fifth of a second for a large vocabulary."""
+        ids = range(max(self._hf.get_vocab().values(), default=-1) + 1)
+        if self._hf.is_fast:
+            return list(self._hf.backend_tokenizer.decode_batch([[each] for each in ids], skip_special_tokens=False))
+        return [self._decode([each]) for each in ids]
+
+    def _encode_within(self, text: str) -> list[int]:
+        """Return the tokens of a text that stands within another: some tokenizers put a space before what begins."""
+        first, both = self.encode("a"), self.encode(f"a{text}")
+        return both[len(first) :] if both[: len(first)] == first else self.encode(text)
 
     @property
     def writes_channels(self) -> bool:

@@ -15,6 +15,7 @@ import mlx.core as mx
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.limits.memory import device_total
+from tokamac.engine.spelling import nearest
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
 from tokamac.quant.fingerprint import conversion_key
@@ -53,12 +54,12 @@ class Asked(TypedDict, total=False):
 class Conversion:
     """A finished conversion. Bytes and seconds.
 
-    peak_memory_bytes: the most that MLX held at once, beside what it held before. quality: how close it is to its source; None
-    where that was not wanted.
+    path: the folder. peak_memory_bytes: the most that MLX held at once, beside what it held before. quality: how close it is to its
+    source; None where that was not wanted.
     notes: what a user should know.
     """
 
-    path: str
+    path: Path
     weight_bytes: int
     bits_per_weight: float
     source_bytes: int
@@ -70,6 +71,7 @@ class Conversion:
     def to_json(self) -> dict[str, Any]:
         """Return plain values under the names of the public contract."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain["path"] = str(self.path)
         return {**plain, "quality": None if self.quality is None else self.quality.to_json(), "notes": list(self.notes)}
 
 
@@ -127,7 +129,7 @@ def convert(
     and the record says so.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
-    options = Options(**asked)
+    options = _options(asked)
     started_s, tell = time.perf_counter(), progress or (lambda _: None)
     _check_paths(source, out)
     folder = locate(source)
@@ -150,6 +152,17 @@ def convert(
         held_bytes = peak()
     report = _report(ready.plan, target, time.perf_counter() - started_s, held_bytes, outcome)
     return replace(report, notes=(*report.notes, *place.notes))
+
+
+def _options(asked: Mapping[str, Any]) -> Options:
+    """Return the options of a conversion. Raises OptionError for one that there is not, and names what was probably meant."""
+    known = {*(each.name for each in fields(Options)), "overwrite", "dry_run", "progress"}
+    for name in asked:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"Did you mean {near}?" if near else f"Use one of {', '.join(sorted(known))}."
+            raise OptionError(f"convert has no option {name!r:.60}", hint)
+    return Options(**asked)
 
 
 def _check_paths(source: object, out: object) -> None:
@@ -202,7 +215,7 @@ def _suffix(options: Options) -> str:
 
 def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int, quality: Outcome | None) -> Conversion:
     return Conversion(
-        path=str(target),
+        path=target,
         weight_bytes=plan.weight_bytes,
         bits_per_weight=plan.bits_per_weight,
         source_bytes=plan.source_bytes,

@@ -50,7 +50,10 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:
-        raise ConversionError(f"{target} already exists", "Choose another folder, or add --overwrite to replace it.")
+        raise ConversionError(
+            f"{target} already exists",
+            "Choose another folder, or replace it with --overwrite (in Python overwrite=True).",
+        )
     replaceable = target.is_dir() and not target.is_symlink()
     if not replaceable or (any(target.iterdir()) and not (target / "config.json").is_file()):
         raise ConversionError(f"{target} is not a model folder", "Only a model folder is replaced: choose another.")

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.cli.conftest import Run
 from tokamac.app import output
 from tokamac.app.commands import ask
 from tokamac.app.commands.prompt import compose
-from tokamac.app.options import kv_bits, kv_spec, sampling
+from tokamac.app.options import SAMPLING_FLAGS, kv_bits, kv_spec, sampling
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
@@ -43,6 +44,29 @@ def test_every_generation_and_kv_flag_arrives() -> None:
     assert flags(*given.split())[0] == wanted
     kv = flags(*["--kv-bits", "8,4", "--kv-group-size", "32", "--kv-window", "99", "--kv-keep", "system"])[1]
     assert kv == KVSpec(8, 4, 32, 99, "system")
+
+
+def test_every_option_of_sampling_has_a_flag() -> None:
+    assert {*SAMPLING_FLAGS.values(), "logprobs"} == {each.name for each in fields(Sampling)}
+
+
+def test_flags_of_penalties_and_endings_arrive() -> None:
+    given = (
+        "--stop-token-id 5 --stop-token-id 6 --min-tokens 4 --logit-bias 9=-100 --logit-bias 3=2.5 --presence-penalty 0.5 "
+        "--frequency-penalty -0.25 --xtc-probability 0.5 --xtc-threshold 0.2 --dry-multiplier 0.8 --dry-base 2 "
+        "--dry-allowed-length 3 --dry-sequence-breaker | --sampler-order dry,penalties,top_k,top_p,min_p,xtc,temperature"
+    )
+    assert flags(*given.split())[0] == Sampling(
+        stop_token_ids=(5, 6), min_tokens=4, logit_bias={9: -100, 3: 2.5}, presence_penalty=0.5, frequency_penalty=-0.25,
+        xtc_probability=0.5, xtc_threshold=0.2, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3,
+        dry_sequence_breakers=("|",), order=("dry", "penalties", "top_k", "top_p", "min_p", "xtc", "temperature"),
+    )  # fmt: skip
+
+
+def test_how_a_stage_works_may_be_changed_where_the_settings_turn_it_on() -> None:
+    parser = ask.parser()
+    options = parser.parse_args(["hi", "--dry-base", "2"])
+    assert sampling(parser, options, Sampling(dry_multiplier=0.5)) == Sampling(dry_multiplier=0.5, dry_base=2)
 
 
 def test_flags_change_a_base_one_by_one() -> None:
