@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:
         status = _failed(error, json_wanted="--json" in arguments)
+    except BaseException as error:
+        from tokamac.engine.errors import panic_error
+
+        if (known := panic_error(error)) is None:
+            raise
+        status = _failed(known, json_wanted="--json" in arguments)
     return _flush(status)
 
 

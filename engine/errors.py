@@ -19,6 +19,8 @@ Every error says what failed (``str(error)``) and what to do next (``error.hint`
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ALLOW = "Allow your terminal to use that folder: System Settings > Privacy & Security > Files and Folders"
 """What opens Desktop, Documents, Downloads and other disks to a program on a Mac, once that was refused there."""
@@ -32,6 +34,37 @@ def private(error: OSError) -> bool:
 def access_hint(error: OSError, otherwise: str) -> str:
     """Return what to do about a file that can't be used; ``otherwise`` where macOS does not keep it private."""
     return f"{ALLOW}." if private(error) else otherwise
+
+
+def unreadable(path: object, error: OSError) -> "ModelDamagedError":
+    """Return the error for a file of a model that can't be read."""
+    return ModelDamagedError(
+        f"{path} can't be read: {error.strerror or error}", access_hint(error, "Check the file and its permissions.")
+    )
+
+
+def panic_error(error: BaseException) -> "ModelDamagedError | None":
+    """Return the engine's error for a panic of a library written in Rust (tokenizers, safetensors); None for all else.
+
+    Such a panic is a BaseException (https://pyo3.rs, PanicException), so that ``except Exception`` would let it pass.
+    """
+    if type(error).__name__ != "PanicException" or isinstance(error, Exception):
+        return None
+    return ModelDamagedError(
+        f"a file of the model can't be used: {' '.join(str(error).split())[:200]}",
+        "It is most likely the tokenizer's: download the model again.",
+    )
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise the panics of libraries written in Rust inside a with block as ModelDamagedError."""
+    try:
+        yield
+    except BaseException as error:
+        if (known := panic_error(error)) is None:
+            raise
+        raise known from error
 
 
 def _printable(text: str) -> str:

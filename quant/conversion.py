@@ -15,14 +15,23 @@ import mlx.core as mx
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.limits.memory import device_total
+from tokamac.engine.shards import find_shards
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
 from tokamac.quant.fingerprint import conversion_key
-from tokamac.quant.folder import check_space, check_target
+from tokamac.quant.folder import (
+    check_space,
+    check_target,
+    is_installed,
+    partial_folder,
+    remove_partial,
+    writing_to,
+)
 from tokamac.quant.options import Method, Options, Shipped
 from tokamac.quant.plan import Plan
 from tokamac.quant.preparing import check_method, foreseen, prepare
 from tokamac.quant.provenance import CARD, provenance, source_id
+from tokamac.quant.recorded import read_recorded, read_sizes
 from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
 from tokamac.quant.source import Source, locate, open_source
 from tokamac.quant.streamed import Streamed, streamable_folder, streamable_source
@@ -31,6 +40,9 @@ from tokamac.quant.workplace import workplace
 from tokamac.quant.writing import TensorDone, write
 
 __all__ = ["Asked", "Conversion", "TensorDone", "convert", "default_target"]
+
+
+FINISHED = "this conversion was finished before, and its folder is in its place: nothing was to be done"
 
 
 class Asked(TypedDict, total=False):
@@ -133,6 +145,8 @@ def convert(
     folder = locate(source)
     target = Path(out) if out is not None else default_target(source, options)
     if not dry_run:
+        if (done := _installed(target, folder, options, overwrite=overwrite)) is not None:
+            return replace(done, seconds=time.perf_counter() - started_s)
         check_target(target, folder, overwrite=overwrite)
     opened = open_source(folder)
     check_method(opened, options)
@@ -150,6 +164,30 @@ def convert(
         held_bytes = peak()
     report = _report(ready.plan, target, time.perf_counter() - started_s, held_bytes, outcome)
     return replace(report, notes=(*report.notes, *place.notes))
+
+
+def _installed(target: Path, folder: Path, options: Options, *, overwrite: bool) -> Conversion | None:
+    """Return what this very conversion came to, where it stands at ``target`` already; None where it is to be done.
+
+    So the same command, repeated after a crash that came once the folder was in its place, is done instead of refused. To replace
+    a finished folder is work that was asked for, unless something is left of the run that made it.
+    """
+    try:
+        if overwrite and not partial_folder(target).exists():
+            return None
+        if not target.is_dir() or not is_installed(target, conversion_key(folder, options)):
+            return None
+        find_shards(target)
+        sizes = read_sizes(target)
+    except (OSError, ModelError):  # what stands there is not whole
+        return None
+    if sizes is None:
+        return None
+    with writing_to(target):
+        remove_partial(target)
+    found = read_recorded(target)
+    quality = found if isinstance(found, Outcome) and options.verify else None
+    return Conversion(str(target), *sizes, 0.0, 0, quality, (FINISHED,))
 
 
 def _check_paths(source: object, out: object) -> None:

@@ -48,7 +48,7 @@ from tokamac.app.backend.wire import (
     WireError,
     decode_request,
 )
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.errors import TokamacError, panic_error
 from tokamac.engine.events import (
     Event,
     Finished,
@@ -138,6 +138,10 @@ class Child:
         except Exception as error:  # whatever a model's code raises must not take the process down
             traceback.print_exc()
             self._fail(request, f"the engine failed: {type(error).__name__}: {error}", "The log has the details.")
+        except BaseException as error:
+            if (known := panic_error(error)) is None:
+                raise
+            self._fail(request, known.message, known.hint)
 
     def _fail(self, request: Request, error: str, hint: str) -> None:
         self._outbox.put(Failed(request.id if isinstance(request, Send) else None, error, hint))
