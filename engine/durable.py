@@ -10,6 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+FLUSH_S = 3.0
+"""How long closing an engine may take to finish writing what it keeps. Whoever waits for one, or ends its process, waits longer."""
+
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 _CANT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 """What a kernel, a container's filter or a file system says that can't exchange names."""

@@ -48,6 +48,7 @@ from tokamac.app.backend.wire import (
     WireError,
     decode_request,
 )
+from tokamac.engine.durable import FLUSH_S
 from tokamac.engine.errors import TokamacError, panic_error
 from tokamac.engine.events import (
     Event,
@@ -63,7 +64,7 @@ from tokamac.engine.open_files import raise_open_files
 
 T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
-CLOSE_S = 2.0  # how long a vanished screen's engine gets to close
+CLOSE_S = FLUSH_S + 2.0  # how long a vanished screen's engine gets to end its reply and close
 TROUBLE_S = 2.0  # the prompt cache is written in idle time: how often an idle child asks whether that went well
 
 
