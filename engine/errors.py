@@ -67,9 +67,28 @@ def panics_as_errors() -> Iterator[None]:
         raise known from error
 
 
+LONGEST_WORD, LONGEST_TEXT = 256, 2000
+"""Characters of a word, and of a message or a hint, that are told whole: paths of usual length, and all sentences of ours."""
+
+
+def shortened(text: str) -> str:
+    """Return text with the middle of very long words left out: names that others gave may have thousands of characters.
+
+    What is very long as a whole loses its middle too.
+    """
+    if len(text) <= LONGEST_WORD:
+        return text
+    words = [_cut(word, LONGEST_WORD) for word in text.split(" ")]
+    return _cut(" ".join(words), LONGEST_TEXT)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most * 2 // 3]}…{text[-most // 4 :]}"
+
+
 def _printable(text: str) -> str:
-    """Return text without what a terminal would obey: messages quote names and reasons that others wrote."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Return text without what a terminal would obey, and of bearable length: it quotes names and reasons that others wrote."""
+    return shortened("".join(char if char.isprintable() else " " for char in text))
 
 
 class TokamacError(Exception):

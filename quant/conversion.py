@@ -139,8 +139,35 @@ def convert(
     and the record says so.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
-    options = Options(**asked)
-    started_s, tell = time.perf_counter(), progress or (lambda _: None)
+    try:
+        return _convert(source, out, Options(**asked), overwrite=overwrite, dry_run=dry_run, tell=_guarded(progress))
+    except _ListenerError as error:
+        raise error.failure from None
+
+
+class _ListenerError(Exception):
+    """What whoever listens to the progress raised: no trouble with the folder that is written, though it may look like that."""
+
+    def __init__(self, failure: OSError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def _guarded(progress: Progress | None) -> Progress:
+    def tell(step: TensorDone | StageDone) -> None:
+        try:
+            if progress is not None:
+                progress(step)
+        except OSError as error:
+            raise _ListenerError(error) from error
+
+    return tell
+
+
+def _convert(
+    source: str | Path, out: str | Path | None, options: Options, *, overwrite: bool, dry_run: bool, tell: Progress
+) -> Conversion | Plan:
+    started_s = time.perf_counter()
     _check_paths(source, out)
     folder = locate(source)
     target = Path(out) if out is not None else default_target(source, options)

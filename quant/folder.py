@@ -189,8 +189,6 @@ def writing_to(target: Path) -> Iterator[None]:
     """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
     try:
         yield
-    except BrokenPipeError:  # of whoever listens to the progress: no disk says so
-        raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"
