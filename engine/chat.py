@@ -2,7 +2,9 @@
 
 import contextlib
 import operator
-from collections.abc import Generator, Sequence
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,12 +40,19 @@ class Chat:
     ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
     iterating, or close the iterator, to cancel: what was said so far stays in ``messages``; ``cancel`` of the iterator does so from
     another thread. They wait for a reply in progress, and so does ``price``.
+
+    A conversation has one turn at a time: while a reply that one thread asked for is not at its end, ``send``, ``regenerate``,
+    ``continue_reply`` and ``edit`` raise OptionError on any other. Chats of one engine, branches among them, may be used by
+    several threads at once.
     """
 
     def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
         self._engine = engine
         self.system = None if system is None else given_text(system, "the system prompt")
         self._messages = given_messages(messages)
+        self._turn = threading.Lock()  # held while messages are changed by who asks; never while a reply is made
+        self._asker: int | None = None  # the thread that asked last
+        self._reply: weakref.ref[ReplyStream] | None = None
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self._messages)} messages with {self._engine!r}>"
@@ -60,36 +69,43 @@ class Chat:
         reply fails before it says anything, the messages are what they were before.
         """
         added, how = Message("user", given_words(text)), given_sampling(sampling)
-        before = self.messages
-        self._messages = [*self._answered(), added]
-        return self._record(_Asked(self.messages, self.messages, before), how)
+        with self._own_turn():
+            before = self.messages
+            self._messages = [*self._answered(), added]
+            return self._begun(self._record(_Asked(self.messages, self.messages, before), how))
 
     def regenerate(self, sampling: Sampling | None = None) -> ReplyStream:
         """Generate the last reply again, or the missing one after an edit. Raises OptionError when there is no question.
 
         The last reply stays until the new one has ended, or was cancelled; for good, where that says nothing.
         """
-        how, now = given_sampling(sampling), self.messages
-        asked = now[:-1] if now and now[-1].role == "assistant" else now
-        if not asked:
-            raise OptionError("there is nothing to regenerate", "Send a message first.")
-        return self._record(_Asked(now, asked, now), how)
+        how = given_sampling(sampling)
+        with self._own_turn():
+            now = self.messages
+            asked = now[:-1] if now and now[-1].role == "assistant" else now
+            if not asked:
+                raise OptionError("there is nothing to regenerate", "Send a message first.")
+            return self._begun(self._record(_Asked(now, asked, now), how))
 
     def continue_reply(self, sampling: Sampling | None = None) -> ReplyStream:
         """Generate the rest of the last reply, which was cut: at its token limit, or by cancelling. It becomes one message with it.
 
         TextChunks are what is new; Finished holds all of the reply. Raises OptionError where no reply is last, or it is empty.
         """
-        how, now = given_sampling(sampling), self.messages
-        return self._record(_Asked(now, now[:-1], now, unfinished(now)), how)
+        how = given_sampling(sampling)
+        with self._own_turn():
+            now = self.messages
+            return self._begun(self._record(_Asked(now, now[:-1], now, unfinished(now)), how))
 
     def edit(self, index: int, text: str) -> None:
         """Replace the text of message ``index`` and drop what followed it; ``regenerate`` then answers it.
 
         Raises OptionError when there is no such message, and for an empty text.
         """
-        self._check(index)
-        self._messages[index:] = [Message(self._messages[index].role, given_words(text))]
+        words = given_words(text)
+        with self._own_turn():
+            self._check(index)
+            self._messages[index:] = [Message(self._messages[index].role, words)]
 
     def branch(self, index: int) -> "Chat":
         """Return a new chat that begins with the messages up to and including ``index``; this one stays as it is.
@@ -151,6 +167,23 @@ class Chat:
             raise OptionError(
                 f"there is no message {index!r:.60}", f"The chat has {len(self._messages)}, counted from 0."
             )
+
+    @contextlib.contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Change the messages for this thread. Raises OptionError while another one's reply is not at its end."""
+        with self._turn:
+            reply = None if self._reply is None else self._reply()
+            if reply is not None and not reply.ended and self._asker != threading.get_ident():
+                raise OptionError(
+                    "this chat is being answered on another thread",
+                    "Read that reply to its end or close it first; or ask in a chat of its own (branch).",
+                )
+            yield
+
+    def _begun(self, reply: ReplyStream) -> ReplyStream:
+        """Note whose turn it is now: this thread's, until the reply is at its end, closed, or let go of."""
+        self._asker, self._reply = threading.get_ident(), weakref.ref(reply)
+        return reply
 
     def _record(self, asked: _Asked, sampling: Sampling) -> ReplyStream:
         begun = asked.begun

@@ -20,6 +20,7 @@ from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.config_values import check_values
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
+from tokamac.engine.regular_files import read_text
 from tokamac.engine.weights import adapt, packing_kept
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
@@ -73,7 +74,7 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     again = "Download or convert the model again."
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelDamagedError(f"{path} is missing", f"Is this a model folder? {again}") from error
     except OSError as error:

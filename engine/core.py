@@ -11,6 +11,7 @@ import mlx.core as mx
 from tokamac.engine.compute_errors import computing
 from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
+from tokamac.engine.durable import FLUSH_S
 from tokamac.engine.errors import (
     ContextError,
     DeviceError,
@@ -42,8 +43,6 @@ from tokamac.engine.squeeze import make_room
 
 IDLE_STAGE_S = 0.1
 """What is computed in idle time can be interrupted so often."""
-FLUSH_S = 3.0
-"""How long closing may take to finish writing the prompt cache."""
 
 
 @dataclass(frozen=True, slots=True)

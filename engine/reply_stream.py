@@ -1,7 +1,8 @@
 """A reply as its reader holds it: events one after another, for a thread or for a task, and a handle that ends this reply alone."""
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -49,6 +50,12 @@ class ReplyStream(Generator[Event, None, None]):
     def __init__(self, events: Generator[Event, None, None], handle: Cancellable) -> None:
         self._events = events
         self._handle = handle
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last event was read, or it was closed."""
+        return self._ended
 
     def cancel(self) -> None:
         """End this reply alone, from any thread; other replies go on."""
@@ -56,7 +63,8 @@ class ReplyStream(Generator[Event, None, None]):
 
     def send(self, value: None) -> Event:
         """Return the next event."""
-        return self._events.send(value)
+        with self._noting_the_end():
+            return self._events.send(value)
 
     def throw(
         self,
@@ -65,12 +73,14 @@ class ReplyStream(Generator[Event, None, None]):
         trace: TracebackType | None = None,  # noqa: ARG002  # as every generator takes it
     ) -> Event:
         """Raise an exception where the reply is read."""
-        if isinstance(error, BaseException):
-            return self._events.throw(error)
-        return self._events.throw(kind) if isinstance(kind, BaseException) else self._events.throw(kind, error)
+        with self._noting_the_end():
+            if isinstance(error, BaseException):
+                return self._events.throw(error)
+            return self._events.throw(kind) if isinstance(kind, BaseException) else self._events.throw(kind, error)
 
     def close(self) -> None:
         """End the reply; nothing more is read."""
+        self._ended = True
         self._events.close()
 
     def __aiter__(self) -> AsyncGenerator[Event, None]:
@@ -83,9 +93,17 @@ class ReplyStream(Generator[Event, None, None]):
         loop = asyncio.get_running_loop()
         reader = ThreadPoolExecutor(1, thread_name_prefix="tokamac-reader")
         try:
-            while (event := await loop.run_in_executor(reader, next, self._events, None)) is not None:
+            while (event := await loop.run_in_executor(reader, next, self, None)) is not None:
                 yield event
         finally:
             self.cancel()  # a step that is still waited for returns
-            reader.submit(self._events.close)
+            reader.submit(self.close)
             reader.shutdown(wait=False)
+
+    @contextmanager
+    def _noting_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # whatever leaves a generator, it has ended
+            self._ended = True
+            raise

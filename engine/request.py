@@ -1,6 +1,6 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -65,10 +65,12 @@ class Reply:
         self._pieces: Pieces | None = None
         self._run: Run | None = None
         self._may_force = True
+        self._rested: list[int] | None = None  # what the caches held when they were given away
+        self._rested_bytes = self._rested_peak = 0
         self._cut_off = self._ended_by_memory = self._decoding = False
         self._throttled = ThrottleWatch(macos.system())
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
 
         Where MLX has no memory for a piece of the prompt, the prompt is computed again in pieces of half that size. Raises
@@ -135,6 +137,32 @@ class Reply:
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run, growth)
 
+    def rest(self) -> None:
+        """Give the caches back for others to use, between two events of decoding; the next event takes them again."""
+        if self._rested is None and self._slot is not None:
+            self._rested = list(self._slot.ids)
+            self._rested_bytes = kv.nbytes(self._slot.caches)
+            self._rested_peak = max(self._rested_peak, mx.get_peak_memory())
+            self._store.rest(self._slot)
+
+    def _take_again(self, run: Run) -> Iterator[Event]:
+        """Take the caches again after a rest; what had to go meanwhile is computed again."""
+        held, slot = self._rested, self._slot
+        if held is None or slot is None:
+            return
+        self._store.resume(slot, held)
+        self._rested = None
+        mx.reset_peak_memory()
+        if missing := held[len(slot.ids) :]:
+            room = make_room(self._runtime, self._store, slot, len(held) + 1, may_force=self._may_force)
+            if room.squeezed is not None:
+                yield room.squeezed
+            pieces = Pieces(self._runtime.chunking, room.chunk, len(slot.ids), stopped=self._cancelled)
+            for _ in pieces.compute(run, missing):
+                if self._cancelled():
+                    return
+        run.resumed()
+
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
         recorder = self._request.recorder
@@ -154,9 +182,14 @@ class Reply:
         context = recorder.prompt_tokens + len(recorder.token_times) // 2
         return recorder.metrics(
             self._runtime.step_cost(context),
-            kv_bytes=kv.nbytes(self._slot.caches) if self._slot else None,
-            peak_memory_bytes=mx.get_peak_memory() or None,
+            kv_bytes=self._kv_bytes(),
+            peak_memory_bytes=max(self._rested_peak, mx.get_peak_memory()) or None,
         )
+
+    def _kv_bytes(self) -> int | None:
+        if self._slot is None:
+            return None
+        return kv.nbytes(self._slot.caches) if self._rested is None else self._rested_bytes
 
     def _outliers(self) -> tuple[Outlier, ...]:
         return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
@@ -211,6 +244,8 @@ class Reply:
                     break
                 if growth.told:
                     yield growth.told.pop()
+                if not self._cancelled():
+                    yield from self._take_again(run)
                 if self._cancelled():
                     reason = "cancelled"
                     break

@@ -26,7 +26,7 @@ from tokamac.engine.given import (
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.replies import Replies
+from tokamac.engine.replies import Bounded, Replies
 from tokamac.engine.reply_stream import ReplyHandle, ReplyStream
 from tokamac.engine.worker import Stream, Worker
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.memory import Memory
     from tokamac.engine.limits.prediction import Prediction
     from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine.request import Reply
     from tokamac.engine.tokens import Tokenizer
 
 T = TypeVar("T")
@@ -50,8 +51,9 @@ class Engine:
 
     What that thread must do waits for a reply in progress: ``price``, ``logprobs``, ``memory``, ``measure``, ``between``,
     ``compare_kv``, ``check_cache``, and another reply. Asked for in the loop that reads the reply, all but another reply come
-    after its next event; another reply comes after it, which is made to its end meanwhile and can be read on then. All else, like
-    ``limits``, ``predict``, ``live`` and ``cancel``, returns at once.
+    after its next event; another reply comes once the first is some way ahead of its reader: then that one rests until it is read
+    on, so nobody waits for a reader who has paused. All else, like ``limits``, ``predict``, ``live`` and ``cancel``, returns at
+    once.
 
     Use as a context manager, or call ``close``. One that nobody refers to any more closes itself.
     """
@@ -176,8 +178,7 @@ class Engine:
         all of the reply, and ``max_tokens`` counts what is new.
         Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
         this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
-        Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step. OptionError also on a thread
-        that still reads a reply without an end: one with a rolling window, and no ``max_tokens``.
+        Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
         """
         handle = ReplyHandle()
         return ReplyStream(self._generated(prompt, sampling, handle, continues=continues), handle)
@@ -189,13 +190,10 @@ class Engine:
         recorder.accept()
         given, how = given_prompt(prompt), given_sampling(sampling)
 
-        def answer(stream: Stream) -> Generator[Event, None, None]:
-            reply = self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues)
-            self._replies.live = reply.live
-            yield from reply.events()
+        def answer(stream: Stream) -> "Reply":
+            return self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues)
 
-        endless = self.spec.rolls and how.max_tokens is None
-        yield from self._replies.stream(answer, endless=endless, opened=handle.attach)
+        yield from self._replies.stream(answer, opened=handle.attach)
 
     def cancel(self) -> None:
         """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""
@@ -243,7 +241,7 @@ class Engine:
     def warm(self, prompt: Prompt) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         given = given_prompt(prompt)
-        yield from self._replies.stream(lambda stream: self._core.warm(given, stream.is_cancelled))
+        yield from self._replies.stream(lambda stream: Bounded(self._core.warm(given, stream.is_cancelled)))
 
     def warm_ahead(self, messages: Sequence[Message]) -> None:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -112,13 +113,25 @@ def test_no_standard_input_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compose("-", []) == "typed"
 
 
-def test_model_text_in_a_pipe_is_raw_but_for_control_characters() -> None:
-    stream = io.StringIO()
-    text = output.ModelText(stream)
-    text.write("a\tb\x1b[31mc\x07\x9b\x7f\r")
-    text.write("é\u202e\n\n")
-    text.end()
-    assert stream.getvalue() == "a\tb[31mcé\u202e\n\n"
+def test_model_text_in_a_pipe_is_as_safe_as_on_a_terminal_and_what_is_replaced_is_seen() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w", encoding="utf-8") as stream:
+        text = output.ModelText(stream)
+        text.write("a\tb\x1b[31mc\x07")
+        text.write("é\u202e zero\u200bwidth 👩\u200d🚀\n\n")
+        text.end()
+    with os.fdopen(read, encoding="utf-8") as stream:
+        assert stream.read() == "a\tb\ufffdc\ufffdé\ufffd zero\u200bwidth 👩\u200d🚀\n\n"
+
+
+def test_model_text_in_a_file_is_what_the_model_wrote(tmp_path: Path) -> None:
+    written = "a\tb\x1b[31mc\x07\x9b\x7f é\u202e\u2028\n\n"
+    with (tmp_path / "answer.txt").open("w", encoding="utf-8", newline="") as stream:
+        text = output.ModelText(stream)
+        for char in written:
+            text.write(char)
+        text.end()
+    assert (tmp_path / "answer.txt").read_bytes() == written.encode()
 
 
 def test_model_text_on_a_terminal_passes_the_sanitiser_and_ends_its_line() -> None:
