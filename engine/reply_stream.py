@@ -80,8 +80,8 @@ class ReplyStream(Generator[Event, None, None]):
 
     def close(self) -> None:
         """End the reply; nothing more is read."""
-        self._ended = True
         self._events.close()
+        self._ended = True
 
     def __aiter__(self) -> AsyncGenerator[Event, None]:
         """Return the same events for a task: each is waited for on a thread that reads this reply alone."""
