@@ -55,6 +55,7 @@ class ModelSpec:
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
     """
 
     name: str
@@ -75,6 +76,8 @@ class ModelSpec:
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    adapter: str | None = None
+    adapter_digest: str | None = None
 
 
 class Core:

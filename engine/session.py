@@ -67,6 +67,7 @@ class Engine:
         dtype: str | None = None,
         memory: int | None = None,
         unchecked: bool = False,
+        adapter: str | Path | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
@@ -76,10 +77,11 @@ class Engine:
         factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
         arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
         beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
-        ``Finished`` say what. progress is called from another thread.
+        ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
+        PEFT) that are added to what the model's own weights compute. progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
-        _check_load(model, kv, prompt_cache)
+        _check_load(model, kv, prompt_cache, adapter)
         limit = None if memory is None else given_limit(memory)
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
         given_up = threading.Event()
@@ -107,6 +109,7 @@ class Engine:
                 memory=limit,
                 progress=tell,
                 unchecked=unchecked,
+                adapter=adapter,
             )
 
         try:
@@ -287,10 +290,12 @@ class Engine:
         self.close()
 
 
-def _check_load(model: object, kv: object, prompt_cache: object) -> None:
+def _check_load(model: object, kv: object, prompt_cache: object, adapter: object) -> None:
     """Raise OptionError for arguments of the wrong kind, before anything is read."""
     if not isinstance(model, str | Path):
         raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
+    if not isinstance(adapter, str | Path | None):
+        raise OptionError(f"{adapter!r:.60} names no adapter", "Give a folder, or a Hugging Face id.")
     if not isinstance(kv, KVSpec):
         raise OptionError(f"kv is a {type(kv).__name__}", "Use KVSpec(), or leave it out.")
     if not isinstance(prompt_cache, PromptCacheSpec | None):

@@ -14,6 +14,13 @@ def leaf_modules(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def added_matrices(model: Any) -> list[tuple[str, Any]]:
+    """Return the matrices of adapters (mlx_lm.tuner's ``lora_a`` and ``lora_b``) with their paths, in the model's order."""
+    from mlx.utils import tree_flatten
+
+    return [each for each in tree_flatten(model.parameters()) if each[0].rpartition(".")[2] in ("lora_a", "lora_b")]
+
+
 def _collect(value: Any, path: str, found: list[tuple[str, Any]]) -> None:
     """Add what is below ``value``. No closure: one that calls itself is a cycle, and would hold a model's weights for long."""
     from mlx import nn
