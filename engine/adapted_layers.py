@@ -60,7 +60,7 @@ class DoRALinear(nn.Module):
         bias = self.linear.get("bias")
         plain = y if bias is None else y - bias
         z = (x @ self.lora_a) @ self.lora_b
-        scaled = (self.gain * (plain + self.scale * z)).astype(y.dtype)
+        scaled: mx.array = (self.gain * (plain + self.scale * z)).astype(y.dtype)
         return scaled if bias is None else scaled + bias
 
 

@@ -208,10 +208,13 @@ def changes_of(adapter: Adapter, module: "nn.Module", config: Mapping[str, Any])
     return found
 
 
-def attach(module: "nn.Module", changes: Mapping[str, Change], dtype: "mx.Dtype | None" = None) -> None:
+def attach(
+    module: "nn.Module", changes: Mapping[str, Change], dtype: "mx.Dtype | None" = None, *, hollow: bool = False
+) -> None:
     """Put layers that add the changes in place of the model's own, whose weights stay as they are, packed or not.
 
-    dtype: of the added matrices; None keeps their own. Raises ModelDamagedError for numbers that are none.
+    dtype: of the added matrices; None keeps their own. hollow: nothing is computed, and no value looked at.
+    Raises ModelDamagedError for numbers that are none.
     """
     import mlx.core as mx
     from mlx.utils import tree_unflatten
@@ -221,12 +224,13 @@ def attach(module: "nn.Module", changes: Mapping[str, Change], dtype: "mx.Dtype 
     modules = dict(module.named_modules())
     for path, change in changes.items():
         layer = adapted(modules[path], change, dtype)
-        for array in layer.added():
+        for array in () if hollow else layer.added():
             if not bool(mx.all(mx.isfinite(array)).item()):
                 raise ModelDamagedError(
                     f"the adapter's matrices for {path} hold values that are not numbers", "Save the adapter again."
                 )
-        mx.eval(layer.added())
+        if not hollow:
+            mx.eval(layer.added())
         module.update_modules(tree_unflatten([(path, layer.module)]))
 
 
@@ -402,8 +406,8 @@ def _stacked(adapter: Adapter, place: str, module: Any, several: Mapping[int, Ch
     for number in range(count):
         change = several.get(number, nothing)
         more = rank - change.rank
-        downs.append(mx.pad(change.down, ((0, more), (0, 0))))
-        ups.append(mx.pad(change.up * change.scale, ((0, 0), (0, more))))
+        downs.append(mx.pad(change.down, [(0, more), (0, 0)]))
+        ups.append(mx.pad(change.up * change.scale, [(0, 0), (0, more)]))
     try:
         return Change(mx.stack(downs), mx.stack(ups), 1.0)
     except ValueError as error:

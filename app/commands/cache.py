@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.action_parser import ActionParser
 from tokamac.app.commands import loading
-from tokamac.app.options import add_kv_flags, add_memory_flag, any_given, default_model, kv_spec, memory_limit
+from tokamac.app.options import (
+    adapter_of,
+    add_adapter_flag,
+    add_kv_flags,
+    add_memory_flag,
+    any_given,
+    default_model,
+    kv_spec,
+    memory_limit,
+)
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.sanitise import sanitise_line
@@ -46,21 +55,23 @@ def parser() -> ActionParser:
     )
     made.add_argument("--json", action="store_true", help="one JSON object")
     add_kv_flags(made, cache=False)
+    add_adapter_flag(made)
     add_memory_flag(made)
-    made.only(("check",), "model", "memory", *_KV_FLAGS)
+    made.only(("check",), "model", "memory", "adapter", *_KV_FLAGS)
     return made
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Show, clear or check; return the exit status."""
     if options.action == "check":
-        return _check(options.model, kv_spec(parser, options), memory_limit(options), json_wanted=options.json)
+        return _check(options, kv_spec(parser, options))
     if options.model:
         parser.error(f"{options.action} takes no MODEL")
     if any_given(options, _KV_FLAGS):
         parser.error(f"KV flags have no effect with {options.action}")
-    if options.memory is not None:
-        parser.error(f"--memory has no effect with {options.action}")
+    for name in ("memory", "adapter"):
+        if getattr(options, name) is not None:
+            parser.error(f"--{name} has no effect with {options.action}")
     return _show(json_wanted=options.json) if options.action == "show" else _clear(json_wanted=options.json)
 
 
@@ -128,10 +139,10 @@ def _clear(*, json_wanted: bool) -> int:
     return 0
 
 
-def _check(model: str | None, kv: KVSpec, memory: int | None, *, json_wanted: bool) -> int:
+def _check(options: argparse.Namespace, kv: KVSpec) -> int:
     _folder()  # one that can't be read is no empty one
-    name = model or default_model()
-    checks = _checks(name, kv, memory, json_wanted=json_wanted)
+    name, json_wanted = options.model or default_model(), options.json
+    checks = _checks(name, kv, memory_limit(options), adapter_of(options, name), json_wanted=json_wanted)
     worst = max((_size(check.difference) for check in checks), default=None)
     if json_wanted:
         json_line({"checks": [_json(check) for check in checks], "largest_difference": _finite(worst)})
@@ -149,11 +160,11 @@ def _check(model: str | None, kv: KVSpec, memory: int | None, *, json_wanted: bo
     return 1
 
 
-def _checks(name: str, kv: KVSpec, memory: int | None, *, json_wanted: bool) -> list["Check"]:
+def _checks(name: str, kv: KVSpec, memory: int | None, adapter: str | None, *, json_wanted: bool) -> list["Check"]:
     """Return a check of each stored prefix; for people, each is a line as it comes."""
     checks, bar = [], Progress("computing what is stored again", plain=False)
     with (
-        loading.load(name, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory) as engine,
+        loading.load(name, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory, adapter=adapter) as engine,
         closing(engine.check_cache()) as steps,
     ):
         try:

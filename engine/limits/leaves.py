@@ -6,6 +6,9 @@ was a quarter of the time in which a model is weighed.
 
 from typing import Any
 
+ADDED = (".lora_a", ".lora_b", ".gain")
+"""How the names of an adapter's arrays end (engine/adapted_layers.py)."""
+
 
 def leaf_modules(model: Any) -> list[tuple[str, Any]]:
     """Return each module below ``model`` that has none below itself, with its path, in the model's order."""
