@@ -69,12 +69,15 @@ def limit_of_settings() -> int | None:
     return settings.load(settings.default_path()).settings.memory_bytes
 
 
-def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
+def add_unchecked_flag(
+    parser: argparse.ArgumentParser,
+    does: str = "load a model although something in its config would be computed otherwise; every reply says what",
+) -> None:
     """Add ``--unchecked``."""
     parser.add_argument(
         "--unchecked",
         action="store_true",
-        help="load a model although something in its config would be computed otherwise; every reply says what",
+        help=does,
     )
 
 

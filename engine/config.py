@@ -67,6 +67,9 @@ SAME_CLASS = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
+MODELOPT = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says how it packed a model, where the config does not."""
+MODELOPT_LIMIT = 16 << 20
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
@@ -74,7 +77,7 @@ OTHER_TASKS = re.compile(
 
 
 def read_config(folder: Path) -> Config:
-    """Return the folder's ``config.json``, normalised. Nothing else is read or run.
+    """Return the folder's ``config.json``, normalised, with what ModelOpt wrote beside it. Nothing else is read or run.
 
     Raises ModelDamagedError when the file is missing, is not JSON, or is no config.
     """
@@ -95,9 +98,30 @@ def read_config(folder: Path) -> Config:
     if not isinstance(config, dict):
         raise ModelDamagedError(f"{path} holds no JSON object", again)
     try:
-        return normalise(config)
+        return normalise(_with_modelopt(folder, config))
     except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
         raise ModelDamagedError(f"{path} holds values that can't be right: {error}", again) from error
+
+
+def _with_modelopt(folder: Path, config: Config) -> Config:
+    """Return the config with how NVIDIA's ModelOpt packed the weights, where only a file beside it says so.
+
+    mlx-lm looks into that file too, but knows one algorithm of it. Raises ModelDamagedError where it can't be read.
+    """
+    text = config.get("text_config")
+    said = config if not isinstance(text, dict) else {**text, **config}
+    path = folder / MODELOPT
+    if said.get("quantization") or said.get("quantization_config") or not path.is_file():
+        return config
+    try:
+        found = json.loads(path.read_bytes()) if path.stat().st_size <= MODELOPT_LIMIT else None
+    except (OSError, ValueError, RecursionError):
+        found = None
+    settings = found.get("quantization", found) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(settings, dict):
+        raise ModelDamagedError(f"{path} holds no JSON object", "Download the model again.")
+    packs = settings.get("quant_algo")  # null where only keys and values are to be packed
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found} if packs else None}
 
 
 def normalise(config: Config) -> Config:

@@ -82,6 +82,8 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     yield ""
     yield f"Converted from {named}: {_bytes(plan.source_bytes)} became {_bytes(plan.weight_bytes)}."
     yield f"Made with {versions}{', products of float32 in TF32 where the GPU has it' if made.tf32 else ''}."
+    if made.adapter is not None:
+        yield f"The adapter `{made.adapter['name']}` was added to its weights first."
     if not options.dequantize:
         yield f"Weights were packed {METHODS[options.how]}{_weighed(options)}."
     yield ""
@@ -175,6 +177,10 @@ def _flags(options: Options) -> Iterator[str]:
         yield "--calibration"
         if options.calibration != "shipped":
             yield "FILE"
+    if options.adapter is not None:
+        yield from ("--adapter", "ADAPTER")
+    if options.unchecked:
+        yield "--unchecked"
     if not options.verify:
         yield "--no-verify"
 

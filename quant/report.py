@@ -184,7 +184,7 @@ def _options(options: "Options", made: "Provenance") -> dict[str, Any]:
     plain = asdict(options)
     if options.calibration is not None and options.calibration != "shipped":
         plain["calibration"] = {"sha256": made.calibration_sha256}
-    return {**plain, "method": options.how}
+    return {**plain, "adapter": made.adapter, "method": options.how}
 
 
 def _rounded(value: float | None) -> float | None:
