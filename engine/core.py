@@ -19,7 +19,7 @@ from tokamac.engine.errors import (
     OptionError,
     TemplateError,
 )
-from tokamac.engine.events import Event, Message, PrefillProgress
+from tokamac.engine.events import Event, Message, PrefillProgress, Squeezed
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
 from tokamac.engine.kv_trial import compare
@@ -32,10 +32,11 @@ from tokamac.engine.pacing import Pacing
 from tokamac.engine.pieces import STAGE_S, Pieces
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
+from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.request import Reply, check_room
+from tokamac.engine.request import Reply, Request, check_room
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
@@ -125,9 +126,44 @@ class Core:
         self, prompt: Prompt, cancelled: Callable[[], bool], *, stage_s: float = STAGE_S
     ) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
+        yield from self._warmed(self._to_warm(prompt), cancelled, stage_s)
+
+    def export_prompt(
+        self,
+        prompt: Prompt,
+        file: Path,
+        cancelled: Callable[[], bool],
+        then: Callable[[Exchanged], None],
+        *,
+        goes_on: bool,
+    ) -> Generator[Event, None, None]:
+        """Compute a prompt, or take it from the prompt cache, write its keys and values to a file, and tell ``then``.
+
+        goes_on: of messages, all but what may follow inside the last of them; else with the assistant's turn opened.
+        """
+        request = self._to_warm(prompt, "closed" if goes_on else "opened")
+        messages = [item for item in prompt if isinstance(item, Message)]
+        if goes_on and messages:
+            stable = self._prompting.stable(messages)
+            request = replace(request, ids=[*stable, stable[-1]] if stable else [])
+        check_worth(request.ids[:-1])
+        yield from self._warmed(request, cancelled, STAGE_S)
+        if not cancelled():
+            then(export(self.runtime, self._store, file, request.ids[:-1], request.keep))
+
+    def import_prompt(self, file: Path) -> Exchanged:
+        """Put a computed prompt from a file into the prompt cache on disk. Raises TokamacError."""
+        with computing():
+            return take_in(self.runtime, self._store, file, self.spec.vocabulary_size)
+
+    def _to_warm(self, prompt: Prompt, turn: Turn = "closed") -> Request:
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
-        request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
+        return self._prompting.request(prompt, Sampling(), Recorder(), turn=turn)
+
+    def _warmed(
+        self, request: Request, cancelled: Callable[[], bool], stage_s: float
+    ) -> Generator[PrefillProgress | Squeezed, None, None]:
         check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep)
         room = make_room(self.runtime, self._store, slot, len(request.ids))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.memory import Memory
     from tokamac.engine.limits.prediction import Prediction
     from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine.prompt_cache.exchange import Exchanged
     from tokamac.engine.tokens import Tokenizer
 
 T = TypeVar("T")
@@ -204,6 +205,30 @@ class Engine:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         given = given_prompt(prompt)
         yield from self._replies.stream(lambda stream: self._core.warm(given, stream.is_cancelled))
+
+    def export_prompt(
+        self, prompt: Prompt, file: str | Path, *, goes_on: bool = False
+    ) -> Generator["Event | Exchanged", None, None]:
+        """Compute a prompt, or take it from the prompt cache, and write its keys and values to ``file``, which must not be there.
+
+        Yields PrefillProgress, at last Exchanged once the file is whole; cancelled like ``generate``. goes_on: of messages, what is
+        certain however the last of them, the user's, goes on. Raises what ``warm`` raises; OptionError where it can't be written.
+        """
+        given, path = given_prompt(prompt), Path(file).expanduser()
+        done: list[Exchanged] = []
+        yield from self._replies.stream(
+            lambda stream: self._core.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+        )
+        yield from done
+
+    def import_prompt(self, file: str | Path) -> "Exchanged":
+        """Put a computed prompt that ``export_prompt`` wrote into the prompt cache on disk, all of it or nothing.
+
+        It must have been computed by this very model, adapter, KV settings and versions. All of the file is checked first; what
+        its numbers say no check can tell, so take one only from whom you would take a model. Raises TokamacError.
+        """
+        path = Path(file).expanduser()
+        return self._replies.call(lambda: self._core.import_prompt(path))
 
     def warm_ahead(self, messages: Sequence[Message]) -> None:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.

@@ -7,7 +7,7 @@ from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.prompt_cache.cache import PromptCache
 from tokamac.engine.prompt_cache.disk import Disk, Rates
 from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root
-from tokamac.engine.prompt_cache.names import fingerprint
+from tokamac.engine.prompt_cache.names import identity
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompt_cache.store import MemoryStore
 from tokamac.engine.prompt_cache.weights import identify
@@ -38,8 +38,8 @@ def open_cache(spec: PromptCacheSpec | None, runtime: Runtime, *, folder: Path, 
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
 
         def known(weights: str) -> None:
-            model = fingerprint(folder, runtime.kv, weights, device=runtime.device, **more)
-            cache.use_disk(Disk(stored, model, name, rates))
+            model = identity(folder, runtime.kv, weights, device=runtime.device, **more)
+            cache.use_disk(Disk(stored, model.fingerprint, name, rates, identity=model))
 
-        cache.awaits_disk = identify(folder, stored.root, known) is not None
+        cache.identifying = identify(folder, stored.root, known)
     return cache
