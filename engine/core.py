@@ -22,13 +22,14 @@ from tokamac.engine.errors import (
 from tokamac.engine.events import Event, Message, PrefillProgress, Squeezed
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
-from tokamac.engine.kv_trial import compare
+from tokamac.engine.kv_trial import CHUNK, compare
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.limits.prefill_chunk import whole_chunks
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.pacing import Pacing
+from tokamac.engine.perplexity import WINDOW, Perplexity, PerplexityProgress, check_windows, perplexity
 from tokamac.engine.pieces import STAGE_S, Pieces
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
@@ -40,6 +41,7 @@ from tokamac.engine.request import Reply, Request, check_room
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
+from tokamac.engine.tokens import opening
 
 IDLE_STAGE_S = 0.1
 """What is computed in idle time can be interrupted so often."""
@@ -232,6 +234,26 @@ class Core:
         check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
         with computing():
             return score(self.runtime, ids, size, keep=prompting.pinned([]))
+
+    def perplexity(
+        self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
+    ) -> Generator[PerplexityProgress | Perplexity, None, None]:
+        """Yield progress, and the perplexity of a text or of ids; see ``Engine.perplexity``."""
+        prompting, tokenizer, capacity = self._prompting, self.runtime.tokenizer, self.runtime.capacity
+        before, ids = opening(tokenizer), tokenizer.encode(given) if isinstance(given, str) else given
+        if not isinstance(given, str):  # as they are: with what stands before a text, or without
+            before = before if given[: len(before)] == before else []
+            ids = given[len(before) :]
+        prompting.check_ids(ids)
+        if len(before) + len(ids) < 2:
+            raise OptionError("a text of fewer than two tokens has no perplexity", "Give a longer one.")
+        size = min(WINDOW, capacity or WINDOW) if window is None else window
+        step = check_windows(size, stride, len(before))
+        longest = min(size, len(before) + len(ids))
+        check_scored(self.runtime, self._store, longest, min(CHUNK, longest), self.spec.vocabulary_size, rows=2 * CHUNK)
+        pinned = prompting.pinned([])
+        with computing():
+            yield from perplexity(self.runtime, ids, before, window=size, stride=step, keep=pinned, cancelled=cancelled)
 
     def compare_kv(
         self,

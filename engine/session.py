@@ -4,6 +4,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory
     from tokamac.engine.limits.prediction import Prediction
+    from tokamac.engine.perplexity import Perplexity
     from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.prompt_cache.exchange import Exchanged
     from tokamac.engine.tokens import Tokenizer
@@ -177,6 +179,38 @@ class Engine:
         ids = given_ids(tokens, "scoring")
         size = None if chunk is None else given_count(chunk, "a chunk", least=1)
         return self._replies.call(lambda: self._core.logprobs(ids, size))
+
+    def perplexity(
+        self,
+        text: str | Sequence[int],
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Perplexity":
+        """Return the perplexity of a text of any length, or of token ids, read in windows through the engine's own KV cache.
+
+        Args:
+            text: a text, each window of which begins with what the tokenizer puts before every text; of ids, if they do.
+            window: tokens read at once; None is 2,048, or the context where that is shorter.
+            stride: tokens from one window's beginning to the next one's; None is half a window. Each token counts once.
+            progress: told tokens read, and all, on this thread.
+
+        Each window waits for a reply in progress. Raises OptionError, and ContextError for a window that the context can't hold.
+        """
+        from tokamac.engine.perplexity import PerplexityProgress
+
+        given = text if isinstance(text, str) else given_ids(text, "perplexity")
+        size = None if window is None else given_count(window, "a window", least=2)
+        step = None if stride is None else given_count(stride, "a stride", least=1)
+        steps = self._replies.steps(lambda stopped: self._core.perplexity(given, size, step, stopped.is_set))
+        with closing(steps):
+            for at in steps:
+                if not isinstance(at, PerplexityProgress):
+                    return at
+                if progress is not None:
+                    progress(at.done, at.total)
+        raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
 
     def compare_kv(
         self,

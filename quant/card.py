@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterator
 
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.quant.divergence import with_error
 from tokamac.quant.options import Options
 from tokamac.quant.plan import Plan
 from tokamac.quant.provenance import Provenance
-from tokamac.quant.quality import with_error
 from tokamac.quant.report import RECORD, Outcome, PartRow, by_part
 
 CARD = "README.md"

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tokamac.quant.quality import Quality
+from tokamac.quant.divergence import Quality
 from tokamac.quant.report import FORMAT, RECORD, Outcome
 
 RECORD_LIMIT = 64 << 20

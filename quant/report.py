@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.limits.cost import PARTS, Tensor, part_of
 from tokamac.engine.limits.part_names import PartName
+from tokamac.quant.divergence import Quality, concerns
 from tokamac.quant.options import CALIBRATED
-from tokamac.quant.quality import Quality, concerns
 
 if TYPE_CHECKING:
     from tokamac.engine.limits.config_cost import Packing

@@ -86,9 +86,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         subject = replace(subject, adapter=read_adapter(loading.fetch(name, hub.resolve_adapter), name))
     found = inspect(subject, case, place)
     if options.json:
-        json_line(_json(options, subject, found))
+        json_line({**_json(options, subject, found), **_adapter(subject)})
         return 0
     _print(options, subject, found)
+    if (added := subject.adapter) is not None:
+        note(f"note: with the adapter {added.name}, {added.parameters:,} numbers beside the model's own")
     _remarks(found)
     return 0
 
@@ -131,6 +133,12 @@ def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") 
     if options.chips:
         everything["chips"] = [_row(each) for each in _chips(options, subject, found)]
     return everything
+
+
+def _adapter(subject: "Subject") -> dict[str, Any]:
+    """Return what is added to the model; nothing where nothing is."""
+    added = subject.adapter
+    return {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
 
 
 def _quality(subject: "Subject") -> dict[str, Any] | None:

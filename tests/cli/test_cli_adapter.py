@@ -77,6 +77,7 @@ def test_inspect_counts_what_the_loaded_adapter_costs(tokamac: Run, tiny: Path, 
         work = engine._core.runtime.work
     assert added["bytes_per_step"] == work.step_bytes(64)
     assert added["bytes_per_step"] - bare["bytes_per_step"] == 4 * read_adapter(adapter, "x").parameters
+    assert added["adapter"] == {"name": str(adapter), "digest": read_adapter(adapter, "x").digest}
     assert added["memory"]["weights"] > bare["memory"]["weights"]
     assert tokamac("inspect", tiny, "--adapter", adapter, "--table").status == 2
 

@@ -20,7 +20,7 @@ from tokamac.app.commands.convert_progress import Shown
 from tokamac.app.fidelity import sentence
 from tokamac.quant import Conversion, TensorDone
 from tokamac.quant import convert as quant_convert
-from tokamac.quant.quality import Quality
+from tokamac.quant.divergence import Quality
 from tokamac.quant.report import Outcome, StageDone
 
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
