@@ -6,7 +6,7 @@ from tokamac.app.tui.units import UNKNOWN, count
 
 
 class Compared(Protocol):
-    """What two models said of a text; None is unknown. quant/quality.py says what each figure is."""
+    """What two models said of a text; None is unknown. quant/divergence.py says what each figure is."""
 
     @property
     def kl(self) -> float | None:

@@ -90,13 +90,50 @@ def limit_of_settings() -> int | None:
     return settings.load(settings.default_path()).settings.memory_bytes
 
 
-def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
+def add_unchecked_flag(
+    parser: argparse.ArgumentParser,
+    does: str = "load a model although something in its config would be computed otherwise; every reply says what",
+) -> None:
     """Add ``--unchecked``."""
     parser.add_argument(
         "--unchecked",
         action="store_true",
-        help="load a model although something in its config would be computed otherwise; every reply says what",
+        help=does,
     )
+
+
+NO_ADAPTER = "none"
+"""Takes the adapter away that the settings have for a model."""
+
+
+def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--adapter``."""
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR|ID",
+        help="a LoRA or DoRA adapter, of mlx-lm or PEFT: a folder or a Hugging Face id (what the settings have for the model); "
+        f"{NO_ADAPTER} is without",
+    )
+
+
+def adapter_of(options: argparse.Namespace, model: str) -> str | None:
+    """Return what is to be added to ``model``: by the flag, else by the settings; None is nothing."""
+    if options.adapter is not None:
+        return given_adapter(options.adapter) or None
+    from tokamac.app import settings
+
+    return settings.load(settings.default_path()).settings.adapters.get(model)
+
+
+def given_adapter(written: str) -> str:
+    """Return the adapter that somebody wrote, a folder in full, so that it is found from anywhere; "" is none."""
+    name = written.strip()
+    if not name or name.lower() == NO_ADAPTER:
+        return ""
+    from pathlib import Path
+
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else name
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

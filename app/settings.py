@@ -17,6 +17,9 @@
     [system_prompts]    # the library of Ctrl+S, by name
     terse = "Answer in one sentence."
 
+    [adapters]          # a model, as it is named, and the folder or Hugging Face id of the adapter that it is loaded with
+    "mlx-community/Qwen3-4B-4bit" = "/home/me/adapters/letters"
+
     [keys]              # an action's id (app/tui/actions.py) and its keys; [] takes them away
     explain = "f8"
     new_chat = ["ctrl+n", "f9"]
@@ -66,7 +69,7 @@ class Settings:
     (app/tui/idle.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake: whether
     a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
     Raises OptionError for what these can't be.
-    toured: whether the tour of the first start was shown. system_prompts: texts by name. keys: of actions
+    toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters: by model. keys: of actions
     by id, as they were written.
     """
 
@@ -82,6 +85,7 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     kv: KVSpec = field(default_factory=KVSpec)
     system_prompts: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unknown: dict[str, Any] = field(default_factory=dict)
 
@@ -112,6 +116,12 @@ class Loaded:
 def gigabytes_of(nbytes: int | None) -> float | None:
     """Return bytes as ``memory_gb`` has them."""
     return None if nbytes is None else nbytes / 1e9
+
+
+def with_adapter(settings: Settings, model: str, adapter: str | None) -> dict[str, str]:
+    """Return the adapters by model, with this one for ``model``; None is none."""
+    others = {name: each for name, each in settings.adapters.items() if name != model}
+    return others if adapter is None else {**others, model: adapter}
 
 
 def default_path() -> Path:
@@ -170,6 +180,7 @@ def dumps(settings: Settings) -> str:
             **{key: item for key, item in changed.items() if item is not None},
         }
     table["system_prompts"] = {**settings.unknown.get("system_prompts", {}), **settings.system_prompts}
+    table["adapters"] = {**settings.unknown.get("adapters", {}), **settings.adapters}
     keys = {action: pressed[0] if len(pressed) == 1 else pressed for action, pressed in settings.keys.items()}
     table["keys"] = {**settings.unknown.get("keys", {}), **keys}
     return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + toml(table)
@@ -281,5 +292,5 @@ def _keys(value: object) -> tuple[str, ...]:
     return tuple(listed)
 
 
-_MAPS: dict[str, Callable[[object], Any]] = {"system_prompts": _text, "keys": _keys}
+_MAPS: dict[str, Callable[[object], Any]] = {"system_prompts": _text, "adapters": _text, "keys": _keys}
 """Tables whose keys are the user's, and how their values are read."""

@@ -17,7 +17,7 @@ from tokamac.engine.errors import OptionError
 
 PATIENCE_S = 2.0
 """How long another window may keep the lock; each change takes milliseconds."""
-_MAPS = ("system_prompts", "keys", "unknown")
+_MAPS = ("system_prompts", "adapters", "keys", "unknown")
 T = TypeVar("T")
 
 

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory
     from tokamac.engine.limits.prediction import Prediction
+    from tokamac.engine.perplexity import Perplexity
     from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine.prompt_cache.exchange import Exchanged
     from tokamac.engine.reply_stream import ReplyStream
     from tokamac.engine.session import Engine
     from tokamac.engine.tokens import Tokenizer
@@ -71,6 +73,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "Event",
+    "Exchanged",
     "Finished",
     "Gaps",
     "KVSpec",
@@ -87,6 +90,7 @@ __all__ = [
     "ModelSpec",
     "ModelUnsupportedError",
     "OptionError",
+    "Perplexity",
     "Prediction",
     "PrefillProgress",
     "Price",
@@ -108,9 +112,10 @@ __all__ = [
 
 
 _HOMES = {
-    "Chat": "chat", "Check": "prompt_cache.check", "Engine": "session", "Limits": "limits.limits", "Memory": "limits.memory",
-    "ModelSpec": "core", "Prediction": "limits.prediction", "ReplyStream": "reply_stream", "Tokenizer": "tokens",
-    "Trial": "kv.quality", "TrialProgress": "kv.quality",
+    "Chat": "chat", "Check": "prompt_cache.check", "Engine": "session", "Exchanged": "prompt_cache.exchange",
+    "Limits": "limits.limits", "Memory": "limits.memory", "ModelSpec": "core", "Perplexity": "perplexity",
+    "Prediction": "limits.prediction", "ReplyStream": "reply_stream", "Tokenizer": "tokens", "Trial": "kv.quality",
+    "TrialProgress": "kv.quality",
 }  # fmt: skip
 """Which module defines a name that MLX is imported with, so that the screen and the command line stay light."""
 

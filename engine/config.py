@@ -60,6 +60,9 @@ SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
 """Classes that look into ``rope_scaling`` whether it is there or not."""
 LANGUAGE_PART_TYPES = {"step3p7": "step3p5", "minimax_m3_vl": "minimax_m3"}
 """What the language part of these models is; their files call it by several names."""
+MODELOPT = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says how it packed a model, where the config does not."""
+MODELOPT_LIMIT = 16 << 20
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
@@ -67,7 +70,7 @@ OTHER_TASKS = re.compile(
 
 
 def read_config(folder: Path) -> Config:
-    """Return the folder's ``config.json``, normalised. Nothing else is read or run.
+    """Return the folder's ``config.json``, normalised, with what ModelOpt wrote beside it. Nothing else is read or run.
 
     Raises ModelDamagedError when the file is missing, is not JSON, or is no config, or holds values that no model has.
     """
@@ -89,9 +92,30 @@ def read_config(folder: Path) -> Config:
         raise ModelDamagedError(f"{path} holds no JSON object", again)
     try:
         check_values(_untag(config))
-        return normalise(config)
+        return normalise(_with_modelopt(folder, config))
     except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
         raise ModelDamagedError(f"{path} holds values that can't be right: {error}", again) from error
+
+
+def _with_modelopt(folder: Path, config: Config) -> Config:
+    """Return the config with how NVIDIA's ModelOpt packed the weights, where only a file beside it says so.
+
+    mlx-lm looks into that file too, but knows one algorithm of it. Raises ModelDamagedError where it can't be read.
+    """
+    text = config.get("text_config")
+    said = config if not isinstance(text, dict) else {**text, **config}
+    path = folder / MODELOPT
+    if said.get("quantization") or said.get("quantization_config") or not path.is_file():
+        return config
+    try:
+        found = json.loads(path.read_bytes()) if path.stat().st_size <= MODELOPT_LIMIT else None
+    except (OSError, ValueError, RecursionError):
+        found = None
+    settings = found.get("quantization", found) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(settings, dict):
+        raise ModelDamagedError(f"{path} holds no JSON object", "Download the model again.")
+    packs = settings.get("quant_algo")  # null where only keys and values are to be packed
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found} if packs else None}
 
 
 def normalise(config: Config) -> Config:

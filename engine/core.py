@@ -20,26 +20,29 @@ from tokamac.engine.errors import (
     OptionError,
     TemplateError,
 )
-from tokamac.engine.events import Event, Message, PrefillProgress
+from tokamac.engine.events import Event, Message, PrefillProgress, Squeezed
 from tokamac.engine.generation import Run
 from tokamac.engine.kv.quality import Trial, TrialProgress
-from tokamac.engine.kv_trial import compare
+from tokamac.engine.kv_trial import CHUNK, compare
 from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.limits.prefill_chunk import whole_chunks
 from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.pacing import Pacing
+from tokamac.engine.perplexity import WINDOW, Perplexity, PerplexityProgress, check_windows, perplexity
 from tokamac.engine.pieces import STAGE_S, Pieces
 from tokamac.engine.price import Price
 from tokamac.engine.prompt_cache.check import Check, check
+from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
 from tokamac.engine.prompt_cache.seam import NoCache, Store
 from tokamac.engine.prompting import Prompt, Prompting, Turn
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.request import Reply, check_room
+from tokamac.engine.request import Reply, Request, check_room
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.scoring import LOGPROBS_CHUNK, check_scored, score
 from tokamac.engine.squeeze import make_room
+from tokamac.engine.tokens import opening
 
 IDLE_STAGE_S = 0.1
 """What is computed in idle time can be interrupted so often."""
@@ -54,6 +57,7 @@ class ModelSpec:
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
     """
 
     name: str
@@ -74,6 +78,8 @@ class ModelSpec:
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    adapter: str | None = None
+    adapter_digest: str | None = None
 
 
 class Core:
@@ -122,9 +128,44 @@ class Core:
         self, prompt: Prompt, cancelled: Callable[[], bool], *, stage_s: float = STAGE_S
     ) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
+        yield from self._warmed(self._to_warm(prompt), cancelled, stage_s)
+
+    def export_prompt(
+        self,
+        prompt: Prompt,
+        file: Path,
+        cancelled: Callable[[], bool],
+        then: Callable[[Exchanged], None],
+        *,
+        goes_on: bool,
+    ) -> Generator[Event, None, None]:
+        """Compute a prompt, or take it from the prompt cache, write its keys and values to a file, and tell ``then``.
+
+        goes_on: of messages, all but what may follow inside the last of them; else with the assistant's turn opened.
+        """
+        request = self._to_warm(prompt, "closed" if goes_on else "opened")
+        messages = [item for item in prompt if isinstance(item, Message)]
+        if goes_on and messages:
+            stable = self._prompting.stable(messages)
+            request = replace(request, ids=[*stable, stable[-1]] if stable else [])
+        check_worth(request.ids[:-1])
+        yield from self._warmed(request, cancelled, STAGE_S)
+        if not cancelled():
+            then(export(self.runtime, self._store, file, request.ids[:-1], request.keep))
+
+    def import_prompt(self, file: Path) -> Exchanged:
+        """Put a computed prompt from a file into the prompt cache on disk. Raises TokamacError."""
+        with computing():
+            return take_in(self.runtime, self._store, file, self.spec.vocabulary_size)
+
+    def _to_warm(self, prompt: Prompt, turn: Turn = "closed") -> Request:
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
-        request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
+        return self._prompting.request(prompt, Sampling(), Recorder(), turn=turn)
+
+    def _warmed(
+        self, request: Request, cancelled: Callable[[], bool], stage_s: float
+    ) -> Generator[PrefillProgress | Squeezed, None, None]:
         check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep)
         room = make_room(self.runtime, self._store, slot, len(request.ids))
@@ -197,6 +238,26 @@ class Core:
         check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
         with computing():
             return score(self.runtime, ids, size, keep=prompting.pinned([]))
+
+    def perplexity(
+        self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
+    ) -> Generator[PerplexityProgress | Perplexity, None, None]:
+        """Yield progress, and the perplexity of a text or of ids; see ``Engine.perplexity``."""
+        prompting, tokenizer, capacity = self._prompting, self.runtime.tokenizer, self.runtime.capacity
+        before, ids = opening(tokenizer), tokenizer.encode(given) if isinstance(given, str) else given
+        if not isinstance(given, str):  # as they are: with what stands before a text, or without
+            before = before if given[: len(before)] == before else []
+            ids = given[len(before) :]
+        prompting.check_ids(ids)
+        if len(before) + len(ids) < 2:
+            raise OptionError("a text of fewer than two tokens has no perplexity", "Give a longer one.")
+        size = min(WINDOW, capacity or WINDOW) if window is None else window
+        step = check_windows(size, stride, len(before))
+        longest = min(size, len(before) + len(ids))
+        check_scored(self.runtime, self._store, longest, min(CHUNK, longest), self.spec.vocabulary_size, rows=2 * CHUNK)
+        pinned = prompting.pinned([])
+        with computing():
+            yield from perplexity(self.runtime, ids, before, window=size, stride=step, keep=pinned, cancelled=cancelled)
 
     def compare_kv(
         self,

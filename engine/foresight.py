@@ -25,11 +25,14 @@ SMALL_BITS = 4
 """What a model that does not fit is offered to be packed to."""
 
 
-def check_fits(folder: Path, kv: KVSpec, device: DeviceKind, asked: int | None = None) -> tuple[str, ...]:
+def check_fits(
+    folder: Path, kv: KVSpec, device: DeviceKind, asked: int | None = None, *, more: int = 0
+) -> tuple[str, ...]:
     """Raise MemoryLimitError where not even the weights and a few tokens fit, before any weight is read.
 
     A model that can't be weighed passes: loading says what is wrong with it. Raises OptionError for KV flags that it can't take.
-    asked: the limit, where the user set one. Returns what the user should know of what loading costs other programs.
+    asked: the limit, where the user set one. more: bytes of weights that are in none of its files.
+    Returns what the user should know of what loading costs other programs.
     """
     budget = memory.array_budget() if asked is None else asked
     if budget is None:
@@ -38,6 +41,7 @@ def check_fits(folder: Path, kv: KVSpec, device: DeviceKind, asked: int | None =
     if isinstance(weighed, str):
         return ()
     shape = weighed.shape(weighed.plan(kv), device, detect())
+    shape = replace(shape, weights=shape.weights + more)
     least = predict_peak(shape, held=0, new=LEAST_CHUNK, chunk=LEAST_CHUNK)
     if least.total > budget:
         refused = refusal(f"this model, with {LEAST_CHUNK} tokens,", least, budget, [])

@@ -12,10 +12,20 @@ from pathlib import Path
 
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
-from tokamac.engine.hub_cache import ModelOnDisk, Repo, cache_folder, list_models, remove_model, whole_snapshot
+from tokamac.engine.hub_cache import (
+    ModelOnDisk,
+    Repo,
+    cache_folder,
+    list_models,
+    remove_model,
+    whole_adapter,
+    whole_snapshot,
+)
 from tokamac.engine.hub_names import GUIDE, meant
 
-__all__ = ["GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve"]
+__all__ = [
+    "GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve", "resolve_adapter",
+]  # fmt: skip
 
 Progress = Callable[[LoadProgress], None]
 Cancelled = Callable[[], bool]
@@ -30,6 +40,31 @@ def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: C
     Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
     """
     return find(model) or _download(repo_of(str(model)), progress, cancelled)
+
+
+def resolve_adapter(
+    adapter: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None
+) -> Path:
+    """Return the folder of an adapter, downloading it first when it is a Hugging Face id that is not whole on disk.
+
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    """
+    path = Path(adapter).expanduser()
+    if str(adapter).strip() and path.is_dir():
+        return path
+    if path.exists() or isinstance(adapter, Path) or _is_path(str(adapter)):
+        what = "a file, not the folder of an adapter" if path.exists() else "no folder"
+        raise ModelNotFoundError(f"{adapter} is {what}", "Name the folder that the adapter was saved to.")
+    if _ID.fullmatch(str(adapter)) is None:
+        raise ModelNotFoundError(
+            f"there is no adapter {str(adapter)!r}", "Name a folder, or a Hugging Face id such as org/name."
+        )
+    repo = repo_of(str(adapter))
+    from tokamac.engine.hub_download import download
+
+    return whole_adapter(repo) or download(
+        repo, progress or (lambda _: None), cancelled or (lambda: False), adapter=True
+    )
 
 
 def find(model: str | Path) -> Path | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.engine.errors import DownloadError, ModelError, ModelNotFoundError
 from tokamac.engine.hub_names import folder_name
 from tokamac.engine.regular_files import read_text
-from tokamac.engine.shards import find_shards
+from tokamac.engine.shards import find_shards, read_header
 from tokamac.engine.tokens import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -73,14 +73,34 @@ def cache_folder() -> Path:
 
 def whole_snapshot(repo: Repo) -> Path | None:
     """Return the repository's folder on disk if all of it is there, else None. No network."""
+    folder = _recorded(repo)
+    return folder if folder is not None and is_whole(folder) else None
+
+
+def whole_adapter(repo: Repo) -> Path | None:
+    """Return the repository's folder on disk if it holds a whole adapter, else None. No network."""
+    folder = _recorded(repo)
+    if folder is None or not (folder / "adapter_config.json").is_file():
+        return None
+    for name in ("adapters.safetensors", "adapter_model.safetensors"):
+        try:
+            if (folder / name).is_file():
+                read_header(folder / name)
+                return folder
+        except (ModelError, OSError):
+            return None
+    return None
+
+
+def _recorded(repo: Repo) -> Path | None:
+    """Return the folder of the commit that the revision was when it was last downloaded; None where that is not known."""
     commit = repo.revision
     if not _COMMIT.fullmatch(commit):
         try:
             commit = read_text(repo.reference, REFERENCE_BYTES, "ascii").strip()
         except (OSError, ValueError):
             return None
-    folder = repo.snapshot(commit)
-    return folder if commit and "/" not in commit and is_whole(folder) else None
+    return repo.snapshot(commit) if commit and "/" not in commit else None
 
 
 def is_whole(folder: Path) -> bool:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
 WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
+ADAPTER_WANTED = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
+"""What an adapter needs: its weights in either format, and its config."""
+
 OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}
 
 RETRIES = 5
@@ -78,14 +81,16 @@ class Meter:
             raise DownloadError("the download was stopped", ADVICE if self.done else "")
 
 
-def download(repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> Path:
-    """Return the repository's folder, whole.
+def download(
+    repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool], *, adapter: bool = False
+) -> Path:
+    """Return the repository's folder, whole. adapter: of an adapter's files alone.
 
     Raises DownloadError, ModelNotFoundError, ModelDamagedError or ModelUnsupportedError.
     """
     with quiet_client():
         try:
-            commit, files = _listing(repo)
+            commit, files = _listing(repo, ADAPTER_WANTED if adapter else WANTED)
             snapshot = repo.snapshot(commit)
             missing = [file for file in files if not _is_there(snapshot / file.name, file)]
             lacking = _check_room(repo, missing)
@@ -93,15 +98,16 @@ def download(repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Ca
             meter.add(meter.total - lacking)
             for file in sorted(missing, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
                 _fetch(repo, commit, file, meter)
-            find_shards(snapshot)
+            if not adapter:
+                find_shards(snapshot)
             _record(repo, commit)
         except Exception as error:
             raise translate(error, repo) from error
     return snapshot
 
 
-def _listing(repo: Repo) -> tuple[str, list[RemoteFile]]:
-    """Return the commit that the revision stands for, and those of its files that a model needs."""
+def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]]:
+    """Return the commit that the revision stands for, and those of its files that are wanted, by pattern."""
     from huggingface_hub import HfApi, constants
 
     timeout = constants.HF_HUB_ETAG_TIMEOUT
@@ -112,13 +118,13 @@ def _listing(repo: Repo) -> tuple[str, list[RemoteFile]]:
         if item.lfs
         else RemoteFile(item.rfilename, item.size or 0, item.blob_id or "", large=False)
         for item in siblings
-        if "/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in WANTED)
+        if "/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in wanted)
     ]
     if not any(file.name.endswith(".safetensors") for file in files):
         kinds = {Path(item.rfilename).suffix for item in siblings} & OTHER_WEIGHTS
         has = f" (only {', '.join(sorted(kinds))} files)" if kinds else ""
         raise ModelUnsupportedError(
-            f"{repo} has no model*.safetensors weights{has}",
+            f"{repo} has no {' or '.join(each for each in wanted if each.endswith('.safetensors'))} weights{has}",
             "Choose a safetensors version, for example from mlx-community.",
         )
     for name, value in (("commit", info.sha or ""), *((file.name, file.etag) for file in files)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine import hub
+from tokamac.engine.adapters import Adapter, Change, attach, changes_of, read_adapter
 from tokamac.engine.context_length import context_length, pretraining_length
 from tokamac.engine.core import Core, ModelSpec, recommended_sampling
 from tokamac.engine.corrections import use_short_factors
@@ -29,7 +30,7 @@ from tokamac.engine.limits.prefill_chunk import Chunking
 from tokamac.engine.limits.situation import packed_layers
 from tokamac.engine.limits.wired import wired
 from tokamac.engine.limits.work import work_of
-from tokamac.engine.model import LoadedModel, load_model
+from tokamac.engine.model import DTYPES, LoadedModel, load_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.position_table import position_rows
@@ -50,16 +51,20 @@ def load(
     memory: int | None = None,
     progress: Progress | None,
     unchecked: bool = False,
+    adapter: str | Path | None = None,
 ) -> Core:
     """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
+    adapter: a folder or a Hugging Face id of low-rank changes to the model.
     memory: bytes that arrays may take; None is the system's limit.
     """
     tell = progress or (lambda _: None)
     folder = hub.resolve(model, progress=tell)
     device = device_kind()
+    added = None if adapter is None else read_adapter(hub.resolve_adapter(adapter, progress=tell), str(adapter))
+    more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
     # Of another type, weights take other memory than the files say.
-    costs = check_fits(folder, kv, device, memory) if dtype is None else ()
+    costs = check_fits(folder, kv, device, memory, more=more_bytes) if dtype is None else ()
     loaded = load_model(
         folder,
         dtype=dtype,
@@ -67,6 +72,7 @@ def load(
         progress=lambda d, t: tell(LoadProgress("weights", d, t)),
         unchecked=unchecked,
     )
+    changes = {} if added is None else _adapt(loaded, added, dtype, device)
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
     positions = position_rows(loaded.module)
@@ -89,8 +95,14 @@ def load(
     rotation = _rotation_notes(loaded.config, short=short_factors)
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
     room = context_notes(shape, capacity, chunking=chunking, asked=memory)
-    notes = (*senses, *rotation, *_position_notes(kv, positions), *plan.notes, *room)
-    spec = replace(_spec(str(model), device, loaded, tokenizer, kv, longest, notes), memory_notes=costs)
+    adapted = () if added is None else (added.note(changes),)
+    notes = (*senses, *adapted, *rotation, *_position_notes(kv, positions), *plan.notes, *room)
+    spec = replace(
+        _spec(str(model), device, loaded, tokenizer, kv, longest, notes),
+        memory_notes=costs,
+        adapter=None if adapter is None else str(adapter),
+        adapter_digest=None if added is None else added.digest,
+    )
     runtime = Runtime(
         model=loaded.module,
         tokenizer=tokenizer,
@@ -124,8 +136,18 @@ def load(
         dtype=dtype,
         unpacked=loaded.eager,
         short_factors=short_factors,
+        **({} if added is None else {"adapter": added.digest}),
     )
     return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
+
+
+def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: DeviceKind) -> dict[str, Change]:
+    """Put an adapter beside the weights of a loaded model, and return its changes. Raises ModelError."""
+    wanted = DTYPES[dtype] if dtype else (DTYPES["float32"] if device == "cpu" else None)
+    changes = changes_of(adapter, loaded.module, loaded.config)
+    attach(loaded.module, changes, wanted)
+    adapter.check_unchanged()
+    return changes
 
 
 def _measuring(runtime: Runtime) -> Measuring | None:

@@ -25,20 +25,25 @@ def score(runtime: Runtime, ids: list[int], chunk: int, *, keep: int | None) -> 
     return result
 
 
-def check_scored(runtime: Runtime, store: Store, tokens: int, chunk: int, vocabulary: int) -> None:
-    """Raise ContextError where so many tokens do not fit the context, MemoryLimitError where their rows can't fit the memory."""
+def check_scored(
+    runtime: Runtime, store: Store, tokens: int, chunk: int, vocabulary: int, *, rows: int | None = None
+) -> None:
+    """Raise ContextError where so many tokens do not fit the context, MemoryLimitError where their rows can't fit the memory.
+
+    rows: held at once; None is all of them.
+    """
     longest = runtime.longest
     if longest is not None and tokens > longest:
         raise ContextError(
             f"{tokens:,} tokens are to be scored, but {runtime.what_bounds()} {longest:,}", "Score fewer at a time."
         )
     budget = runtime.memory_budget
-    rows = FLOAT32 * vocabulary * _rows_at_once(tokens, chunk)
-    least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + rows
+    row_bytes = FLOAT32 * vocabulary * (_rows_at_once(tokens, chunk) if rows is None else rows)
+    least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + row_bytes
     if budget is not None and least > budget:
         needed, most = told_apart(least, budget)
         raise MemoryLimitError(
-            f"the log-probabilities of {tokens:,} tokens need {needed} of memory ({gb(rows)} of it for the rows of "
+            f"the log-probabilities of {tokens:,} tokens need {needed} of memory ({gb(row_bytes)} of it for the rows of "
             f"{vocabulary:,} numbers), and {most} may be used",
             f"Score fewer tokens at a time.{override(least, memory.device_total())}",
         )

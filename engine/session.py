@@ -4,6 +4,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from tokamac.engine.limits.limits import Limits
     from tokamac.engine.limits.memory import Memory
     from tokamac.engine.limits.prediction import Prediction
+    from tokamac.engine.perplexity import Perplexity
     from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine.prompt_cache.exchange import Exchanged
     from tokamac.engine.request import Reply
     from tokamac.engine.tokens import Tokenizer
 
@@ -79,6 +82,7 @@ class Engine:
         dtype: str | None = None,
         memory: int | None = None,
         unchecked: bool = False,
+        adapter: str | Path | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
         """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
@@ -88,10 +92,11 @@ class Engine:
         factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
         arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
         beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
-        ``Finished`` say what. progress is called from another thread.
+        ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
+        PEFT) that are added to what the model's own weights compute. progress is called from another thread.
         Raises ModelError, DownloadError, OptionError or DeviceError.
         """
-        _check_load(model, kv, prompt_cache)
+        _check_load(model, kv, prompt_cache, adapter)
         limit = None if memory is None else given_limit(memory)
         worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
         given_up = threading.Event()
@@ -119,6 +124,7 @@ class Engine:
                 memory=limit,
                 progress=tell,
                 unchecked=unchecked,
+                adapter=adapter,
             )
 
         try:
@@ -215,6 +221,38 @@ class Engine:
         size = None if chunk is None else given_count(chunk, "a chunk", least=1)
         return self._replies.call(lambda: self._core.logprobs(ids, size))
 
+    def perplexity(
+        self,
+        text: str | Sequence[int],
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Perplexity":
+        """Return the perplexity of a text of any length, or of token ids, read in windows through the engine's own KV cache.
+
+        Args:
+            text: a text, each window of which begins with what the tokenizer puts before every text; of ids, if they do.
+            window: tokens read at once; None is 2,048, or the context where that is shorter.
+            stride: tokens from one window's beginning to the next one's; None is half a window. Each token counts once.
+            progress: told tokens read, and all, on this thread.
+
+        Each window waits for a reply in progress. Raises OptionError, and ContextError for a window that the context can't hold.
+        """
+        from tokamac.engine.perplexity import PerplexityProgress
+
+        given = text if isinstance(text, str) else given_ids(text, "perplexity")
+        size = None if window is None else given_count(window, "a window", least=2)
+        step = None if stride is None else given_count(stride, "a stride", least=1)
+        steps = self._replies.steps(lambda stopped: self._core.perplexity(given, size, step, stopped.is_set))
+        with closing(steps):
+            for at in steps:
+                if not isinstance(at, PerplexityProgress):
+                    return at
+                if progress is not None:
+                    progress(at.done, at.total)
+        raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+
     def compare_kv(
         self,
         tokens: Sequence[int],
@@ -242,6 +280,32 @@ class Engine:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         given = given_prompt(prompt)
         yield from self._replies.stream(lambda stream: Bounded(self._core.warm(given, stream.is_cancelled)))
+
+    def export_prompt(
+        self, prompt: Prompt, file: str | Path, *, goes_on: bool = False
+    ) -> Generator["Event | Exchanged", None, None]:
+        """Compute a prompt, or take it from the prompt cache, and write its keys and values to ``file``, which must not be there.
+
+        Yields PrefillProgress, at last Exchanged once the file is whole; cancelled like ``generate``. goes_on: of messages, what is
+        certain however the last of them, the user's, goes on. Raises what ``warm`` raises; OptionError where it can't be written.
+        """
+        given, path = given_prompt(prompt), Path(file).expanduser()
+        done: list[Exchanged] = []
+        yield from self._replies.stream(
+            lambda stream: Bounded(
+                self._core.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+            )
+        )
+        yield from done
+
+    def import_prompt(self, file: str | Path) -> "Exchanged":
+        """Put a computed prompt that ``export_prompt`` wrote into the prompt cache on disk, all of it or nothing.
+
+        It must have been computed by this very model, adapter, KV settings and versions. All of the file is checked first; what
+        its numbers say no check can tell, so take one only from whom you would take a model. Raises TokamacError.
+        """
+        path = Path(file).expanduser()
+        return self._replies.call(lambda: self._core.import_prompt(path))
 
     def warm_ahead(self, messages: Sequence[Message]) -> None:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
@@ -328,10 +392,12 @@ class Engine:
         self.close()
 
 
-def _check_load(model: object, kv: object, prompt_cache: object) -> None:
+def _check_load(model: object, kv: object, prompt_cache: object, adapter: object) -> None:
     """Raise OptionError for arguments of the wrong kind, before anything is read."""
     if not isinstance(model, str | Path):
         raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
+    if not isinstance(adapter, str | Path | None):
+        raise OptionError(f"{adapter!r:.60} names no adapter", "Give a folder, or a Hugging Face id.")
     if not isinstance(kv, KVSpec):
         raise OptionError(f"kv is a {type(kv).__name__}", "Use KVSpec(), or leave it out.")
     if not isinstance(prompt_cache, PromptCacheSpec | None):

@@ -371,3 +371,9 @@ def generation_config(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelDamagedError(f"{path} is not JSON: {error}", "Download that file again.") from error
     return loaded if isinstance(loaded, dict) else {}
+
+
+def opening(tokenizer: Tokenizer) -> list[int]:
+    """Return what the tokenizer puts before every text: a mark without which some models compute nonsense, or nothing."""
+    plain, marked = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
+    return next((marked[:at] for at in range(len(marked)) if marked[at : at + len(plain)] == plain), [])

@@ -1,9 +1,10 @@
 """One-shot conversion to a quantized MLX model folder.
 
-    from tokamac.quant import convert
+    from tokamac.quant import convert, quality
 
     report = convert("path/or/hub-id", "out", bits=4, group_size=64)
     report.bits_per_weight, report.quality
+    quality("out", "path/or/hub-id").kl
 
 Importing this package does no work: MLX is loaded by the first conversion.
 """
@@ -13,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokamac.quant.conversion import Conversion, convert
+    from tokamac.quant.divergence import Quality
+    from tokamac.quant.evaluation import quality
     from tokamac.quant.options import Options
     from tokamac.quant.plan import Plan, TensorPlan
-    from tokamac.quant.quality import Quality
     from tokamac.quant.report import Outcome, StageDone
     from tokamac.quant.writing import TensorDone
 
 __all__ = [
-    "Conversion", "Options", "Outcome", "Plan", "Quality", "StageDone", "TensorDone", "TensorPlan", "convert",
+    "Conversion", "Options", "Outcome", "Plan", "Quality", "StageDone", "TensorDone", "TensorPlan", "convert", "quality",
 ]  # fmt: skip
 
 _HOMES = {
     "Conversion": "conversion", "convert": "conversion", "Options": "options", "Plan": "plan", "TensorPlan": "plan",
-    "Quality": "quality", "Outcome": "report", "StageDone": "report", "TensorDone": "writing",
+    "Quality": "divergence", "quality": "evaluation", "Outcome": "report", "StageDone": "report", "TensorDone": "writing",
 }  # fmt: skip
 """Which module of this package each public name is defined in."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokamac.engine.errors import OptionError, access_hint
 from tokamac.engine.regular_files import TooLargeError, read_bytes
-from tokamac.engine.tokens import Tokenizer
+from tokamac.engine.tokens import Tokenizer, opening
 
 LENGTH = 512
 """Tokens of a sequence, unless said otherwise."""
@@ -55,28 +55,28 @@ def sequences(tokenizer: Tokenizer, text: str, count: int, length: int = LENGTH)
     Each begins as the model expects a text to begin. A shorter text gives fewer sequences; one that does not fill a single sequence
     is a sequence, whole. All are equally long.
     """
-    opening = _opening(tokenizer)
+    begins = opening(tokenizer)
     ids = tokenizer.encode("".join(_stretches(text, held=False)))
-    piece = max(1, length - len(opening))
+    piece = max(1, length - len(begins))
     fitting = min(count, len(ids) // piece)
-    return [opening + part for part in _spread(ids, [piece] * fitting)] if fitting else [opening + ids]
+    return [begins + part for part in _spread(ids, [piece] * fitting)] if fitting else [begins + ids]
 
 
 def verification_ids(tokenizer: Tokenizer, text: str, length: int = LENGTH) -> list[int]:
     """Return one sequence of at most ``length`` tokens, a piece of each of the stretches that ``sequences`` never reads."""
-    opening, pieces = _opening(tokenizer), STRETCHES // EVERY
+    begins, pieces = opening(tokenizer), STRETCHES // EVERY
     ids = tokenizer.encode("".join(_stretches(text, held=True)))
-    room = min(max(1, length - len(opening)), len(ids))
+    room = min(max(1, length - len(begins)), len(ids))
     sizes = [room // pieces + (number < room % pieces) for number in range(pieces)]
-    return opening + [token for part in _spread(ids, sizes) for token in part]
+    return begins + [token for part in _spread(ids, sizes) for token in part]
 
 
 def first_ids(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
     """Return one sequence of at most ``length`` tokens from the beginning of ``text``."""
-    opening = _opening(tokenizer)
+    begins = opening(tokenizer)
     # A long text need not be encoded whole: few tokens are longer than this.
     ids = tokenizer.encode(text[: LONG_TOKEN * length])
-    return opening + ids[: max(1, length - len(opening))]
+    return begins + ids[: max(1, length - len(begins))]
 
 
 def _read(file: Path) -> bytes:
@@ -109,9 +109,3 @@ def _spread(ids: list[int], sizes: list[int]) -> list[list[int]]:
     spare, count = len(ids) - sum(sizes), len(sizes)
     starts = [done + spare * number // count for number, done in enumerate(accumulate(sizes[:-1], initial=0))]
     return [ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def _opening(tokenizer: Tokenizer) -> list[int]:
-    """Return what the tokenizer puts before every text: a mark without which some models compute nonsense, or nothing."""
-    plain, marked = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
-    return next((marked[:at] for at in range(len(marked)) if marked[at : at + len(plain)] == plain), [])

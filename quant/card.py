@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.limits.config_cost import Packing
+from tokamac.quant.divergence import with_error
 from tokamac.quant.options import Options
 from tokamac.quant.plan import Plan
 from tokamac.quant.provenance import Provenance
-from tokamac.quant.quality import with_error
 from tokamac.quant.report import RECORD, Outcome, PartRow, by_part
 
 CARD = "README.md"
@@ -83,6 +83,8 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     yield ""
     yield f"Converted from {named}: {_bytes(plan.source_bytes)} became {_bytes(plan.weight_bytes)}."
     yield f"Made with {versions}{', products of float32 in TF32 where the GPU has it' if made.tf32 else ''}."
+    if made.adapter is not None:
+        yield f"The adapter `{made.adapter['name']}` was added to its weights first."
     if not options.dequantize:
         yield f"Weights were packed {METHODS[options.how]}{_weighed(options)}."
     yield ""
@@ -177,6 +179,10 @@ def _flags(options: Options) -> Iterator[str]:
         yield "--calibration"
         if options.calibration != "shipped":
             yield "FILE"
+    if options.adapter is not None:
+        yield from ("--adapter", "ADAPTER")
+    if options.unchecked:
+        yield "--unchecked"
     if not options.verify:
         yield "--no-verify"
 

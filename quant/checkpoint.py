@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from tokamac.engine.config import LANGUAGE_PARTS, check_config, model_classes
+from tokamac.engine.config import LANGUAGE_PARTS, MODELOPT, check_config, model_classes
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.limits.cost import text_config
 from tokamac.engine.limits.hollow import hollow_model
@@ -30,9 +30,6 @@ READ_ERRORS = (*BUILD_ERRORS, NameError)
 PACKING_KEYS = ("quantization", "quantization_config", "compression_config", "quantize_activations")
 """What a config says about packed weights. An unpacked model's config has none of it, nested or not."""
 
-MODELOPT = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt says how it packed a model."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -43,13 +40,15 @@ class Checkpoint:
     packed: dict[str, Packed]
 
 
-def read_checkpoint(folder: Path, config: Mapping[str, Any]) -> Checkpoint:
+def read_checkpoint(folder: Path, config: Mapping[str, Any], *, unchecked: bool = False) -> Checkpoint:
     """Return what ``folder`` holds, its config given normalised. Lazy: no weight is read.
+
+    unchecked: also what the rule for configs doubts.
 
     Raises ModelError for what is damaged or of an unknown kind, ConversionError for weights packed in a way mlx-lm does not read.
     """
-    module = _loaded(folder, config)
-    hollow = hollow_model(float_config(config), value_bytes=2)
+    module = _loaded(folder, config, unchecked=unchecked)
+    hollow = hollow_model(float_config(config), value_bytes=2, unchecked=unchecked)
     floats = dict(leaves(hollow))
     # A class may be packed by nature (BitNet's): such layers stay what they are.
     held = {path: leaf for path, leaf in leaves(module) if is_packed(leaf) and not is_packed(floats[path])}
@@ -81,11 +80,12 @@ def _method(settings: Any, unnamed: str | None) -> str | None:
     return str(settings["quant_method"]) if named else unnamed
 
 
-def _loaded(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+def _loaded(folder: Path, config: Mapping[str, Any], *, unchecked: bool) -> nn.Module:
     """Return mlx-lm's module with the folder's weights, packed as they are."""
     own = deepcopy(dict(config))  # mlx-lm's classes write into what they are given
     classes = model_classes(own)
-    check_config(own, classes[1])
+    if not unchecked:
+        check_config(own, classes[1])
     try:
         return load_lazily(folder, without_fp8(own), classes)[0]
     except ModelError:

@@ -34,7 +34,7 @@ from tokamac.quant.preparing import check_method, foreseen, prepare
 from tokamac.quant.provenance import CARD, provenance, source_id
 from tokamac.quant.recorded import read_recorded, read_sizes
 from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
-from tokamac.quant.source import Source, locate, open_source
+from tokamac.quant.source import Source, locate, open_adapter, open_source
 from tokamac.quant.streamed import Streamed, streamable_folder, streamable_source
 from tokamac.quant.verify import sample, verify
 from tokamac.quant.workplace import workplace
@@ -60,6 +60,8 @@ class Asked(TypedDict, total=False):
     embed_bits: int | None
     dequantize: bool
     verify: bool
+    adapter: str | Path | None
+    unchecked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +179,18 @@ def _convert(
         if (done := _installed(target, folder, options, overwrite=overwrite)) is not None:
             return replace(done, seconds=time.perf_counter() - started_s)
         check_target(target, folder, overwrite=overwrite)
-    opened = open_source(folder)
+    adapter = None if options.adapter is None else open_adapter(options.adapter)
+    opened = open_source(folder, adapter=adapter, unchecked=options.unchecked)
     check_method(opened, options)
     plan = foreseen(opened, options)
     if dry_run:
         return plan
     check_space(target, plan.needed_bytes)
-    with _bounded_memory() as peak, workplace(target, conversion_key(folder, options)) as place:
+    with _bounded_memory() as peak, workplace(target, conversion_key(folder, options, opened.adapter)) as place:
         ready = prepare(opened, options, place, tell)
         errors = write(ready.plan, ready.source, ready.quantizer, place, tell)
         outcome = _compared(opened, ready.plan, errors, place.folder, tell) if options.verify else None
-        made = provenance(folder, options)
+        made = provenance(folder, options, opened.adapter)
         (place.folder / RECORD).write_bytes(record(ready.plan, errors, outcome, made))
         (place.folder / CARD).write_bytes(card(ready.plan, outcome, made))
         held_bytes = peak()
@@ -252,7 +255,7 @@ def _compared(source: Source, plan: Plan, errors: Mapping[str, WeightError], fol
         return lambda done, total: tell(StageDone("verifying", first * total + done, 2 * total))
 
     try:
-        sides = (streamable_source(source), streamable_folder(folder))
+        sides = (streamable_source(source), streamable_folder(folder, unchecked=source.unchecked))
         reference, other = (Streamed(side, progress=shown(number)) for number, side in enumerate(sides))
         compared = verify(reference, other, found.ids)
     except (ModelError, OptionError) as error:  # what was written stays: it may be as good as its figures are unknown

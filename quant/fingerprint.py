@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import xxhash
 
+from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.regular_files import open_regular
 from tokamac.quant.files import checksum
@@ -19,12 +20,12 @@ FORMAT = 1
 READ_WHOLE = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 
-def conversion_key(folder: Path, options: Options) -> str:
+def conversion_key(folder: Path, options: Options, adapter: Adapter | None = None) -> str:
     """Return 32 hexadecimal digits that tell a conversion of ``folder`` with ``options`` from any other.
 
     Of the source: small files whole; of the weights, headers, sizes and times of change. Of the options: all but ``verify``, which
-    no weight depends on, and a calibration text by its content. Versions and the device count too: they decide how values are
-    rounded. Raises OSError where a file can't be read.
+    no weight depends on; a calibration text and an adapter by their content. Versions and the device count too: they decide how
+    values are rounded. Raises OSError where a file can't be read.
     """
     versions = {name: version_of(name) for name in PACKAGES}
     small = sorted({file for pattern in READ_WHOLE for file in folder.glob(pattern) if file.is_file()})
@@ -33,7 +34,7 @@ def conversion_key(folder: Path, options: Options) -> str:
         "versions": versions,
         "device": str(mx.default_device()),
         "tf32": may_use_tf32(device_kind()),
-        "options": _options(options),
+        "options": {**_options(options), "adapter": None if adapter is None else adapter.digest},
         "files": {file.name: checksum(file) for file in small},
         "weights": {file.name: _weights(file) for file in sorted(folder.glob("*.safetensors"))},
     }

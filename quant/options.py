@@ -46,6 +46,8 @@ class Options:
     dtype: of what is not packed, scales and biases included; None keeps each tensor's own.
     embed_bits: for the embedding and the output head; 16 leaves them unpacked, None treats them like the rest.
     dequantize: pack nothing, and unpack what is packed. verify: compare the result with the source at the end.
+    adapter: a folder or a Hugging Face id of low-rank changes, which go into the weights before anything is packed.
+    unchecked: convert a model although something of its config would be computed otherwise; the notes say what.
     """
 
     bits: int | None = None
@@ -59,6 +61,8 @@ class Options:
     embed_bits: int | None = None
     dequantize: bool = False
     verify: bool = True
+    adapter: str | Path | None = None
+    unchecked: bool = False
 
     def __post_init__(self) -> None:
         self._make_plain()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.hub_names import id_of
 from tokamac.engine.regular_files import CONFIG_BYTES, open_regular, read_bytes
@@ -54,7 +55,7 @@ class Provenance:
 
     name: the source's Hugging Face id, else the name of its folder, made safe to print. id: the former, where it is known.
     card: of the source's front matter, what goes along. calibration_sha256: of the user's text, where one was given.
-    tf32: products of float32 were rounded to TF32 where the GPU does that.
+    tf32: products of float32 were rounded to TF32 where the GPU does that. adapter: the name and the digest of what was added.
     """
 
     name: str
@@ -65,9 +66,10 @@ class Provenance:
     card: Mapping[str, str] = field(default_factory=dict)
     calibration_sha256: str | None = None
     tf32: bool = False
+    adapter: Mapping[str, str] | None = None
 
 
-def provenance(source: Path, options: Options) -> Provenance:
+def provenance(source: Path, options: Options, adapter: Adapter | None = None) -> Provenance:
     """Return the provenance of what is made of the model folder ``source``. Reads headers and small files.
 
     Raises ModelError for shards that are not whole, OSError for a file that can't be read.
@@ -83,7 +85,14 @@ def provenance(source: Path, options: Options) -> Provenance:
         card=front_matter(source / CARD),
         calibration_sha256=_sha256(text.read_bytes()) if isinstance(text, Path) else None,
         tf32=may_use_tf32(device_kind()),
+        adapter=None if adapter is None else {"name": adapter_name(adapter), "digest": adapter.digest},
     )
+
+
+def adapter_name(adapter: Adapter) -> str:
+    """Return what an adapter is called in files that are given away: where it lies is nobody's business."""
+    named = adapter.name if _ID.fullmatch(adapter.name) else source_id(adapter.folder)
+    return named or safe_name(adapter.folder.resolve().name)
 
 
 def source_id(folder: Path) -> str | None:

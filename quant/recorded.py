@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.regular_files import TooLargeError, read_bytes
-from tokamac.quant.quality import Quality
+from tokamac.quant.divergence import Quality
 from tokamac.quant.report import FORMAT, RECORD, Outcome
 
 RECORD_LIMIT = 64 << 20

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.limits.cost import PARTS, Tensor, part_of
 from tokamac.engine.limits.part_names import PartName
+from tokamac.quant.divergence import Quality, concerns
 from tokamac.quant.options import CALIBRATED
-from tokamac.quant.quality import Quality, concerns
 
 if TYPE_CHECKING:
     from tokamac.engine.limits.config_cost import Packing
@@ -184,7 +184,7 @@ def _options(options: "Options", made: "Provenance") -> dict[str, Any]:
     plain = asdict(options)
     if options.calibration is not None and options.calibration != "shipped":
         plain["calibration"] = {"sha256": made.calibration_sha256}
-    return {**plain, "method": options.how}
+    return {**plain, "adapter": made.adapter, "method": options.how}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -49,12 +49,12 @@ class Streamable:
     read: Read
 
 
-def streamable_folder(folder: Path) -> Streamable:
-    """Return the model in ``folder``, packed or not, built as the engine builds it. Raises ModelError."""
+def streamable_folder(folder: Path, *, unchecked: bool = False) -> Streamable:
+    """Return the model in ``folder``, packed or not, built as the engine builds it. unchecked: see there. Raises ModelError."""
     find_shards(folder)
 
     def opened() -> nn.Module:
-        return build_model(folder, read_config(folder))[0]
+        return build_model(folder, read_config(folder), unchecked=unchecked)[0]
 
     return Streamable(opened(), lambda: dict(tree_flatten(opened().parameters())))
 

@@ -9,7 +9,7 @@ from tokamac.engine.errors import ModelError
 from tokamac.engine.limits.cost import text_config
 from tokamac.engine.tokens import load_tokenizer
 from tokamac.quant.calibration import verification_ids
-from tokamac.quant.quality import Quality, compare, concerns
+from tokamac.quant.divergence import Quality, compare, concerns
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -90,7 +90,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How close the result is to its source; quant/quality.py says what each figure is. None is unknown.
+    """How close the result is to its source; quant/divergence.py says what each figure is. None is unknown.
 
     positions: None where no text was compared, and ``unable`` may say why. concerns: what is worse than it should be.
     """

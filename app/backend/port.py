@@ -84,6 +84,8 @@ class _RealEngine:
             advice=spec.advice,
             memory_notes=spec.memory_notes,
             doubts=spec.doubts,
+            adapter=spec.adapter,
+            adapter_digest=spec.adapter_digest,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
@@ -144,6 +146,7 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> Engi
             prompt_cache=cache,
             memory=request.memory,
             unchecked=request.unchecked,
+            adapter=request.adapter,
             progress=progress,
         )
 

@@ -38,6 +38,7 @@ class ModelInfo:
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
     advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
     """
 
     name: str
@@ -57,6 +58,8 @@ class ModelInfo:
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    adapter: str | None = None
+    adapter_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

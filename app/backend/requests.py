@@ -1,6 +1,6 @@
 """What the screen asks of the engine's process: one frozen dataclass a message."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tokamac.app.backend.whatif import Question
@@ -13,6 +13,7 @@ class Load:
     """Load ``model`` in place of whatever is loaded.
 
     memory: bytes that it may take; None is the system's limit. unchecked: although something of its config is computed otherwise.
+    adapter: a folder or a Hugging Face id of what is added to it.
     """
 
     model: str
@@ -20,6 +21,14 @@ class Load:
     prompt_cache: bool = True
     memory: int | None = None
     unchecked: bool = False
+    adapter: str | None = None
+
+    def of(self, model: str, adapter: str | None) -> "Load":
+        """Return the request for another model with the same settings; for the same one, this.
+
+        That this one may be unchecked, and what is added to it, says nothing of the other.
+        """
+        return self if model == self.model else replace(self, model=model, unchecked=False, adapter=adapter)
 
 
 @dataclass(frozen=True, slots=True)

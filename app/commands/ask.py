@@ -15,6 +15,8 @@ from tokamac.app.commands.prompt import compose
 from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
+    adapter_of,
+    add_adapter_flag,
     add_kv_flags,
     add_logprobs_flag,
     add_memory_flag,
@@ -61,6 +63,7 @@ def parser() -> Parser:
         default=0,
         help="metrics and a diagnosis, to stderr; -vv: the whole diagnosis, with its formulas and the numbers put in",
     )
+    add_adapter_flag(made)
     add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
@@ -80,14 +83,16 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.system:
         messages.insert(0, Message("system", options.system))
     writer = JsonWriter() if options.json else TextWriter(verbose=options.verbose)
+    model = options.model or default_model()
     try:
         engine = loading.load(
-            options.model or default_model(),
+            model,
             kv=kv,
             prompt_cache=prompt_cache(options),
             memory=memory_limit(options),
             on_interrupt=writer.interrupted,
             unchecked=options.unchecked,
+            adapter=adapter_of(options, model),
         )
         with engine, loading.interrupting(engine.cancel):
             return write(engine.generate(messages, wanted), writer)

@@ -18,9 +18,12 @@ from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     SAMPLING_FLAGS,
+    adapter_of,
+    add_adapter_flag,
     add_kv_flags,
     add_memory_flag,
     add_sampling_flags,
+    add_unchecked_flag,
     default_model,
     kv_spec,
     memory_limit,
@@ -41,7 +44,10 @@ RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked for. ``sampling.max_tokens`` is set. memory: bytes the model may take; None is the system's limit."""
+    """What is asked for. ``sampling.max_tokens`` is set. memory: bytes the model may take; None is the system's limit.
+
+    unchecked, adapter: as for loading.
+    """
 
     model: str
     points: list[Point]
@@ -50,6 +56,8 @@ class Plan:
     kv: KVSpec
     memory: int | None
     compare: bool
+    unchecked: bool
+    adapter: str | None
 
 
 def parser() -> Parser:
@@ -98,6 +106,8 @@ def parser() -> Parser:
     )
     made.add_argument("--json", action="store_true", help="one JSON object")
     kv_quality.add_flags(made)
+    add_adapter_flag(made)
+    add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made, cache=False)
     add_memory_flag(made)
@@ -137,21 +147,35 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.machine:
         _refuse_beside_machine(parser, options)
         limit, kv = memory_limit(options), kv_spec(parser, options)
-        return bench_machine.run(options.model or default_model(), kv, memory=limit, json_wanted=options.json)
+        model = options.model or default_model()
+        added = adapter_of(options, model)
+        return bench_machine.run(
+            model, kv, memory=limit, json_wanted=options.json, unchecked=options.unchecked, adapter=added
+        )
     plan = _plan(parser, options)
     if options.plot is not None:
         bench_plot.check_writable(options.plot)  # now, not after minutes of measuring
-    with loading.load(plan.model, kv=plan.kv, prompt_cache=None, memory=plan.memory) as engine:
+    with loading.load(
+        plan.model,
+        kv=plan.kv,
+        prompt_cache=None,
+        memory=plan.memory,
+        unchecked=plan.unchecked,
+        adapter=plan.adapter,
+    ) as engine:
         measured, version = _measured(engine, plan)
+        record = bench_report.of_model(engine.spec)
         chart = None if options.plot is None else bench_plot.chart(engine, measured, version)
     if any(run.generated_tokens < (plan.sampling.max_tokens or 0) for each in measured for run in each.runs):
         note("note: --stop ended some replies early, so their decode rates come from fewer tokens")
     if options.json:
         for warning in bench_report.warnings(measured):
             note(f"note: {warning}")
-        json_line(bench_report.to_json(measured, version))
+        json_line({**bench_report.to_json(measured, version), **record})
     else:
         print(bench_report.text(plan.model, measured, version))
+    for doubt in record.get("doubts", ()):
+        note(f"unchecked: {doubt}; these replies may be wrong, and so may their speed")
     if chart is not None:  # last: figures are not lost with a picture that can't be written after all
         bench_plot.write(options.plot, chart)
         note(f"note: the picture is in {options.plot}")
@@ -162,18 +186,24 @@ def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
     """Return what is asked for; end with exit status 2 at a bad flag."""
     wanted, kv = sampling(parser, options), kv_spec(parser, options)
     new = wanted.max_tokens or NEW_TOKENS
+    model = options.model or default_model()
+    added = adapter_of(options, model)
+    if options.compare is not None and added is not None:
+        parser.error(f"--compare: {peer.NAME} runs without the adapter {added}; add --adapter none, or leave --compare")
     if options.compare is not None:
         wanted = _greedy(parser, options)
     depths = options.depth or ()
     prompts = options.prompt or (() if depths else (PROMPT_TOKENS,))
     return Plan(
-        model=options.model or default_model(),
+        model=model,
         points=points(prompts, depths),
         runs=options.runs or RUNS,
         sampling=replace(wanted, max_tokens=new),
         kv=kv,
         memory=memory_limit(options),
         compare=options.compare is not None,
+        unchecked=options.unchecked,
+        adapter=added,
     )
 
 

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 CONTEXTS = (64, 1024, 4096)
 
 
-def run(model: str, kv: KVSpec, *, memory: int | None, json_wanted: bool) -> int:
+def run(
+    model: str,
+    kv: KVSpec,
+    *,
+    memory: int | None,
+    json_wanted: bool,
+    unchecked: bool = False,
+    adapter: str | None = None,
+) -> int:
     """Measure the machine and the parts of the model's steps, and return the exit status."""
     from tokamac.engine import hub
     from tokamac.engine.limits.machine import measure_machine
@@ -29,7 +37,7 @@ def run(model: str, kv: KVSpec, *, memory: int | None, json_wanted: bool) -> int
     if (said := advice()) is not None:
         note(f"note: {said}")
         told.is_new(said)  # loading need not say it again
-    with loading.load(model, kv=kv, prompt_cache=None, memory=memory) as engine:
+    with loading.load(model, kv=kv, prompt_cache=None, memory=memory, unchecked=unchecked, adapter=adapter) as engine:
         engine.measure()
         most = engine.spec.capacity or max(CONTEXTS)
         found = [engine.predict(context, context) for context in CONTEXTS if context <= most]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import peer
 from tokamac.app.commands.bench_runs import Measured
@@ -11,6 +11,9 @@ from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.units import UNKNOWN, count, milliseconds, rate, seconds, size
 from tokamac.engine.limits.metrics import share
+
+if TYPE_CHECKING:
+    from tokamac.engine.core import ModelSpec
 
 RATES = ("ttft_s", "prefill_tps", "decode_tps")
 """What is compared with a peer, by the names of both sides' fields."""
@@ -22,6 +25,16 @@ def to_json(measured: Sequence[Measured], peer_version: str | None) -> dict[str,
     found = {name: first[name] for name in ("runs", "median", "ceiling_tps", "expected_tps", "peer")}
     if len(measured) > 1:
         found["sweep"] = [_point_json(each, peer_version) for each in measured]
+    return found
+
+
+def of_model(spec: "ModelSpec") -> dict[str, Any]:
+    """Return what of a loaded model is not its name: its adapter, by all its bytes, and what is doubted of it."""
+    found: dict[str, Any] = {}
+    if spec.adapter is not None:
+        found["adapter"] = {"name": spec.adapter, "digest": spec.adapter_digest}
+    if spec.doubts:
+        found["doubts"] = list(spec.doubts)
     return found
 
 

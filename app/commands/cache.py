@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.action_parser import ActionParser
 from tokamac.app.commands import loading
-from tokamac.app.options import add_kv_flags, add_memory_flag, any_given, default_model, kv_spec, memory_limit
+from tokamac.app.options import (
+    adapter_of,
+    add_adapter_flag,
+    add_kv_flags,
+    add_memory_flag,
+    add_model_flag,
+    any_given,
+    default_model,
+    kv_spec,
+    memory_limit,
+)
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.sanitise import sanitise_line
@@ -25,6 +35,16 @@ ACTIONS = {
     "show": "where it lies and what it takes",
     "clear": "remove all of it",
     "check": "compute what is stored for MODEL with these KV flags again, and compare",
+    "export": "compute a prompt and write its keys and values to one file",
+    "import": "put such a file into the cache of the model that computed it",
+}
+_TAKEN_BY = {
+    "memory": ("check", "export", "import"),
+    "adapter": ("check", "export", "import"),
+    "model": ("export", "import"),
+    "prompt": ("export",),
+    "file": ("export",),
+    "system": ("export",),
 }
 _KV_FLAGS = ("kv_bits", "kv_window", "kv_group_size", "kv_keep", "on_full")
 
@@ -35,33 +55,62 @@ def parser() -> ActionParser:
         "cache",
         "The prompt cache on disk: prompts that were computed once and need not be read again, also after a restart. "
         "TOKAMAC_CACHE_DIR moves it.",
-        "  tokamac cache\n  tokamac cache clear\n  tokamac cache check guide --kv-bits 8,4",
+        "  tokamac cache\n  tokamac cache clear\n  tokamac cache check guide --kv-bits 8,4\n"
+        "  tokamac cache export book.kv -f book.txt --system 'Answer from the book.' -m guide\n"
+        "  tokamac cache import book.kv -m guide",
         ACTIONS,
     )
     made.add_argument(
-        "model",
+        "subject",
         nargs="?",
-        metavar="MODEL",
-        help="of check: a folder, a Hugging Face id, or guide (the one picked last, at first guide)",
+        metavar="MODEL|FILE",
+        help="of check: a folder, a Hugging Face id, or guide (the one picked last); of export and import: the file",
     )
+    made.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="of export: what is asked; without it the prompt may go on with anything",
+    )
+    add_model_flag(made)
+    made.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="a text file; may be repeated")
+    made.add_argument("--system", metavar="TEXT", help="the system prompt")
     made.add_argument("--json", action="store_true", help="one JSON object")
     add_kv_flags(made, cache=False)
+    add_adapter_flag(made)
     add_memory_flag(made)
-    made.only(("check",), "model", "memory", *_KV_FLAGS)
+    made.only(("check", "export", "import"), "subject", "memory", "adapter")
+    made.only(("check", "export"), *_KV_FLAGS)
+    made.only(("export", "import"), "model")
+    made.only(("export",), "prompt", "file", "system")
     return made
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Show, clear or check; return the exit status."""
+    _refuse(parser, options)
+    if options.action in ("export", "import"):
+        from tokamac.app.commands import cache_file
+
+        if not options.subject:
+            parser.error(f"name the file: tokamac cache {options.action} prompt.kv -m MODEL")
+        return cache_file.run(parser, options)
     if options.action == "check":
-        return _check(options.model, kv_spec(parser, options), memory_limit(options), json_wanted=options.json)
-    if options.model:
-        parser.error(f"{options.action} takes no MODEL")
-    if any_given(options, _KV_FLAGS):
-        parser.error(f"KV flags have no effect with {options.action}")
-    if options.memory is not None:
-        parser.error(f"--memory has no effect with {options.action}")
+        return _check(options, kv_spec(parser, options))
     return _show(json_wanted=options.json) if options.action == "show" else _clear(json_wanted=options.json)
+
+
+def _refuse(parser: Parser, options: argparse.Namespace) -> None:
+    """End with a usage error at what has no effect with an action."""
+    action = options.action
+    if action in ("show", "clear") and options.subject:
+        parser.error(f"{action} takes no MODEL")
+    if action not in ("check", "export") and any_given(options, _KV_FLAGS):
+        why = ": the file says which were used" if action == "import" else ""
+        parser.error(f"KV flags have no effect with {action}{why}")
+    for name, takes in _TAKEN_BY.items():
+        if getattr(options, name) and action not in takes:
+            parser.error(f"{'PROMPT' if name == 'prompt' else f'--{name}'} has no effect with {action}")
 
 
 def _show(*, json_wanted: bool) -> int:
@@ -128,10 +177,10 @@ def _clear(*, json_wanted: bool) -> int:
     return 0
 
 
-def _check(model: str | None, kv: KVSpec, memory: int | None, *, json_wanted: bool) -> int:
+def _check(options: argparse.Namespace, kv: KVSpec) -> int:
     _folder()  # one that can't be read is no empty one
-    name = model or default_model()
-    checks = _checks(name, kv, memory, json_wanted=json_wanted)
+    name, json_wanted = options.subject or default_model(), options.json
+    checks = _checks(name, kv, memory_limit(options), adapter_of(options, name), json_wanted=json_wanted)
     worst = max((_size(check.difference) for check in checks), default=None)
     if json_wanted:
         json_line({"checks": [_json(check) for check in checks], "largest_difference": _finite(worst)})
@@ -149,11 +198,11 @@ def _check(model: str | None, kv: KVSpec, memory: int | None, *, json_wanted: bo
     return 1
 
 
-def _checks(name: str, kv: KVSpec, memory: int | None, *, json_wanted: bool) -> list["Check"]:
+def _checks(name: str, kv: KVSpec, memory: int | None, adapter: str | None, *, json_wanted: bool) -> list["Check"]:
     """Return a check of each stored prefix; for people, each is a line as it comes."""
     checks, bar = [], Progress("computing what is stored again", plain=False)
     with (
-        loading.load(name, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory) as engine,
+        loading.load(name, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory, adapter=adapter) as engine,
         closing(engine.check_cache()) as steps,
     ):
         try:

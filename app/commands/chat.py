@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.options import (
     SAMPLING_FLAGS,
+    add_adapter_flag,
     add_kv_flags,
     add_memory_flag,
     add_sampling_flags,
     add_unchecked_flag,
     any_given,
+    given_adapter,
     kv_spec,
     sampling,
     warn,
@@ -44,6 +46,7 @@ def parser() -> Parser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    add_adapter_flag(made)
     add_unchecked_flag(made)
     add_sampling_flags(made)
     add_kv_flags(made)
@@ -75,6 +78,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),
             unchecked=options.unchecked,
+            adapter=None if options.adapter is None else given_adapter(options.adapter),
             chat=options.chat,
             resume=options.resume,
             read=read,

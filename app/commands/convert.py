@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.convert_progress import Shown
 from tokamac.app.keep_awake import awake
+from tokamac.app.options import add_unchecked_flag
 from tokamac.app.output import json_line, note
 from tokamac.app.parser import Parser
 from tokamac.engine.device import multiply_in_float32
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ASKED = (
     "bits", "group_size", "mode", "method", "recipe", "target_bpw", "calibration", "dtype", "embed_bits", "dequantize", "verify",
+    "adapter", "unchecked",
 )  # fmt: skip
 """Flags that are options of a conversion, as ``Options`` names them."""
 
@@ -44,6 +46,14 @@ def parser() -> Parser:
     )
     _add_packing(made)
     _add_finding(made)
+    made.add_argument(
+        "--adapter",
+        metavar="DIR|ID",
+        help="a LoRA or DoRA adapter, of mlx-lm or PEFT, to add to the weights before they are packed",
+    )
+    add_unchecked_flag(
+        made, "convert a model although something in its config would be computed otherwise; a note says what"
+    )
     run = made.add_argument_group("the run")
     run.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     run.add_argument(

@@ -1,12 +1,13 @@
 """``tokamac inspect``: what a model weighs, what a token costs, and what this machine, or another one, makes of it."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from tokamac.app.commands import loading
 from tokamac.app.commands.measuring import measure_it
 from tokamac.app.commands.place import add_place_flags, place_of
-from tokamac.app.options import add_kv_flags, kv_spec, positive
+from tokamac.app.options import add_adapter_flag, add_kv_flags, given_adapter, kv_spec, positive
 from tokamac.app.output import json_line, note
 from tokamac.app.parser import Parser
 from tokamac.engine.options import GROUP_SIZES, KVSpec
@@ -54,6 +55,7 @@ def parser() -> Parser:
     group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
     add_place_flags(made)
     add_kv_flags(made, cache=False, full=False)
+    add_adapter_flag(made)
     shown = made.add_argument_group("what if")
     shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
     shown.add_argument(
@@ -76,11 +78,19 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     from tokamac.engine.limits.subject import subject_of
 
     subject = subject_of(options.model)
+    if given_adapter(options.adapter or ""):
+        from tokamac.engine import hub
+        from tokamac.engine.adapters import read_adapter
+
+        name = given_adapter(options.adapter)
+        subject = replace(subject, adapter=read_adapter(loading.fetch(name, hub.resolve_adapter), name))
     found = inspect(subject, case, place)
     if options.json:
-        json_line(_json(options, subject, found))
+        json_line({**_json(options, subject, found), **_adapter(subject)})
         return 0
     _print(options, subject, found)
+    if (added := subject.adapter) is not None:
+        note(f"note: with the adapter {added.name}, {added.parameters:,} numbers beside the model's own")
     _remarks(found)
     return 0
 
@@ -90,6 +100,10 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         parser.error("--group-size has no effect without --bits below 16")
     if options.json and options.plot:
         parser.error("--plot draws, so it does not go with --json")
+    if options.adapter is not None:
+        for name in ("table", "chips", "plot"):
+            if getattr(options, name):
+                parser.error(f"--{name} is of the model alone, so it does not go with --adapter")
 
 
 def _place(parser: Parser, options: argparse.Namespace) -> "Place | None":
@@ -119,6 +133,12 @@ def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") 
     if options.chips:
         everything["chips"] = [_row(each) for each in _chips(options, subject, found)]
     return everything
+
+
+def _adapter(subject: "Subject") -> dict[str, Any]:
+    """Return what is added to the model; nothing where nothing is."""
+    added = subject.adapter
+    return {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
 
 
 def _quality(subject: "Subject") -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.kv_text import TEXT
 from tokamac.app.commands.prompt import LONGEST_INPUT, InputError
-from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_spec, memory_limit, positive
+from tokamac.app.options import SAMPLING_FLAGS, adapter_of, default_model, kv_spec, memory_limit, positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.tui.units import UNKNOWN, count, rate, size
@@ -73,7 +73,14 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     base, settings = _base(parser, options), _settings(options)
     text = TEXT if options.text is None else _read(options.text)
     model = options.model or default_model()
-    with loading.load(model, kv=base, prompt_cache=None, memory=memory_limit(options)) as engine:
+    with loading.load(
+        model,
+        kv=base,
+        prompt_cache=None,
+        memory=memory_limit(options),
+        unchecked=options.unchecked,
+        adapter=adapter_of(options, model),
+    ) as engine:
         ids = _within(engine.tokenizer.encode(text), engine.spec.context_length)
         trials = measure(engine, ids, settings, base, _depths(engine, options.depths or DEPTHS))
         memory, said = engine.memory(), engine.spec.notes if base != KVSpec() else ()  # when it was loaded

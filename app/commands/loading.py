@@ -28,6 +28,7 @@ def load(
     memory: int | None,
     on_interrupt: Callable[[], None] = lambda: None,
     unchecked: bool = False,
+    adapter: str | None = None,
 ) -> "Engine":
     """Return the engine for ``model``, downloaded first if need be. memory: bytes it may take; None is the system's limit.
 
@@ -38,6 +39,8 @@ def load(
     from tokamac.engine import hub
 
     fetch(model, hub.resolve)
+    if adapter is not None:
+        fetch(adapter, hub.resolve_adapter)
     from tokamac.engine import Engine
 
     bar = Progress("loading", plain=False)
@@ -54,6 +57,7 @@ def load(
                 prompt_cache=prompt_cache,
                 memory=memory,
                 unchecked=unchecked,
+                adapter=adapter,
                 progress=lambda at: None if at.stage == "warm-up" else bar.update(at.done, at.total),
             )
         finally:
@@ -62,6 +66,8 @@ def load(
         note(f"note: {remark}")
     for remark in engine.spec.notes if kv != KVSpec() else ():  # what was asked for is not done in silence otherwise
         note(remark)
+    if adapter is not None and kv == KVSpec():
+        note(f"note: {next(remark for remark in engine.spec.notes if remark.startswith('adapter '))}")
     if (advice := engine.spec.advice) is not None and told.is_new(advice):
         note(f"note: {advice}")
     return engine

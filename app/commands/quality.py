@@ -1,28 +1,26 @@
-"""``tokamac quality``: how far one model's answers are from another's, on a text."""
+"""``tokamac quality``: how far one model's answers are from another's on a text, or how well one alone predicts it."""
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
 from tokamac.app.keep_awake import awake
-from tokamac.app.options import positive
+from tokamac.app.options import limit_of_settings, positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
 from tokamac.app.tui.units import UNKNOWN, count
 from tokamac.engine.errors import OptionError
-from tokamac.quant.quality import with_error
+from tokamac.engine.options import KVSpec
+from tokamac.quant.divergence import TOKENS, with_error
 
 if TYPE_CHECKING:
-    from tokamac.engine.tokens import Tokenizer
-    from tokamac.quant.quality import Quality
+    from tokamac.quant.divergence import Quality
+    from tokamac.quant.evaluation import Compared
     from tokamac.quant.streamed import LayersDone, Streamable
     from tokamac.quant.verify import Comparison
-
-TOKENS = 512
-"""Compared unless said otherwise. Log-probabilities of 150,000 words then take 300 MB a model."""
 
 LAYERS_A_ROW = 8
 
@@ -33,15 +31,23 @@ def parser() -> Parser:
         "quality",
         "Compare what two models of one tokenizer say of a text: perplexity of each, KL divergence, equal likeliest tokens, and "
         "how far the outputs of each layer are apart. A is the reference, such as the source of a conversion. One layer is in "
-        "memory at a time.",
-        "  tokamac quality Qwen/Qwen3-0.6B ./Qwen3-0.6B-4bit\n  tokamac quality guide ./mine --text notes.txt --tokens 2048",
+        "memory at a time. With A alone: its perplexity, loaded as for an answer.",
+        "  tokamac quality Qwen/Qwen3-0.6B ./Qwen3-0.6B-4bit\n  tokamac quality guide ./mine --text notes.txt --tokens 2048\n"
+        "  tokamac quality ./mine --text book.txt --tokens 100000 --window 4096 --stride 2048",
     )
     made.add_argument("a", metavar="A", help="the reference: a folder, a Hugging Face id (downloaded first), or guide")
-    made.add_argument("b", metavar="B", help="the model to compare with it")
+    made.add_argument("b", nargs="?", metavar="B", help="the model to compare with it")
     made.add_argument(
         "-f", "--text", metavar="FILE", help="the text, read from its beginning (one of our own, in many languages)"
     )
     made.add_argument("--tokens", type=positive, metavar="N", default=TOKENS, help=f"tokens to compare ({TOKENS})")
+    made.add_argument(
+        "--window",
+        type=positive,
+        metavar="N",
+        help="tokens read at once, where the text is longer (all; of A alone 2048)",
+    )
+    made.add_argument("--stride", type=positive, metavar="N", help="tokens from one window to the next (half a window)")
     made.add_argument("--json", action="store_true", help="the result as one line of JSON")
     return made
 
@@ -49,36 +55,99 @@ def parser() -> Parser:
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Compare, and return the exit status."""
-    if not options.a.strip() or not options.b.strip():
+    if not options.a.strip() or (options.b is not None and not options.b.strip()):
         parser.error("A and B must not be empty")
     if options.tokens < 2:
         parser.error("--tokens: a token is only compared with the one before it, so 2 are the least")
-    from tokamac.engine import hub
+    if options.stride is not None and options.window is None:
+        parser.error("--stride has no effect without --window")
     from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
     from tokamac.quant import calibration
-    from tokamac.quant.streamed import streamable_folder
 
     check_backends(installed_backends())
     multiply_in_float32()  # divergences as small as 1e-5 are compared
     file = None if options.text is None else Path(options.text).expanduser()
     text = calibration.text(file)
+    return _alone(options, text) if options.b is None else _two(options, text, from_start=file is not None)
+
+
+def _two(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
+    from tokamac.engine import hub
+    from tokamac.quant.evaluation import compared, ids_of
+    from tokamac.quant.streamed import streamable_folder
+
     names = (options.a, options.b)
     folders = [loading.fetch(name, hub.resolve) for name in names]
     models = [streamable_folder(folder) for folder in folders]
-    ids = _ids(names, folders, text, options.tokens, from_start=file is not None)
-    found = _compare(models, ids)
-    source = "a text of our own" if options.text is None else options.text
-    if options.json:
-        texts = {"source": source, "tokens": len(ids)}
-        json_line(
-            {"a": options.a, "b": options.b, "text": texts, **asdict(found.quality), "layers": list(found.layers)}
-        )
+    known, window = compared(names, folders), options.window
+    if window is not None and known.context is not None and window > known.context:
+        raise OptionError(f"the context of a model is {count(known.context)} tokens", "Use a --window within it.")
+    tokens = options.tokens
+    if window is None and known.context is not None and known.context < tokens:
+        tokens = known.context
+        note(f"note: the context of a model is {count(tokens)} tokens, so no more are compared; --window reads on")
+    ids = ids_of(known, text, tokens, from_start=from_start)
+    source = _source(options)
+    texts: dict[str, Any] = {"source": source, "tokens": len(ids)}
+    if window is None:
+        found = _compare(models, ids)
     else:
-        print(report(names, f"{source}, {count(len(ids))} tokens", found))
+        found = _in_windows(known, ids, window, options.stride)
+        texts |= {"window": window, "stride": options.stride}
+    if options.json:
+        layers = {"layers": list(found.layers)} if window is None else {}
+        json_line({"a": options.a, "b": options.b, "text": texts, **asdict(found.quality), **layers})
+    else:
+        print(report(names, f"{source}, {count(len(ids))} tokens", found, windowed=window is not None))
     return 0
 
 
-def report(names: Sequence[str], text: str, found: "Comparison") -> str:
+def _in_windows(models: "Compared", ids: list[int], window: int, stride: int | None) -> "Comparison":
+    from tokamac.quant.evaluation import in_windows
+    from tokamac.quant.verify import Comparison
+
+    bar = Progress("comparing", unit="layers")
+    try:
+        return Comparison(in_windows(models, ids, window, stride, bar.update), ())
+    finally:
+        bar.clear()
+
+
+def _alone(options: argparse.Namespace, text: str) -> int:
+    """Say how well one model predicts a text."""
+    from tokamac.quant.calibration import first_ids
+
+    bar = Progress("reading", unit="tokens")
+    with loading.load(options.a, kv=KVSpec(), prompt_cache=None, memory=limit_of_settings()) as engine:
+        ids = engine.between(lambda: first_ids(engine.tokenizer, text, options.tokens))
+        try:
+            found = engine.perplexity(
+                ids,
+                window=options.window,
+                stride=options.stride,
+                progress=bar.update,
+            )
+        finally:
+            bar.clear()
+    if options.json:
+        texts = {"source": _source(options), "tokens": len(ids)}
+        json_line({"a": options.a, "b": None, "text": texts, "perplexity": found.value, "perplexity_se": found.se,
+                   "nats": found.nats, "windows": found.windows, "window": found.window, "stride": found.stride})  # fmt: skip
+        return 0
+    rows = [
+        ("model", options.a),
+        ("text", f"{_source(options)}, {count(len(ids))} tokens in windows of {count(found.window)}"),
+        ("perplexity", with_error(found.value, found.se)),
+    ]
+    print(table(rows))
+    return 0
+
+
+def _source(options: argparse.Namespace) -> str:
+    return "a text of our own" if options.text is None else str(options.text)
+
+
+def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bool = False) -> str:
     """Return what people read."""
     quality = found.quality
     rows = [
@@ -94,38 +163,7 @@ def report(names: Sequence[str], text: str, found: "Comparison") -> str:
             UNKNOWN if quality.top1 is None else f"{quality.top1:.1%} of {count(quality.positions)} places",
         ),
     ]
-    return f"{table(rows)}\n\n{_layers(found.layers)}"
-
-
-def _ids(names: Sequence[str], folders: Sequence[Path], text: str, tokens: int, *, from_start: bool) -> list[int]:
-    """Return the tokens to compare on: of our text, those that no calibration reads. Raises OptionError, ModelError."""
-    from tokamac.engine.config import read_config
-    from tokamac.engine.context_length import context_length
-    from tokamac.engine.tokens import load_tokenizer
-    from tokamac.quant.calibration import first_ids, verification_ids
-
-    configs = [read_config(folder) for folder in folders]
-    tokenizers = [load_tokenizer(*each) for each in zip(folders, configs, names, strict=True)]
-    length = _within(tokens, [context_length(config) for config in configs])
-    take = first_ids if from_start else verification_ids
-    first, second = (take(tokenizer, text, length) for tokenizer in tokenizers)
-    if first != second or not _same_words(*tokenizers):
-        raise OptionError(
-            f"{names[0]} and {names[1]} have different tokenizers, so they speak of different tokens",
-            "Compare a model with its conversions, or with another of its family.",
-        )
-    return first
-
-
-def _same_words(one: "Tokenizer", other: "Tokenizer") -> bool:
-    return one.vocabulary_size == other.vocabulary_size
-
-
-def _within(tokens: int, contexts: Sequence[int | None]) -> int:
-    most = min([tokens, *(context for context in contexts if context is not None)])
-    if most < tokens:
-        note(f"note: the context of a model is {count(most)} tokens, so no more are compared")
-    return most
+    return table(rows) if windowed else f"{table(rows)}\n\n{_layers(found.layers)}"
 
 
 def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison":

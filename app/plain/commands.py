@@ -133,6 +133,7 @@ COMMANDS: dict[str, Command] = {
     "scroll_end": messages.end,
     "choose_model": options.model,
     "pull": pull.pull,
+    "adapter": options.adapter,
     "unload": _unload,
     "system_prompt": options.system,
     "settings": options.settings,

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from tokamac.app.options import given_adapter
 from tokamac.app.plain.repl import Repl
-from tokamac.app.settings import Settings, gigabytes_of
+from tokamac.app.settings import Settings, gigabytes_of, with_adapter
 from tokamac.app.tui.models import lasting
 from tokamac.app.tui.options import (
     KV_FIELDS,
@@ -35,12 +36,27 @@ def model(repl: Repl, name: str) -> None:
     name = lasting(name)
     if not repl.console.typed:  # a script's line: the model before is loaded first, so that there is one to go back to
         driver.settle(loaded=True)
-    driver.perform(session.choose(replace(session.load, model=name)))
+    driver.perform(session.choose(session.load.of(name, driver.memory.settings.adapters.get(name))))
     driver.settle(loaded=True)
     if session.info is not None and session.load.model == name:
         _tell(
             repl, driver.memory.keep(replace(driver.memory.settings, model=name)) or f"{session.info.name} is loaded."
         )
+
+
+def adapter(repl: Repl, written: str) -> None:
+    """Load the model with another adapter, or with none, and keep that for this model; or say which it has."""
+    driver = repl.driver
+    load, known = driver.session.load, driver.memory.settings
+    if not written:
+        repl.console.say(load.adapter or "This model has no adapter.")
+        return
+    chosen = given_adapter(written) or None
+    _tell(repl, "The model loads again with it." if chosen else "The model loads again without one.")
+    driver.perform(driver.session.choose(replace(load, adapter=chosen)))
+    driver.settle(loaded=True)
+    if driver.session.info is not None and driver.session.load.adapter == chosen:
+        _keep(repl, replace(known, adapters=with_adapter(known, load.model, chosen)))
 
 
 def system(repl: Repl, text: str) -> None:

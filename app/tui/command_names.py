@@ -21,6 +21,7 @@ ALSO_CALLED = {
     "history": "chats",
     "keys": "help",
     "load": "model",
+    "lora": "adapter",
     "options": "settings",
     "quantize": "convert",
     "redo": "again",

@@ -177,7 +177,8 @@ class Life(ABC):
         self._working = self.load
         self.loading = None
         self._enter(Phase.IDLE)
-        remarks = event.info.notes if self.load.kv != KVSpec() else ()
+        asked = self.load.kv != KVSpec()
+        remarks = [note for note in event.info.notes if asked or note.startswith(f"adapter {event.info.adapter}: ")]
         self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
         costs = [Notice(f"{remark[0].upper()}{remark[1:]}.", "warning") for remark in event.info.memory_notes]
         return [*costs, *(Notice(remark) for remark in remarks), *self._ready()]

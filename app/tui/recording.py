@@ -6,6 +6,7 @@ It is told what the screen is told. The store is written at once, on this thread
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
 from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
@@ -70,7 +71,7 @@ class Recording:
         """A prompt was sent."""
         session, said = self._session, self._session.talk.said  # what a reply that is continued begins with
         model = session.load.model
-        settings = {"sampling": asdict(session.sampling), "kv": asdict(session.load.kv)}
+        settings = {"sampling": asdict(session.sampling), "kv": asdict(session.load.kv), **_adapter(session)}
         self._ledger.ask(session.talk.tree, turn.reply_key, Asked(model, settings, said.text, said.thinking))
         self._owed.pop("head", None)
         self._owed["model"] = lambda chat: self._keep_model(chat, model)
@@ -268,3 +269,11 @@ class Recording:
             self._tell(TITLE.format(error.one_line()))
             return False
         return True
+
+
+def _adapter(session: Session) -> dict[str, Any]:
+    """Return what is added to the model, as it is stored; nothing where nothing is."""
+    if session.load.adapter is None:
+        return {}
+    digest = None if session.info is None else session.info.adapter_digest
+    return {"adapter": {"name": session.load.adapter, "digest": digest}}

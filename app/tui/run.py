@@ -30,6 +30,7 @@ OLD_THRESHOLD = 200
 class ChatOptions:
     """What the command line asked for; None takes what the settings remember.
 
+    ``adapter`` is added to the model; "" is none, whatever the settings have for it.
     ``prompt_cache`` False turns off the reuse of earlier turns. ``memory``: bytes that a model may take. ``scripted`` plays a
     scenario instead of a model, for tests and pictures. ``chat`` is the stored conversation to open, or the beginning of its id;
     ``resume`` opens the last one. ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and
@@ -42,6 +43,7 @@ class ChatOptions:
     prompt_cache: bool = True
     memory: int | None = None
     unchecked: bool = False
+    adapter: str | None = None
     system: str | None = None
     scripted: bool = False
     chat: str | None = None
@@ -116,9 +118,9 @@ def begin(options: ChatOptions) -> Begun:
     read = options.read or settings.load(path)
     known = read.settings
     limit = known.memory_bytes if options.memory is None else options.memory
-    load = Load(
-        lasting(options.model or known.model), options.kv or known.kv, options.prompt_cache, limit, options.unchecked
-    )
+    model = lasting(options.model or known.model)
+    adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
+    load = Load(model, options.kv or known.kv, options.prompt_cache, limit, options.unchecked, adapter)
     memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap

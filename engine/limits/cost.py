@@ -98,8 +98,10 @@ def groups_of(model: Any) -> dict[str, int]:
     return {name: module.group_size for name, module in leaf_modules(model) if "scales" in module}
 
 
-def cost_of_folder(folder: Path, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
-    """Return the cost of a model folder from its headers; no weight is read and no MLX is needed.
+def cost_of_folder(
+    folder: Path, config: Mapping[str, Any], *, form: Form = "stored", added: Iterable[Tensor] = ()
+) -> Cost:
+    """Return the cost of a model folder from its headers; no weight is read and no MLX is needed. added: tensors of an adapter.
 
     Raises ModelDamagedError and ModelUnsupportedError for what is missing, cut off, or pickled.
     """
@@ -110,7 +112,7 @@ def cost_of_folder(folder: Path, config: Mapping[str, Any], *, form: Form = "sto
         Tensor(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
         for name, entry in headers.items()
     ]
-    return cost_of_tensors(_loaded(tensors, config), config, form=form)
+    return cost_of_tensors([*_loaded(tensors, config), *added], config, form=form)
 
 
 def weight_bytes(model: Any) -> int:

@@ -130,8 +130,12 @@ def inspect(subject: Subject, case: Case, place: Place | None = None) -> Inspect
     """
     packing = case.packing(subject.packing)
     at = place or _bare()
-    weighed = weigh(subject.config, at.device, at.memory_bytes, packing=packing, folder=subject.folder)
+    weighed = weigh(
+        subject.config, at.device, at.memory_bytes, packing=packing, folder=subject.folder, adapter=subject.adapter
+    )
     if isinstance(weighed, str):
+        if subject.adapter is not None:
+            raise ModelUnsupportedError(f"{subject.name} can't be weighed with an adapter: {weighed}", "Leave it out.")
         return _of_headers(subject, case, place, weighed)
     loaded = load(weighed, case.kv, _sized(place, weighed.held))
     table = loaded.kv_table(case.context)

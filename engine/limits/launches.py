@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.limits.attention_work import Heads, heads_of, reusing_layers
 from tokamac.engine.limits.cost import Tensor, part_of
-from tokamac.engine.limits.leaves import leaf_modules
+from tokamac.engine.limits.leaves import added_matrices, leaf_modules
 
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan
@@ -32,6 +32,9 @@ SCALING_ROTATIONS = frozenset({"SuScaledRoPE", "YarnRoPE"})
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "c_attn"})
 """Products that make queries, keys and values at once."""
 
+PER_ADAPTED = 4
+"""Of a layer with an adapter: its two products, the scale and the sum."""
+
 PER_STEP = 4
 """Kernels once a step: the embedding's row, the head, sampling, and the copy to the host."""
 
@@ -47,6 +50,7 @@ def launches(model: Any, config: Mapping[str, Any], plan: "CachePlan") -> int:
     count += PER_REUSING_LAYER * reusing_layers(config)
     count += sum(_unfused(heads_of(config, layer, ())) for layer in plan.layers)
     modules = leaf_modules(model)
+    count += PER_ADAPTED * len(added_matrices(model)) // 2
     return count + sum(_of_module(path.rpartition(".")[2], module) for path, module in modules if not _is_head(path))
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from tokamac.engine.limits.cost import Tensor, active_share, cost_of_tensors, part_of
-from tokamac.engine.limits.leaves import leaf_modules
+from tokamac.engine.limits.leaves import added_matrices, leaf_modules
 
 TERNARY = "ternary"
 """The mode of BitNet's matrices: four weights of three values each to a byte, stacked along the rows, with one scale for all."""
@@ -68,6 +68,12 @@ def products_of(model: Any, config: Mapping[str, Any]) -> tuple[Product, ...]:
         product = _product(module, used if part == "experts" else None, head=part in ("embedding", "head"))
         listed = part == "experts" and module.weight.ndim == 2  # one module an expert (dbrx): some of them are chosen
         found[product] = found.get(product, Fraction(0)) + (Fraction(used, experts) if listed else 1)
+    for path, matrix in added_matrices(model):
+        part = part_of(Tensor(path, "BF16", tuple(matrix.shape), int(matrix.nbytes)), config)
+        if part == "embedding" and ("head" in parts.values() or path.endswith("lora_a")):
+            continue  # its rows are looked up, as the table's are
+        product = _added(matrix, used if part == "experts" else None, head=part in ("embedding", "head"))
+        found[product] = found.get(product, Fraction(0)) + 1
     in_order = sorted(found.items(), key=lambda item: item[0].head)  # wherever the class keeps its head
     return tuple(replace(product, count=int(count)) for product, count in in_order)
 
@@ -90,6 +96,15 @@ def _product(module: Any, used: int | None, *, head: bool) -> Product:
         active=whole if used is None else min(used, whole),
         head=head,
     )
+
+
+def _added(matrix: Any, used: int | None, *, head: bool) -> Product:
+    """Return the product with one of an adapter's matrices: (in, r) and (r, out), or of a stack (r, in) and (out, r)."""
+    *stack, rows, columns = matrix.shape
+    whole = stack[0] if stack else 1
+    if not stack:
+        rows, columns = columns, rows
+    return Product(rows, columns, None, stack=whole, active=whole if used is None else min(used, whole), head=head)
 
 
 def _is_looked_up(path: str, module: Any, config: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tokamac.engine.adapters import Adapter
 from tokamac.engine.config import read_config
 from tokamac.engine.errors import ModelNotFoundError, ModelUnsupportedError
 from tokamac.engine.limits.catalogue import Entry, Repository, find
@@ -19,6 +20,7 @@ class Subject:
     """A model to weigh. name: as the user knows it; of the catalogue, the repository. config: normalised.
 
     known: by what it is known. packing: how it is packed, where the config does not say. folder: of its weights, if they are here.
+    adapter: added to it.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Subject:
     known: Known
     packing: Packing | None = None
     folder: Path | None = None
+    adapter: Adapter | None = None
 
 
 def subject_of(model: str | Path) -> Subject:

@@ -10,14 +10,16 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelError
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.config_cost import Packing, cost_of_hollow
-from tokamac.engine.limits.cost import Cost, Form, cost_of_folder
+from tokamac.engine.limits.cost import Cost, Form, Tensor, cost_of_folder, tensors_of
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.kv_cost import names_unknown_layers, value_bytes_of
+from tokamac.engine.limits.leaves import ADDED
 from tokamac.engine.limits.neural import attention_device
 from tokamac.engine.limits.work import module_of
 from tokamac.engine.options import KVSpec
 
 if TYPE_CHECKING:
+    from tokamac.engine.adapters import Adapter
     from tokamac.engine.kv.plan import CachePlan
     from tokamac.engine.limits.peak_shape import Order, Shape
     from tokamac.engine.limits.work import Work
@@ -83,13 +85,17 @@ def weigh(
     *,
     packing: Packing | None = None,
     folder: Path | None = None,
+    adapter: "Adapter | None" = None,
 ) -> Weighed | str:
     """Return the model of a normalised config on a device of so much memory, or the reason why it can't be weighed.
 
     packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
+    adapter: added to it; raises ModelUnsupportedError where it does not fit.
     """
     if folder is not None and packing is None:
-        return _weigh(config, device, memory_bytes, None, folder)  # files come and go
+        return _weigh(config, device, memory_bytes, None, folder, adapter)  # files come and go
+    if adapter is not None:
+        return _weigh(config, device, memory_bytes, packing, None, adapter)
     return _weigh_shape(_Shape(repr(config), config), device, memory_bytes, packing)
 
 
@@ -106,24 +112,30 @@ def _weigh_shape(shape: _Shape, device: DeviceKind, memory_bytes: int | None, pa
     return _weigh(shape.config, device, memory_bytes, packing, None)
 
 
-def _weigh(
+def _weigh(  # noqa: PLR0917
     config: Mapping[str, Any],
     device: DeviceKind,
     memory_bytes: int | None,
     packing: Packing | None,
     files: Path | None,
+    adapter: "Adapter | None" = None,
 ) -> Weighed | str:
     if names_unknown_layers(config):
         return "its config names kinds of layers that are not known here"
     value_bytes = 2 if packing else value_bytes_of(config)
     try:
         module = module_of(config, packing=packing)
-        stored = _cost(module, config, "stored", files)
+    except ModelError as error:
+        return error.message
+    added = _add(adapter, module, config)
+    try:
+        stored = _cost(module, config, "stored", files, added)
         form = form_on(stored, device, memory_bytes)
         if form == "stored":
             return Weighed(config, stored, stored, form, value_bytes, module)
-        held = _cost(module, config, form, files)
+        held = _cost(module, config, form, files, added)
         module = module_of(config, packing=packing, form=form)
+        _add(adapter, module, config)
     except ModelError as error:
         return error.message
     return Weighed(config, stored, held, form, 4, module)
@@ -147,5 +159,17 @@ def form_here(stored: Cost) -> Form:
     return form_on(stored, device_kind(), memory.machine_total())
 
 
-def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | None) -> Cost:
-    return cost_of_hollow(module, config, form=form) if folder is None else cost_of_folder(folder, config, form=form)
+def _add(adapter: "Adapter | None", module: Any, config: Mapping[str, Any]) -> list[Tensor]:
+    """Put an adapter into a hollow module, and return its tensors."""
+    if adapter is None:
+        return []
+    from tokamac.engine.adapters import attach, changes_of
+
+    attach(module, changes_of(adapter, module, config), hollow=True)
+    return [tensor for tensor in tensors_of(module) if tensor.name.endswith(ADDED)]
+
+
+def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | None, added: list[Tensor]) -> Cost:
+    if folder is None:
+        return cost_of_hollow(module, config, form=form)
+    return cost_of_folder(folder, config, form=form, added=added)

@@ -8,12 +8,14 @@ where it was frozen, the end of a prompt or of a reply, to the next, and holds t
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 
 from tokamac.engine.kv import segments
 from tokamac.engine.prompt_cache.disk import Disk, Link, Rates
 from tokamac.engine.prompt_cache.kept import Kept, Slot
+from tokamac.engine.prompt_cache.portable import Packet
 from tokamac.engine.prompt_cache.seam import Known, Store
-from tokamac.engine.prompt_cache.segment_file import Segment, to_host
+from tokamac.engine.prompt_cache.segment_file import Segment, to_bytes, to_host
 from tokamac.engine.prompt_cache.store import MemoryStore
 from tokamac.engine.prompt_cache.tree import Node
 
@@ -29,7 +31,7 @@ AWAIT_S = 1.0
 class PromptCache:
     """Computed prefixes in memory, and on disk where ``disk`` is given.
 
-    awaits_disk: whether ``use_disk`` will be called, once it is known whose segments are this model's.
+    identifying: the thread that finds out whose segments are this model's, and then calls ``use_disk``.
     """
 
     def __init__(self, memory: MemoryStore, disk: Disk | None, rates: Rates) -> None:
@@ -38,7 +40,7 @@ class PromptCache:
         self.needs_marks = not memory.all_grow
         self._memory = memory
         self._disk = disk
-        self.awaits_disk = False
+        self.identifying: Thread | None = None
         self._lent = False
         self._replaced: tuple[str, list[int]] | None = None
         self._written: set[str] = (
@@ -58,6 +60,25 @@ class PromptCache:
     def trouble(self) -> str | None:
         """What went wrong with the disk, once something did."""
         return self._disk.trouble if self._disk else None
+
+    @property
+    def disk(self) -> Disk | None:
+        """The disk, waited for where it is not yet known whose segments are this model's."""
+        if self._disk is None and self.identifying is not None:
+            self.identifying.join()
+        return self._disk
+
+    def packets(self, disk: Disk) -> Iterator[Packet]:
+        """Yield what the live caches hold as segments that follow one another from the beginning, as ``disk`` names them."""
+        live, end = self._memory.live, self._memory.end
+        assert live is not None
+        ids = list(live.ids)
+        bounds = [*range(BLOCK, len(ids), BLOCK), len(ids)] if self._memory.all_grow else [len(ids)]
+        states = None if self._memory.all_grow else self._memory.freeze()
+        names = disk.names(ids, bounds, live.keep)
+        for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
+            piece = self._memory.cut(end, start, stop)
+            yield Packet(parent, name, to_bytes(to_host(start, ids[start:stop], piece, states)))
 
     def take(self, ids: list[int], keep: int | None) -> Slot:
         """Return the live caches, filled from memory and then from the disk as far as both know ``ids``."""
@@ -133,7 +154,7 @@ class PromptCache:
         """Begin to write the next segment of what is in memory, if the last is written; return when there may be more to do."""
         disk = self._disk
         if disk is None:
-            return AWAIT_S if self.awaits_disk else None
+            return AWAIT_S if self.identifying is not None else None
         if self._memory.live is None or self._lent:
             return None
         if disk.is_writing:

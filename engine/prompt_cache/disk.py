@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from tokamac.engine.limits import metrics
 from tokamac.engine.prompt_cache.folder import Entry, Folder, FullError
-from tokamac.engine.prompt_cache.names import child_name, root_name
+from tokamac.engine.prompt_cache.names import Identity, child_name, root_name
+from tokamac.engine.prompt_cache.portable import Packet
 from tokamac.engine.prompt_cache.segment_file import DamagedError, HostSegment, Segment, from_bytes, to_bytes, tokens_of
 from tokamac.engine.prompt_cache.tree import common_prefix
 from tokamac.engine.regular_files import open_regular
@@ -96,14 +97,23 @@ class Disk:
     """Stored segments of one model. ``trouble`` says what went wrong with the last write; None while all is well."""
 
     def __init__(
-        self, folder: Folder, model: str, label: str, rates: Rates, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Folder,
+        model: str,
+        label: str,
+        rates: Rates,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        identity: Identity | None = None,
     ) -> None:
+        self.identity = identity
+        self.label = label
         self.rates = rates
         self.folder = folder
         self.trouble: str | None = None
         self._again_s = 0.0
         self._clock = clock
-        self._model, self._label = model, label
+        self._model = model
         self._known = _Known()
         self._tokens: dict[str, list[int]] = {}  # by name
         self._writer: threading.Thread | None = None
@@ -206,7 +216,7 @@ class Disk:
         began = time.perf_counter()
         try:
             data = to_bytes(segment)
-            self.folder.write(self._model, self._label, parent, name, data)
+            self.folder.write(self._model, self.label, parent, name, data)
             self.rates.saw_write(len(data), time.perf_counter() - began)
             self.trouble = None
         except FullError as error:
@@ -214,6 +224,12 @@ class Disk:
         except OSError as error:
             reason = error.strerror or type(error).__name__
             self.fail(f"the prompt cache can't be written ({reason}, {self.folder.root}): it stays in memory")
+
+    def take_in(self, packet: Packet) -> Entry | None:
+        """Store a segment that was computed elsewhere, on this thread; None where it is here already. Raises OSError."""
+        if self.has(packet.name):
+            return None
+        return self.folder.write(self._model, self.label, packet.parent, packet.name, packet.data)
 
     def remove_shorter(self, parent: str, tokens: list[int]) -> None:
         """Remove what is stored after ``parent`` and holds no more than a beginning of ``tokens``."""

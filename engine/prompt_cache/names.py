@@ -2,11 +2,12 @@
 
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tokamac.engine.options import KVSpec
 from tokamac.engine.regular_files import TOKENIZER_BYTES, read_bytes
@@ -26,6 +27,30 @@ TEXT_FILES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What keys and values are computed by. fingerprint: 32 hexadecimal digits; facts: what they were made of, part by part."""
+
+    fingerprint: str
+    facts: Mapping[str, Any]
+
+
+def identity(folder: Path, kv: KVSpec, weights: str, **more: object) -> Identity:
+    """Return what tells a model with its settings apart, and in which part two of them differ. Takes what ``fingerprint`` takes."""
+    digest = blake2b(digest_size=16)
+    for name in TEXT_FILES:
+        if (folder / name).is_file():
+            _add(digest, name, (folder / name).read_bytes())
+    facts = {
+        "weights": weights,
+        "text": digest.hexdigest(),
+        "kv": _without_on_full(kv),
+        "versions": _versions(),
+        "more": {name: str(value) for name, value in more.items()},
+    }
+    return Identity(fingerprint(folder, kv, weights, **more), facts)
+
+
 def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
     """Return 32 hexadecimal digits that tell a model with its settings apart from any other.
 
@@ -34,14 +59,21 @@ def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
     Raises OSError where a file can't be read.
     """
     digest = blake2b(digest_size=16)
-    spec = {name: value for name, value in asdict(kv).items() if name != "on_full"}
-    versions = {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
-    digest.update(json.dumps([FORMAT, spec, versions, weights, more], sort_keys=True, default=str).encode())
+    spec = _without_on_full(kv)
+    digest.update(json.dumps([FORMAT, spec, _versions(), weights, more], sort_keys=True, default=str).encode())
     for name in TEXT_FILES:
         path = folder / name
         if path.is_file():
             _add(digest, name, read_bytes(path, TOKENIZER_BYTES))
     return digest.hexdigest()
+
+
+def _without_on_full(kv: KVSpec) -> dict[str, Any]:
+    return {name: value for name, value in asdict(kv).items() if name != "on_full"}
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
 
 
 def root_name(model: str, keep: int | None) -> str:

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tokamac.engine.prompt_cache.disk import Rates
+from tokamac.engine.prompt_cache.disk import Disk, Rates
 from tokamac.engine.prompt_cache.kept import Slot
+from tokamac.engine.prompt_cache.portable import Packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,13 @@ class Store(Protocol):
     def stored(self) -> list[tuple[list[int], int | None]]:
         """Return the prefixes on disk that no other continues, each with the tokens that its caches pin."""
 
+    @property
+    def disk(self) -> Disk | None:
+        """The disk; None where there is none."""
+
+    def packets(self, disk: Disk) -> Iterator[Packet]:
+        """Yield what the caches that were lent last hold, as segments that ``disk`` would store."""
+
     def anew(self) -> "Store":
         """Return a store with the same disk and nothing in memory."""
 
@@ -89,6 +97,7 @@ class NoCache:
         self.keeps = self.needs_marks = False
         self.nbytes = self.aside = 0
         self.trouble: str | None = None
+        self.disk: Disk | None = None
         self._make = make
 
     def take(self, ids: list[int], keep: int | None) -> Slot:  # noqa: ARG002
@@ -130,6 +139,10 @@ class NoCache:
     def stored(self) -> list[tuple[list[int], int | None]]:
         """Nothing is."""
         return []
+
+    def packets(self, disk: Disk) -> Iterator[Packet]:  # noqa: ARG002
+        """Nothing is held."""
+        return iter(())
 
     def anew(self) -> Store:
         """Return itself: it holds nothing."""

@@ -29,10 +29,20 @@ class MemoryStore:
     """Computed prefixes in memory, the live caches and at most ``budget`` bytes in all, as it is when room is made.
 
     make: empty caches for a number of pinned tokens. all_grow: whether every one of them can be cut.
+    beside: bytes that memory has now for another conversation beside a live one of so many tokens: up to that, the one that was
+    used last before stays, even beyond the budget. Else two that are larger than it would be computed anew at every switch.
     """
 
-    def __init__(self, make: Callable[[int | None], list[Any]], budget: Callable[[], int], *, all_grow: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[int | None], list[Any]],
+        budget: Callable[[], int],
+        *,
+        all_grow: bool,
+        beside: Callable[[int], int] = lambda _: 0,
+    ) -> None:
         self.all_grow = all_grow
+        self._beside = beside
         self._make = make
         self._budget = budget
         self._roots: dict[int | None, Node[Kept]] = {}  # by pinned tokens: caches of another number are other caches
@@ -160,7 +170,7 @@ class MemoryStore:
 
     def anew(self) -> "MemoryStore":
         """Return an empty store of the same kind."""
-        return MemoryStore(self._make, self._budget, all_grow=self.all_grow)
+        return MemoryStore(self._make, self._budget, all_grow=self.all_grow, beside=self._beside)
 
     def restart(self, keep: int | None) -> Slot:
         """Drop the live caches, whose content nobody knows, and return empty ones."""
@@ -316,7 +326,10 @@ class MemoryStore:
 
     def _evict(self, budget: int | None = None) -> None:
         """Drop what was not used for longest until all fits the budget, its own or this; the live caches always stay."""
-        surplus = self.nbytes - (self._budget() if budget is None else budget)
+        held = self.nbytes
+        surplus = held - (self._budget() if budget is None else budget)
+        if surplus > 0 and budget is None:
+            surplus = min(surplus, held - self._two())
         while surplus > 0:
             on_path = set(map(id, self._end.path())) if self._end else set()
             nodes = sorted(self._nodes(), key=lambda node: (node.used, -node.start))
@@ -328,6 +341,14 @@ class MemoryStore:
             if not freed:
                 return
             surplus -= freed
+
+    def _two(self) -> int:
+        """Return the bytes of the live caches and of the path that was used last before, where memory has room for both; else 0."""
+        live, ends = self._live, self.ends()
+        if live is None or len(ends) < 2:
+            return 0
+        other = sum(node.kept.nbytes for node in ends[1][1].path())
+        return kv.nbytes(live.caches) + other if other <= self._beside(len(live.ids)) else 0
 
     def _drop(self, node: Node[Kept], *, live: bool) -> int:
         """Drop a leaf, or the frozen states of any other node; return the bytes."""

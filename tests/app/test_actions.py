@@ -25,6 +25,7 @@ PROMISED = {
     "regenerate": {"ctrl+r"},
     "choose_model": {"ctrl+o"},
     "pull": set(),
+    "adapter": set(),
     "unload": set(),
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},

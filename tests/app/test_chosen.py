@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.plain_chat import piped
 from tokamac.app import settings
+from tokamac.app.backend.requests import Load
+from tokamac.app.settings import Settings
 from tokamac.app.tui.models import lasting
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.run import ChatOptions, begin
@@ -91,3 +93,39 @@ async def test_a_folder_is_remembered_by_its_whole_path(
         await c.phase(Phase.IDLE)
         wishes.take_model(c.app.chat, "models/mine")
         assert (c.app.chat.picked, c.session.load.model) == (whole, whole)
+
+
+# Adapters, and models that are loaded unchecked --------------------------------------------------------------------------
+
+
+def test_another_model_is_checked_and_has_the_adapter_that_the_settings_have_for_it() -> None:
+    load = Load("one", PACKED, memory=5, unchecked=True, adapter="letters")
+    assert load.of("one", None) == load
+    assert load.of("two", "poems") == Load("two", PACKED, memory=5, adapter="poems")
+
+
+async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(chat: Start, tmp_path: Path) -> None:
+    settings.save(tmp_path / "settings.toml", Settings(adapters={"guide": "poems"}))
+    async with chat("fast", unchecked=True, adapter="letters") as c:
+        await c.phase(Phase.IDLE)
+        assert (c.session.load.unchecked, c.session.load.adapter) == (True, "letters")
+        wishes.load_model(c.app.chat, "guide")
+        await c.phase(Phase.IDLE)
+        assert (c.session.load.unchecked, c.session.load.adapter) == (False, "poems")
+
+
+async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:
+    def held() -> dict[str, str]:
+        return settings.load(tmp_path / "settings.toml").settings.adapters
+
+    async with chat("fast") as c:
+        await c.phase(Phase.IDLE)
+        wishes.adapter(c.app.chat, "org/letters")
+        assert held() == {}
+        await c.phase(Phase.IDLE)
+        assert c.session.load.adapter == "org/letters"
+        assert held() == {"fast": "org/letters"}
+        wishes.adapter(c.app.chat, "none")
+        await c.phase(Phase.IDLE)
+        assert c.session.load.adapter is None
+        assert held() == {}

@@ -169,7 +169,7 @@ def test_lines_are_read_strictly() -> None:
 
 
 def test_what_the_quality_of_a_conversion_says_is_what_is_read() -> None:
-    from tokamac.quant.quality import Quality as Measured
+    from tokamac.quant.divergence import Quality as Measured
     from tokamac.quant.report import Outcome
 
     measured = Measured(0.5, 0.01, 0.9, 9.0, 0.1, 9.9, 0.1, 1.1, 0.01, 255)

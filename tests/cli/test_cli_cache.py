@@ -130,7 +130,7 @@ def test_a_folder_that_can_not_be_cleared_is_one_line(tokamac: Run, tmp_path: Pa
 USAGE = [
     ("eat", "'eat'"), ("show guide", "show takes no MODEL"), ("clear --kv-bits 8", "no effect with clear"),
     ("--on-full stop", "no effect with show"), ("check --kv-bits 7", "--kv-bits"),
-    ("check --kv-keep 8", "without --kv-window"), ("check guide guide", "unrecognized"),
+    ("check --kv-keep 8", "without --kv-window"), ("check guide guide", "PROMPT has no effect"),
 ]  # fmt: skip
 
 
@@ -199,3 +199,41 @@ def test_what_no_rounding_explains_is_exit_1(tokamac: Run, roomy: Path, filled: 
 def test_ctrl_c_ends_the_check(tokamac: Run, roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "check_cache", lambda _: (each for each in ()).throw(KeyboardInterrupt))
     assert tokamac("cache", "check", roomy) == Result(130, "", "")
+
+
+def test_a_prompt_is_exported_and_imported_where_it_is_read_and_not_computed(
+    tokamac: Run, roomy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long.txt").write_text(LONG)
+    file, flags = tmp_path / "prompt.kv", ("--kv-bits", "8", "--kv-group-size", "32")
+    about = ("-m", roomy, "--system", "Be brief.", "-f", tmp_path / "long.txt")
+    exported = tokamac("cache", "export", file, *about, *flags)
+    assert (exported.status, exported.err) == (0, "")
+    assert f"{file}: " in exported.out
+    asked = ("ask", "Who slept?", *about, *flags, "--temp", "0", "--max-tokens", "8", "--json")
+    cold = lines(tokamac(*asked, "--no-prompt-cache"))[-1]
+    monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "elsewhere"))
+    (imported,) = lines(tokamac("cache", "import", file, "-m", roomy, "--json"))
+    assert imported["new_bytes"] > 0
+    warm = lines(tokamac(*asked))[-1]
+    assert warm["text"] == cold["text"]
+    assert warm["metrics"]["cached_tokens"] == imported["tokens"] > len(LONG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("export", "name the file"),
+        ("export x.kv", "nothing to compute"),
+        ("import x.kv -f y", "--file has no effect"),
+        ("import x.kv --kv-bits 8", "the file says which"),
+        ("clear -m guide", "--model has no effect"),
+    ],
+)
+def test_wrong_usage_of_files(tokamac: Run, arguments: str, said: str) -> None:
+    assert failed(tokamac("cache", *arguments.split()), 2, said)
+
+
+def test_a_file_that_is_none_is_said_before_a_model_is_loaded(tokamac: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.kv").write_bytes(b"nothing")
+    assert failed(tokamac("cache", "import", tmp_path / "x.kv", "-m", "org/nowhere"), 1, "is no computed prompt")

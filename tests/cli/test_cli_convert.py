@@ -20,7 +20,7 @@ from tokamac.app.commands.convert_progress import Shown
 from tokamac.app.fidelity import sentence
 from tokamac.quant import Conversion, TensorDone
 from tokamac.quant import convert as quant_convert
-from tokamac.quant.quality import Quality
+from tokamac.quant.divergence import Quality
 from tokamac.quant.report import Outcome, StageDone
 
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
@@ -42,7 +42,7 @@ def lines(text: str) -> list[Any]:
 def test_every_flag_of_the_contract_is_an_option_of_a_conversion() -> None:
     assert asked() == {
         "bits": None, "group_size": None, "mode": "affine", "method": None, "recipe": None, "target_bpw": None, "calibration": None,
-        "dtype": None, "embed_bits": None, "dequantize": False, "verify": True,
+        "dtype": None, "embed_bits": None, "dequantize": False, "verify": True, "adapter": None, "unchecked": False,
     }  # fmt: skip
     found = asked(
         "--bits",

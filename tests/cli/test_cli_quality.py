@@ -11,7 +11,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.tiny import make_tiny
 from tokamac.app.commands.quality import report
-from tokamac.quant.quality import Quality
+from tokamac.quant.divergence import Quality
 from tokamac.quant.verify import Comparison
 
 FIGURES = [field.name for field in fields(Quality)]
@@ -140,7 +140,7 @@ def test_no_more_than_the_context_is_compared_and_that_is_said(tokamac: Run, tmp
 @pytest.mark.parametrize(
     "flags",
     [
-        ("guide",),
+        (),
         ("guide", ""),
         ("guide", "guide", "--tokens", "1"),
         ("guide", "guide", "--tokens", "x"),
@@ -177,3 +177,21 @@ def test_a_model_of_numbers_that_are_none_is_unknown_not_zero(tokamac: Run, tiny
     found = json.loads(tokamac("quality", tiny, broken, "--json", "--tokens", "32").out)
     assert found["kl"] is found["perplexity"] is found["top1"] is None
     assert found["reference_perplexity"] is not None
+
+
+def test_a_long_text_is_compared_in_windows(tokamac: Run, tiny: Path, other: Path, text: Path) -> None:
+    flags = ("-f", text, "--tokens", "1200", "--window", "256", "--json")
+    done = tokamac("quality", tiny, other, *flags)
+    assert done.status == 0
+    found = json.loads(done.out)
+    assert (found["text"]["tokens"], found["text"]["window"], found["positions"]) == (1200, 256, 1200)
+    assert "layers" not in found
+    alone = json.loads(tokamac("quality", other, *flags).out)
+    assert alone["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
+    shown = tokamac("quality", tiny, "-f", text)
+    assert shown.status == 0
+    assert "perplexity" in shown.out
+    refused = tokamac("quality", tiny, other, "-f", text, "--window", "4096")
+    assert refused.status == 1
+    assert "context" in refused.err
+    assert tokamac("quality", tiny, other, "--stride", "4").status == 2

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from tests.engine.seeded import CONFIG, write_model
 from tests.engine.test_golden import build
 from tokamac.engine.config import normalise, read_config
-from tokamac.engine.errors import ModelUnsupportedError
+from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.limits.config_cost import cost_of_config
 from tokamac.engine.limits.cost import cost_of_model
 from tokamac.engine.model import build_model
@@ -87,6 +87,39 @@ def test_fp8_is_unpacked_while_it_is_read(tmp_path: Path, scale_name: str, setti
     assert found.keys() == meant.keys()
     for name, value in meant.items():
         assert mx.array_equal(found[name].astype(mx.float32), value.astype(mx.float32)), name
+
+
+def test_fp8_that_only_modelopts_own_file_tells_of_is_unpacked_too(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    meant = pack(folder, ".weight_scale", MODELOPT)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config") == MODELOPT
+    (folder / "config.json").write_text(json.dumps(config))
+    found = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(found))
+    loaded = arrays(folder)
+    assert all(
+        mx.array_equal(loaded[name].astype(mx.float32), value.astype(mx.float32)) for name, value in meant.items()
+    )
+    convert(folder, tmp_path / "packed", bits=4, group_size=32)
+    assert "quant_method" not in json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize(("said", "named"), [("W4A8_AWQ", "modelopt as W4A8_AWQ"), ("[", "no JSON object")])
+def test_modelopts_file_is_refused_by_name_before_a_weight_is_read(tmp_path: Path, said: str, named: str) -> None:
+    folder = write_model(tmp_path / "model")
+    text = said if said == "[" else json.dumps({"quantization": {"quant_algo": said}})
+    (folder / "hf_quant_config.json").write_text(text)
+    with pytest.raises(ModelError, match=named):
+        build_model(folder, read_config(folder))
+
+
+def test_a_file_of_modelopt_that_packs_no_weights_does_no_harm(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    before = arrays(folder)
+    only_kv = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(only_kv))
+    assert arrays(folder).keys() == before.keys()
 
 
 def test_fp8_is_converted_and_weighed_as_what_it_stands_for(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import Plan, convert
 from tokamac.quant.card import card, command, packing_name
+from tokamac.quant.divergence import Quality
 from tokamac.quant.options import Options
 from tokamac.quant.pace import conversion_s
 from tokamac.quant.provenance import Provenance, ShardMark, front_matter, provenance, safe_name, source_id
-from tokamac.quant.quality import Quality
 from tokamac.quant.recorded import UNCOMPARED, UNRECORDED, read_recorded
 from tokamac.quant.report import RECORD, Outcome, WeightError, by_part, record, relative_error
 

@@ -250,14 +250,14 @@ def test_a_method_that_mlx_lm_does_not_know_is_refused_by_name(tmp_path, method)
     refuse(ModelUnsupportedError, write_source(tmp_path, weights, config), f"packed by {method}")
 
 
-@pytest.mark.parametrize("algorithm", ["FP8", "W4A8_AWQ"])
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "W4A8_AWQ"])
 def test_other_modelopt_algorithms_are_refused_by_name(tmp_path, algorithm):
     weights, config = float_weights("llama")
     folder = write_source(tmp_path, weights, config)
     (folder / "hf_quant_config.json").write_text(
-        json.dumps({"quant_method": "modelopt", "quantization": {"quant_algo": algorithm}})
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}})
     )
-    refuse(ConversionError, folder, f"modelopt.*{algorithm}")
+    refuse(ModelUnsupportedError, folder, f"modelopt.*{algorithm}")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from tests.quant.quant_models import build, make_source
 from tokamac.engine.config import read_config
 from tokamac.engine.errors import OptionError
-from tokamac.quant import quality as quality_module
-from tokamac.quant.quality import MOST_KL, TOLERATED, TYPICAL_KL, Quality, compare, concerns, typical_kl
+from tokamac.quant import divergence as quality_module
+from tokamac.quant.divergence import MOST_KL, TOLERATED, TYPICAL_KL, Quality, compare, concerns, typical_kl
 from tokamac.quant.streamed import Streamed, streamable_folder
 from tokamac.quant.verify import sample, verify
 

@@ -83,6 +83,7 @@ class ChatScreen(Screen[None]):
         self.recording: Recording | None = None
         self.picked: str | None = None
         self.picked_kv: KVSpec | None = None
+        self.picked_adapter: tuple[str, str | None] | None = None
         self.code_back = Back()
         self.history = History()
         self.reading: list[str] = []  # files that are about to be attached

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tokamac.app.options import given_adapter
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.settings import Settings, gigabytes_of
 from tokamac.app.tui.models import is_id, lasting
@@ -54,6 +55,21 @@ def pull(chat: "ChatScreen", model: str) -> None:
         chat.stock.downloads.start(model)
 
 
+def adapter(chat: "ChatScreen", written: str) -> None:
+    """Load the model with another adapter, or with none, and keep that for this model; or say which it has."""
+    session = chat.session
+    if not written:
+        held = session.load.adapter
+        text = (
+            "This model has no adapter. /adapter and a folder or a Hugging Face id adds one." if held is None else held
+        )
+        chat.notify(sanitise_line(text), markup=False, timeout=6)
+        return
+    chosen = given_adapter(written) or None
+    chat.picked_adapter = session.load.model, chosen
+    chat.perform(session.choose(replace(session.load, adapter=chosen)))
+
+
 def unload(chat: "ChatScreen", _: str) -> None:
     """Give the model's memory back now."""
     chat.perform(chat.session.unload())
@@ -63,7 +79,7 @@ def load_model(chat: "ChatScreen", model: str) -> None:
     """Load a model that is here; the conversation and the draft stay. What is on its way here replaces it no more."""
     chat.stock.choose_another()
     chat.picked = model = lasting(model)
-    chat.perform(chat.session.choose(replace(chat.session.load, model=model)))
+    chat.perform(chat.session.choose(chat.session.load.of(model, chat.memory.settings.adapters.get(model))))
 
 
 def what_if(chat: "ChatScreen", model: str) -> None:

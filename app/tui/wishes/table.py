@@ -37,6 +37,7 @@ WISHES: dict[str, Wish] = {
     "fork": conversation.fork,
     "choose_model": model.choose_model,
     "pull": model.pull,
+    "adapter": model.adapter,
     "unload": model.unload,
     "system_prompt": model.system_prompt,
     "settings": model.settings,

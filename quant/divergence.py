@@ -11,7 +11,7 @@ the same tokens hard: it is far smaller than the perplexities' own.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import OptionError
@@ -42,6 +42,9 @@ MOST_KL = 0.5
 SURE = 2.0
 """Standard errors by which a figure must be beyond a limit: on a short text the mean itself is uncertain."""
 
+TOKENS = 512
+"""Compared unless said otherwise. Log-probabilities of 150,000 words then take 300 MB a model."""
+
 BLOCK = 32
 """Positions compared at once, so that temporaries stay small beside the log-probabilities: 20 MB each for 150,000 words."""
 
@@ -65,39 +68,61 @@ class Quality:
     positions: int
 
 
+@dataclass(slots=True)
+class Gathered:
+    """What was found at the positions that were looked at so far."""
+
+    kl: list[float] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
+    hers: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+    numbers: bool = True
+
+    def add(self, reference: "mx.array", other: "mx.array", ids: Sequence[int], first: int = 0) -> None:
+        """Compare log-probabilities (n, vocabulary) float32 of what follows each of ``ids`` (n,), from position ``first`` on.
+
+        Of the tokens that come, those from ``first`` on count, but for the very first. Raises OptionError where the vocabularies
+        differ in size.
+        """
+        import mlx.core as mx
+
+        if reference.shape != other.shape:
+            raise OptionError(
+                f"their vocabularies differ: {reference.shape[-1]:,} and {other.shape[-1]:,} tokens",
+                "Compare conversions of one model.",
+            )
+        for begin in range(first, len(ids), BLOCK):
+            part = slice(begin, begin + BLOCK)
+            found, equal = differences(reference[part], other[part])
+            self.numbers &= not bool(mx.any(mx.isnan(reference[part]) | mx.isnan(other[part])).item())
+            self.kl += found.tolist()  # type: ignore[arg-type]  # lists, of the one axis
+            self.same += equal.tolist()  # type: ignore[arg-type]
+        self.hers += _surprises(reference, ids)[max(0, first - 1) :]
+        self.ours += _surprises(other, ids)[max(0, first - 1) :]
+
+    def quality(self) -> Quality:
+        """Return the means over all positions."""
+        kl_mean, kl_se = _mean(self.kl)
+        pairs = zip(self.hers, self.ours, strict=True)
+        return Quality(
+            kl_mean,
+            kl_se,
+            sum(self.same) / len(self.same) if self.numbers else None,
+            *_exponential(*_mean(self.hers)),
+            *_exponential(*_mean(self.ours)),
+            *_exponential(*_mean([b - a for a, b in pairs])),
+            len(self.kl),
+        )
+
+
 def compare(reference: "mx.array", other: "mx.array", ids: Sequence[int]) -> Quality:
     """Compare log-probabilities (n, vocabulary) float32 of what follows each of ``ids`` (n,). Raises OptionError.
 
     The vocabularies must be of one size; ids: at least one.
     """
-    import mlx.core as mx
-
-    if reference.shape != other.shape:
-        raise OptionError(
-            f"their vocabularies differ: {reference.shape[-1]:,} and {other.shape[-1]:,} tokens",
-            "Compare conversions of one model.",
-        )
-    kl: list[float] = []
-    same: list[bool] = []
-    numbers = True
-    for begin in range(0, len(ids), BLOCK):
-        part = slice(begin, begin + BLOCK)
-        found, equal = differences(reference[part], other[part])
-        numbers &= not bool(mx.any(mx.isnan(reference[part]) | mx.isnan(other[part])).item())
-        kl += found.tolist()  # type: ignore[arg-type]  # lists, of the one axis
-        same += equal.tolist()  # type: ignore[arg-type]
-    hers, ours = _surprises(reference, ids), _surprises(other, ids)
-    kl_mean, kl_se = _mean(kl)
-    ratio = _exponential(*_mean([b - a for a, b in zip(hers, ours, strict=True)]))
-    return Quality(
-        kl_mean,
-        kl_se,
-        sum(same) / len(same) if numbers else None,
-        *_exponential(*_mean(hers)),
-        *_exponential(*_mean(ours)),
-        *ratio,
-        len(ids),
-    )
+    found = Gathered()
+    found.add(reference, other, ids)
+    return found.quality()
 
 
 def with_error(value: float | None, error: float | None = None) -> str:

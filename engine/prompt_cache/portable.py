@@ -1,0 +1,224 @@
+"""One computed prompt as one file, to be taken to another machine or kept: its stored segments, and whose they are. No MLX here.
+
+    magic (16) | segment | segment | … | footer: JSON | its length, 8 bytes | checksum of magic, footer and length, 16 bytes
+
+The segments are the bytes that the prompt cache's folder holds (segment_file.py), and the footer has the name and the checksum of
+each, so every byte of the file is covered. The footer says what the keys and values were computed by: they are right for nothing
+else.
+A file is somebody else's until proved: nothing of it is used before all of it was checked, and nothing in it is run.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tokamac.engine.durable import sync, to_disk
+from tokamac.engine.errors import OptionError, TokamacError, access_hint
+from tokamac.engine.options import KVSpec
+from tokamac.engine.prompt_cache.names import Identity, child_name, root_name
+
+MAGIC = b"tokamac prompt 1"
+TAIL_BYTES = 24
+MOST_FOOTER_BYTES = 64 << 20
+MOST_SEGMENTS = 1 << 17
+"""A million tokens in segments of 256 are some four thousand."""
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+DIFFERENCES = {
+    "weights": "other weights",
+    "text": "another config, tokenizer or chat template",
+    "kv": "other KV settings",
+    "versions": "other versions",
+    "more": "another device, number type or adapter",
+}
+"""What is said of each part of an identity that is not the same."""
+
+
+class PortableError(TokamacError):
+    """A file holds no computed prompt, or not one of this model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A stored segment: its parent's name, its own, and its bytes."""
+
+    parent: str
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Portable:
+    """What a file says of itself. tokens: of the prompt. model: what it was called where it was computed.
+
+    keep: tokens that its caches pin. segments: parent's name, name, bytes and checksum of each, in order.
+    """
+
+    model: str
+    identity: Identity
+    kv: KVSpec
+    keep: int | None
+    tokens: int
+    segments: tuple[tuple[str, str, int, str], ...]
+
+
+def write_portable(
+    file: Path, packets: Iterable[Packet], *, model: str, identity: Identity, kv: KVSpec, keep: int | None, tokens: int
+) -> int:
+    """Write a computed prompt, whole or not at all; return the file's bytes. Raises OptionError where it can't be written."""
+    if file.exists() or file.is_symlink():
+        raise OptionError(f"{file} already exists", "Name another file, or remove it.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=file.absolute().parent, prefix=f".{file.name[:64]}.")
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(MAGIC)
+            listed = []
+            for packet in packets:
+                out.write(packet.data)
+                listed.append((packet.parent, packet.name, len(packet.data), xxhash.xxh3_128_hexdigest(packet.data)))
+            facts = {"model": model, "keep": keep, "tokens": tokens, "kv": asdict(kv), "identity": asdict(identity)}
+            footer = json.dumps({**facts, "segments": listed}, default=str).encode()
+            length = len(footer).to_bytes(8, "little")
+            out.write(footer + length + xxhash.xxh3_128_digest(MAGIC + footer + length))
+            out.flush()
+            to_disk(out.fileno())
+            size = out.tell()
+        Path(temporary).replace(file)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise _unwritable(file, error) from error
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync(file.absolute().parent)
+    return size
+
+
+def read_portable(file: Path) -> Portable:
+    """Return what a file says of itself, its footer checked. Raises TokamacError for one that is none, or damaged."""
+    if not file.is_file():
+        raise PortableError(f"there is no file {file}", "Name one that `tokamac cache export` wrote.")
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            if size < len(MAGIC) + TAIL_BYTES or opened.read(len(MAGIC)) != MAGIC:
+                raise PortableError(f"{file} is no computed prompt", "Name one that `tokamac cache export` wrote.")
+            opened.seek(size - TAIL_BYTES)
+            tail = opened.read(TAIL_BYTES)
+            length = int.from_bytes(tail[:8], "little")
+            if length > min(MOST_FOOTER_BYTES, size - len(MAGIC) - TAIL_BYTES):
+                raise _damaged(file, "its end is not what was written")
+            opened.seek(size - TAIL_BYTES - length)
+            footer = opened.read(length)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if xxhash.xxh3_128_digest(MAGIC + footer + tail[:8]) != tail[8:]:
+        raise _damaged(file, "its end is not what was written")
+    try:
+        found = _portable(json.loads(footer))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OptionError) as error:
+        raise _damaged(file, "what it says of itself can't be read") from error
+    if len(MAGIC) + sum(each[2] for each in found.segments) + length + TAIL_BYTES != size:
+        raise _damaged(file, "it is not as long as it says")
+    return found
+
+
+def packets_of(file: Path, of: Portable) -> Iterator[Packet]:
+    """Yield the segments of a file, each checked. Raises TokamacError for the first that is not what was written."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(len(MAGIC))
+            for parent, name, size, checksum in of.segments:
+                data = opened.read(size)
+                if xxhash.xxh3_128_hexdigest(data) != checksum:
+                    raise _damaged(file, "a part of it is not what was written")
+                yield Packet(parent, name, data)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def check_identity(file: Path, of: Portable, here: Identity, kv: KVSpec) -> None:
+    """Raise TokamacError, saying what is different, unless a file's keys and values are those of the loaded model."""
+    if of.identity.fingerprint == here.fingerprint and of.kv == kv:
+        return
+    theirs, ours = of.identity.facts, here.facts
+    other = [said for part, said in DIFFERENCES.items() if theirs.get(part) != ours.get(part)]
+    versions = _versions(theirs.get("versions"), ours.get("versions"))
+    told = ", ".join(other) or "another model"
+    raise PortableError(
+        f"{file} does not belong to this model: it was computed by {of.model:.80} with {told}{versions}",
+        "Load the very model, adapter and KV settings that it was exported with, or compute the prompt again.",
+    )
+
+
+def check_packet(file: Path, packet: Packet, tokens: list[int], start: int, parts: "tuple[str, int]") -> None:
+    """Raise TokamacError unless a segment follows the one before: ``parts`` are that one's name and where it ended."""
+    before, at = parts
+    try:
+        fits = packet.parent == before and start == at and child_name(before, tokens) == packet.name
+    except (ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise _damaged(file, "its parts do not follow one another")
+
+
+def first_name(of: Portable) -> str:
+    """Return the name of the empty prefix that its first segment must follow."""
+    return root_name(of.identity.fingerprint, of.keep)
+
+
+def damaged_segment(file: Path) -> TokamacError:
+    """Return the error for a segment that is none of this model."""
+    return _damaged(file, "a part of it holds no keys and values of this model")
+
+
+def _portable(facts: Mapping[str, Any]) -> Portable:
+    named, kv, keep, tokens = facts["identity"], facts["kv"], facts["keep"], facts["tokens"]
+    listed = [(str(parent), str(name), size, str(checksum)) for parent, name, size, checksum in facts["segments"]]
+    if not (keep is None or _is_count(keep)) or not _is_count(tokens) or len(listed) > MOST_SEGMENTS or not listed:
+        raise ValueError("counts")
+    for parent, name, size, checksum in listed:
+        if not (_is_count(size) and all(_NAME.fullmatch(each) for each in (parent, name, checksum))):
+            raise ValueError("a segment")
+    if not _NAME.fullmatch(named["fingerprint"]) or not isinstance(named["facts"], dict):
+        raise ValueError("an identity")
+    identity = Identity(named["fingerprint"], named["facts"])
+    return Portable(str(facts["model"]), identity, KVSpec(**kv), keep, tokens, tuple(listed))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+def _versions(theirs: object, ours: object) -> str:
+    if not isinstance(theirs, dict) or not isinstance(ours, dict) or theirs == ours:
+        return ""
+    pairs = [
+        f"{name} {theirs.get(name)!s:.20}, here {ours.get(name)}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    return f" ({'; '.join(pairs)})"
+
+
+def _damaged(file: Path, what: str) -> TokamacError:
+    return PortableError(f"{file} is damaged: {what}", "Copy it again, or export the prompt again.")
+
+
+def _unreadable(file: Path, error: OSError) -> TokamacError:
+    return PortableError(
+        f"{file} can't be read: {error.strerror or error}", access_hint(error, "Check its permissions.")
+    )
+
+
+def _unwritable(file: Path, error: OSError) -> TokamacError:
+    return OptionError(f"{file} can't be written: {error.strerror or error}", access_hint(error, "Name another place."))
