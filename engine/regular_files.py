@@ -18,6 +18,9 @@ INDEX_BYTES = 128 << 20
 TOKENIZER_BYTES = 512 << 20
 """A file of a tokenizer at most: the largest published ones have about 35 MB."""
 
+GROWTH = 1 << 20
+"""Bytes read at once beyond the size that a file was said to have."""
+
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISCHR, "a device"),
@@ -53,8 +56,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     """Return all bytes of a regular file. Raises OSError; TooLargeError where it has more than ``most``."""
     with open_regular(path) as file:
-        _check_size(path, os.fstat(file.fileno()).st_size, most)
-        data = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        _check_size(path, size, most)
+        data = file.read(size + 1)  # not ``most``: Python takes the memory for all that is asked for
+        while len(data) > size and (more := file.read(GROWTH)):  # it grows, or its size is not told
+            data += more
+            _check_size(path, len(data), most)
     _check_size(path, len(data), most)
     return data
 

@@ -20,14 +20,14 @@ from tokamac.app.store.store import Store
 from tokamac.app.tui import models
 from tokamac.app.tui.attach import AttachError, read_file
 from tokamac.app.tui.folders import Folders
-from tokamac.engine import ModelDamagedError, OptionError
+from tokamac.engine import ModelDamagedError, OptionError, regular_files
 from tokamac.engine.config import read_config
 from tokamac.engine.hub_cache import Repo, is_whole, whole_snapshot
 from tokamac.engine.limits import kept
 from tokamac.engine.prompt_cache import weights
 from tokamac.engine.prompt_cache.folder import Entry, Folder
 from tokamac.engine.prompt_cache.names import child_name, root_name
-from tokamac.engine.regular_files import check_regular, open_regular, read_bytes, read_text
+from tokamac.engine.regular_files import TooLargeError, check_regular, open_regular, read_bytes, read_text
 from tokamac.engine.shards import find_shards
 from tokamac.engine.tokens import generation_config, load_tokenizer
 from tokamac.quant import calibration
@@ -90,6 +90,21 @@ def replaced(path: Path, make: Make) -> Path:
     path.unlink(missing_ok=True)
     make(path)
     return path
+
+
+def test_a_generous_bound_takes_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+    assert read_bytes(tmp_path / "file", 1 << 62) == b"x" * 1000
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no files whose size is not told")
+def test_a_file_whose_size_is_not_told_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regular_files, "GROWTH", 100)
+    text = read_text("/proc/self/status", 1 << 20)
+    assert text.startswith("Name:")
+    assert text.rstrip().splitlines()[-1].startswith("nonvoluntary_ctxt_switches:")
+    with pytest.raises(TooLargeError):
+        read_text("/proc/self/status", 300)
 
 
 def test_a_regular_file_is_read_whole_and_as_text(tmp_path: Path) -> None:
