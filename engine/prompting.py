@@ -91,10 +91,9 @@ class Prompting:
     def check_ids(self, ids: list[int]) -> None:
         """Raise OptionError for ids that are none."""
         bound = self._vocabulary_size
-        if bad := [token for token in ids if not 0 <= token < bound]:
-            raise OptionError(
-                f"token id {bad[0]} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer."
-            )
+        if ids and not 0 <= min(ids) <= max(ids) < bound:
+            bad = next(token for token in ids if not 0 <= token < bound)
+            raise OptionError(f"token id {bad} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer.")
 
     def pinned(self, messages: Sequence[Message]) -> int | None:
         """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt."""

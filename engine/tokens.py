@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
+from tokamac.engine.encoder import SegmentEncoder
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message, TextKind
 from tokamac.engine.template import ChatTemplate
@@ -101,6 +102,10 @@ class Tokenizer:
         self.thinking = self._find_thinking()
         self._hidden_ids = self._find_hidden_ids()
         self._control = ControlTokens(self._find_marks())
+        splits = backend is not None and not backend.encode_special_tokens
+        self._segments = SegmentEncoder(
+            self._encode_segment, hf_tokenizer.added_tokens_decoder.values() if splits else ()
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -112,8 +117,14 @@ class Tokenizer:
 
         Of a rendered conversation, what its contents only looked like is encoded as plain text; else marks become control tokens.
         """
-        if BREAK in text:
-            return encode_broken(text, self.encode, self._decode)
+        if add_special_tokens and BREAK not in text:
+            return self._encode_plain(text, add_special_tokens=True)
+        return self._segments(text)
+
+    def _encode_segment(self, text: str) -> list[int]:
+        return encode_broken(text, self._encode_plain, self._decode) if BREAK in text else self._encode_plain(text)
+
+    def _encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
