@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tokamac.engine.continuation import unfinished
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Finished, Message, TextChunk
-from tokamac.engine.given import given_messages, given_sampling, given_text, given_words
-from tokamac.engine.options import Sampling
+from tokamac.engine.given import given_messages, given_sampling, given_template, given_text, given_words
+from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
@@ -36,11 +36,18 @@ class Chat:
 
     ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
     iterating, or close the iterator, to cancel: what was said so far stays in ``messages``. They wait for a reply in progress, and
-    so does ``price``.
+    so does ``price``. ``template`` is what the chat template is told; it may be set between two replies.
     """
 
-    def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        template: TemplateOptions | None = None,
+    ) -> None:
         self._engine = engine
+        self.template = given_template(template)
         self.system = None if system is None else given_text(system, "the system prompt")
         self._messages = given_messages(messages)
 
@@ -96,7 +103,7 @@ class Chat:
         Raises OptionError when there is no such message.
         """
         self._check(index)
-        return Chat(self._engine, self.system, self._messages[: index + 1])
+        return Chat(self._engine, self.system, self._messages[: index + 1], self.template)
 
     def price(self, action: Action) -> Price:
         """Return what an action would take until the reply's first token, before it is taken: ``Send``, ``Regenerate``,
@@ -104,17 +111,19 @@ class Chat:
         """  # fmt: skip
         if isinstance(action, Send | Edit):
             given_words(action.text)
-        return self._engine.price(self._prompt(self._after(action)), continues=isinstance(action, Continue))
+        prompt = self._prompt(self._after(action))
+        return self._engine.price(prompt, continues=isinstance(action, Continue), template=self.template)
 
     def warm(self, text: str = "") -> None:
         """Compute ahead what is certain of the conversation, and of a message that begins with ``text``. Returns at once.
 
         Any request ends it; what was computed is found by the next.
         """
-        self._engine.warm_ahead(self._prompt(self._after(Send(given_text(text, "the message")))))
+        prompt = self._prompt(self._after(Send(given_text(text, "the message"))))
+        self._engine.warm_ahead(prompt, template=self.template)
 
     def _reread(self) -> None:
-        """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
+        """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
         with contextlib.suppress(EngineClosedError):
             self.warm()
 
@@ -161,7 +170,8 @@ class Chat:
         said = Message("assistant", "") if begun is None else begun
         whole = False
         try:
-            with contextlib.closing(self._engine.generate(prompt, sampling, continues=begun is not None)) as events:
+            reply = self._engine.generate(prompt, sampling, continues=begun is not None, template=self.template)
+            with contextlib.closing(reply) as events:
                 for event in events:
                     if isinstance(event, TextChunk):
                         said = _longer(said, event)
@@ -176,7 +186,7 @@ class Chat:
             new = (said.content or said.thinking) and (whole or said != begun)
             if new and self._is_as(asked.now):
                 self._messages[:] = [*asked.after, said]
-                if said.thinking:
+                if said.thinking or self.template.thinking is not None:
                     self._reread()
 
     def _is_as(self, messages: Sequence[Message]) -> bool:

@@ -27,7 +27,7 @@ from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.limits.prefill_chunk import whole_chunks
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.pieces import STAGE_S, Pieces
 from tokamac.engine.price import Price
@@ -55,6 +55,7 @@ class ModelSpec:
     recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
     advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     """
 
     name: str
@@ -75,6 +76,8 @@ class ModelSpec:
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
 
 
 class Core:
@@ -95,9 +98,8 @@ class Core:
             raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
         return runtime
 
-    @property
-    def _prompting(self) -> Prompting:
-        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks)
+    def _prompting(self, template: TemplateOptions = TemplateOptions()) -> Prompting:  # noqa: B008  # frozen
+        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks, template=template)
 
     def reply(
         self,
@@ -107,6 +109,7 @@ class Core:
         cancelled: Callable[[], bool],
         *,
         continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> Reply:
         """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it.
 
@@ -114,17 +117,22 @@ class Core:
         """
         self._pacing.later()
         resolved = sampling.resolved(self.spec.recommended)
-        request = self._prompting.request(prompt, resolved, recorder, turn=_turn(continues))
+        request = self._prompting(template).request(prompt, resolved, recorder, turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
     def warm(
-        self, prompt: Prompt, cancelled: Callable[[], bool], *, stage_s: float = STAGE_S
+        self,
+        prompt: Prompt,
+        cancelled: Callable[[], bool],
+        *,
+        stage_s: float = STAGE_S,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
-        request = self._prompting.request(prompt, Sampling(), Recorder(), turn="closed")
+        request = self._prompting(template).request(prompt, Sampling(), Recorder(), turn="closed")
         check_room(self.runtime, len(request.ids))
         slot = self._store.take(request.ids, request.keep)
         room = make_room(self.runtime, self._store, slot, len(request.ids))
@@ -146,17 +154,20 @@ class Core:
                 return
             self._store.mark(slot)
 
-    def warm_stable(self, messages: Sequence[Message], cancelled: Callable[[], bool]) -> None:
+    def warm_stable(
+        self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions
+    ) -> None:
         """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
 
         For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
         much of it there was time for. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
         """
         try:
-            ids = self._prompting.stable(messages) if self._store.keeps else []
+            prompting = self._prompting(template)
+            ids = prompting.stable(messages) if self._store.keeps else []
             if self.runtime.kv.quantized:
                 ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
-            known = self._store.known(ids, self._prompting.pinned(messages))
+            known = self._store.known(ids, prompting.pinned(messages))
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
                 for _ in self.warm(ids, cancelled, stage_s=IDLE_STAGE_S):
                     if cancelled():
@@ -164,9 +175,9 @@ class Core:
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
             return  # it is said when the user sends it
 
-    def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
+    def price(self, prompt: Prompt, template: TemplateOptions, *, continues: bool = False) -> Price:
         """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
-        request = self._prompting.request(prompt, Sampling(), Recorder(), turn=_turn(continues))
+        request = self._prompting(template).request(prompt, Sampling(), Recorder(), turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
@@ -187,7 +198,7 @@ class Core:
 
         Raises OptionError for ids that are none, ContextError and MemoryLimitError where they or their rows do not fit.
         """
-        prompting = self._prompting
+        prompting = self._prompting()
         prompting.check_ids(ids)
         size = min(chunk or LOGPROBS_CHUNK, len(ids))
         check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
@@ -204,7 +215,7 @@ class Core:
         cancelled: Callable[[], bool],
     ) -> Generator[TrialProgress | Trial, None, None]:
         """Try other KV settings on the loaded weights; see ``kv_trial.compare``."""
-        self._prompting.check_ids(ids)
+        self._prompting().check_ids(ids)
         config = read_config(self.spec.path)
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
 

@@ -88,6 +88,7 @@ class Finished:
     outliers: the gaps between tokens that stand out, longest first. predicted_peak_bytes: what the arithmetic expected of
     ``metrics.peak_memory_bytes``, for a reply of this length. diagnosis: why it took as long as it did; None where no token came.
     doubts: what of the model's config was computed otherwise, where it was loaded unchecked: the text may be wrong.
+    thinking_ended_at: the budget of tokens that ended the thinking; None where nothing but the model did.
     """
 
     reason: FinishReason
@@ -98,6 +99,7 @@ class Finished:
     predicted_peak_bytes: int | None = None
     diagnosis: Diagnosis | None = None
     doubts: tuple[str, ...] = ()
+    thinking_ended_at: int | None = None
 
 
 Event = Truncated | Squeezed | PrefillProgress | TextChunk | Finished

@@ -26,7 +26,7 @@ from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.squeeze import ReplyGrowth, Room, make_room
-from tokamac.engine.stream import ReplyText
+from tokamac.engine.stream import ReplyText, ThinkingBudget
 
 LIVE_GAPS = 64
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
@@ -38,6 +38,7 @@ class Request:
 
     begun: the reply at the end of ``ids``, where one is continued.
     marks: positions in ``ids`` to which later requests may want to go back, ascending.
+    thinking_budget: tokens after which thinking is ended.
     """
 
     ids: list[int]
@@ -48,6 +49,12 @@ class Request:
     left_out: Truncated | None = None
     marks: tuple[int, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
+    thinking_budget: int | None = None
+
+    @property
+    def thought(self) -> str:
+        """What was thought already by a reply that is continued while it thinks."""
+        return "" if self.begun is None or not self.in_thinking else self.begun.said.thinking
 
 
 class Reply:
@@ -182,8 +189,11 @@ class Reply:
         text = ReplyText(
             self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking, begun=request.begun
         )
+        thought = len(self._runtime.tokenizer.encode(request.thought))
+        budget = ThinkingBudget(request.thinking_budget, text, self._runtime.tokenizer, thought)
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
+            run.force(budget.ending())
             sampler = Sampler(request.sampling, request.ids)
             watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
@@ -197,6 +207,7 @@ class Reply:
                 if text.stopped:
                     reason = "stop"
                     break
+                run.force(budget.ending())
                 if growth.told:
                     yield growth.told.pop()
                 if self._cancelled():
@@ -210,7 +221,15 @@ class Reply:
         metrics = self.metrics()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
-        yield Finished(reason, text.answer, metrics, text.thinking, *measured, doubts=self._runtime.doubts)
+        yield Finished(
+            reason,
+            text.answer,
+            metrics,
+            text.thinking,
+            *measured,
+            doubts=self._runtime.doubts,
+            thinking_ended_at=budget.ended_at,
+        )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine

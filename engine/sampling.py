@@ -77,17 +77,22 @@ class Sampler:
         self._penalised = self._penalty != 1.0
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
         self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
+        self._last: mx.array | None = None  # chosen, and not counted among the recent ones yet
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) in any float type → token (1,) uint32, not evaluated."""
         logits = logits.astype(mx.float32)
         if self._penalised:
+            if self._last is not None:
+                self._recent = mx.concatenate([self._recent, self._last])[-PENALTY_WINDOW:]
             logits = penalise_repeats(logits, self._recent, self._penalty)
         token = mx.argmax(logits, axis=-1) if self._greedy else self._draw(logits)
-        token = token.astype(mx.uint32)
-        if self._penalised:
-            self._recent = mx.concatenate([self._recent, token])[-PENALTY_WINDOW:]
-        return token
+        self._last = token.astype(mx.uint32)
+        return self._last
+
+    def replace_last(self, token: mx.array) -> None:
+        """Take ``token`` (1,) for the one chosen last: that one is not used."""
+        self._last = token
 
     def _draw(self, logits: mx.array) -> mx.array:
         """logits (1, V) → token (1,)."""
