@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they come to: Sampling, KVSpec, PromptCacheSpec.
+"""Flags that several commands share, and what they come to: Sampling, TemplateOptions, KVSpec, PromptCacheSpec.
 
 A bad value is wrong usage (exit 2) and names its flag. A flag that would have no effect is refused, not dropped.
 """
@@ -11,7 +11,16 @@ from typing import Any, Literal
 from tokamac.app.output import note
 from tokamac.app.settings import MOST_MEMORY_GB
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import (
+    GROUP_SIZES,
+    KV_BITS,
+    ON_FULL,
+    THINKING,
+    KVSpec,
+    PromptCacheSpec,
+    Sampling,
+    TemplateOptions,
+)
 
 # flag → field of Sampling
 SAMPLING_FLAGS = {
@@ -23,6 +32,13 @@ SAMPLING_FLAGS = {
     "--repetition-penalty": "repetition_penalty",
     "--seed": "seed",
     "--stop": "stop",
+}
+
+# flag → its name among the options
+TEMPLATE_FLAGS = {
+    "--thinking": "thinking",
+    "--thinking-budget": "thinking_budget",
+    "--template-option": "template_option",
 }
 
 
@@ -113,6 +129,25 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 
 
+def add_template_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the chat template is told."""
+    group = parser.add_argument_group("thinking and chat template")
+    group.add_argument(
+        "--thinking",
+        choices=THINKING,
+        help="whether the model thinks before it answers, or how much (as its chat template has it)",
+    )
+    group.add_argument(
+        "--thinking-budget", type=int, metavar="N", help="end thinking after N tokens; the answer follows (no end)"
+    )
+    group.add_argument(
+        "--template-option",
+        action="append",
+        metavar="KEY=VALUE",
+        help="anything else that the chat template reads, a JSON value; may be repeated",
+    )
+
+
 def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: bool = True) -> None:
     """Add the flags that say how keys and values are kept; ``cache`` and ``full`` leave out those a command has not."""
     group = parser.add_argument_group("keys and values")
@@ -174,6 +209,22 @@ def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace, base:
         if value is not None:
             given = {name: tuple(value) if name == "stop" else value}
             result = _changed(parser, flag, result, given)
+    return result
+
+
+def template_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, base: TemplateOptions | None = None
+) -> TemplateOptions:
+    """Return ``base`` with the flags that were given; end with exit status 2 at a bad or idle one."""
+    result = base or TemplateOptions()
+    if options.thinking == "off" and options.thinking_budget is not None:
+        parser.error("--thinking-budget has no effect with --thinking off")
+    for flag in ("--thinking", "--thinking-budget"):
+        if (value := getattr(options, TEMPLATE_FLAGS[flag])) is not None:
+            result = _changed(parser, flag, result, {TEMPLATE_FLAGS[flag]: value})
+    if options.template_option is not None:
+        given = _changed(parser, "--template-option", TemplateOptions(), {"keywords": options.template_option})
+        result = TemplateOptions(result.thinking, result.thinking_budget, {**result.values, **given.values})
     return result
 
 

@@ -21,6 +21,9 @@ Prompt = Sequence[int] | Sequence[Message]
 Turn = Literal["closed", "opened", "continued"]
 """How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
 
+LONGEST_OPENING = 16
+"""Tokens that the mark with which thinking begins, and white space after it, have at most."""
+
 
 class Prompting:
     """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before.
@@ -67,6 +70,8 @@ class Prompting:
                 "Give messages, or render them with engine.tokenizer.using(options).",
             )
         self.check_ids(ids)
+        if not messages:
+            in_thinking = tokenizer.opens_thinking(tokenizer.decode(ids[-LONGEST_OPENING:]))
         ids, left_out = self._fitted(asked, ids, sampling.max_tokens, render)
         marks = self._marks(asked, ids) if self._needs_marks else ()
         begun = None if said is None else Begun(said, tuple(ids))

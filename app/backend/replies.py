@@ -9,7 +9,7 @@ from tokamac.engine.events import FinishReason, Live, Squeezed, TextKind
 from tokamac.engine.limits.diagnosis import Diagnosis
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, Thinking
 from tokamac.engine.price import Price
 
 
@@ -38,6 +38,7 @@ class ModelInfo:
     recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
     advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     """
 
     name: str
@@ -57,6 +58,8 @@ class ModelInfo:
     advice: str | None = None
     memory_notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Reply ``id`` has ended. Its whole text is repeated, so that what is kept is what the engine said."""
+    """Reply ``id`` has ended. Its whole text is repeated, so that what is kept is what the engine said.
+
+    thinking_ended_at: the budget of tokens that ended its thinking; None where none did.
+    """
 
     id: int
     reason: FinishReason
@@ -138,6 +144,7 @@ class Done:
     memory: MemoryUse = field(default_factory=MemoryUse)
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
+    thinking_ended_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ from tokamac.app.options import (
     add_memory_flag,
     add_model_flag,
     add_sampling_flags,
+    add_template_flags,
     add_unchecked_flag,
     default_model,
     kv_spec,
     memory_limit,
     prompt_cache,
     sampling,
+    template_options,
 )
 from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
 from tokamac.app.parser import Parser
@@ -60,6 +62,7 @@ def parser() -> Parser:
     )
     add_unchecked_flag(made)
     add_sampling_flags(made)
+    add_template_flags(made)
     add_kv_flags(made)
     add_memory_flag(made)
     return made
@@ -69,6 +72,7 @@ def parser() -> Parser:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     wanted, kv = sampling(parser, options), kv_spec(parser, options)
+    template = template_options(parser, options)
     prompt = compose(options.prompt, options.file)
     if not prompt:
         parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
@@ -86,7 +90,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             unchecked=options.unchecked,
         )
         with engine, loading.interrupting(engine.cancel):
-            return write(engine.generate(messages, wanted), writer)
+            return write(engine.generate(messages, wanted, template=template), writer)
     except KeyboardInterrupt:
         writer.interrupted()
         raise
@@ -152,6 +156,10 @@ class TextWriter:
         self.close()
         for doubt in event.doubts:
             note(f"unchecked: {doubt}; this text may be wrong")
+        if event.thinking_ended_at is not None:
+            from tokamac.app.tui.thinking import budget_spent
+
+            note(f"note: {budget_spent(event.thinking_ended_at)}")
         if self._verbose:
             for line in report(event, whole=self._verbose > 1):
                 note(line)
@@ -207,6 +215,8 @@ class JsonWriter:
         told: dict[str, Any] = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
         if event.doubts:
             told["doubts"] = list(event.doubts)
+        if event.thinking_ended_at is not None:
+            told["thinking_ended_at"] = event.thinking_ended_at
         json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:

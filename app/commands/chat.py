@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.options import (
     SAMPLING_FLAGS,
+    TEMPLATE_FLAGS,
     add_kv_flags,
     add_memory_flag,
     add_sampling_flags,
+    add_template_flags,
     add_unchecked_flag,
     any_given,
     kv_spec,
     sampling,
+    template_options,
     warn,
 )
 from tokamac.app.parser import Parser
@@ -46,6 +49,7 @@ def parser() -> Parser:
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
     add_unchecked_flag(made)
     add_sampling_flags(made)
+    add_template_flags(made)
     add_kv_flags(made)
     add_memory_flag(made)
     return made
@@ -57,9 +61,10 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error("MODEL is empty")
     sampling_given = any_given(options, tuple(SAMPLING_FLAGS.values()))
     kv_given = any_given(options, _KV_FIELDS)
+    template_given = any_given(options, tuple(TEMPLATE_FLAGS.values()))
     read = None
     if (
-        sampling_given or kv_given
+        sampling_given or kv_given or template_given
     ):  # flags change what the settings remember, one by one; checked before the screen opens
         from tokamac.app import settings
 
@@ -71,6 +76,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         chosen = ChatOptions(
             model=options.model,
             sampling=sampling(parser, options, read.settings.sampling) if read and sampling_given else None,
+            template=template_options(parser, options, read.settings.template) if read and template_given else None,
             kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),

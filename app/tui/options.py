@@ -1,4 +1,4 @@
-"""The settings form as data: every field of Sampling and KVSpec, how it is read from text, and what to say of it."""
+"""The settings form as data: every field of Sampling, TemplateOptions and KVSpec, how it is read, and what to say of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from tokamac.app.settings import Settings
 from tokamac.app.tui.digits import whole_number
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 AUTO = "auto"
 """A number that is chosen where the user gives none, and that is not nothing."""
@@ -31,6 +31,14 @@ def _stop(text: str) -> object:
     return tuple(part.replace("\\n", "\n") for part in text.split(" | ") if part)
 
 
+def _word(text: str) -> object:
+    return text.strip().lower()
+
+
+def _parts(text: str) -> object:
+    return tuple(part.strip() for part in text.split(" | ") if part.strip())
+
+
 SAMPLING_FIELDS = (
     Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
     Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
@@ -40,6 +48,11 @@ SAMPLING_FIELDS = (
     Field("seed", "Seed", "empty: another each time", int, None),
     Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
+)
+TEMPLATE_FIELDS = (
+    Field("thinking", "Thinking", "on, off, low, medium, high; empty: as is", _word, None),
+    Field("thinking_budget", "Thinking budget", "tokens; empty: no end", int, None),
+    Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ()),
 )
 KV_FIELDS = (
     Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
@@ -86,6 +99,11 @@ def write(field: Field, options: object) -> str:
 def read_sampling(texts: Mapping[str, str]) -> Sampling:
     """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
     return Sampling(**_read(SAMPLING_FIELDS, texts))
+
+
+def read_template(texts: Mapping[str, str]) -> TemplateOptions:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return TemplateOptions(**_read(TEMPLATE_FIELDS, texts))
 
 
 def read_kv(texts: Mapping[str, str]) -> KVSpec:

@@ -44,7 +44,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "export",
         "import",
     ),
-    "Models and settings": ("choose_model", "pull", "unload", "convert", "system_prompt", "settings"),
+    "Models and settings": ("choose_model", "pull", "unload", "convert", "system_prompt", "settings", "thinking"),
     "Speed and memory": ("toggle_panel", "gauges", "explain", "what_if"),
     "Reading": ("scroll_end", "page_up", "page_down", "copy"),
     ALSO: ("palette", "ask_guide", "help", "leave"),
