@@ -159,7 +159,7 @@ class TextWriter:
         if event.thinking_ended_at is not None:
             from tokamac.app.tui.thinking import budget_spent
 
-            note(f"note: {budget_spent(event.thinking_ended_at)}")
+            note(f"note: thinking {budget_spent(event.thinking_ended_at)}")
         if self._verbose:
             for line in report(event, whole=self._verbose > 1):
                 note(line)

@@ -67,7 +67,7 @@ def _branch(archive: Archive) -> list[Message]:
 def _entry(message: Message) -> Entry:
     kept = measured_of(message) if message.role == "assistant" else Measured()
     took = "" if kept.thinking_s is None else f" for {seconds(kept.thinking_s)}"
-    spent = "" if kept.thinking_ended_at is None else f"; {budget_spent(kept.thinking_ended_at)}"
+    spent = "" if kept.thinking_ended_at is None else f", {budget_spent(kept.thinking_ended_at)}"
     return Entry(
         role=message.role,
         who=sanitise_line(message.model) if message.role == "assistant" and message.model else WHO[message.role],

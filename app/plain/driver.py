@@ -117,7 +117,7 @@ class Driver:
         self._console.end()
         self.failed = self.failed or reply.ending in ("lost", "failed")
         cost = "" if reply.metrics is None else brief(reply.metrics, reply.diagnosis)
-        spent = "" if reply.thinking_ended_at is None else budget_spent(reply.thinking_ended_at)
+        spent = "" if reply.thinking_ended_at is None else f"thinking {budget_spent(reply.thinking_ended_at)}"
         said = ", ".join(part for part in (ENDINGS[reply.ending], spent, cost) if part)
         if said:
             self._console.aside(f"({said})")

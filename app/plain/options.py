@@ -100,7 +100,7 @@ def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
 def thinking(repl: Repl, text: str) -> None:
     """Read out what the chat template is told in this chat, or tell it something else from the next message on."""
     driver = repl.driver
-    if text and driver.session.info is None and not repl.console.typed:
+    if driver.session.info is None and not repl.console.typed:
         driver.settle(loaded=True)  # a script's line: the model says what it can be told
     session = driver.session
     if not text:

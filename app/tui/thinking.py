@@ -94,5 +94,5 @@ def sentences(options: TemplateOptions, info: ModelInfo | None) -> str:
 
 
 def budget_spent(tokens: int) -> str:
-    """Return what to say where a budget of so many tokens ended the thinking."""
-    return f"thinking ended at its budget of {units.count(tokens)} tokens"
+    """Return what to say of thinking that a budget of so many tokens ended."""
+    return f"ended at its budget of {units.count(tokens)} tokens"

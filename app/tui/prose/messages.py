@@ -128,7 +128,7 @@ class Thinking:
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells, with a blank one below."""
         took = "" if self._seconds is None else f" for {seconds(self._seconds)}"
-        took += "" if self._ended_at is None else f" · {budget_spent(self._ended_at)}"
+        took += "" if self._ended_at is None else f", {budget_spent(self._ended_at)}"
         if self.folded:
             laid = [PageRow(Row(Content(f"▸ thought{took}")), CHOSEN if self.chosen else FOLDED)]
         else:
