@@ -34,6 +34,16 @@ class ControlTokens:
         places = [place + 1 for place in self._places(content, self._marks - set(keep) if keep else self._marks)]
         return BREAK.join(content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True))
 
+    def are_all(self, text: str) -> bool:
+        """Whether a text is control tokens and white space alone."""
+        while text := text.strip():
+            lengths = self._lengths.get(text[:2], set())
+            longest = max((length for length in lengths if text[:length] in self._marks), default=0)
+            if not longest:
+                return False
+            text = text[longest:]
+        return True
+
     def broken_in(self, value: Any) -> Any:
         """Return a JSON value whose texts are ``broken``."""
         if isinstance(value, str):

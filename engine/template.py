@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from tokamac.engine.errors import TemplateError
+from tokamac.engine.thinking import KNOWN
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class ChatTemplate:
         read = meta.find_undeclared_variables(parsed)
         words = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
         words |= {node.data for node in parsed.find_all(nodes.TemplateData)}
-        own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables}
+        own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *_locals(parsed)}
         return self._environment.from_string(parsed), frozenset(read - own), frozenset(words)
 
 
@@ -148,6 +149,34 @@ def _cut(text: str, said: str) -> str:
     if at < 0 or said.strip() not in text:
         raise TemplateError("the chat template leaves out what was said last", "Make the reply again.")
     return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
+
+
+def _locals(parsed: nodes.Template) -> set[str]:
+    """Return the names that a template sets for itself: in one block, say, to be read in another.
+
+    One that it may find set is asked for as such, by ``is defined`` or a default, or is set to what it was.
+    """
+    stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    asking = [
+        *(test.node for test in parsed.find_all(nodes.Test) if test.name in {"defined", "undefined", "none"}),
+        *(each.node for each in parsed.find_all(nodes.Filter) if each.name in {"default", "d"}),
+        *(each.node for each in parsed.find_all(nodes.Assign) if _is_set_to_itself(each)),
+    ]
+    asked = {
+        name.name
+        for node in asking
+        if node is not None
+        for name in (node, *node.find_all(nodes.Name))
+        if isinstance(name, nodes.Name)
+    }
+    return stored - asked - KNOWN
+
+
+def _is_set_to_itself(node: nodes.Assign) -> bool:
+    target = node.target.name if isinstance(node.target, nodes.Name) else None
+    return any(
+        name.name == target for name in (node.node, *node.node.find_all(nodes.Name)) if isinstance(name, nodes.Name)
+    )
 
 
 class _Code(CodeGenerator):

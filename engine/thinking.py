@@ -25,6 +25,8 @@ CHOICE_WORDS = (("on", "off"), ("enabled", "disabled"), ("thinking", "chat"), ("
 """those words, of which the template itself has one."""
 BUDGET = "thinking_budget"
 """A number of tokens, 0 for none: Seed-OSS."""
+KNOWN = frozenset({*FLAGS, *EFFORTS, *CHOICES, BUDGET})
+"""All of these names."""
 SYSTEM_WORDS = (("/think", "/no_think"), ("detailed thinking on", "detailed thinking off"))
 """What the system message may say of it, where the template looks for that: Nemotron Nano 2, Ling."""
 

@@ -259,11 +259,15 @@ class Tokenizer:
         return -1 not in places and places == sorted(places)
 
     def opens_thinking(self, rendered: str) -> bool:
-        """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking."""
+        """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking.
+
+        Other marks may follow it, as in Seed-OSS's prompt without thinking.
+        """
         if self.thinking is None:
             return False
-        start, _ = self.thinking
-        return rendered.rstrip().endswith(start)
+        start, end = self.thinking
+        _, found, rest = rendered.rpartition(start)
+        return bool(found) and end not in rest and self._control.are_all(rest)
 
     def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
         turns = [_as_dict(self.plain(message)) for message in _with_word(messages, self._told.word)]

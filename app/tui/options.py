@@ -50,7 +50,7 @@ SAMPLING_FIELDS = (
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
 )
 TEMPLATE_FIELDS = (
-    Field("thinking", "Thinking", "on, off, low, medium, high; empty: as is", _word, None),
+    Field("thinking", "Thinking", "on, off, low, medium, high; or empty", _word, None),
     Field("thinking_budget", "Thinking budget", "tokens; empty: no end", int, None),
     Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ()),
 )

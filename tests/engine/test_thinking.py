@@ -1,5 +1,6 @@
 """What a chat template is told beside the messages: found from the template, refused where it reads none; a budget of thinking."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tokamac.engine import (
     OptionError,
     PromptCacheSpec,
     Sampling,
+    Send,
     TemplateOptions,
     TextChunk,
 )
@@ -142,6 +144,24 @@ def test_any_other_keyword_reaches_the_template_and_one_that_it_does_not_read_is
     assert flagged.using(TemplateOptions(keywords={"enable_thinking": False})).render(ASKED).endswith(EMPTY)
     with pytest.raises(OptionError, match="sets enable_thinking, which is given"):
         flagged.using(TemplateOptions(thinking="on", keywords={"enable_thinking": False}))
+
+
+def test_what_a_template_sets_for_itself_is_not_among_what_it_may_be_told(tmp_path: Path) -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}{% set first = messages[0].content %}{% endif %}{{ first }}"
+        "{% set style = style | default('plain') %}{% if tone is not defined %}{% set tone = 'calm' %}{% endif %}"
+        "{{ tone }}{{ style }}"
+        "{% set depth = depth or 3 %}{% macro shout(tools) %}{{ tools }}{% endmacro %}{{ shout(tools) }}"
+    )
+    assert tokenizer(tmp_path, source).template_names == ("depth", "style", "tone", "tools")
+
+
+def test_thinking_is_open_where_other_marks_follow_its_own(tmp_path: Path) -> None:
+    found = tokenizer(tmp_path, TURNS, marks=("<reflect>",))
+    assert found.opens_thinking("<assistant><think>\n")
+    assert found.opens_thinking("<assistant><think><reflect>\n<end>")
+    for closed in ("<assistant>", "<assistant><think>\n</think>\n", "<think> is a mark<end><assistant>", ""):
+        assert not found.opens_thinking(closed)
 
 
 def test_a_template_that_never_ends_is_not_tried_for_long(tmp_path: Path) -> None:
@@ -413,6 +433,17 @@ def test_a_chat_keeps_its_options_and_so_do_its_branches(engine: Engine) -> None
     off = engine.tokenizer.using(TemplateOptions(thinking="off"))
     assert begun.prompt_tokens == len(off.encode(off.render(turns)))
     assert off.render(turns).startswith(off.render(turns[:2], reply=False))  # earlier turns stay as they were
+
+
+def test_an_answer_without_thinking_is_read_again_as_the_next_turn_writes_it(folder: Path) -> None:
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        chat = engine.chat(template=TemplateOptions(thinking="off"))
+        made = finish(chat.send("What is prefill?", Sampling(temperature=0, max_tokens=90))).metrics.generated_tokens
+        assert made == 90
+        deadline = time.monotonic() + 60
+        while chat.price(Send("And decode?")).tokens > 50:  # the answer stands behind an empty thought no more
+            assert time.monotonic() < deadline, "never"
+            time.sleep(0.02)
 
 
 def test_what_can_not_be_honoured_is_refused_before_anything_is_computed(engine: Engine, tmp_path: Path) -> None:
