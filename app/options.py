@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they come to: Sampling, KVSpec, PromptCacheSpec.
+"""Flags that several commands share, and what they come to: Sampling, TemplateOptions, KVSpec, PromptCacheSpec.
 
 A bad value is wrong usage (exit 2) and names its flag. A flag that would have no effect is refused, not dropped.
 """
@@ -11,7 +11,17 @@ from typing import Any, Literal
 from tokamac.app.output import note
 from tokamac.app.settings import MOST_MEMORY_GB
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, STAGES, KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import (
+    GROUP_SIZES,
+    KV_BITS,
+    ON_FULL,
+    STAGES,
+    THINKING,
+    KVSpec,
+    PromptCacheSpec,
+    Sampling,
+    TemplateOptions,
+)
 
 # flag → field of Sampling
 SAMPLING_FLAGS = {
@@ -45,6 +55,13 @@ IDLE_WITHOUT = {
     "--dry-sequence-breaker": "--dry-multiplier",
 }
 """Flags that only say how something is done, and the one that turns it on."""
+
+# flag → its name among the options
+TEMPLATE_FLAGS = {
+    "--thinking": "thinking",
+    "--thinking-budget": "thinking_budget",
+    "--template-option": "template_option",
+}
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
@@ -237,6 +254,25 @@ def _add_repetition_flags(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def add_template_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the chat template is told."""
+    group = parser.add_argument_group("thinking and chat template")
+    group.add_argument(
+        "--thinking",
+        choices=THINKING,
+        help="whether the model thinks before it answers, or how much (as its chat template has it)",
+    )
+    group.add_argument(
+        "--thinking-budget", type=int, metavar="N", help="end thinking after N tokens; the answer follows (no end)"
+    )
+    group.add_argument(
+        "--template-option",
+        action="append",
+        metavar="KEY=VALUE",
+        help="anything else that the chat template reads, a JSON value; may be repeated",
+    )
+
+
 def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: bool = True) -> None:
     """Add the flags that say how keys and values are kept; ``cache`` and ``full`` leave out those a command has not."""
     group = parser.add_argument_group("keys and values")
@@ -347,6 +383,22 @@ def with_logprobs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         parser.error("--logprobs has no effect without --json")
     changed: Sampling = _changed(parser, "--logprobs", base, {"logprobs": options.logprobs})
     return changed
+
+
+def template_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, base: TemplateOptions | None = None
+) -> TemplateOptions:
+    """Return ``base`` with the flags that were given; end with exit status 2 at a bad or idle one."""
+    result = base or TemplateOptions()
+    if options.thinking == "off" and options.thinking_budget is not None:
+        parser.error("--thinking-budget has no effect with --thinking off")
+    for flag in ("--thinking", "--thinking-budget"):
+        if (value := getattr(options, TEMPLATE_FLAGS[flag])) is not None:
+            result = _changed(parser, flag, result, {TEMPLATE_FLAGS[flag]: value})
+    if options.template_option is not None:
+        given = _changed(parser, "--template-option", TemplateOptions(), {"keywords": options.template_option})
+        result = TemplateOptions(result.thinking, result.thinking_budget, {**result.values, **given.values})
+    return result
 
 
 def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: KVSpec | None = None) -> KVSpec:

@@ -11,6 +11,9 @@
     [sampling]          # the fields of tokamac.engine.Sampling
     temperature = 0.7
 
+    [template]          # the fields of tokamac.engine.TemplateOptions
+    thinking = "off"
+
     [kv]                # the fields of tokamac.engine.KVSpec
     key_bits = 16
 
@@ -41,7 +44,7 @@ from tokamac.app.backend.shapes import ShapeError, build
 from tokamac.app.toml import toml
 from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.regular_files import read_text
 
 FILE = "settings.toml"
@@ -54,7 +57,7 @@ PLAIN = (
 MOST_MEMORY_GB = 1e6
 TITLES = ("model", "words")
 """Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
-OPTIONS = ("sampling", "kv")
+OPTIONS = ("sampling", "template", "kv")
 """Tables that are a dataclass of the engine's."""
 LARGEST_BYTES = 4 << 20
 """Of the file: with a library of system prompts it has some kilobytes."""
@@ -83,6 +86,7 @@ class Settings:
     titles: str = "model"
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    template: TemplateOptions = field(default_factory=TemplateOptions)
     kv: KVSpec = field(default_factory=KVSpec)
     system_prompts: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
@@ -171,7 +175,11 @@ def dumps(settings: Settings) -> str:
     for name in PLAIN:
         if getattr(settings, name) != getattr(Settings(), name):
             table[name] = getattr(settings, name)
-    for name, value, default in (("sampling", settings.sampling, Sampling()), ("kv", settings.kv, KVSpec())):
+    for name, value, default in (
+        ("sampling", settings.sampling, Sampling()),
+        ("template", settings.template, TemplateOptions()),
+        ("kv", settings.kv, KVSpec()),
+    ):
         changed = {
             f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)
         }
@@ -242,7 +250,7 @@ def _with(settings: Settings, name: str, value: object) -> Settings:
 def _read_options(
     settings: Settings, name: str, table: dict[str, Any], warnings: list[str]
 ) -> tuple[Settings, dict[str, Any]]:
-    """Take what is valid of a [sampling] or [kv] table, key by key; return the unknown rest."""
+    """Take what is valid of a [sampling], [template] or [kv] table, key by key; return the unknown rest."""
     value: Any = getattr(settings, name)
     known = {f.name for f in fields(value)}
     # A window and its sinks are only valid together: all at once first, then what can be taken alone.

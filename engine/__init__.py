@@ -41,7 +41,7 @@ from tokamac.engine.events import (
     Truncated,
 )
 from tokamac.engine.limits.metrics import Gaps, Metrics
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ __all__ = [
     "Send",
     "Squeezed",
     "TemplateError",
+    "TemplateOptions",
     "TextChunk",
     "TokamacError",
     "TokenLogprob",

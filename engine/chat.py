@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tokamac.engine.continuation import unfinished
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Finished, Message, TextChunk
-from tokamac.engine.given import given_messages, given_sampling, given_text, given_words
-from tokamac.engine.options import Sampling
+from tokamac.engine.given import given_messages, given_sampling, given_template, given_text, given_words
+from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
 from tokamac.engine.reply_stream import ReplyStream
 
@@ -39,15 +39,23 @@ class Chat:
 
     ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
     iterating, or close the iterator, to cancel: what was said so far stays in ``messages``; ``cancel`` of the iterator does so from
-    another thread. They wait for a reply in progress, and so does ``price``.
+    another thread. They wait for a reply in progress, and so does ``price``. ``template`` is what the chat template is told; it may
+    be set between two replies.
 
     A conversation has one turn at a time: while a reply that one thread asked for is not at its end, ``send``, ``regenerate``,
     ``continue_reply`` and ``edit`` raise OptionError on any other. Chats of one engine, branches among them, may be used by
     several threads at once.
     """
 
-    def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        template: TemplateOptions | None = None,
+    ) -> None:
         self._engine = engine
+        self.template = given_template(template)
         self.system = None if system is None else given_text(system, "the system prompt")
         self._messages = given_messages(messages)
         self._turn = threading.Lock()  # held while messages are changed by who asks; never while a reply is made
@@ -113,7 +121,7 @@ class Chat:
         Raises OptionError when there is no such message.
         """
         self._check(index)
-        return Chat(self._engine, self.system, self._messages[: index + 1])
+        return Chat(self._engine, self.system, self._messages[: index + 1], self.template)
 
     def price(self, action: Action) -> Price:
         """Return what an action would take until the reply's first token, before it is taken: ``Send``, ``Regenerate``,
@@ -121,17 +129,19 @@ class Chat:
         """  # fmt: skip
         if isinstance(action, Send | Edit):
             given_words(action.text)
-        return self._engine.price(self._prompt(self._after(action)), continues=isinstance(action, Continue))
+        prompt = self._prompt(self._after(action))
+        return self._engine.price(prompt, continues=isinstance(action, Continue), template=self.template)
 
     def warm(self, text: str = "") -> None:
         """Compute ahead what is certain of the conversation, and of a message that begins with ``text``. Returns at once.
 
         Any request ends it; what was computed is found by the next.
         """
-        self._engine.warm_ahead(self._prompt(self._after(Send(given_text(text, "the message")))))
+        prompt = self._prompt(self._after(Send(given_text(text, "the message"))))
+        self._engine.warm_ahead(prompt, template=self.template)
 
     def _reread(self) -> None:
-        """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
+        """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
         with contextlib.suppress(EngineClosedError):
             self.warm()
 
@@ -188,7 +198,7 @@ class Chat:
     def _record(self, asked: _Asked, sampling: Sampling) -> ReplyStream:
         begun = asked.begun
         prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
-        events = self._engine.generate(prompt, sampling, continues=begun is not None)
+        events = self._engine.generate(prompt, sampling, continues=begun is not None, template=self.template)
         return ReplyStream(self._recorded(asked, events), events)
 
     def _recorded(self, asked: _Asked, reply: ReplyStream) -> Generator[Event, None, None]:
@@ -215,7 +225,7 @@ class Chat:
             new = (said.content or said.thinking) and (whole or said != begun)
             if new and self._is_as(asked.now):
                 self._messages[:] = [*asked.after, said]
-                if said.thinking:
+                if said.thinking or self.template.thinking is not None:
                     self._reread()
 
     def _is_as(self, messages: Sequence[Message]) -> bool:

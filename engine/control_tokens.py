@@ -8,6 +8,7 @@ pieces are the text.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 BREAK = "\ufdd1"
 """A noncharacter: Unicode keeps it out of texts for private use, and no template trims or splits at it."""
@@ -33,6 +34,26 @@ class ControlTokens:
         places = [place + 1 for place in self._places(content, self._marks - set(keep) if keep else self._marks)]
         return BREAK.join(content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True))
 
+    def are_all(self, text: str) -> bool:
+        """Whether a text is control tokens and white space alone."""
+        while text := text.strip():
+            lengths = self._lengths.get(text[:2], set())
+            longest = max((length for length in lengths if text[:length] in self._marks), default=0)
+            if not longest:
+                return False
+            text = text[longest:]
+        return True
+
+    def broken_in(self, value: Any) -> Any:
+        """Return a JSON value whose texts are ``broken``."""
+        if isinstance(value, str):
+            return self.broken(value)
+        if isinstance(value, list):
+            return [self.broken_in(each) for each in value]
+        if isinstance(value, dict):
+            return {self.broken(name): self.broken_in(each) for name, each in value.items()}
+        return value
+
     def _places(self, content: str, marks: frozenset[str]) -> Iterator[int]:
         """Yield where ``marks`` begin, also those that overlap."""
         at = 0
@@ -48,11 +69,12 @@ def encode_broken(text: str, encode: Callable[[str], list[int]], decode: Callabl
     first, *rest = text.split(BREAK)
     ids = encode(first)
     for piece in rest:
-        ids += _encode_within(piece, encode, decode)
+        ids += encode_within(piece, encode, decode)
     return ids
 
 
-def _encode_within(piece: str, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]) -> list[int]:
+def encode_within(piece: str, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Return the ids of a piece of text as it would stand within a text."""
     for lead in LEADS:
         before, both = encode(lead), encode(lead + piece)
         if both[: len(before)] == before and decode(both) == decode(before) + piece:

@@ -28,7 +28,7 @@ from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.limits.prefill_chunk import whole_chunks
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.perplexity import WINDOW, Perplexity, PerplexityProgress, check_windows, perplexity
 from tokamac.engine.pieces import STAGE_S, Pieces
@@ -58,6 +58,7 @@ class ModelSpec:
     advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
+    thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     """
 
     name: str
@@ -80,6 +81,8 @@ class ModelSpec:
     doubts: tuple[str, ...] = ()
     adapter: str | None = None
     adapter_digest: str | None = None
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
 
 
 class Core:
@@ -100,9 +103,8 @@ class Core:
             raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
         return runtime
 
-    @property
-    def _prompting(self) -> Prompting:
-        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks)
+    def _prompting(self, template: TemplateOptions = TemplateOptions()) -> Prompting:  # noqa: B008  # frozen
+        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks, template=template)
 
     def reply(
         self,
@@ -112,6 +114,7 @@ class Core:
         cancelled: Callable[[], bool],
         *,
         continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> Reply:
         """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it.
 
@@ -119,16 +122,22 @@ class Core:
         """
         self._pacing.later()
         resolved = sampling.resolved(self.spec.recommended)
-        self._prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
-        request = self._prompting.request(prompt, resolved, recorder, turn=_turn(continues))
+        prompting = self._prompting(template)
+        prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
+        request = prompting.request(prompt, resolved, recorder, turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
 
     def warm(
-        self, prompt: Prompt, cancelled: Callable[[], bool], *, stage_s: float = STAGE_S
+        self,
+        prompt: Prompt,
+        cancelled: Callable[[], bool],
+        *,
+        stage_s: float = STAGE_S,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
-        yield from self._warmed(self._to_warm(prompt), cancelled, stage_s)
+        yield from self._warmed(self._to_warm(prompt, template=template), cancelled, stage_s)
 
     def export_prompt(
         self,
@@ -146,7 +155,7 @@ class Core:
         request = self._to_warm(prompt, "closed" if goes_on else "opened")
         messages = [item for item in prompt if isinstance(item, Message)]
         if goes_on and messages:
-            stable = self._prompting.stable(messages)
+            stable = self._prompting().stable(messages)
             request = replace(request, ids=[*stable, stable[-1]] if stable else [])
         check_worth(request.ids[:-1])
         yield from self._warmed(request, cancelled, STAGE_S)
@@ -158,10 +167,15 @@ class Core:
         with computing():
             return take_in(self.runtime, self._store, file, self.spec.vocabulary_size)
 
-    def _to_warm(self, prompt: Prompt, turn: Turn = "closed") -> Request:
+    def _to_warm(
+        self,
+        prompt: Prompt,
+        turn: Turn = "closed",
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Request:
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
-        return self._prompting.request(prompt, Sampling(), Recorder(), turn=turn)
+        return self._prompting(template).request(prompt, Sampling(), Recorder(), turn=turn)
 
     def _warmed(
         self, request: Request, cancelled: Callable[[], bool], stage_s: float
@@ -187,17 +201,20 @@ class Core:
                 return
             self._store.mark(slot)
 
-    def warm_stable(self, messages: Sequence[Message], cancelled: Callable[[], bool]) -> None:
+    def warm_stable(
+        self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions
+    ) -> None:
         """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
 
         For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
         much of it there was time for. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
         """
         try:
-            ids = self._prompting.stable(messages) if self._store.keeps else []
+            prompting = self._prompting(template)
+            ids = prompting.stable(messages) if self._store.keeps else []
             if self.runtime.kv.quantized:
                 ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
-            known = self._store.known(ids, self._prompting.pinned(messages))
+            known = self._store.known(ids, prompting.pinned(messages))
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
                 for _ in self.warm(ids, cancelled, stage_s=IDLE_STAGE_S):
                     if cancelled():
@@ -205,9 +222,9 @@ class Core:
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
             return  # it is said when the user sends it
 
-    def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
+    def price(self, prompt: Prompt, template: TemplateOptions, *, continues: bool = False) -> Price:
         """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
-        request = self._prompting.request(prompt, Sampling(), Recorder(), turn=_turn(continues))
+        request = self._prompting(template).request(prompt, Sampling(), Recorder(), turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
@@ -232,7 +249,7 @@ class Core:
 
         Raises OptionError for ids that are none, ContextError and MemoryLimitError where they or their rows do not fit.
         """
-        prompting = self._prompting
+        prompting = self._prompting()
         prompting.check_ids(ids)
         size = min(chunk or LOGPROBS_CHUNK, len(ids))
         check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
@@ -243,7 +260,7 @@ class Core:
         self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
     ) -> Generator[PerplexityProgress | Perplexity, None, None]:
         """Yield progress, and the perplexity of a text or of ids; see ``Engine.perplexity``."""
-        prompting, tokenizer, capacity = self._prompting, self.runtime.tokenizer, self.runtime.capacity
+        prompting, tokenizer, capacity = self._prompting(), self.runtime.tokenizer, self.runtime.capacity
         before, ids = opening(tokenizer), tokenizer.encode(given) if isinstance(given, str) else given
         if not isinstance(given, str):  # as they are: with what stands before a text, or without
             before = before if given[: len(before)] == before else []
@@ -269,7 +286,7 @@ class Core:
         cancelled: Callable[[], bool],
     ) -> Generator[TrialProgress | Trial, None, None]:
         """Try other KV settings on the loaded weights; see ``kv_trial.compare``."""
-        self._prompting.check_ids(ids)
+        self._prompting().check_ids(ids)
         config = read_config(self.spec.path)
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
 

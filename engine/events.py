@@ -118,6 +118,7 @@ class Finished:
     doubts: what of the model's config was computed otherwise, where it was loaded unchecked: the text may be wrong.
     stopped_by: the stop text that was met, or the id of the token that ended the reply; None for another reason than "stop".
     ids, logprobs: as of TextChunk, of the tokens after the last text: the end, a stop text.
+    thinking_ended_at: the budget of tokens that ended the thinking; None where nothing but the model did.
     """
 
     reason: FinishReason
@@ -131,6 +132,7 @@ class Finished:
     stopped_by: str | int | None = None
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    thinking_ended_at: int | None = None
 
 
 Event = Truncated | Squeezed | PrefillProgress | TextChunk | Finished

@@ -1,7 +1,8 @@
 """The two phases on the device: prefill in chunks, decode one step ahead. Knows tokens and caches, nothing of text."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -55,6 +56,11 @@ class Run:
         self.ended_by_memory = False
         self.piece = 0
         self.held = held
+        self._forced: deque[int] = deque()
+
+    def force(self, ids: Iterable[int]) -> None:
+        """Let these tokens come next, whatever the sampler chooses. To be called before a token is asked for, or after one came."""
+        self._forced.extend(ids)
 
     def resumed(self) -> None:
         """The caches were given away and taken again: other objects, which hold the same tokens."""
@@ -111,7 +117,7 @@ class Run:
         Stop iterating to cancel. With ``ahead`` the next step is launched before a token is read, so the device works while the
         host does.
         """
-        pending = self._step(mx.array([last]), sampler, checked=True)
+        pending = self._or_forced(self._step(mx.array([last]), sampler, checked=True), sampler)
         self.held.append(last)
         self._room = Room(self._caches)
         for count in itertools.count(1):
@@ -140,7 +146,15 @@ class Run:
             if following is None:
                 following = self._step(pending, sampler, checked=checked)
                 self.held.append(token)
-            pending = following
+            pending = self._or_forced(following, sampler)
+
+    def _or_forced(self, chosen: mx.array, sampler: Sampler) -> mx.array:
+        """Return what the sampler chose (1,), or the forced token in its place: what was computed of it so far is not used."""
+        if not self._forced:
+            return chosen
+        forced = mx.array([self._forced.popleft()], mx.uint32)
+        sampler.replace_last(forced)
+        return forced
 
     def _step(self, token: mx.array, sampler: Sampler, *, checked: bool) -> mx.array:
         """token (1,) → the next (1,), not evaluated. checked: it is NO_NUMBER where the logits are not numbers."""

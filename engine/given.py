@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Message
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.values import index
 
 
@@ -100,6 +100,15 @@ def given_sampling(sampling: object) -> Sampling:
     if not isinstance(sampling, Sampling):
         raise OptionError(f"sampling is a {_kind(sampling)}", "Use Sampling(temperature=0), for example.")
     return sampling
+
+
+def given_template(template: object) -> TemplateOptions:
+    """Return what the chat template is told; None is nothing. Raises OptionError for anything but TemplateOptions."""
+    if template is None:
+        return TemplateOptions()
+    if not isinstance(template, TemplateOptions):
+        raise OptionError(f"template is a {_kind(template)}", 'Use TemplateOptions(thinking="off"), for example.')
+    return template
 
 
 def _items(given: object, what: str) -> list[object]:

@@ -232,4 +232,6 @@ def _spec(  # noqa: PLR0917
         notes=notes,
         advice=advice(),
         doubts=loaded.doubts,
+        thinking_modes=tokenizer.thinking_modes,
+        template_names=tokenizer.template_names,
     )

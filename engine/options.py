@@ -1,6 +1,8 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too."""
 
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +13,8 @@ from tokamac.engine.values import real, whole
 
 OnFull = Literal["roll", "stop", "truncate-middle", "error"]
 ON_FULL: tuple[OnFull, ...] = ("roll", "stop", "truncate-middle", "error")
+Thinking = Literal["on", "off", "low", "medium", "high"]
+THINKING: tuple[Thinking, ...] = get_args(Thinking)
 KV_BITS = (16, 8, 6, 5, 4, 3, 2)
 GROUP_SIZES = (32, 64, 128)
 
@@ -380,3 +384,104 @@ class PromptCacheSpec:
             _set(self, "folder", Path(given))
         elif given is not None:
             raise OptionError(f"folder {given!r:.60} is no path", "Use a Path, or leave it out.")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a model's chat template is told beside the messages, and how long the model may think.
+
+    thinking: whether the model thinks before it answers, or how much; None leaves that to the template. How a template is told is
+    found from the template; one that can't be told is an OptionError.
+    thinking_budget: tokens after which thinking is ended, by the model's own mark; the answer follows. None: as long as it likes.
+    keywords: anything else that the template reads, as ``KEY=VALUE`` texts with a JSON value, or as a dict.
+    """
+
+    thinking: Thinking | None = None
+    thinking_budget: int | None = None
+    keywords: tuple[str, ...] = ()
+
+    if TYPE_CHECKING:  # what callers may write: keywords as a dict, too
+
+        def __init__(
+            self,
+            thinking: Thinking | None = None,
+            thinking_budget: int | None = None,
+            keywords: Mapping[str, object] | Iterable[str] = (),
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        _require(
+            self.thinking is None or self.thinking in THINKING,
+            f"thinking {self.thinking!r:.60} is not known",
+            f"Use one of {', '.join(THINKING)}.",
+        )
+        if self.thinking_budget is not None:
+            _set(self, "thinking_budget", whole(self.thinking_budget, "thinking budget"))
+            _require(
+                self.thinking_budget >= 0,
+                f"a thinking budget of {self.thinking_budget} tokens is negative",
+                "Use 0 or more.",
+            )
+        _set(self, "keywords", _keywords(self.keywords))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The keywords with their values."""
+        return {name: json.loads(value) for name, _, value in (text.partition("=") for text in self.keywords)}
+
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether prompts are rendered otherwise than without these options, as far as the options tell."""
+        return self.thinking is not None or bool(self.keywords)
+
+
+KEYWORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
+"""A name that a template may read. Those with an underscore before them are Jinja's and Python's own."""
+WORD = re.compile(r"[A-Za-z_/][\w./-]*")
+"""A text that needs no quotes as the value of a keyword."""
+GIVEN = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
+"""Keywords that say what the conversation itself says."""
+_KEYWORDS_HINT = 'Use KEY=VALUE with a JSON value, such as enable_thinking=false or style="brief".'
+
+
+def _keywords(given: object) -> tuple[str, ...]:
+    """Return keywords as ``KEY=JSON`` texts. Raises OptionError."""
+    if isinstance(given, Mapping):
+        named = [(name, _as_json(name, value)) for name, value in given.items()]
+    else:
+        items = (given,) if isinstance(given, str) else given
+        _require(isinstance(items, Iterable), f"keywords {given!r:.60} are no keywords", _KEYWORDS_HINT)
+        named = [_keyword(item) for item in (items if isinstance(items, Iterable) else ())]
+    for name, _ in named:
+        ok = isinstance(name, str) and KEYWORD.fullmatch(name) is not None
+        _require(ok, f"{name!r:.60} is no name of a template option", _KEYWORDS_HINT)
+        _require(name not in GIVEN, f"{name} is what the conversation itself says", "Leave it out.")
+        twice = sum(each == name for each, _ in named) > 1
+        _require(not twice, f"the template option {name} is given twice", "Give it once.")
+    return tuple(f"{name}={value}" for name, value in named)
+
+
+def _keyword(text: object) -> tuple[str, str]:
+    name, mark, value = text.partition("=") if isinstance(text, str) else ("", "", "")
+    _require(bool(mark), f"template option {text!r:.60} has no value", _KEYWORDS_HINT)
+    try:
+        return name.strip(), _as_json(name, json.loads(value))
+    except ValueError:
+        word = value.strip()
+    _require(
+        word not in ("True", "False", "None"),
+        f"{word} is Python, not JSON",
+        "Write true, false or null; in quotes it is a text.",
+    )
+    _require(WORD.fullmatch(word) is not None, f"{value!r:.60} is no JSON value", _KEYWORDS_HINT)
+    return name.strip(), json.dumps(word)
+
+
+def _as_json(name: object, value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise OptionError(
+            f"the template option {name!r:.40} is {value!r:.40}, which JSON can't hold",
+            "Use numbers, texts, lists, dicts.",
+        ) from None

@@ -8,7 +8,7 @@ from tokamac.engine import continuation
 from tokamac.engine.continuation import Begun
 from tokamac.engine.errors import OptionError, TemplateError
 from tokamac.engine.events import Message, Truncated
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.prompt_cache.tree import common_prefix
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Request
@@ -21,12 +21,27 @@ Prompt = Sequence[int] | Sequence[Message]
 Turn = Literal["closed", "opened", "continued"]
 """How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
 
+LONGEST_OPENING = 16
+"""Tokens that the mark with which thinking begins, and white space after it, have at most."""
+
 
 class Prompting:
-    """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before."""
+    """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before.
 
-    def __init__(self, runtime: Runtime, vocabulary_size: int, *, marks: bool) -> None:
+    template: what the model's chat template is told. Raises OptionError where that can't be.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        vocabulary_size: int,
+        *,
+        marks: bool,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> None:
         self._runtime = runtime
+        self._tokenizer = runtime.tokenizer.using(template)
+        self._template = template
         self._vocabulary_size = vocabulary_size
         self._needs_marks = marks
 
@@ -37,7 +52,7 @@ class Prompting:
         """
         messages = [item for item in prompt if isinstance(item, Message)]
         ids = [item for item in prompt if not isinstance(item, Message)]
-        tokenizer, in_thinking = self._runtime.tokenizer, False
+        tokenizer, in_thinking = self._tokenizer, False
         said = continuation.unfinished(messages) if turn == "continued" else None
         asked = messages if said is None else messages[:-1]
         render = self._renderer(said, turn)
@@ -49,15 +64,32 @@ class Prompting:
             ids = tokenizer.encode(text)
             if not ids:
                 raise TemplateError("the model's chat template renders nothing", "Use another model.")
+        elif self._template.changes_prompt:
+            raise OptionError(
+                "token ids are a prompt that is rendered already: thinking and template options can't change it",
+                "Give messages, or render them with engine.tokenizer.using(options).",
+            )
         self.check_ids(ids)
+        if not messages:
+            in_thinking = tokenizer.opens_thinking(tokenizer.decode(ids[-LONGEST_OPENING:]))
         ids, left_out = self._fitted(asked, ids, sampling.max_tokens, render)
         marks = self._marks(asked, ids) if self._needs_marks else ()
         begun = None if said is None else Begun(said, tuple(ids))
-        return Request(ids, sampling, self.pinned(asked), in_thinking, begun, left_out, marks, recorder)
+        return Request(
+            ids,
+            sampling,
+            self.pinned(asked),
+            in_thinking,
+            begun,
+            left_out,
+            marks,
+            recorder,
+            thinking_budget=self._template.thinking_budget,
+        )
 
     def _renderer(self, said: Message | None, turn: Turn) -> Callable[[Sequence[Message]], str]:
         """Return what renders a conversation; ``said`` is the reply that stands unfinished after it."""
-        tokenizer = self._runtime.tokenizer
+        tokenizer = self._tokenizer
         if said is None:
             return lambda asked: tokenizer.render(asked, reply=turn == "opened")
         return lambda asked: continuation.render(tokenizer, asked, said)
@@ -79,7 +111,7 @@ class Prompting:
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[list[int], Truncated | None]:
         """Leave out the middle of a prompt that does not fit, where the user wants that."""
-        capacity, tokenizer = self._runtime.capacity, self._runtime.tokenizer
+        capacity, tokenizer = self._runtime.capacity, self._tokenizer
         if capacity is None or self._runtime.kv.when_full != "truncate-middle":
             return ids, None
         room = room_for_prompt(capacity, max_tokens)
@@ -91,10 +123,9 @@ class Prompting:
     def check_ids(self, ids: list[int]) -> None:
         """Raise OptionError for ids that are none."""
         bound = self._vocabulary_size
-        if bad := [token for token in ids if not 0 <= token < bound]:
-            raise OptionError(
-                f"token id {bad[0]} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer."
-            )
+        if ids and not 0 <= min(ids) <= max(ids) < bound:
+            bad = next(token for token in ids if not 0 <= token < bound)
+            raise OptionError(f"token id {bad} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer.")
 
     def pinned(self, messages: Sequence[Message]) -> int | None:
         """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt."""
@@ -115,7 +146,7 @@ class Prompting:
 
     def stable(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids that a conversation begins with, however its last message, the user's, goes on."""
-        tokenizer = self._runtime.tokenizer
+        tokenizer = self._tokenizer
         *before, last = messages
         a, b = (
             tokenizer.encode(tokenizer.render([*before, replace(last, content=last.content + more)]))

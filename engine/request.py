@@ -26,7 +26,7 @@ from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler, Score, TokenSets
 from tokamac.engine.squeeze import ReplyGrowth, Room, make_room
-from tokamac.engine.stream import Provenance, ReplyText
+from tokamac.engine.stream import Provenance, ReplyText, ThinkingBudget
 from tokamac.engine.tokens import Tokenizer
 
 LIVE_GAPS = 64
@@ -40,6 +40,7 @@ class Request:
 
     begun: the reply at the end of ``ids``, where one is continued.
     marks: positions in ``ids`` to which later requests may want to go back, ascending.
+    thinking_budget: tokens after which thinking is ended.
     """
 
     ids: list[int]
@@ -50,6 +51,12 @@ class Request:
     left_out: Truncated | None = None
     marks: tuple[int, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
+    thinking_budget: int | None = None
+
+    @property
+    def thought(self) -> str:
+        """What was thought already by a reply that is continued while it thinks."""
+        return "" if self.begun is None or not self.in_thinking else self.begun.said.thinking
 
 
 class Reply:
@@ -224,8 +231,10 @@ class Reply:
         )
         came_from = Provenance(tokenizer)
         ended_by: tuple[int, Score | None] | None = None
+        budget = ThinkingBudget(request.thinking_budget, text, tokenizer, len(tokenizer.encode(request.thought)))
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
+            run.force(budget.ending())
             sets = token_sets(tokenizer, sampling)
             sampler = Sampler(sampling, request.ids, sets)
             watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
@@ -242,6 +251,7 @@ class Reply:
                 if text.stopped:
                     reason = "stop"
                     break
+                run.force(budget.ending())
                 if growth.told:
                     yield growth.told.pop()
                 if not self._cancelled():
@@ -270,6 +280,7 @@ class Reply:
             stopped_by=text.stopped_by if ended_by is None else ended_by[0],
             ids=ids,
             logprobs=logprobs,
+            thinking_ended_at=budget.ended_at,
         )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:

@@ -23,8 +23,9 @@ from tokamac.engine.given import (
     given_prompt,
     given_question,
     given_sampling,
+    given_template,
 )
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.replies import Bounded, Replies
@@ -146,17 +147,27 @@ class Engine:
         """Text to ids and back."""
         return self._core.runtime.tokenizer
 
-    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> Chat:
-        """Return a conversation, new or continued from ``messages``."""
-        return Chat(self, system, messages)
+    def chat(
+        self, system: str | None = None, messages: Sequence[Message] = (), *, template: TemplateOptions | None = None
+    ) -> Chat:
+        """Return a conversation, new or continued from ``messages``. template: what the chat template is told in all of it."""
+        return Chat(self, system, messages, template)
 
-    def ask(self, prompt: str | Prompt, sampling: Sampling | None = None, *, system: str | None = None) -> Finished:
+    def ask(
+        self,
+        prompt: str | Prompt,
+        sampling: Sampling | None = None,
+        *,
+        system: str | None = None,
+        template: TemplateOptions | None = None,
+    ) -> Finished:
         """Return the whole reply to a text, to messages or to token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
 
         Its ``ids`` and ``logprobs`` are those of all tokens of the reply. system: a system prompt, for a text or messages without
-        one. ``cancel`` ends it from another thread, with reason "cancelled". Raises what ``generate`` raises.
+        one. template: as for ``generate``. ``cancel`` ends it from another thread, with reason "cancelled". Raises what
+        ``generate`` raises.
         """
-        events = self.generate(given_question(prompt, system), sampling)
+        events = self.generate(given_question(prompt, system), sampling, template=template)
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         for event in events:
@@ -168,36 +179,55 @@ class Engine:
         return replace(end, ids=tuple(ids), logprobs=tuple(logprobs))
 
     def generate_async(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        continues: bool = False,
+        template: TemplateOptions | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of ``generate`` to a task: ``async for event in engine.generate_async(prompt)``.
 
         Cancelling the task, or closing the iterator (``aclose``), ends the reply. The same as ``async for`` over ``generate``,
         ``chat.send`` or another of a chat's replies.
         """
-        return aiter(self.generate(prompt, sampling, continues=continues))
+        return aiter(self.generate(prompt, sampling, continues=continues, template=template))
 
-    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False) -> ReplyStream:
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        continues: bool = False,
+        template: TemplateOptions | None = None,
+    ) -> ReplyStream:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
         continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
-        all of the reply, and ``max_tokens`` counts what is new.
+        all of the reply, and ``max_tokens`` counts what is new. template: what the chat template is told beside the messages, and
+        how long the model may think; what it can't be told, and anything but a budget for token ids, raises OptionError.
         Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
         this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
         Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
         """
         handle = ReplyHandle()
-        return ReplyStream(self._generated(prompt, sampling, handle, continues=continues), handle)
+        return ReplyStream(self._generated(prompt, sampling, template, handle, continues=continues), handle)
 
     def _generated(
-        self, prompt: Prompt, sampling: Sampling | None, handle: ReplyHandle, *, continues: bool
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        template: TemplateOptions | None,
+        handle: ReplyHandle,
+        *,
+        continues: bool,
     ) -> Generator[Event, None, None]:
         recorder = Recorder()
         recorder.accept()
-        given, how = given_prompt(prompt), given_sampling(sampling)
+        given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
 
         def answer(stream: Stream) -> "Reply":
-            return self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues)
+            return self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues, template=told)
 
         yield from self._replies.stream(answer, opened=handle.attach)
 
@@ -276,10 +306,12 @@ class Engine:
             lambda stopped: self._core.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
         )
 
-    def warm(self, prompt: Prompt) -> Generator[Event, None, None]:
+    def warm(self, prompt: Prompt, *, template: TemplateOptions | None = None) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
-        given = given_prompt(prompt)
-        yield from self._replies.stream(lambda stream: Bounded(self._core.warm(given, stream.is_cancelled)))
+        given, told = given_prompt(prompt), given_template(template)
+        yield from self._replies.stream(
+            lambda stream: Bounded(self._core.warm(given, stream.is_cancelled, template=told))
+        )
 
     def export_prompt(
         self, prompt: Prompt, file: str | Path, *, goes_on: bool = False
@@ -307,7 +339,7 @@ class Engine:
         path = Path(file).expanduser()
         return self._replies.call(lambda: self._core.import_prompt(path))
 
-    def warm_ahead(self, messages: Sequence[Message]) -> None:
+    def warm_ahead(self, messages: Sequence[Message], *, template: TemplateOptions | None = None) -> None:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
 
         Any request for tokens ends it, and so does another call; a price waits for it. What was computed stays in the prompt cache.
@@ -315,15 +347,16 @@ class Engine:
         given = given_messages(messages)
         if not given or given[-1].role != "user":
             raise OptionError("only a conversation that ends with the user's message can be warmed ahead", "Add one.")
-        self._replies.ahead(lambda cancelled: self._core.warm_stable(given, cancelled))
+        told = given_template(template)
+        self._replies.ahead(lambda cancelled: self._core.warm_stable(given, cancelled, told))
 
-    def price(self, prompt: Prompt, *, continues: bool = False) -> Price:
+    def price(self, prompt: Prompt, *, continues: bool = False, template: TemplateOptions | None = None) -> Price:
         """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.
 
-        continues: as for ``generate``. Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
+        continues, template: as for ``generate``. Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
         """
-        given = given_prompt(prompt)
-        return self._replies.call(lambda: self._core.price(given, continues=continues))
+        given, told = given_prompt(prompt), given_template(template)
+        return self._replies.call(lambda: self._core.price(given, told, continues=continues))
 
     def cache_trouble(self) -> str | None:
         """Return what the user should know of the prompt cache on disk, once something went wrong there. Callable at any time."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.continuation import Begun
 from tokamac.engine.events import Alternative, TextChunk, TextKind, TokenLogprob
-from tokamac.engine.tokens import Tokenizer
+from tokamac.engine.tokens import LONGEST_PENDING, Tokenizer
 
 if TYPE_CHECKING:
     from tokamac.engine.sampling import Score
@@ -70,6 +70,16 @@ class ReplyText:
         self._in_header = False  # between a channel's marks: not text
         self._fresh = begun is None  # nothing shown since the kind last changed: leading blank lines there are padding
         self._pending = ""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the next token is thinking, as far as the tokens so far tell."""
+        return self._in_thinking and not self._in_header and not self.stopped
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all text is shown: no character is incomplete, and nothing may yet be the beginning of a mark."""
+        return not self._pending and self._detokenizer.is_whole
 
     def add(self, token: int) -> Iterator[TextChunk]:
         """Take the next token of the reply; end and padding marks are passed over, unless a stop text ends with one."""
@@ -207,3 +217,29 @@ class Provenance:
         """Yield text with the tokens it came from."""
         for chunk in chunks:
             yield TextChunk(chunk.text, chunk.kind, *self.take())
+
+
+class ThinkingBudget:
+    """Ends a reply's thinking after so many tokens of it, as the model ends it.
+
+    most: tokens; None is without end. It lasts until the character, and what may be a mark, is whole; a few tokens more at most.
+    thought: tokens that the reply, which is continued, thought before. ended_at: the budget, once it has ended the thinking.
+    """
+
+    def __init__(self, most: int | None, text: ReplyText, tokenizer: Tokenizer, thought: int = 0) -> None:
+        self.ended_at: int | None = None
+        self._most, self._count = most, thought
+        self._text, self._tokenizer = text, tokenizer
+        self._thinks = False  # of the token before
+
+    def ending(self) -> list[int]:
+        """Return what must come next: the ids that end the thinking, once; before the reply's first token and after each."""
+        thought, self._thinks = self._thinks, self._text.thinks
+        if self._most is None or self.ended_at is not None or not self._thinks:
+            return []
+        self._count += thought
+        unsettled = not self._text.is_settled and self._count < self._most + LONGEST_PENDING
+        if self._count < self._most or unsettled:
+            return []
+        self.ended_at = self._most
+        return self._tokenizer.thinking_end(self._text.thinking)

@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.exceptions import TemplateError as JinjaError
@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from tokamac.engine.errors import TemplateError
+from tokamac.engine.thinking import KNOWN
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ REASONING = ("reasoning_content", "thinking")
 class ChatTemplate:
     """A model's chat template. source: its text. variables: what it may read beside the messages, such as ``bos_token``.
 
+    names: of what else it reads, and may be given as options. words: the texts that stand in it.
     Raises TemplateError for a text that is too long or no template.
     """
 
@@ -82,15 +84,27 @@ class ChatTemplate:
         self._source = source
         self._variables = dict(variables)
         self._environment = _Environment()
-        self._template = with_deadline(partial(self._environment.spending, BUDGET, self._compile))
+        self._template, self.names, self.words = with_deadline(
+            partial(self._environment.spending, BUDGET, self._compile)
+        )
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, reply: bool, cut: str | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        reply: bool,
+        cut: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        seconds: float = RENDER_SECONDS,
+    ) -> str:
         """Return the conversation as text.
 
         Args:
             messages: each with a role and texts.
             reply: opens the assistant's turn.
             cut: a field of the last message: the text ends with it, however the template goes on.
+            options: what else the template is told, by names.
+            seconds: how long it may take.
 
         Raises:
             TemplateError: it does not end, asks for too much, or does not write what is to be cut.
@@ -102,17 +116,25 @@ class ChatTemplate:
             turns[-1].update({name: turns[-1][name] + CUT for name in names})
         budget = BUDGET + BUDGET_SHARE * sum(len(text) for turn in turns for text in turn.values())
 
-        def work() -> str:
-            found = self._template.render(
-                **self._variables, messages=turns, tools=None, documents=None, add_generation_prompt=reply
-            )
-            return str(found)
+        given = {
+            **self._variables, "tools": None, "documents": None, **(options or {}), "messages": turns,
+            "add_generation_prompt": reply,
+        }  # fmt: skip
 
-        text = with_deadline(lambda: self._environment.spending(budget, work))
+        def work() -> str:
+            return str(self._template.render(given))
+
+        text = with_deadline(lambda: self._environment.spending(budget, work), seconds)
         return text if cut is None else _cut(text, str(messages[-1][cut]))
 
-    def _compile(self) -> Any:
-        return self._environment.from_string(self._source)
+    def _compile(self) -> tuple[Any, frozenset[str], frozenset[str]]:
+        """Return the template, the names it reads and the texts in it."""
+        parsed = self._environment.parse(self._source)
+        read = meta.find_undeclared_variables(parsed)
+        words = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+        words |= {node.data for node in parsed.find_all(nodes.TemplateData)}
+        own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *_locals(parsed)}
+        return self._environment.from_string(parsed), frozenset(read - own), frozenset(words)
 
 
 def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
@@ -127,6 +149,34 @@ def _cut(text: str, said: str) -> str:
     if at < 0 or said.strip() not in text:
         raise TemplateError("the chat template leaves out what was said last", "Make the reply again.")
     return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
+
+
+def _locals(parsed: nodes.Template) -> set[str]:
+    """Return the names that a template sets for itself: in one block, say, to be read in another.
+
+    One that it may find set is asked for as such, by ``is defined`` or a default, or is set to what it was.
+    """
+    stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    asking = [
+        *(test.node for test in parsed.find_all(nodes.Test) if test.name in {"defined", "undefined", "none"}),
+        *(each.node for each in parsed.find_all(nodes.Filter) if each.name in {"default", "d"}),
+        *(each.node for each in parsed.find_all(nodes.Assign) if _is_set_to_itself(each)),
+    ]
+    asked = {
+        name.name
+        for node in asking
+        if node is not None
+        for name in (node, *node.find_all(nodes.Name))
+        if isinstance(name, nodes.Name)
+    }
+    return stored - asked - KNOWN
+
+
+def _is_set_to_itself(node: nodes.Assign) -> bool:
+    target = node.target.name if isinstance(node.target, nodes.Name) else None
+    return any(
+        name.name == target for name in (node.node, *node.node.find_all(nodes.Name)) if isinstance(name, nodes.Name)
+    )
 
 
 class _Code(CodeGenerator):

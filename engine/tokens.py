@@ -1,5 +1,6 @@
 """Text to token ids and back: the tokenizer, its chat template, and a detokenizer that never shows half a character."""
 
+import copy
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
+from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken, encode_within
+from tokamac.engine.encoder import SegmentEncoder
 from tokamac.engine.errors import (
     ModelDamagedError,
     ModelUnsupportedError,
@@ -20,8 +22,10 @@ from tokamac.engine.errors import (
     unreadable,
 )
 from tokamac.engine.events import Message, TextKind
+from tokamac.engine.options import TemplateOptions, Thinking
 from tokamac.engine.regular_files import TOKENIZER_BYTES, NotRegularError, TooLargeError, check_regular, read_text
 from tokamac.engine.template import ChatTemplate
+from tokamac.engine.thinking import BUDGET, SECONDS, Told, find_switches
 
 if TYPE_CHECKING:
     from tokamac.engine.dry import Breakers
@@ -40,6 +44,7 @@ THINKING_MARKERS = (
     ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
     HARMONY,
 )
@@ -62,6 +67,12 @@ LATER_SYSTEM = (
 )
 """What a chat template is tried with: does it write a system message that follows others, in its place?"""
 
+TRIED = (Message("system", "Be brief."), Message("user", "What is prefill?"))
+"""What a chat template is tried with: what can it be told of thinking?"""
+
+THOUGHT, SAID = "It reads the prompt, I think", "Prefill reads the prompt"
+"""What it is tried with for how thinking ends."""
+
 MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 """What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
 
@@ -80,6 +91,11 @@ class Detokenizer:
         self._context = 0  # ids[context:shown] give the left context; number line: 0 ≤ context ≤ shown ≤ len(ids)
         self._shown = len(self._ids)
         self._before = decode(self._ids) if after else ""  # the text of ids[context:shown]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that came is shown."""
+        return self._shown == len(self._ids)
 
     def add(self, token: int) -> str:
         """Take one token and return the characters that became whole; "" while one is incomplete."""
@@ -117,6 +133,11 @@ class Tokenizer:
         self._hidden_ids = self._find_hidden_ids()
         self._control = ControlTokens(self._find_marks())
         self._breakers: dict[tuple[str, ...], Breakers] = {}
+        splits = backend is not None and not backend.encode_special_tokens
+        self._segments = SegmentEncoder(
+            self._encode_segment, hf_tokenizer.added_tokens_decoder.values() if splits else ()
+        )
+        self._told = Told()
 
     @property
     def has_chat_template(self) -> bool:
@@ -128,8 +149,14 @@ class Tokenizer:
 
         Of a rendered conversation, what its contents only looked like is encoded as plain text; else marks become control tokens.
         """
-        if BREAK in text:
-            return encode_broken(text, self.encode, self._decode)
+        if add_special_tokens and BREAK not in text:
+            return self._encode_plain(text, add_special_tokens=True)
+        return self._segments(text)
+
+    def _encode_segment(self, text: str) -> list[int]:
+        return encode_broken(text, self._encode_plain, self._decode) if BREAK in text else self._encode_plain(text)
+
+    def _encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -198,6 +225,39 @@ class Tokenizer:
         """Whether replies are Harmony messages, each in a channel of its own (gpt-oss)."""
         return self.thinking == HARMONY
 
+    def using(self, options: TemplateOptions) -> "Tokenizer":
+        """Return this tokenizer with ``options`` for the chat template.
+
+        Raises OptionError for what the template can't be told, and for a budget of thinking where the model marks none.
+        """
+        if options.thinking_budget is not None and self.thinking is None:
+            raise OptionError(
+                f"{self._name} marks no thinking, so a thinking budget has nothing to end", "Leave the budget out."
+            )
+        told = self._told_by(options)
+        if told == self._told:
+            return self
+        other = copy.copy(self)
+        other._told = told
+        return other
+
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """What the chat template reads beside the messages, by name; it may be given as ``TemplateOptions.keywords``."""
+        return tuple(sorted(self._template.names)) if self.has_chat_template else ()
+
+    @property
+    def thinking_modes(self) -> tuple[Thinking, ...]:
+        """The modes of thinking that the chat template can be told."""
+        return tuple(self._switches)
+
+    def thinking_end(self, thought: str) -> list[int]:
+        """Return the ids that end thinking after this was ``thought``, as the model writes it, and begin the answer."""
+        end = self._thinking_ends
+        while thought.endswith("\n") and end.startswith("\n"):
+            end, thought = end[1:], thought[:-1]
+        return encode_within(end, self._encode_plain, self._decode)
+
     def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
         """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
 
@@ -238,16 +298,20 @@ class Tokenizer:
         return -1 not in places and places == sorted(places)
 
     def opens_thinking(self, rendered: str) -> bool:
-        """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking."""
+        """Whether a rendered prompt ends inside an open thinking mark, so that the reply begins with thinking.
+
+        Other marks may follow it, as in Seed-OSS's prompt without thinking.
+        """
         if self.thinking is None:
             return False
-        start, _ = self.thinking
-        return rendered.rstrip().endswith(start)
+        start, end = self.thinking
+        _, found, rest = rendered.rpartition(start)
+        return bool(found) and end not in rest and self._control.are_all(rest)
 
-    def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None) -> str:
-        turns = [_as_dict(self.plain(message)) for message in messages]
+    def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
+        turns = [_as_dict(self.plain(message)) for message in _with_word(messages, self._told.word)]
         try:
-            return self._template.render(turns, reply=reply, cut=cut)
+            return self._template.render(turns, reply=reply, cut=cut, options=self._told.keywords, **more)
         except TemplateError:
             raise
         except Exception as error:  # a template may raise anything
@@ -266,6 +330,69 @@ class Tokenizer:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
+
+    @cached_property
+    def _switches(self) -> dict[Thinking, Told]:
+        """How the template is told each mode of thinking that it knows."""
+        if not self.has_chat_template:
+            return {}
+        return find_switches(self._template.names, self._template.words, self._try)
+
+    @cached_property
+    def _thinking_ends(self) -> str:
+        """What stands between what a reply thought and its answer: as the template writes it, else the mark alone."""
+        if self.thinking is None:
+            return ""
+        mark = self.thinking[1]
+        reply = Message("assistant", SAID, THOUGHT)
+        with suppress(TemplateError):
+            _, _, rest = self._render([TRIED[1], reply], reply=False).partition(THOUGHT)
+            between, said, _ = rest.partition(SAID)
+            if said and mark in between:
+                return between
+        return f"\n{mark}\n\n" if mark == "</think>" else mark
+
+    def _try(self, told: Told) -> str | None:
+        """Return a short conversation rendered with what the template is told; None where it fails."""
+        tried = copy.copy(self)
+        tried._told = told
+        for messages in (TRIED, TRIED[1:]):
+            with suppress(TemplateError):
+                return tried._render(messages, reply=True, seconds=SECONDS)
+        return None
+
+    def _told_by(self, options: TemplateOptions) -> Told:
+        keywords, word = options.values, ""
+        if not options.changes_prompt and options.thinking_budget is None:
+            return Told()
+        names = self._template.names if self.has_chat_template else frozenset()
+        for name in keywords:
+            if name not in names:
+                raise OptionError(f"the chat template of {self._name} reads no {name}", self._what_it_reads())
+        if options.thinking is not None:
+            if (switch := self._switches.get(options.thinking)) is None:
+                raise self._no_switch(options.thinking)
+            if twice := switch.keywords.keys() & keywords.keys():
+                raise OptionError(
+                    f"thinking {options.thinking} sets {sorted(twice)[0]}, which is given as a template option as well",
+                    "Give one of the two.",
+                )
+            keywords, word = {**keywords, **switch.keywords}, switch.word
+        if options.thinking_budget is not None and BUDGET in names:
+            keywords = {BUDGET: options.thinking_budget, **keywords}
+        return Told({name: self._control.broken_in(value) for name, value in keywords.items()}, word)
+
+    def _no_switch(self, mode: str) -> OptionError:
+        modes = ", ".join(self._switches)
+        if modes:
+            return OptionError(f"the chat template of {self._name} knows no thinking {mode}", f"It knows: {modes}.")
+        does = "thinks or not as it was trained" if self.thinking is not None else "marks no thinking"
+        why = f"the chat template of {self._name} has no switch for thinking: the model {does}"
+        return OptionError(why, self._what_it_reads())
+
+    def _what_it_reads(self) -> str:
+        names = ", ".join(self.template_names)
+        return f"Beside the messages it reads: {names}." if names else "It reads nothing beside the messages."
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend_decode is not None:
@@ -306,6 +433,16 @@ def _as_dict(message: Message) -> dict[str, str]:
     if message.thinking:
         turn[FIELDS["thinking"]] = message.thinking
     return turn
+
+
+def _with_word(messages: Sequence[Message], word: str) -> Sequence[Message]:
+    """Return a conversation whose system message ends with a word for the template."""
+    if not word:
+        return messages
+    if messages and messages[0].role == "system":
+        first = messages[0]
+        return [replace(first, content=f"{first.content}\n{word}".lstrip("\n")), *messages[1:]]
+    return [Message("system", word), *messages]
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message] | None:

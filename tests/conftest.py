@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before anything imports huggingface_hub or platformdirs: they read these once.
@@ -26,6 +27,9 @@ os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # two tests run at once, and their threads would spin against each other
 os.environ.pop("NO_COLOR", None)
+# How long an example takes says nothing of what is tested, and on a busy machine it takes long.
+hypothesis.settings.register_profile("tokamac", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tokamac")
 os.environ.pop("HF_TOKEN", None)
 
 

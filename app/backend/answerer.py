@@ -82,7 +82,9 @@ def pricer(outbox: Outbox) -> Answerer[AskPrice]:
     """
     return Answerer(
         outbox,
-        lambda engine, asked: Priced(asked.asker, asked.id, engine.price(asked.messages, continues=asked.continues)),
+        lambda engine, asked: Priced(
+            asked.asker, asked.id, engine.price(asked.messages, continues=asked.continues, template=asked.template)
+        ),
         lambda asked: Priced(asked.asker, asked.id, None),
         replaces=lambda asked: asked.asker,
     )

@@ -61,6 +61,7 @@ from tokamac.engine.events import (
     Truncated,
 )
 from tokamac.engine.open_files import raise_open_files
+from tokamac.engine.options import TemplateOptions
 
 T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
@@ -121,8 +122,8 @@ class Child:
                         self._outbox.put(Notice(advice))
                 case Send():
                     self._reply(request)
-                case Warm(messages):
-                    self._warm(messages)
+                case Warm(messages, template):
+                    self._warm(messages, template)
                 case AskPrice():
                     self._pricer.ask(self._engine, request)
                 case AskCount():
@@ -152,7 +153,9 @@ class Child:
             raise TokamacError("no model is loaded", "Choose one with /model.")
         self._running = request.id
         try:
-            events = self._engine.reply(request.messages, request.sampling, continues=request.continues)
+            events = self._engine.reply(
+                request.messages, request.sampling, continues=request.continues, template=request.template
+            )
             finished = self._pass_on(request.id, events)
         finally:
             self._running = None
@@ -161,7 +164,9 @@ class Child:
             end = finished
             memory = replace(self._engine.memory_use(), predicted_peak_bytes=end.predicted_peak_bytes)
             measured = (end.metrics, memory, end.outliers, end.diagnosis)
-            self._outbox.put(Done(request.id, end.reason, end.text, end.thinking, *measured))
+            self._outbox.put(
+                Done(request.id, end.reason, end.text, end.thinking, *measured, thinking_ended_at=end.thinking_ended_at)
+            )
             self._reread(request, end)
             self._tell_trouble()
 
@@ -185,12 +190,12 @@ class Child:
                 self._engine.cancel()
         return finished
 
-    def _warm(self, messages: Sequence[Message]) -> None:
+    def _warm(self, messages: Sequence[Message], template: TemplateOptions) -> None:
         """Have what is certain of a conversation computed; what fails here fails again, and is told, when the prompt is sent."""
         if self._engine is None:
             return
         try:
-            self._engine.warm(messages)
+            self._engine.warm(messages, template)
         except TokamacError:
             pass
         except Exception:
@@ -205,10 +210,10 @@ class Child:
             return work()
 
     def _reread(self, request: Send, end: Finished) -> None:
-        """Templates drop earlier thinking: read the visible answer alone while nothing else is to do, or the next turn must."""
-        if end.thinking and end.text:
+        """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
+        if end.text and (end.thinking or request.template.thinking is not None):
             asked = request.messages[:-1] if request.continues else request.messages
-            self._warm([*asked, Message("assistant", end.text, end.thinking), Message("user", "")])
+            self._warm([*asked, Message("assistant", end.text, end.thinking), Message("user", "")], request.template)
 
     def _tell_trouble(self) -> None:
         if self._engine is None or self._told_trouble or (trouble := self._engine.cache_trouble()) is None:

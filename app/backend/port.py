@@ -8,7 +8,7 @@ from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
 from tokamac.engine.limits.memory import SOURCES
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.price import Price
 
 if TYPE_CHECKING:
@@ -23,7 +23,14 @@ class EnginePort(Protocol):
     def loaded(self) -> Loaded:
         """Describe the model."""
 
-    def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
+    def reply(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Iterator[Event]:
         """Yield the reply's events; the last is Finished, also after ``cancel``. continues: the rest of the reply at the end."""
 
     def cancel(self) -> None:
@@ -32,10 +39,20 @@ class EnginePort(Protocol):
     def live(self) -> Live | None:
         """Measure the running reply; None when there is none."""
 
-    def warm(self, messages: Sequence[Message]) -> None:
+    def warm(
+        self,
+        messages: Sequence[Message],
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> None:
         """Compute in idle time what is certain of a conversation whose last message is still being written. Returns at once."""
 
-    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
+    def price(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Price:
         """Tell what a reply would take until its first token. May be called from any thread; waits until the engine is free."""
 
     def count(self, text: str) -> int:
@@ -86,11 +103,20 @@ class _RealEngine:
             doubts=spec.doubts,
             adapter=spec.adapter,
             adapter_digest=spec.adapter_digest,
+            thinking_modes=spec.thinking_modes,
+            template_names=spec.template_names,
         )
         return Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, self.memory_use())
 
-    def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
-        return self._engine.generate(self._taken(messages), sampling, continues=continues)
+    def reply(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Iterator[Event]:
+        return self._engine.generate(self._taken(messages), sampling, continues=continues, template=template)
 
     def cancel(self) -> None:
         self._engine.cancel()
@@ -98,11 +124,21 @@ class _RealEngine:
     def live(self) -> Live | None:
         return self._engine.live()
 
-    def warm(self, messages: Sequence[Message]) -> None:
-        self._engine.warm_ahead(self._taken(messages))
+    def warm(
+        self,
+        messages: Sequence[Message],
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> None:
+        self._engine.warm_ahead(self._taken(messages), template=template)
 
-    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
-        return self._engine.price(self._taken(messages), continues=continues)
+    def price(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Price:
+        return self._engine.price(self._taken(messages), continues=continues, template=template)
 
     def _taken(self, messages: Sequence[Message]) -> list[Message]:
         """Return what the chat template takes. Later system messages that it does not take the screen says are left out."""

@@ -9,7 +9,7 @@ from tokamac.engine.events import FinishReason, Live, Squeezed, TextKind
 from tokamac.engine.limits.diagnosis import Diagnosis
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, Thinking
 from tokamac.engine.price import Price
 
 
@@ -39,6 +39,7 @@ class ModelInfo:
     advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
+    thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
     """
 
     name: str
@@ -60,6 +61,8 @@ class ModelInfo:
     doubts: tuple[str, ...] = ()
     adapter: str | None = None
     adapter_digest: str | None = None
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Reply ``id`` has ended. Its whole text is repeated, so that what is kept is what the engine said."""
+    """Reply ``id`` has ended. Its whole text is repeated, so that what is kept is what the engine said.
+
+    thinking_ended_at: the budget of tokens that ended its thinking; None where none did.
+    """
 
     id: int
     reason: FinishReason
@@ -141,6 +147,7 @@ class Done:
     memory: MemoryUse = field(default_factory=MemoryUse)
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
+    thinking_ended_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from tokamac.app.backend.whatif import Question
 from tokamac.engine.events import Message
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,14 @@ class Load:
 class Send:
     """Reply to a conversation. It is always whole: the engine's process remembers nothing that matters.
 
-    continues: it ends with a reply that was cut, and the rest of that is wanted.
+    continues: it ends with a reply that was cut, and the rest of that is wanted. template: what the chat template is told.
     """
 
     id: int
     messages: tuple[Message, ...]
     sampling: Sampling = field(default_factory=Sampling)
     continues: bool = False
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,11 @@ class Cancel:
 class Warm:
     """Compute in idle time what is certain of a conversation whose last message is still being written. Nothing is replied.
 
-    Any request ends it, and so does another ``Warm``. Where the prompt cache is off nothing is done.
+    Any request ends it, and so does another ``Warm``. Where the prompt cache is off nothing is done. template: as for ``Send``.
     """
 
     messages: tuple[Message, ...]
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 Asker = Literal["draft", "actions", "title"]
@@ -69,13 +71,14 @@ Asker = Literal["draft", "actions", "title"]
 class AskPrice:
     """Tell what a reply to a conversation would take until its first token: ``Priced`` comes when the engine is free.
 
-    A later question of the same asker replaces one that still waits. continues: as for ``Send``.
+    A later question of the same asker replaces one that still waits. continues, template: as for ``Send``.
     """
 
     asker: Asker
     id: int
     messages: tuple[Message, ...]
     continues: bool = False
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 @dataclass(frozen=True, slots=True)

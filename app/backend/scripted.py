@@ -23,7 +23,7 @@ from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgr
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import diagnose
 from tokamac.engine.limits.prediction import decode_phase
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.price import Price
 
 T = TypeVar("T")
@@ -71,11 +71,21 @@ class ScriptedEngine:
             rolls=self._scenario.rolls,
             recommended=Sampling().resolved(Sampling()),
             advice=self._scenario.advice,
+            thinks=bool(self._scenario.thinking),
+            thinking_modes=("on", "off") if self._scenario.thinking else (),
+            template_names=("enable_thinking",) if self._scenario.thinking else (),
         )
         ceiling = rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
         return Loaded(info, ceiling, CHIP.bandwidth_gbs, self.memory_use())
 
-    def reply(self, messages: Sequence[Message], sampling: Sampling, *, continues: bool = False) -> Iterator[Event]:
+    def reply(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Iterator[Event]:
         """Yield the reply's events; of a script that is continued, those after what was said."""
         self._cancelled.clear()
         self._fault("send")
@@ -88,7 +98,8 @@ class ScriptedEngine:
         self._clock = stamps = _Stamps(prompt, cached)
         try:
             with self._no_reply:
-                yield from self._play(stamps, sampling, messages[-1] if continues else Message("assistant", ""))
+                begun = messages[-1] if continues else Message("assistant", "")
+                yield from self._play(stamps, sampling, begun, template)
         finally:
             self._known = prompt + len(stamps.tokens)
             self._clock = None
@@ -99,16 +110,27 @@ class ScriptedEngine:
     def _cached(self, prompt: int) -> int:
         return min(self._known, prompt - 1) if self._keeps else 0
 
-    def warm(self, messages: Sequence[Message]) -> None:
+    def warm(
+        self,
+        messages: Sequence[Message],
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> None:
         """Know the conversation but for its last words, and note what it was."""
+        del template  # it changes no length here
         if not self._keeps:
             return
         self._known = max(self._known, self._tokens(messages) - 8)
         print(f"scripted: warm {[(m.role, len(m.content)) for m in messages]}", file=sys.stderr, flush=True)
 
-    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
+    def price(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> Price:
         """Tell what a reply would take."""
-        del continues  # what was said is part of the prompt
+        del continues, template  # what was said is part of the prompt
         prompt = self._tokens(messages)
         tokens = prompt - self._cached(prompt)
         return Price(prompt, tokens, 0, tokens / PREFILL_TPS)
@@ -122,12 +144,14 @@ class ScriptedEngine:
         """Tell the scenario's trouble once something is known."""
         return self._scenario.trouble if self._known and self._scenario.trouble else None
 
-    def _play(self, stamps: "_Stamps", sampling: Sampling, begun: Message) -> Iterator[Event]:
+    def _play(
+        self, stamps: "_Stamps", sampling: Sampling, begun: Message, template: TemplateOptions
+    ) -> Iterator[Event]:
         yield from self._prefill(stamps)
         said: dict[str, str] = {"thinking": begun.thinking, "answer": begun.content}
         limit = sampling.max_tokens if sampling.max_tokens is not None else sys.maxsize
         reason: FinishReason = "stop"
-        for chunk in self._chunks(begun):
+        for chunk in self._chunks(begun, template):
             if self._cancelled.is_set() and not self._scenario.deaf:
                 reason = "cancelled"
                 break
@@ -142,7 +166,9 @@ class ScriptedEngine:
                 self._fault("decode")
         metrics = stamps.metrics()
         verdict = diagnose(metrics, WORK, CHIP, PACE, replace(SITUATION, keeps_prompts=self._keeps))
-        yield Finished(reason, said["answer"], metrics, said["thinking"], diagnosis=verdict)
+        most = None if template.thinking == "off" else template.thinking_budget
+        spent = most if most is not None and len(_pieces(self._scenario.thinking)) > most and said["answer"] else None
+        yield Finished(reason, said["answer"], metrics, said["thinking"], diagnosis=verdict, thinking_ended_at=spent)
 
     def _prefill(self, stamps: "_Stamps") -> Iterator[Event]:
         new, steps = stamps.prompt - stamps.cached, self._scenario.prefill_steps
@@ -154,10 +180,11 @@ class ScriptedEngine:
                 return
             time.sleep(self._scenario.prefill_step_s if step < steps else 0)
 
-    def _chunks(self, begun: Message) -> Iterator[TextChunk]:
+    def _chunks(self, begun: Message, template: TemplateOptions) -> Iterator[TextChunk]:
         """Yield the script after what it has ``begun`` with: all thinking is over where the answer began."""
-        thought = self._scenario.thinking if begun.content else begun.thinking
-        yield from (TextChunk(piece, "thinking") for piece in _pieces(self._scenario.thinking[len(thought) :]))
+        thinks = not begun.content and template.thinking != "off"
+        pieces = _pieces(self._scenario.thinking[len(begun.thinking) :]) if thinks else []
+        yield from (TextChunk(piece, "thinking") for piece in pieces[: template.thinking_budget])
         yield from (TextChunk(piece) for piece in _pieces(self._scenario.answer[len(begun.content) :]))
 
     def _fault(self, place: str) -> None:

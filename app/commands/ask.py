@@ -22,12 +22,14 @@ from tokamac.app.options import (
     add_memory_flag,
     add_model_flag,
     add_sampling_flags,
+    add_template_flags,
     add_unchecked_flag,
     default_model,
     kv_spec,
     memory_limit,
     prompt_cache,
     sampling,
+    template_options,
     with_logprobs,
 )
 from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
@@ -66,6 +68,7 @@ def parser() -> Parser:
     add_adapter_flag(made)
     add_unchecked_flag(made)
     add_sampling_flags(made)
+    add_template_flags(made)
     add_kv_flags(made)
     add_memory_flag(made)
     return made
@@ -75,7 +78,7 @@ def parser() -> Parser:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     wanted = with_logprobs(parser, options, sampling(parser, options))
-    kv = kv_spec(parser, options)
+    kv, template = kv_spec(parser, options), template_options(parser, options)
     prompt = compose(options.prompt, options.file)
     if not prompt:
         parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
@@ -95,7 +98,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             adapter=adapter_of(options, model),
         )
         with engine, loading.interrupting(engine.cancel):
-            return write(engine.generate(messages, wanted), writer)
+            return write(engine.generate(messages, wanted, template=template), writer)
     except KeyboardInterrupt:
         writer.interrupted()
         raise
@@ -161,6 +164,10 @@ class TextWriter:
         self.close()
         for doubt in event.doubts:
             note(f"unchecked: {doubt}; this text may be wrong")
+        if event.thinking_ended_at is not None:
+            from tokamac.app.tui.thinking import budget_spent
+
+            note(f"note: thinking {budget_spent(event.thinking_ended_at)}")
         if self._verbose:
             for line in report(event, whole=self._verbose > 1):
                 note(line)
@@ -217,6 +224,8 @@ class JsonWriter:
         if event.doubts:
             told["doubts"] = list(event.doubts)
         told |= {"stopped_by": event.stopped_by, **_tokens(event)}
+        if event.thinking_ended_at is not None:
+            told["thinking_ended_at"] = event.thinking_ended_at
         json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:

@@ -18,21 +18,24 @@ from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     SAMPLING_FLAGS,
+    TEMPLATE_FLAGS,
     adapter_of,
     add_adapter_flag,
     add_kv_flags,
     add_memory_flag,
     add_sampling_flags,
+    add_template_flags,
     add_unchecked_flag,
     default_model,
     kv_spec,
     memory_limit,
     positive,
     sampling,
+    template_options,
 )
 from tokamac.app.output import json_line, note
 from tokamac.app.parser import Parser
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -47,6 +50,7 @@ class Plan:
     """What is asked for. ``sampling.max_tokens`` is set. memory: bytes the model may take; None is the system's limit.
 
     unchecked, adapter: as for loading.
+    template: what the chat template is told; where that is anything, prompts are a user's messages as it writes them.
     """
 
     model: str
@@ -58,6 +62,7 @@ class Plan:
     compare: bool
     unchecked: bool
     adapter: str | None
+    template: TemplateOptions
 
 
 def parser() -> Parser:
@@ -109,6 +114,7 @@ def parser() -> Parser:
     add_adapter_flag(made)
     add_unchecked_flag(made)
     add_sampling_flags(made)
+    add_template_flags(made)
     add_kv_flags(made, cache=False)
     add_memory_flag(made)
     made.add_argument(
@@ -119,7 +125,8 @@ def parser() -> Parser:
 
 def _refuse_beside_machine(parser: Parser, options: argparse.Namespace) -> None:
     """End with a usage error where a flag would have no effect: no reply is made."""
-    flags = {**{f"--{name}": name for name in ("prompt", "depth", "runs", "compare", "plot")}, **SAMPLING_FLAGS}
+    own = {f"--{name}": name for name in ("prompt", "depth", "runs", "compare", "plot")}
+    flags = {**own, **SAMPLING_FLAGS, **TEMPLATE_FLAGS}
     for flag, name in flags.items():
         if getattr(options, name) is not None:
             parser.error(f"{flag} has no effect with --machine")
@@ -142,6 +149,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         for name in ("depth", "compare", "plot", "machine"):
             if getattr(options, name):
                 parser.error(f"--{name} has no effect with --kv-quality")
+        for flag, name in TEMPLATE_FLAGS.items():
+            if getattr(options, name) is not None:
+                parser.error(f"{flag} has no effect with --kv-quality")
         return kv_quality.run(parser, options)
     kv_quality.refuse_flags(parser, options)
     if options.machine:
@@ -192,6 +202,8 @@ def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
         parser.error(f"--compare: {peer.NAME} runs without the adapter {added}; add --adapter none, or leave --compare")
     if options.compare is not None:
         wanted = _greedy(parser, options)
+        if options.thinking_budget is not None:
+            parser.error(f"--thinking-budget has no effect on {peer.NAME}, so --compare can't be fair with it")
     depths = options.depth or ()
     prompts = options.prompt or (() if depths else (PROMPT_TOKENS,))
     return Plan(
@@ -204,6 +216,7 @@ def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
         compare=options.compare is not None,
         unchecked=options.unchecked,
         adapter=added,
+        template=template_options(parser, options),
     )
 
 
@@ -229,7 +242,7 @@ def _measured(engine: "Engine", plan: Plan) -> tuple[list[Measured], str | None]
         also = f", in turn with {beside.title}" if beside is not None else ""
         runs = "one run" if plan.runs == 1 else f"{plan.runs} runs"
         note(f"warming up, then {runs} of {sizes} prompt tokens and {new:,} new ones{also}")
-        measured = measure(engine, plan.points, plan.runs, plan.sampling, beside)
+        measured = measure(engine, plan.points, plan.runs, plan.sampling, beside, template=plan.template)
         return measured, None if beside is None else beside.version
 
 

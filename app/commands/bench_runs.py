@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 from tokamac.app.commands.peer import PeerRun
 from tokamac.app.output import note
 from tokamac.app.tui.units import rate
-from tokamac.engine.errors import ContextError
-from tokamac.engine.events import Finished
+from tokamac.engine.errors import ContextError, OptionError
+from tokamac.engine.events import Finished, Message
 from tokamac.engine.limits.limits import Limits
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -96,19 +96,27 @@ def check_room(spec: "ModelSpec", wanted: Sequence[Point], new: int) -> None:
 
 
 def measure(
-    engine: "Engine", wanted: Sequence[Point], rounds: int, sampling: Sampling, peer: Peer | None
+    engine: "Engine",
+    wanted: Sequence[Point],
+    rounds: int,
+    sampling: Sampling,
+    peer: Peer | None,
+    *,
+    template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
 ) -> list[Measured]:
     """Return what was measured, point by point. ``sampling.max_tokens`` is set. Progress goes to stderr.
 
-    Raises PeerError.
+    template: where it tells the chat template anything, prompts are a user's messages. Raises PeerError, and OptionError for what
+    the template can't be told.
     """
+    asks = Asks(engine, sampling, template)
     engine.tokenizer.eos_ids = frozenset()  # every run makes as many tokens as it is asked for
     made = [Series(point) for point in wanted]
     for series in made:
-        _round(engine, Series(series.point), 0, sampling, peer)
+        _round(asks, Series(series.point), 0, peer)
     for number in range(1, rounds + 1):
         for series in made:
-            _round(engine, series, number, sampling, peer)
+            _round(asks, series, number, peer)
             note(_line(series, number, alone=len(made) == 1, peer=peer))
     return [_finished(engine, series) for series in made]
 
@@ -120,13 +128,52 @@ def prompt_ids(engine: "Engine", length: int, number: int) -> list[int]:
     return list(islice(cycle(ids[begin:] + ids[:begin]), length))
 
 
-def _round(engine: "Engine", series: Series, number: int, sampling: Sampling, peer: Peer | None) -> None:
+def message_ids(engine: "Engine", length: int, number: int, template: TemplateOptions) -> list[int]:
+    """Return ``length`` token ids: such text as a user's message, as the chat template writes it.
+
+    Raises OptionError for what the template can't be told, and where it writes more than that by itself.
+    """
+    tokenizer = engine.tokenizer.using(template)
+    before, _, after = tokenizer.render([Message("user", TEXT.strip())]).partition(TEXT.strip())
+    begin, end = tokenizer.encode(before), tokenizer.encode(after)
+    if (room := length - len(begin) - len(end)) < 1:
+        raise OptionError(
+            f"a prompt of {length:,} tokens has no room for a message: the chat template takes {len(begin) + len(end):,}",
+            "Ask for a longer prompt.",
+        )
+    return [*begin, *prompt_ids(engine, room, number), *end]
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """How each run is asked for."""
+
+    engine: "Engine"
+    sampling: Sampling
+    template: TemplateOptions
+
+    def prompt(self, length: int, number: int) -> list[int]:
+        """Return the prompt of a run."""
+        if self.template == TemplateOptions():
+            return prompt_ids(self.engine, length, number)
+        return message_ids(self.engine, length, number, self.template)
+
+    def reply(self, ids: list[int], number: int) -> Metrics:
+        """Return what was measured of a run."""
+        budget = TemplateOptions(thinking_budget=self.template.thinking_budget)  # the rest is in the prompt
+        for event in self.engine.generate(ids, _seeded(self.sampling, number), template=budget):
+            if isinstance(event, Finished):
+                return event.metrics
+        raise AssertionError("a reply ends with Finished")
+
+
+def _round(asks: Asks, series: Series, number: int, peer: Peer | None) -> None:
     """Let each side answer once; who begins changes with ``number``."""
-    ids = prompt_ids(engine, series.point.tokens, number)
-    new = sampling.max_tokens or 0
+    ids = asks.prompt(series.point.tokens, number)
+    new = asks.sampling.max_tokens or 0
 
     def ours() -> None:
-        series.runs.append(_reply(engine, ids, _seeded(sampling, number)))
+        series.runs.append(asks.reply(ids, number))
 
     def theirs() -> None:
         if peer is not None:
@@ -134,13 +181,6 @@ def _round(engine: "Engine", series: Series, number: int, sampling: Sampling, pe
 
     for turn in (ours, theirs) if number % 2 else (theirs, ours):
         turn()
-
-
-def _reply(engine: "Engine", ids: list[int], sampling: Sampling) -> Metrics:
-    for event in engine.generate(ids, sampling):
-        if isinstance(event, Finished):
-            return event.metrics
-    raise AssertionError("a reply ends with Finished")
 
 
 def _seeded(wanted: Sampling, number: int) -> Sampling:

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.options import (
     SAMPLING_FLAGS,
+    TEMPLATE_FLAGS,
     add_adapter_flag,
     add_kv_flags,
     add_memory_flag,
     add_sampling_flags,
+    add_template_flags,
     add_unchecked_flag,
     any_given,
     given_adapter,
     kv_spec,
     sampling,
+    template_options,
     warn,
 )
 from tokamac.app.parser import Parser
@@ -49,6 +52,7 @@ def parser() -> Parser:
     add_adapter_flag(made)
     add_unchecked_flag(made)
     add_sampling_flags(made)
+    add_template_flags(made)
     add_kv_flags(made)
     add_memory_flag(made)
     return made
@@ -60,9 +64,10 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error("MODEL is empty")
     sampling_given = any_given(options, tuple(SAMPLING_FLAGS.values()))
     kv_given = any_given(options, _KV_FIELDS)
+    template_given = any_given(options, tuple(TEMPLATE_FLAGS.values()))
     read = None
     if (
-        sampling_given or kv_given
+        sampling_given or kv_given or template_given
     ):  # flags change what the settings remember, one by one; checked before the screen opens
         from tokamac.app import settings
 
@@ -74,6 +79,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         chosen = ChatOptions(
             model=options.model,
             sampling=sampling(parser, options, read.settings.sampling) if read and sampling_given else None,
+            template=template_options(parser, options, read.settings.template) if read and template_given else None,
             kv=kv_spec(parser, options, read.settings.kv) if read and kv_given else None,
             prompt_cache=not options.no_prompt_cache,
             memory=None if options.memory is None else round(options.memory * 1e9),

@@ -7,6 +7,7 @@ from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.store.values import Archive, Message
 from tokamac.app.tui.kept import Measured, measured_of
 from tokamac.app.tui.prose.messages import ended
+from tokamac.app.tui.thinking import budget_spent
 from tokamac.app.tui.units import count, rate, seconds
 from tokamac.app.verdict import sentence
 from tokamac.engine.events import Role
@@ -66,12 +67,13 @@ def _branch(archive: Archive) -> list[Message]:
 def _entry(message: Message) -> Entry:
     kept = measured_of(message) if message.role == "assistant" else Measured()
     took = "" if kept.thinking_s is None else f" for {seconds(kept.thinking_s)}"
+    spent = "" if kept.thinking_ended_at is None else f", {budget_spent(kept.thinking_ended_at)}"
     return Entry(
         role=message.role,
         who=sanitise_line(message.model) if message.role == "assistant" and message.model else WHO[message.role],
         text=sanitise(message.text),
         thinking=sanitise(message.thinking),
-        thought=f"Thought{took}",
+        thought=f"Thought{took}{spent}",
         files=tuple(File(sanitise_line(each.name), sanitise(each.text)) for each in message.attachments),
         ending=ended(kept.ending, kept.reason),
         figures=() if kept.metrics is None else (_figures(kept.metrics), sentence(kept.metrics, kept.diagnosis)),

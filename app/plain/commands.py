@@ -137,6 +137,7 @@ COMMANDS: dict[str, Command] = {
     "unload": _unload,
     "system_prompt": options.system,
     "settings": options.settings,
+    "thinking": options.thinking,
     "gauges": figures.gauges,
     "explain": figures.why,
     "what_if": whatif.what_if,

@@ -33,6 +33,7 @@ from tokamac.app.tui.steps import (
     Titled,
     TurnBegun,
 )
+from tokamac.app.tui.thinking import budget_spent
 from tokamac.app.verdict import brief
 
 TICK_S = 1.0
@@ -116,7 +117,8 @@ class Driver:
         self._console.end()
         self.failed = self.failed or reply.ending in ("lost", "failed")
         cost = "" if reply.metrics is None else brief(reply.metrics, reply.diagnosis)
-        said = ", ".join(part for part in (ENDINGS[reply.ending], cost) if part)
+        spent = "" if reply.thinking_ended_at is None else f"thinking {budget_spent(reply.thinking_ended_at)}"
+        said = ", ".join(part for part in (ENDINGS[reply.ending], spent, cost) if part)
         if said:
             self._console.aside(f"({said})")
 

@@ -10,19 +10,22 @@ from tokamac.app.tui.options import (
     KV_FIELDS,
     MEMORY_FIELDS,
     SAMPLING_FIELDS,
+    TEMPLATE_FIELDS,
     Field,
     FieldError,
     read_kv,
     read_memory,
     read_sampling,
+    read_template,
     write,
 )
+from tokamac.app.tui.thinking import chosen, sentences
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 NONE = "none"
 """Takes the system prompt away."""
-NAMES = tuple(field.name for field in (*SAMPLING_FIELDS, *KV_FIELDS, *MEMORY_FIELDS))
+NAMES = tuple(field.name for field in (*SAMPLING_FIELDS, *TEMPLATE_FIELDS, *KV_FIELDS, *MEMORY_FIELDS))
 """Of what /settings changes."""
 
 
@@ -76,17 +79,20 @@ def settings(repl: Repl, written: str) -> None:
     """Read out how tokens are chosen and how keys and values are kept, or change one of these."""
     session = repl.driver.session
     sampling, kv = _texts(SAMPLING_FIELDS, session.sampling), _texts(KV_FIELDS, session.load.kv)
+    template = _texts(TEMPLATE_FIELDS, repl.driver.memory.settings.template)
     held = Settings(unload_after_min=session.idle.after_min, memory_gb=gigabytes_of(session.load.memory))
     memory = _texts(MEMORY_FIELDS, held)
     name, _, value = written.partition(" ")
     if not name:
-        notes = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
-        values = {**sampling, **kv, **memory}
+        notes = {field.name: field.note for field in (*SAMPLING_FIELDS, *TEMPLATE_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
+        values = {**sampling, **template, **kv, **memory}
         repl.console.say("\n".join(f"{each}: {text or 'not set'} ({notes[each]})" for each, text in values.items()))
         return
     try:
         if name in sampling:
             _choose_sampling(repl, read_sampling({**sampling, name: value}))
+        elif name in template:
+            _choose_template(repl, read_template({**template, name: value}))
         elif name in kv:
             _choose_kv(repl, name, read_kv({**kv, name: value}))
         elif name in memory:
@@ -105,6 +111,30 @@ def _choose_sampling(repl: Repl, sampling: Sampling) -> None:
     memory.give(repl.driver.session)
     own = "It holds in every chat but those with settings of their own."
     _tell(repl, said or own)
+
+
+def thinking(repl: Repl, text: str) -> None:
+    """Read out what the chat template is told in this chat, or tell it something else from the next message on."""
+    driver = repl.driver
+    if driver.session.info is None and not repl.console.typed:
+        driver.settle(loaded=True)  # a script's line: the model says what it can be told
+    session = driver.session
+    if not text:
+        repl.console.say(sentences(session.template, session.info))
+        return
+    template = chosen(text, session.template, session.info)
+    driver.memory.choose_template(template, own=True)
+    driver.memory.give(session)
+    if driver.recording is not None:
+        driver.recording.keep_own()
+    _tell(repl, f"{sentences(template, None)} It holds in this chat from the next message on.")
+
+
+def _choose_template(repl: Repl, template: TemplateOptions) -> None:
+    memory = repl.driver.memory
+    _keep(repl, replace(memory.settings, template=template))
+    memory.give(repl.driver.session)
+    _tell(repl, "It holds in every chat but those with their own; /thinking is for this chat alone.")
 
 
 def _choose_memory(repl: Repl, name: str, chosen: Settings) -> None:

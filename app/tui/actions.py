@@ -4,12 +4,16 @@ An action's ``id`` is its binding's id too (a keymap refers to it); what it does
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from textual.binding import Binding, BindingType
 
 Scope = Literal["chat", "message"]
 """Where keys hold: everywhere in the chat, or while a message is pointed at (Tab)."""
+
+
+ARGUMENT: Final = "[on|off|low|medium|high|default|TOKENS]"
+"""Of /thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,14 @@ ACTIONS: tuple[Action, ...] = (
     Action("unload", (), "Unload", "Give the model's memory back now; it loads again when you write.", slash="unload"),
     Action("system_prompt", ("ctrl+s",), "System prompt", "Edit the system prompt.", slash="system"),
     Action("settings", ("ctrl+t",), "Settings", "Sampling and KV cache settings.", slash="settings"),
+    Action(
+        "thinking",
+        (),
+        "Thinking",
+        "Say whether the model thinks first in this chat, or change it: on, off, low, medium, high, default, or tokens at most.",
+        slash="thinking",
+        argument=ARGUMENT,
+    ),
     Action(
         "explain",
         ("f2",),

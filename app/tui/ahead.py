@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from tokamac.app.backend.wire import AskPrice, Priced, Warm
 from tokamac.app.tui.steps import Ask, Step
 from tokamac.engine.events import Message
+from tokamac.engine.options import TemplateOptions
 from tokamac.engine.price import Price
 
 LEAST_CHARACTERS = 200  # some fifty tokens: fewer are read in a moment once they are sent
@@ -22,12 +23,16 @@ def is_ready(price: Price) -> bool:
 
 
 class Ahead:
-    """What is read ahead. ``price`` is that of the draft at its last pause; None while it is not known, or not worth a word."""
+    """What is read ahead. ``price`` is that of the draft at its last pause; None while it is not known, or not worth a word.
+
+    template: what the chat template is told.
+    """
 
     def __init__(self) -> None:
         self.price: Price | None = None
         self._messages: tuple[Message, ...] = ()  # what the draft would send; empty where there is none to speak of
         self._id = 0
+        self.template = TemplateOptions()
         self._reading = False  # a Warm was sent, and the price that follows it has not come
 
     def pause(self, draft: str, messages: Sequence[Message]) -> list[Step]:
@@ -66,8 +71,8 @@ class Ahead:
 
     def _warm(self, messages: tuple[Message, ...]) -> list[Step]:
         self._reading = True
-        return [Ask(Warm(messages)), self._ask(messages)]
+        return [Ask(Warm(messages, self.template)), self._ask(messages)]
 
     def _ask(self, messages: tuple[Message, ...]) -> Ask:
         self._id += 1
-        return Ask(AskPrice("draft", self._id, messages))
+        return Ask(AskPrice("draft", self._id, messages, template=self.template))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tokamac.app.backend.wire import Load, Priced
 from tokamac.app.store.values import Attachment
+from tokamac.app.tui import thinking
 from tokamac.app.tui.ahead import Ahead
 from tokamac.app.tui.attachments import Draft
 from tokamac.app.tui.counts import Counts
@@ -16,6 +17,7 @@ from tokamac.app.tui.titles import IDLE_S, Titles
 from tokamac.app.tui.tree import Tree
 from tokamac.engine.events import Message
 from tokamac.engine.hub_names import GUIDE
+from tokamac.engine.options import TemplateOptions
 
 
 class Beside(Life):
@@ -29,7 +31,35 @@ class Beside(Life):
         self.prices = Prices()
         self.counts = Counts()
         self.titles = Titles()
+        self._template = TemplateOptions()
+        self._told_untold: set[str] = set()  # what was said that models can't be told
         self._told_of = ""  # the model of which it was said that it is not given all of this conversation
+
+    @property
+    def template(self) -> TemplateOptions:
+        """What the chat template is to be told."""
+        return self._template
+
+    @template.setter
+    def template(self, template: TemplateOptions) -> None:
+        if template != self._template:
+            self._template = template
+            self.ahead.forget()
+            self.prices.forget()
+        self._tell_template()
+
+    def _tell_template(self) -> TemplateOptions:
+        """Return what of the template's options the loaded model can be told; prices and what is read ahead follow it."""
+        able, _ = thinking.told(self._template, self.info)
+        self.ahead.template = self.prices.template = able
+        return able
+
+    def _tell_untold(self) -> list[Step]:
+        """Say, once for each model and option, what its chat template can't be told."""
+        _, why = thinking.told(self._template, self.info)
+        new = [each for each in why if each not in self._told_untold]
+        self._told_untold.update(new)
+        return [Notice(f"{each[0].upper()}{each[1:]}.", "warning") for each in new]
 
     def pause(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
         """Have the draft, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.

@@ -20,6 +20,7 @@ class Reply:
     """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says.
 
     model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
+    thinking_ended_at: the budget of tokens that ended the thinking; None where none did.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Reply:
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
     reason: str = ""
+    thinking_ended_at: int | None = None
 
 
 def cut_here(reply: Reply) -> Reply:

@@ -15,7 +15,10 @@ from tokamac.engine.limits.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is kept of a reply beside its text. reason: why it failed; "" where it did not, and that is not written down."""
+    """What is kept of a reply beside its text.
+
+    reason: why it failed; thinking_ended_at: the budget that ended its thinking. Where there was none neither is written down.
+    """
 
     ending: Ending = "stop"
     thinking_s: float | None = None
@@ -23,14 +26,18 @@ class Measured:
     outliers: tuple[Outlier, ...] = ()
     diagnosis: Diagnosis | None = None
     reason: str = ""
+    thinking_ended_at: int | None = None
 
 
 def measured(reply: Reply) -> dict[str, Any]:
     """Return what is kept of ``reply`` beside its text, as plain values."""
-    kept = Measured(reply.ending, reply.thinking_s, reply.metrics, reply.outliers, reply.diagnosis, reply.reason)
+    figures = (reply.metrics, reply.outliers, reply.diagnosis)
+    kept = Measured(reply.ending, reply.thinking_s, *figures, reply.reason, reply.thinking_ended_at)
     plain = asdict(kept)
     if not kept.reason:
         del plain["reason"]
+    if kept.thinking_ended_at is None:
+        del plain["thinking_ended_at"]
     return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
 
 
@@ -72,6 +79,7 @@ def _reply(message: Message) -> Reply:
         outliers=kept.outliers,
         diagnosis=kept.diagnosis,
         reason=kept.reason,
+        thinking_ended_at=kept.thinking_ended_at,
     )
 
 

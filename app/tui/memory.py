@@ -10,7 +10,7 @@ from tokamac.app.settings_change import change, merged
 from tokamac.app.tui.keymap import keymap
 from tokamac.app.tui.own import Own
 from tokamac.app.tui.system_drafts import SystemDrafts
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from tokamac.app.tui.session import Session
@@ -50,6 +50,11 @@ class Memory:
         chosen = (self._given.system, self.own.system, self.settings.system)
         return next(text for text in chosen if text is not None)
 
+    @property
+    def template(self) -> TemplateOptions:
+        """What the chat template is told in the chat that is held."""
+        return self._given.template or self.own.template or self.settings.template
+
     def hold(self, own: Own, session: "Session") -> None:
         """Let what a chat has of its own hold in ``session`` from here on, and else what holds in every chat."""
         self.own = own
@@ -58,12 +63,19 @@ class Memory:
     def give(self, session: "Session") -> None:
         """Let what holds in the chat that is held hold in ``session``, after a change."""
         session.sampling, session.system = self.sampling, self.system
+        session.template = self.template
 
     def choose_sampling(self, sampling: Sampling, *, own: bool) -> str:
         """Hold ``sampling`` in this chat alone, or in every chat without its own; return as ``keep`` does."""
         self._given = replace(self._given, sampling=None)
         self.own = replace(self.own, sampling=sampling if own else None)
         return "" if own else self.keep(replace(self.settings, sampling=sampling))
+
+    def choose_template(self, template: TemplateOptions, *, own: bool) -> str:
+        """Tell the chat template this in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        self._given = replace(self._given, template=None)
+        self.own = replace(self.own, template=template if own else None)
+        return "" if own else self.keep(replace(self.settings, template=template))
 
     def choose_system(self, system: str, *, own: bool) -> str:
         """Hold ``system`` in this chat alone, or in every chat without its own; return as ``keep`` does."""

@@ -1,4 +1,4 @@
-"""The settings form as data: the fields of Sampling and KVSpec, how it is read from text, and what to say of it."""
+"""The settings form as data: fields of Sampling, TemplateOptions and KVSpec, how it is read from text, and what to say of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from tokamac.app.settings import Settings
 from tokamac.app.tui.digits import whole_number
-from tokamac.engine.options import STAGES, KVSpec, Sampling
+from tokamac.engine.options import STAGES, KVSpec, Sampling, TemplateOptions
 
 AUTO = "auto"
 """A number that is chosen where the user gives none, and that is not nothing."""
@@ -60,6 +60,14 @@ def _show_order(order: tuple[str, ...]) -> str:
     return "" if order == STAGES else ",".join(order)
 
 
+def _word(text: str) -> object:
+    return text.strip().lower()
+
+
+def _parts(text: str) -> object:
+    return tuple(part.strip() for part in text.split(" | ") if part.strip())
+
+
 USUAL_FIELDS = (
     Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
     Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
@@ -86,6 +94,11 @@ RARE_FIELDS = (
 )
 SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
 """What of Sampling the chat has. It shows no log-probabilities, so it has no field for them."""
+TEMPLATE_FIELDS = (
+    Field("thinking", "Thinking", "on, off, low, medium, high; or empty", _word, None),
+    Field("thinking_budget", "Thinking budget", "tokens; empty: no end", int, None),
+    Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ()),
+)
 KV_FIELDS = (
     Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
     Field("value_bits", "Value bits", "16, 8, 6, 5, 4, 3 or 2", int),
@@ -133,6 +146,11 @@ def write(field: Field, options: object) -> str:
 def read_sampling(texts: Mapping[str, str]) -> Sampling:
     """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
     return Sampling(**_read(SAMPLING_FIELDS, texts))
+
+
+def read_template(texts: Mapping[str, str]) -> TemplateOptions:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return TemplateOptions(**_read(TEMPLATE_FIELDS, texts))
 
 
 def read_kv(texts: Mapping[str, str]) -> KVSpec:

@@ -15,6 +15,7 @@ from tokamac.app.tui.conversation import Reply, Turn, cut_here, messages
 from tokamac.app.tui.steps import Ask, Step
 from tokamac.app.tui.talk import Talk
 from tokamac.engine.events import Message
+from tokamac.engine.options import TemplateOptions
 from tokamac.engine.price import Price
 
 OTHER = "~ "
@@ -53,13 +54,14 @@ class Prices:
     """Prices of actions on one message, or of paths.
 
     known: those that came, in the order they were asked for. unpriced: what was answered, but has no price. waiting: what is not
-    answered yet.
+    answered yet. template: what the chat template is told.
     """
 
     def __init__(self) -> None:
         self.known: tuple[Known, ...] = ()
         self.unpriced: tuple[Question, ...] = ()
         self.waiting: tuple[Question, ...] = ()
+        self.template = TemplateOptions()
         self._id = 0
 
     def ask(self, asked: Sequence[Question]) -> list[Step]:
@@ -89,7 +91,8 @@ class Prices:
         if not self.waiting:
             return []
         self._id += 1
-        return [Ask(AskPrice("actions", self._id, self.waiting[0].messages, self.waiting[0].continues))]
+        first = self.waiting[0]
+        return [Ask(AskPrice("actions", self._id, first.messages, first.continues, self.template))]
 
 
 def questions(talk: Talk, system: str, key: int, info: ModelInfo | None) -> list[Question]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.app import keep_awake, settings
 from tokamac.app.keep_awake import KeepAwake
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from tokamac.app.store.store import Store
@@ -39,6 +39,7 @@ class ChatOptions:
 
     model: str | None = None
     sampling: Sampling | None = None
+    template: TemplateOptions | None = None
     kv: KVSpec | None = None
     prompt_cache: bool = True
     memory: int | None = None
@@ -121,8 +122,9 @@ def begin(options: ChatOptions) -> Begun:
     model = lasting(options.model or known.model)
     adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
     load = Load(model, options.kv or known.kv, options.prompt_cache, limit, options.unchecked, adapter)
-    memory = Memory(known, path, Own(options.sampling, options.system), read.warnings)
+    memory = Memory(known, path, Own(options.sampling, options.system, options.template), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
+    session.template = memory.template
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap
     command = child_command(scripted=options.scripted)
     awake = KeepAwake(keep_awake.program(), lambda: memory.settings.keep_awake)

@@ -256,10 +256,12 @@ class Session(Beside):
         messages, continues = self.talk.request(self.system), begun is not None
         if begun is not None:
             messages = (*messages, Message("assistant", begun.text, begun.thinking))
-        send = Send(self._id, messages, self.sampling, continues=continues)
-        return [*way, TurnBegun(replace(turn, reply=begun), again), Ask(send), *self._tell_left_out(messages)]
+        send = Send(self._id, messages, self.sampling, continues=continues, template=self._tell_template())
+        told = [*self._tell_left_out(messages), *self._tell_untold()]
+        return [*way, TurnBegun(replace(turn, reply=begun), again), Ask(send), *told]
 
     def _ready(self) -> list[Step]:
+        self._tell_template()
         return self._send_queued() or self._begin_ahead()
 
     def _lost(self) -> list[Step]:

@@ -56,6 +56,7 @@ class Talk:
                 metrics=done.metrics,
                 outliers=done.outliers,
                 diagnosis=done.diagnosis,
+                thinking_ended_at=done.thinking_ended_at,
             )
         assert self._reply is not None
         self.tree.end(self._reply, reply)

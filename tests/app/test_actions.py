@@ -29,6 +29,7 @@ PROMISED = {
     "unload": set(),
     "system_prompt": {"ctrl+s"},
     "settings": {"ctrl+t"},
+    "thinking": set(),
     "convert": {"f4"},
     "explain": {"f2"},
     "what_if": {"f3"},

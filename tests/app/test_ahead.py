@@ -35,7 +35,7 @@ from tokamac.app.tui.session import Session
 from tokamac.engine.errors import ContextError, EngineClosedError
 from tokamac.engine.events import Message
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling
+from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.price import Price
 
 LONG = "a question with many words " * 20
@@ -183,10 +183,16 @@ class Broken(ScriptedEngine):
         self._error = error
         self._free = threading.Event()
 
-    def warm(self, messages: Sequence[Message]) -> None:
+    def warm(self, messages: Sequence[Message], template: TemplateOptions = TemplateOptions()) -> None:  # noqa: B008
         raise self._error
 
-    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
+    def price(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008
+    ) -> Price:
         self._free.wait()
         raise self._error
 
@@ -226,7 +232,13 @@ class Held(ScriptedEngine):
         self.asked: list[str] = []
         self.begun, self.free = threading.Event(), threading.Event()
 
-    def price(self, messages: Sequence[Message], *, continues: bool = False) -> Price:
+    def price(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        template: TemplateOptions = TemplateOptions(),  # noqa: B008
+    ) -> Price:
         self.asked.append(messages[-1].content)
         self.begun.set()
         self.free.wait(60)

@@ -23,7 +23,7 @@ from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.app.tui.screens.system import SystemScreen
 from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 Start = Callable[..., Any]
 EVERYTHING = Sampling(
@@ -315,16 +315,23 @@ async def test_the_command_line_goes_before_what_a_chat_has_of_its_own_until_som
 
 
 @pytest.mark.parametrize(
-    "stored", [{"sampling": {"temperature": 99}}, {"sampling": {"heat": 1}}, {"sampling": 3, "system": 4}]
+    "stored",
+    [
+        {"sampling": {"temperature": 99}},
+        {"sampling": {"heat": 1}},
+        {"sampling": 3, "system": 4},
+        {"template": {"thinking": "x"}},
+    ],
 )
 def test_what_can_not_be_read_of_a_chats_own_does_not_hold(stored: dict[str, Any]) -> None:
     assert own_of(stored) == Own()
 
 
 def test_what_a_chat_has_of_its_own_survives_json() -> None:
-    own = Own(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "")
+    template = TemplateOptions("off", 100, {"a": [1, "b\n"]})
+    own = Own(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "", template)
     assert own_of(json.loads(json.dumps(as_settings(own)))) == own
-    assert as_settings(Own()) == {"sampling": None, "system": None}
+    assert as_settings(Own()) == {"sampling": None, "system": None, "template": None}
 
 
 def named(screen: SystemScreen) -> list[str]:

@@ -102,7 +102,7 @@ def test_who_begins_changes_every_round(tiny: Path, monkeypatch: pytest.MonkeyPa
     with Engine.load(tiny, prompt_cache=None) as engine:
         answer = engine.generate
 
-        def generate(prompt: list[int], sampling: Sampling) -> Iterator[Event]:
+        def generate(prompt: list[int], sampling: Sampling, **_: object) -> Iterator[Event]:
             turns.append("engine")
             return answer(prompt, sampling)
 

@@ -14,6 +14,7 @@ from tokamac.app.tui.prose.page import BLANK, PLAIN, Frame, PageRow, guess, keep
 from tokamac.app.tui.prose.prose import Prose
 from tokamac.app.tui.prose.rows import Row, wrapped
 from tokamac.app.tui.theme import FAINT
+from tokamac.app.tui.thinking import budget_spent
 from tokamac.app.tui.units import seconds
 from tokamac.app.verdict import brief
 from tokamac.engine.events import TextKind
@@ -93,6 +94,7 @@ class Thinking:
         self._text = ""
         self._over = False
         self._seconds: float | None = None
+        self._ended_at: int | None = None
         self._laid: list[PageRow] = []
         self._whole = _Whole()
 
@@ -109,10 +111,13 @@ class Thinking:
         """Append ``text``."""
         self._text += text
 
-    def fold(self, took_s: float | None, text: str | None = None) -> None:
-        """The thinking is over, after ``took_s``, None where nobody timed it. ``text`` replaces what was added."""
+    def fold(self, took_s: float | None, text: str | None = None, ended_at: int | None = None) -> None:
+        """The thinking is over, after ``took_s``, None where nobody timed it. ``text`` replaces what was added.
+
+        ended_at: the budget of tokens that ended it.
+        """
         self._text = self._text if text is None else text
-        self._seconds = took_s
+        self._seconds, self._ended_at = took_s, ended_at
         self._over = self.folded = True
 
     def toggle(self) -> None:
@@ -123,6 +128,7 @@ class Thinking:
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells, with a blank one below."""
         took = "" if self._seconds is None else f" for {seconds(self._seconds)}"
+        took += "" if self._ended_at is None else f", {budget_spent(self._ended_at)}"
         if self.folded:
             laid = [PageRow(Row(Content(f"▸ thought{took}")), CHOSEN if self.chosen else FOLDED)]
         else:
@@ -211,7 +217,7 @@ class ReplyMessage:
         """Be the whole reply, and say what it cost."""
         self.reply = reply
         if reply.thinking:
-            self.thinking.fold(reply.thinking_s, sanitise(reply.thinking))
+            self.thinking.fold(reply.thinking_s, sanitise(reply.thinking), reply.thinking_ended_at)
         self._prose.finish(sanitise(reply.text))
 
     def rows(self, width: int) -> list[PageRow]:

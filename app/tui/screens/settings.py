@@ -1,6 +1,7 @@
 """Ctrl+T: sampling, KV cache and memory settings, checked by the dataclasses that hold them."""
 
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 
 from textual import on
 from textual.app import ComposeResult
@@ -15,21 +16,23 @@ from tokamac.app.tui.options import (
     MEMORY_FIELDS,
     RARE_FIELDS,
     SAMPLING_FIELDS,
+    TEMPLATE_FIELDS,
     USUAL_FIELDS,
     Field,
     FieldError,
     read_kv,
     read_memory,
     read_sampling,
+    read_template,
     write,
 )
 from tokamac.app.tui.screens.dialog import Dialog
 from tokamac.app.tui.screens.system import THIS_CHAT
 from tokamac.app.tui.widgets.tick import Tick
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
-NOTES = {field.name: field.note for field in (*SAMPLING_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
+NOTES = {field.name: field.note for field in (*SAMPLING_FIELDS, *TEMPLATE_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
 
 EVERY_CHAT = "These hold in every chat that has none of its own."
 OWN = "This chat has its own; in others, those of every chat hold."
@@ -44,6 +47,7 @@ class Chosen:
     unload_after_min: int | None
     own: bool = False
     memory_gb: float | None = None
+    template: TemplateOptions = dataclass_field(default_factory=TemplateOptions)
 
 
 class SettingsScreen(Dialog[Chosen]):
@@ -71,6 +75,9 @@ class SettingsScreen(Dialog[Chosen]):
             yield Tick(THIS_CHAT, value=self._current.own, id="own")
             for field in USUAL_FIELDS:
                 yield from _line(field, self._current.sampling, write(field, self._recommended))
+            yield Label("Thinking and chat template (/thinking is for this chat alone)", classes="group later")
+            for field in TEMPLATE_FIELDS:
+                yield from _line(field, self._current.template)
             yield Label("KV cache (a change loads the model again)", classes="group later")
             for field in KV_FIELDS:
                 yield from _line(field, self._current.kv)
@@ -100,7 +107,10 @@ class SettingsScreen(Dialog[Chosen]):
         """Close with the settings, or say what is wrong with them."""
         texts = self._texts
         try:
-            chosen = Chosen(read_sampling(texts), read_kv(texts), own=self._own, **read_memory(texts))
+            template = read_template(texts)
+            chosen = Chosen(
+                read_sampling(texts), read_kv(texts), own=self._own, template=template, **read_memory(texts)
+            )
         except FieldError as error:
             self.query_one(f"#{error.name}", Input).focus()
             self._say(str(error))
@@ -137,6 +147,8 @@ class SettingsScreen(Dialog[Chosen]):
     def defaults(self) -> None:
         """Write the defaults into the form."""
         self._write(Sampling())
+        for field in TEMPLATE_FIELDS:
+            self.query_one(f"#{field.name}", Input).value = write(field, TemplateOptions())
         for field in KV_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
         for field in MEMORY_FIELDS:
@@ -150,7 +162,7 @@ class SettingsScreen(Dialog[Chosen]):
         self.dismiss(None)
 
 
-def _line(field: Field, options: Sampling | KVSpec | Chosen, placeholder: str = "") -> ComposeResult:
+def _line(field: Field, options: Sampling | TemplateOptions | KVSpec | Chosen, placeholder: str = "") -> ComposeResult:
     with Horizontal(classes="field"):
         yield Label(field.label)
         yield Input(

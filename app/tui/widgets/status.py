@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui import measures, units
+from tokamac.app.tui import measures, thinking, units
 from tokamac.app.tui.actions import ACTIONS, Action
 from tokamac.app.tui.ahead import is_ready
 from tokamac.app.tui.cells import end_of
@@ -234,6 +234,8 @@ class StatusLine(Static):
         warning = Content.styled(" · not saved" if self.unsaved() else "", "$text-error")
         name = _name(session, min(LONGEST_NAME, room - len(LAMP) - warning.cell_length))
         left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, FAINT) + warning
+        if set_ := thinking.state(session.template):
+            left += SEPARATOR + Content.styled(set_, FAINT)
         for part in _essentials(session) if essentials and not pointing else ():
             if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
                 left += SEPARATOR + Content.styled(part, FAINT)

@@ -9,6 +9,9 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.settings import Settings, gigabytes_of
 from tokamac.app.tui.models import is_id, lasting
 from tokamac.app.tui.system_drafts import Written
+from tokamac.app.tui.thinking import chosen as chosen_template
+from tokamac.app.tui.thinking import sentences
+from tokamac.engine.errors import OptionError
 from tokamac.engine.options import Sampling
 
 if TYPE_CHECKING:
@@ -145,9 +148,28 @@ def settings(chat: "ChatScreen", _: str) -> None:
     session = chat.session
     recommended = session.info.recommended if session.info is not None else Sampling()
     own = chat.memory.own.sampling is not None
-    current = Chosen(session.sampling, session.load.kv, session.idle.after_min, own, gigabytes_of(session.load.memory))
+    template = chat.memory.settings.template
+    limit = gigabytes_of(session.load.memory)
+    current = Chosen(session.sampling, session.load.kv, session.idle.after_min, own, limit, template)
     screen = SettingsScreen(current, recommended, chat.memory.settings.sampling)
     chat.app.push_screen(screen, lambda chosen: _take(chat, chosen))
+
+
+def thinking(chat: "ChatScreen", text: str) -> None:
+    """Say what the chat template is told in this chat, or tell it something else from the next message on."""
+    session = chat.session
+    if not text:
+        chat.notify(sentences(session.template, session.info), markup=False, timeout=8)
+        return
+    try:
+        template = chosen_template(text, session.template, session.info)
+    except OptionError as error:
+        chat.notify(error.one_line(), severity="warning", markup=False)
+        return
+    _kept(chat, chat.memory.choose_template(template, own=True))
+    chat.notify(
+        f"{sentences(template, None)} It holds in this chat, from the next message on.", markup=False, timeout=4
+    )
 
 
 def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
@@ -164,5 +186,8 @@ def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
     )  # a flag is for one run
     chat.keep(replace(chat.memory.settings, kv=kept, unload_after_min=minutes, memory_gb=limit))
     _kept(chat, chat.memory.choose_sampling(chosen.sampling, own=chosen.own))
+    if chosen.template != chat.memory.settings.template:
+        chat.keep(replace(chat.memory.settings, template=chosen.template))
+        chat.memory.give(session)
     if load != session.load:
         chat.perform(session.choose(load))

@@ -41,6 +41,7 @@ WISHES: dict[str, Wish] = {
     "unload": model.unload,
     "system_prompt": model.system_prompt,
     "settings": model.settings,
+    "thinking": model.thinking,
     "explain": reading.explain,
     "what_if": model.what_if,
     "convert": model.convert,
