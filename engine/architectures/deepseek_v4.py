@@ -7,7 +7,7 @@ table of token ids, streams are joined by a head of their own, and nothing is ro
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -448,6 +448,23 @@ class Model(nn.Module):
     def make_cache(self) -> list[CompressedCache]:
         """Return empty caches, one a layer."""
         return [layer.self_attn.make_cache() for layer in self.layers]
+
+    @property
+    def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict[str, int]]:
+        """Return how a conversion packs a module: with 8 bits what makes and chooses entries, which is published unpacked."""
+
+        def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:
+            if "compressor." in path or path.endswith("weights_proj"):
+                return {"group_size": 64, "bits": 8}
+            return "to_quantized" in dir(module)
+
+        return predicate
+
+    @property
+    def cast_predicate(self) -> Callable[[str], bool]:
+        """Return whether a conversion may cast a tensor: what weighs streams, gates, experts and sinks stays float32."""
+        kept = re.compile(r"_hc\.|hc_head\.|\.sinks$|\.position_bias$|\.e_score_correction_bias$")
+        return lambda name: kept.search(name) is None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return weights by our names: published, saved by transformers, or ours already."""
