@@ -111,7 +111,7 @@ def _unknown(key: str, value: Any) -> ModelUnsupportedError:
     )
 
 
-SCORES = {
+SCORES: dict[str, Callable[[mx.array], mx.array]] = {
     "sqrtsoftplus": lambda logits: mx.sqrt(nn.softplus(logits)),
     "softmax": lambda logits: mx.softmax(logits, axis=-1),
     "sigmoid": mx.sigmoid,
@@ -274,7 +274,7 @@ class Attention(nn.Module):
             picks = (near[:, part], chosen[:, part])
             gathered = mx.concatenate([_gather(rows, picks[0]), _gather(entries, picks[1])], axis=2)  # (B, n, W + k, D)
             each = queries[:, :, part].swapaxes(1, 2).reshape(-1, heads, 1, size)  # each query is a sequence of its own
-            seen = (mx.concatenate(picks, axis=-1) >= 0).reshape(each.shape[0], 1, 1, -1)
+            seen = (mx.concatenate(list(picks), axis=-1) >= 0).reshape(each.shape[0], 1, 1, -1)
             out = self._weigh(each, gathered.reshape(each.shape[0], 1, -1, size), seen)
             outs.append(out.reshape(batch, -1, heads, size).swapaxes(1, 2))
         return mx.concatenate(outs, axis=2)
@@ -351,7 +351,8 @@ class Mixture(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         chosen, weights = self.gate(flat, ids.reshape(-1))
         out = self.experts(flat, chosen, weights) + self.shared_experts(flat).astype(mx.float32)
-        return out.reshape(x.shape).astype(x.dtype)
+        mixed: mx.array = out.reshape(x.shape).astype(x.dtype)
+        return mixed
 
 
 class DecoderLayer(nn.Module):
