@@ -75,4 +75,5 @@ ABSENT: dict[str, dict[str, Any]] = {
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
     "starcoder2": {"rope_theta": 10_000.0},
     "step3p5": {"moe_router_scaling_factor": 1.0},
+    "vaultgemma": {"rms_norm_eps": 1e-6, "sliding_window": 4096},
 }

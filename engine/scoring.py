@@ -27,10 +27,11 @@ def score(runtime: Runtime, ids: list[int], chunk: int, *, keep: int | None) -> 
 
 def check_scored(runtime: Runtime, store: Store, tokens: int, chunk: int, vocabulary: int) -> None:
     """Raise ContextError where so many tokens do not fit the context, MemoryLimitError where their rows can't fit the memory."""
-    capacity = runtime.capacity
-    if capacity is not None and not runtime.kv.rolls and tokens > capacity:
-        what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
-        raise ContextError(f"{tokens:,} tokens are to be scored, but {what} {capacity:,}", "Score fewer at a time.")
+    longest = runtime.longest
+    if longest is not None and tokens > longest:
+        raise ContextError(
+            f"{tokens:,} tokens are to be scored, but {runtime.what_bounds()} {longest:,}", "Score fewer at a time."
+        )
     budget = runtime.memory_budget
     rows = FLOAT32 * vocabulary * _rows_at_once(tokens, chunk)
     least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + rows

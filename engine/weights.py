@@ -20,7 +20,7 @@ Weights = dict[str, "mx.array"]
 Step = Callable[["nn.Module", Config, Weights], Weights]
 
 OTHER_PARTS = re.compile(
-    r"^(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
+    r"^(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio)\."
 )
 """What sees and hears in a checkpoint."""
 

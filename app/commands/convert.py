@@ -165,7 +165,7 @@ def _tell(folder: Path, report: "Conversion", options: argparse.Namespace) -> No
         note(f"note: {text}")
     for text in () if report.quality is None else report.quality.concerns:
         note(f"warning: {text}")
-    speeds = convert_report.speeds_of(folder, Path(report.path))
+    speeds = convert_report.speeds_of(folder, report.path)
     if options.json:
         json_line(convert_report.speeds_json(speeds))
         json_line(convert_report.to_json(report))

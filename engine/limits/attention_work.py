@@ -100,6 +100,10 @@ def visible_pairs(tokens: int, cached: int, window: int | None) -> int:
     return _triangle(window) - _triangle(cached) + (last - window) * window
 
 
+CAPPED = frozenset({"gemma2", "vaultgemma"})
+"""Families that cap their scores where the config does not say."""
+
+
 def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tuple[Attention, ...] | None:
     """Return the attention of every layer that has keys, of its own or another's; None where the config does not tell its size.
 
@@ -129,14 +133,18 @@ def heads_of(config: Mapping[str, Any], layer: "LayerPlan", attention: Sequence[
     if seen.heads < 1 or queries % seen.heads:
         return None
     text = text_config(config)
-    capped = bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2"))
+    capped = bool(text.get("attn_logit_softcapping", text.get("model_type") in CAPPED))
     layers = sum(each.layer == layer.index for each in attention)
     return Heads(queries, seen.heads, seen.key_dim, seen.value_dim, capped or not seen.through, max(layers, 1))
 
 
 def query_heads(config: Mapping[str, Any], layer: int = 0) -> int | None:
     """Return the query heads of a layer; None where the config does not say."""
-    heads = first_of(text_config(config), "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    text = text_config(config)
+    heads = first_of(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    kinds, sliding = text.get("layer_types"), text.get("attention_other_setting")  # Step 3.5's
+    if isinstance(sliding, dict) and isinstance(kinds, list) and kinds[layer] == "sliding_attention":
+        heads = sliding.get("num_attention_heads")
     if isinstance(heads, list):
         heads = heads[layer]
     return heads if isinstance(heads, int) else None

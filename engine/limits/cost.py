@@ -185,7 +185,7 @@ _LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")
 """Embeddings that are never the output head, tied or not."""
 
 _NOT_LOADED = re.compile(
-    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
+    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
 )
 """Weights of checkpoints that mlx-lm leaves out of a text model."""
 

@@ -20,7 +20,7 @@ from tokamac.engine.options import KVSpec
 
 FULL = frozenset({
     "full_attention", "attention", "global", "full", "global_attention", "deepseek_sparse_attention",
-    "indexed_attention",
+    "indexed_attention", "minimax_m3_sparse",
 })  # fmt: skip
 SLIDING = frozenset({"sliding_attention", "local", "sliding", "local_attention", "chunked_attention"})
 EMPTY = frozenset({"mlp", "moe"})
@@ -53,6 +53,7 @@ UNKNOWN = frozenset({
     "longcat_flash", "longcat_flash_ngram", "nemotron-nas",
     "plamo2",
     "recurrent_gemma", "iquestloopcoder", "mimo_v2_flash",
+    "minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text",
 })  # fmt: skip
 """Families whose layers differ in ways this arithmetic does not cover: their cost stays unknown until they are loaded."""
 

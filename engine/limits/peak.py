@@ -32,7 +32,6 @@ where it is 10 to 30 % too much beside the weights. On Metal and CUDA none of th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from tokamac.engine.kv.attention_kernel import BLOCK_BYTES, BLOCK_QUERIES, AttentionCall, MaskKind, kernel_of
 from tokamac.engine.limits.peak_shape import Compressed, LayerCache, Shape
@@ -117,9 +116,8 @@ def _high(  # noqa: PLR0917
     A call's kind: whether it is a whole chunk, which caches it makes grow (of those ``limits``, in slots), and whether it has few
     enough scores for MLX to write them down.
     """
-    prompt = range(held, held + new, chunk)
     last: dict[tuple[bool, ...], tuple[int, Moment]] = {}
-    for start, stop in pairwise([*prompt, held + new]):
+    for start, stop in _telling_calls(slots, held, held + new, chunk):
         count, before, slots = stop - start, slots, grown(slots, stop)
         few = (count * stop < NUMPY_SCORES, count * stop < NUMPY_SCORES_PACKED)
         grew = tuple(min(slots, limit or slots) > min(before, limit or before) for limit in limits)
@@ -131,6 +129,26 @@ def _high(  # noqa: PLR0917
         yield before, Moment(1, before + 1, decodes=True)
     if reply:
         yield slots, Moment(1, end + reply, decodes=True)
+
+
+def _telling_calls(slots: int, held: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the calls among which the last of each kind is, in order: so many are they at any length of context.
+
+    Between two calls that make caches grow the others differ in their scores alone, so the last of each number of scores will do.
+    """
+    start = held
+    while start < end:
+        whole = (end - start) // chunk
+        still = min(whole, max(0, (slots - start) // chunk))  # whole chunks before one makes the caches grow
+        few = (max(0, (scores - 1) // chunk - start) // chunk for scores in (NUMPY_SCORES, NUMPY_SCORES_PACKED))
+        for call in sorted({min(still, calls) for calls in few} | {still}):
+            if call:
+                yield start + (call - 1) * chunk, start + call * chunk
+        start += still * chunk
+        if start < end:
+            stop = min(start + chunk, end)
+            yield start, stop
+            start, slots = stop, grown(slots, stop)
 
 
 def _at(shape: Shape, slots: int, moment: Moment, prompt_cache: int) -> Peak:

@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "publis
 NO_CLASS = "no language model of the kind"
 REFUSED = {
     # model: what the refusal names. Nothing else may be refused.
-    "stepfun-ai/Step-3.7-Flash-FP8": NO_CLASS,
+    "stepfun-ai/Step-3.7-Flash-FP8": "no 'text_config'",  # flat, without rotary bases and the heads of sliding layers
     "google/embeddinggemma-300m": "use_bidirectional_attention",  # it makes vectors of texts, and sees all of a text at once
 }
 
