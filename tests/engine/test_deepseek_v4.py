@@ -13,11 +13,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.chat_templates import deepseek_v32
 
 from tests.engine.test_golden import GOLDEN, build, golden
 from tests.golden.weights import tensor
 from tests.quant.packed_models import write_source
-from tokamac.engine import Engine, Finished, KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine import Engine, Finished, KVSpec, Message, PromptCacheSpec, Sampling
+from tokamac.engine.chat_formats import DEEPSEEK
 from tokamac.engine.config import model_classes, normalise, read_config
 from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.kv import offset, plan_caches, rewindable, trim
@@ -32,6 +34,8 @@ from tokamac.engine.limits.kv_table import kv_table
 from tokamac.engine.limits.work import work_of_config
 from tokamac.engine.model import build_model
 from tokamac.engine.shards import find_shards, read_header
+from tokamac.engine.template import ChatTemplate
+from tokamac.engine.tokens import load_tokenizer
 from tokamac.quant import convert
 
 CASE = "deepseek_v4_published"
@@ -243,6 +247,72 @@ def test_what_no_deepseek_v4_is_known_to_have_is_refused_by_name(change: dict[st
     )
     with pytest.raises(ModelUnsupportedError, match=named):
         hollow_model(normalise({**config_of(), **change}), 4)
+
+
+# Chat
+
+MARKS = ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<think>", "</think>")
+BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+TALKS = (
+    [("user", "hi")],
+    [("system", "be brief"), ("user", "hi")],
+    [("system", "be brief"), ("user", "hi"), ("assistant", "hello"), ("user", "why?")],
+    [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")],
+)
+
+
+def deepseek_tokenizer(folder: Path, **settings: Any) -> None:
+    """Write a tokenizer that has DeepSeek's marks and, as its published one, no chat template."""
+    for file in (GOLDEN / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
+    first = 1 + max(vocabulary["model"]["vocab"].values())
+    vocabulary["added_tokens"] += [
+        {
+            "id": first + number,
+            "content": mark,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for number, mark in enumerate((*MARKS, BOS, EOS))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    given = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(given))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v32"])
+@pytest.mark.parametrize("talk", TALKS, ids=len)
+def test_without_a_template_it_is_chatted_with_in_deepseeks_format(tmp_path: Path, talk: Any, kind: str) -> None:
+    deepseek_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, {"model_type": kind}, "it")
+    messages = [{"role": role, "content": content} for role, content in talk]
+    # mlx-lm has DeepSeek's own program for V3.2, which V4's equals without tools.
+    wanted = deepseek_v32.apply_chat_template(messages, add_generation_prompt=True)
+    rendered = tokenizer.render([Message(role, content) for role, content in talk])
+    assert rendered == wanted
+    assert tokenizer.opens_thinking(rendered)
+    off = ChatTemplate(DEEPSEEK, {"bos_token": BOS, "thinking": False}).render(messages, reply=True)
+    assert off == deepseek_v32.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
+
+
+def test_a_reply_is_gone_on_with_in_its_thoughts_or_after_them(tmp_path: Path) -> None:
+    deepseek_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, {"model_type": "deepseek_v4"}, "it")
+    user, assistant, begins, ends = MARKS
+    said = [Message("user", "why?"), Message("assistant", "so it is", thinking="hm")]
+    assert tokenizer.render_cut(said, "answer") == f"{BOS}{user}why?{assistant}{begins}hm{ends}so it is"
+    assert tokenizer.render_cut([said[0], Message("assistant", "", thinking="hm")], "thinking").endswith(f"{begins}hm")
+
+
+def test_a_template_of_its_own_goes_before_ours_and_other_models_get_none(tmp_path: Path) -> None:
+    deepseek_tokenizer(tmp_path, chat_template="{{ messages[0].content }}!")
+    assert load_tokenizer(tmp_path, {"model_type": "deepseek_v4"}, "it").render([Message("user", "hi")]) == "hi!"
+    deepseek_tokenizer(tmp_path)
+    assert not load_tokenizer(tmp_path, {"model_type": "llama"}, "it").has_chat_template
 
 
 # Caches
