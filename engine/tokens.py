@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokamac.engine.chat_formats import template_of
 from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken, encode_within
 from tokamac.engine.encoder import SegmentEncoder
 from tokamac.engine.errors import (
@@ -480,6 +481,8 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         raise ModelDamagedError(
             f"the tokenizer of {name} can't be read: {reason}", f"Download the files of {folder} again."
         ) from error
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = template_of(config)
     found = Tokenizer(tokenizer, _eos_ids(folder, config, tokenizer), name)
     found.compile_template()
     return found

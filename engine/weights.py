@@ -92,8 +92,10 @@ def packing_kept(config: Config) -> Config | None:
         experts = NVFP4
     elif "fp4" in (config.get("expert_dtype"), given.get("expert_dtype")):
         experts = MXFP4
-    plain = ("compressor.kv_proj", "compressor.gate_proj", "indexer.weights_proj")
-    plain += ("indexer.compressor.kv_proj", "indexer.compressor.gate_proj")
+    plain = (
+        *("compressor.kv_proj", "compressor.gate_proj", "indexer.weights_proj"),
+        *("indexer.compressor.kv_proj", "indexer.compressor.gate_proj"),
+    )
     entries: Config = {"model.embed_tokens": False, "lm_head": False}
     for layer in range(config.get("num_hidden_layers") or 0):
         stem = f"model.layers.{layer}"

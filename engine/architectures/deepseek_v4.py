@@ -7,7 +7,7 @@ table of token ids, streams are joined by a head of their own, and nothing is ro
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ def _unknown(key: str, value: Any) -> ModelUnsupportedError:
     )
 
 
-SCORES = {
+SCORES: dict[str, Callable[[mx.array], mx.array]] = {
     "sqrtsoftplus": lambda logits: mx.sqrt(nn.softplus(logits)),
     "softmax": lambda logits: mx.softmax(logits, axis=-1),
     "sigmoid": mx.sigmoid,
@@ -274,7 +274,7 @@ class Attention(nn.Module):
             picks = (near[:, part], chosen[:, part])
             gathered = mx.concatenate([_gather(rows, picks[0]), _gather(entries, picks[1])], axis=2)  # (B, n, W + k, D)
             each = queries[:, :, part].swapaxes(1, 2).reshape(-1, heads, 1, size)  # each query is a sequence of its own
-            seen = (mx.concatenate(picks, axis=-1) >= 0).reshape(each.shape[0], 1, 1, -1)
+            seen = (mx.concatenate(list(picks), axis=-1) >= 0).reshape(each.shape[0], 1, 1, -1)
             out = self._weigh(each, gathered.reshape(each.shape[0], 1, -1, size), seen)
             outs.append(out.reshape(batch, -1, heads, size).swapaxes(1, 2))
         return mx.concatenate(outs, axis=2)
@@ -351,7 +351,8 @@ class Mixture(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         chosen, weights = self.gate(flat, ids.reshape(-1))
         out = self.experts(flat, chosen, weights) + self.shared_experts(flat).astype(mx.float32)
-        return out.reshape(x.shape).astype(x.dtype)
+        mixed: mx.array = out.reshape(x.shape).astype(x.dtype)
+        return mixed
 
 
 class DecoderLayer(nn.Module):
@@ -448,6 +449,23 @@ class Model(nn.Module):
     def make_cache(self) -> list[CompressedCache]:
         """Return empty caches, one a layer."""
         return [layer.self_attn.make_cache() for layer in self.layers]
+
+    @property
+    def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict[str, int]]:
+        """Return how a conversion packs a module: with 8 bits what makes and chooses entries, which is published unpacked."""
+
+        def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:
+            if "compressor." in path or path.endswith("weights_proj"):
+                return {"group_size": 64, "bits": 8}
+            return "to_quantized" in dir(module)
+
+        return predicate
+
+    @property
+    def cast_predicate(self) -> Callable[[str], bool]:
+        """Return whether a conversion may cast a tensor: what weighs streams, gates, experts and sinks stays float32."""
+        kept = re.compile(r"_hc\.|hc_head\.|\.sinks$|\.position_bias$|\.e_score_correction_bias$")
+        return lambda name: kept.search(name) is None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return weights by our names: published, saved by transformers, or ours already."""

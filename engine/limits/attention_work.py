@@ -109,7 +109,7 @@ def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tu
 
     Latent attention multiplies with the dims that its config names, unfolded, as prefill does.
     """
-    own = []
+    own: list[Attention] = []
     for layer in layers:
         if layer.kind == "state":
             continue

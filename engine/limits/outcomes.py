@@ -66,7 +66,7 @@ class Case:
 class Outcome:
     """The answer. Bytes, tokens a second, seconds; None is unknown, and ``reason`` then says why.
 
-    weight_bytes, bits_per_weight: as stored. kv_bytes: of keys and values at the context. memory: at the highest moment
+    weight_bytes, bits_per_weight: as stored. kv_bytes: held of keys and values at the context. memory: at the highest moment
     on the way there. prefill_tps, ttft_s: of the prompt. prediction: both phases on the roofline.
     """
 
@@ -215,7 +215,7 @@ def outcome_at(loaded: Loaded, case: Case) -> Outcome:
         place=place,
         weight_bytes=stored.weight_bytes,
         bits_per_weight=stored.bits_per_weight,
-        kv_bytes=limits.kv_bytes_per_step,
+        kv_bytes=loaded.plan.bytes_at(case.context),
         memory=loaded.fit(case),
         ceiling_tps=limits.ceiling_tps,
         expected_tps=limits.expected_tps,
