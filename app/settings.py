@@ -51,6 +51,8 @@ MOST_MEMORY_GB = 1e6
 TITLES = ("model", "words")
 """Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
 OPTIONS = ("sampling", "kv")
+CHAT_KV = KVSpec(keep="system")
+"""How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
 """Tables that are a dataclass of the engine's."""
 DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 
@@ -77,7 +79,7 @@ class Settings:
     titles: str = "model"
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    kv: KVSpec = field(default_factory=KVSpec)
+    kv: KVSpec = CHAT_KV
     system_prompts: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unknown: dict[str, Any] = field(default_factory=dict)
@@ -158,7 +160,7 @@ def dumps(settings: Settings) -> str:
     for name in PLAIN:
         if getattr(settings, name) != getattr(Settings(), name):
             table[name] = getattr(settings, name)
-    for name, value, default in (("sampling", settings.sampling, Sampling()), ("kv", settings.kv, KVSpec())):
+    for name, value, default in (("sampling", settings.sampling, Sampling()), ("kv", settings.kv, CHAT_KV)):
         changed = {
             f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)
         }

@@ -14,6 +14,7 @@ from tokamac.engine.device import cannot_import, check_backends, installed_backe
 from tokamac.engine.errors import EngineClosedError, OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
 from tokamac.engine.given import given_count, given_ids, given_limit, given_messages, given_prompt, given_sampling
+from tokamac.engine.limits.address_space import check_address_space
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
@@ -92,6 +93,7 @@ class Engine:
 
         def work() -> "Core":
             check_backends(installed_backends())
+            check_address_space()
             try:
                 from tokamac.engine.loading import load
             except ImportError as error:

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
+from tokamac.engine.limits.address_space import check_address_space
 from tokamac.engine.limits.memory import device_total
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
@@ -128,6 +129,7 @@ def convert(
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
     options = Options(**asked)
+    check_address_space()
     started_s, tell = time.perf_counter(), progress or (lambda _: None)
     _check_paths(source, out)
     folder = locate(source)

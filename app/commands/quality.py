@@ -55,10 +55,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.error("--tokens: a token is only compared with the one before it, so 2 are the least")
     from tokamac.engine import hub
     from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
+    from tokamac.engine.limits.address_space import check_address_space
     from tokamac.quant import calibration
     from tokamac.quant.streamed import streamable_folder
 
     check_backends(installed_backends())
+    check_address_space()
     multiply_in_float32()  # divergences as small as 1e-5 are compared
     file = None if options.text is None else Path(options.text).expanduser()
     text = calibration.text(file)

@@ -9,7 +9,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.events import DescendantFocus
 from textual.widgets import Button, Checkbox, Input, Label, Static
 
-from tokamac.app.settings import Settings
+from tokamac.app.settings import CHAT_KV, Settings
 from tokamac.app.tui.options import (
     KV_FIELDS,
     MEMORY_FIELDS,
@@ -133,7 +133,7 @@ class SettingsScreen(Dialog[Chosen]):
         """Write the defaults into the form."""
         self._write(Sampling())
         for field in KV_FIELDS:
-            self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
+            self.query_one(f"#{field.name}", Input).value = write(field, CHAT_KV)
         for field in MEMORY_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, Settings())
 
