@@ -140,9 +140,14 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
 
         traceback.print_exception(error)
     from tokamac.app.output import json_line, note
+    from tokamac.engine.compute_errors import engine_error
     from tokamac.engine.device import cannot_import
     from tokamac.engine.errors import TokamacError, access_hint
+    from tokamac.engine.limits.address_space import LEAST, space_left, too_little
 
+    if not isinstance(error, TokamacError) and (left := space_left()) is not None and left < LEAST // 4:
+        error = too_little(left)  # whatever it was that could not be loaded or started
+    error = engine_error(error) or error
     if isinstance(error, ImportError):
         error = cannot_import(error) or error
     if isinstance(error, TokamacError):

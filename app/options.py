@@ -285,7 +285,9 @@ def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: b
         help="hold N tokens at most: the first ones (--kv-keep) and the newest (rotating)",
     )
     group.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, help="values that share a scale (64)")
-    group.add_argument("--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4)")
+    group.add_argument(
+        "--kv-keep", type=kv_keep, metavar="N|system", help="first tokens a window never drops (4; a chat: system)"
+    )
     if full:
         group.add_argument(
             "--on-full",

@@ -57,6 +57,8 @@ PLAIN = (
 MOST_MEMORY_GB = 1e6
 TITLES = ("model", "words")
 """Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
+CHAT_KV = KVSpec(keep="system")
+"""How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
 OPTIONS = ("sampling", "template", "kv")
 """Tables that are a dataclass of the engine's."""
 LARGEST_BYTES = 4 << 20
@@ -87,7 +89,7 @@ class Settings:
     toured: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     template: TemplateOptions = field(default_factory=TemplateOptions)
-    kv: KVSpec = field(default_factory=KVSpec)
+    kv: KVSpec = CHAT_KV
     system_prompts: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -178,7 +180,7 @@ def dumps(settings: Settings) -> str:
     for name, value, default in (
         ("sampling", settings.sampling, Sampling()),
         ("template", settings.template, TemplateOptions()),
-        ("kv", settings.kv, KVSpec()),
+        ("kv", settings.kv, CHAT_KV),
     ):
         changed = {
             f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)

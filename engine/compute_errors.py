@@ -28,6 +28,10 @@ _MEMORY = (
     "memoryallocation",  # cudaErrorMemoryAllocation
     "cublas_status_alloc_failed",
     "bad_alloc",
+    "resource temporarily unavailable",  # a thread's stack, where address space is bounded
+    "can't start new thread",
+    "cannot allocate memory",
+    "failed to map segment",
 )
 _TIMES = ("impactinginteractivity", "impacting interactivity", "timeout", "timed out")
 _SHORTER = "Shorten the prompt, pack keys and values (--kv-bits 8), take a smaller model, or close other programs."

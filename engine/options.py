@@ -272,7 +272,7 @@ class KVSpec:
     key_bits, value_bits: 16 keeps the model's own type; fewer packs groups of ``group_size`` along the head dimension.
     group_size: the default gives way to 32, with a note, where 64 does not divide the head dimension; 128 is refused there.
     window: at most this many tokens are kept, the ``keep`` first ones for ever (they count inside the window);
-    None keeps all. ``keep="system"`` pins the whole system prompt.
+    None keeps all. ``keep="system"`` pins the whole system prompt, and 4 tokens where there is none.
 
     The token at position p sees position q ≤ p where q < keep or q > p − (window − keep).
 

@@ -25,6 +25,10 @@ LONGEST_OPENING = 16
 """Tokens that the mark with which thinking begins, and white space after it, have at most."""
 
 
+SINKS = 4
+"""First tokens that much attention goes to, whatever they are (https://arxiv.org/abs/2309.17453): pinned at least."""
+
+
 class Prompting:
     """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before.
 
@@ -128,15 +132,16 @@ class Prompting:
             raise OptionError(f"token id {bad} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer.")
 
     def pinned(self, messages: Sequence[Message]) -> int | None:
-        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt."""
+        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt, and SINKS at least."""
         kv = self._runtime.kv
         if kv.window is None:
             return None
         if kv.keep != "system":
             return kv.keep
+        sinks = min(SINKS, kv.window - 1)
         if not messages or messages[0].role != "system":
-            return 0
-        pinned = len(self.stable([messages[0], Message("user", "")]))
+            return sinks
+        pinned = max(sinks, len(self.stable([messages[0], Message("user", "")])))
         if pinned >= kv.window:
             raise OptionError(
                 f"the system prompt has {pinned:,} tokens, which fills a KV window of {kv.window:,}",

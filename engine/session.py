@@ -25,6 +25,7 @@ from tokamac.engine.given import (
     given_sampling,
     given_template,
 )
+from tokamac.engine.limits.address_space import check_address_space
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
@@ -110,6 +111,7 @@ class Engine:
 
         def work() -> "Core":
             check_backends(installed_backends())
+            check_address_space()
             try:
                 from tokamac.engine.loading import load
             except ImportError as error:

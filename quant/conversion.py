@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
+from tokamac.engine.limits.address_space import check_address_space
 from tokamac.engine.limits.memory import device_total
 from tokamac.engine.shards import find_shards
 from tokamac.engine.spelling import nearest
@@ -171,6 +172,7 @@ def _guarded(progress: Progress | None) -> Progress:
 def _convert(
     source: str | Path, out: str | Path | None, options: Options, *, overwrite: bool, dry_run: bool, tell: Progress
 ) -> Conversion | Plan:
+    check_address_space()
     started_s = time.perf_counter()
     _check_paths(source, out)
     folder = locate(source)

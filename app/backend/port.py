@@ -176,6 +176,8 @@ def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> Engi
     cache = PromptCacheSpec() if request.prompt_cache else None
 
     def load(kv: KVSpec) -> "Engine":
+        if not kv.rolls:
+            kv = replace(kv, keep=KVSpec().keep)  # a chat names it for the day when something rolls
         return Engine.load(
             request.model,
             kv=kv,

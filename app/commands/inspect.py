@@ -74,6 +74,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     _check(parser, options)
     place = _place(parser, options)
     case = _case(parser, options, kv)
+    from tokamac.engine.limits.address_space import LEAST_TO_INSPECT, check_address_space
+
+    check_address_space(LEAST_TO_INSPECT)  # before the libraries that end the process where there is none
     from tokamac.engine.limits.inspect import inspect
     from tokamac.engine.limits.subject import subject_of
 

@@ -62,9 +62,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.stride is not None and options.window is None:
         parser.error("--stride has no effect without --window")
     from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
+    from tokamac.engine.limits.address_space import check_address_space
     from tokamac.quant import calibration
 
     check_backends(installed_backends())
+    check_address_space()
     multiply_in_float32()  # divergences as small as 1e-5 are compared
     file = None if options.text is None else Path(options.text).expanduser()
     text = calibration.text(file)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tokamac.app.backend import wire
 from tokamac.app.backend.client import Died, Garbled
 from tokamac.app.backend.wire import Load, MemoryUse, ModelInfo
+from tokamac.app.settings import CHAT_KV
 from tokamac.app.tui.idle import Idle
 from tokamac.app.tui.keymap import Keymap
 from tokamac.app.tui.phase import Phase
@@ -177,7 +178,7 @@ class Life(ABC):
         self._working = self.load
         self.loading = None
         self._enter(Phase.IDLE)
-        asked = self.load.kv != KVSpec()
+        asked = self.load.kv not in (KVSpec(), CHAT_KV)
         remarks = [note for note in event.info.notes if asked or note.startswith(f"adapter {event.info.adapter}: ")]
         self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
         costs = [Notice(f"{remark[0].upper()}{remark[1:]}.", "warning") for remark in event.info.memory_notes]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokamac.engine.limits import cgroups, macos
+from tokamac.engine.limits.address_space import space_left
 
 ALLOWANCE = 128 << 20
 """Bytes beyond what is allocated that are never refused: a short prompt of a loaded model, its keys and values and temporaries."""
@@ -33,7 +34,7 @@ PRESSURE = "kern.memorystatus_vm_pressure_level"
 """1 normal, 2 warning, 4 critical (sys/event.h, NOTE_MEMORYSTATUS_PRESSURE_*)."""
 CRITICAL = 4
 
-Source = Literal["asked", "recommended", "wired elsewhere", "device", "container", "machine"]
+Source = Literal["asked", "recommended", "wired elsewhere", "device", "container", "machine", "address space"]
 
 SOURCES: dict[Source, str] = {
     "asked": "as set by --memory or the memory setting",
@@ -42,6 +43,7 @@ SOURCES: dict[Source, str] = {
     "device": "the device's memory less what other programs hold of it",
     "container": "the container's limit less what its other programs hold",
     "machine": "the machine's memory less what other programs hold",
+    "address space": "the address space that this process may take (ulimit -v) less what it holds of it otherwise",
 }
 """Where a limit comes from, in words."""
 
@@ -245,6 +247,8 @@ def _limits(ours: int) -> list[Limit]:
     bounds = [Limit(group.limit - group.held + resident, "container") for group in cgroups.bounding()]
     room = None if found is None else found.available + found.swap_free + resident
     bounds.extend(Limit(most, "machine") for most in (room, physical) if most is not None)
+    if (space := space_left()) is not None:
+        bounds.append(Limit(ours + space, "address space"))
     return bounds
 
 

@@ -391,3 +391,15 @@ async def test_a_chat_has_its_own_system_prompt(chat: Start, tmp_path: Path) -> 
         screen = await c.opened("ctrl+s", SystemScreen)
         assert screen.query_one("#own", Tick).value
     assert settings.load(tmp_path / "settings.toml").settings.system == ""
+
+
+def test_a_chat_keeps_its_system_prompt_unless_told_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[kv]\nwindow = 512\n")
+    assert settings.load(file).settings.kv == KVSpec(window=512, keep="system")
+    file.write_text("[kv]\nwindow = 512\nkeep = 4\n")
+    read = settings.load(file).settings
+    assert read.kv == KVSpec(window=512)
+    file.write_text(settings.dumps(read))
+    assert settings.load(file).settings == read
+    assert "kv" not in settings.dumps(Settings()).replace("[kv]", "")

@@ -10,7 +10,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.events import DescendantFocus
 from textual.widgets import Button, Checkbox, Input, Label, Static
 
-from tokamac.app.settings import Settings
+from tokamac.app.settings import CHAT_KV, Settings
 from tokamac.app.tui.options import (
     KV_FIELDS,
     MEMORY_FIELDS,
@@ -150,7 +150,7 @@ class SettingsScreen(Dialog[Chosen]):
         for field in TEMPLATE_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, TemplateOptions())
         for field in KV_FIELDS:
-            self.query_one(f"#{field.name}", Input).value = write(field, KVSpec())
+            self.query_one(f"#{field.name}", Input).value = write(field, CHAT_KV)
         for field in MEMORY_FIELDS:
             self.query_one(f"#{field.name}", Input).value = write(field, Settings())
 
