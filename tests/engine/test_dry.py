@@ -96,6 +96,7 @@ def test_token_by_token_it_is_what_a_search_finds(
 
 
 @given(ids=IDS, most=st.integers(1, 50))
+@settings(deadline=None)
 def test_lengths_of_a_prompt_are_those_found_one_by_one(ids: list[int], most: int) -> None:
     expected = [
         next(
