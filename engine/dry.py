@@ -16,6 +16,7 @@ step ahead; a token costs a few passes over the context and two over the vocabul
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,8 @@ def find_breakers(
         encode: Text to token ids.
         marks: Tokens that are no text but end a turn: they break as well, so that no reply is kept from ending.
     """
-    single = {token for token, text in enumerate(vocabulary) if any(each in text for each in texts)}
+    breaks = re.compile("|".join(map(re.escape, texts)) or r"(?!)").search  # quicker than text by text
+    single = {token for token, text in enumerate(vocabulary) if breaks(text)}
     sequences: dict[tuple[int, ...], set[int]] = {}
     for text in texts:
         for cut in range(1, len(text)):

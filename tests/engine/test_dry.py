@@ -132,6 +132,7 @@ def test_breakers_are_found_in_tokens_and_across_them() -> None:
     found = find_breakers(["\n", "ab"], vocabulary, lambda text: spelled[text], frozenset({5}))
     assert found.single == {2, 3, 4, 5, 6}  # those that hold one, and the mark
     assert found.sequences == ((frozenset({0}), (1,)),)  # "a", then "b"
+    assert find_breakers([], vocabulary, lambda text: spelled[text], frozenset({5})) == Breakers(frozenset({5}))
     assert found.last([4, 7, 0, 1, 7]) == 1
     assert found.last([7, 0, 7]) == 3
 
