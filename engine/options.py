@@ -143,12 +143,13 @@ class Sampling:
     min_tokens: so many are generated before anything ends the reply but the user and the context: until then the tokens that
     end it can't be drawn, and stop texts are text.
     logit_bias: what is added to the logits of single tokens before all else, {token_id: bias}, -100 to 100; kept as pairs.
-    presence_penalty, frequency_penalty: taken from the logit of every token that this reply holds already, once, and once for each
-    time it does (as in OpenAI's interface); 0.0 is off.
+    presence_penalty, frequency_penalty: taken from the logit of every token that was generated for this reply already, once, and
+    once for each time it was (as in OpenAI's interface); 0.0 is off.
     xtc_probability, xtc_threshold: how often the likeliest tokens are excluded, all but the least likely of those at or above the
     threshold; 0.0 is off.
     dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: a token that would continue a repeated sequence of n
-    tokens, n ≥ allowed length, loses multiplier × base^(n − allowed length); no sequence reaches across a breaker. 0.0 is off.
+    tokens, n ≥ allowed length, loses multiplier × base^(n − allowed length); no sequence reaches across a breaker, nor across a
+    mark of the chat template. 0.0 is off.
     order: the stages in the order they apply, each once. Those that are off do nothing. "penalties" are the first three above.
     logprobs: with each token its log-probability and those of this many likeliest ones (0: its own alone), by the model itself,
     before all of the above; None is none.

@@ -143,9 +143,9 @@ class Sampler:
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
         self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
         self._made = 0
-        self._vocabulary = 0
         self._last: mx.array | None = None  # chosen, and not remembered yet
-        self._judged: mx.array | None = None  # the logits that the last one was chosen from, where scores are wanted
+        self._raw: mx.array | None = None  # the logits it was chosen from, where scores are wanted
+        self._vocabulary = 0
         self._counts: mx.array | None = None  # (1, V), of the tokens of this reply
         self._dry: Dry | None = None
         self._protected: mx.array | None = None  # (V,), from XTC
@@ -175,18 +175,18 @@ class Sampler:
         self._vocabulary = logits.shape[-1]
         if self._last is not None:
             self._remember(self._last)
-        self._last = self._chosen(self._biased(logits)).astype(mx.uint32)
+        token = self._last = self._chosen(self._biased(logits)).astype(mx.uint32)
         self._made += 1
-        if self._sampling.logprobs is not None:
-            self._judged = logits
-            self._scored.append(_scored(logits, self._last, self._sampling.logprobs))
-        return self._last
+        if (count := self._sampling.logprobs) is not None:
+            self._raw = logits
+            self._scored.append(_scored(logits, token, count))
+        return token
 
     def replace_last(self, token: mx.array) -> None:
         """Take ``token`` (1,) for the one chosen last: that one is not used."""
         self._last = token
-        if self._judged is not None:
-            self._scored[-1] = _scored(self._judged, token, self._sampling.logprobs or 0)
+        if self._raw is not None:
+            self._scored[-1] = _scored(self._raw, token, self._sampling.logprobs or 0)
 
     def newest_score(self) -> tuple[mx.array, ...]:
         """Return what is to be evaluated with the last token, besides it."""

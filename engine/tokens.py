@@ -210,7 +210,7 @@ class Tokenizer:
         return known
 
     def _token_texts(self) -> list[str]:
-        """Return the text of every token, by id: a fifth of a second for a large vocabulary."""
+        """Return the text of every token, by id: about a second for a large vocabulary on a slow machine."""
         ids = range(max(self._hf.get_vocab().values(), default=-1) + 1)
         if self._hf.is_fast:
             return list(self._hf.backend_tokenizer.decode_batch([[each] for each in ids], skip_special_tokens=False))

@@ -96,6 +96,7 @@ def test_token_by_token_it_is_what_a_search_finds(
 
 
 @given(ids=IDS, most=st.integers(1, 50))
+@settings(deadline=None)
 def test_lengths_of_a_prompt_are_those_found_one_by_one(ids: list[int], most: int) -> None:
     expected = [
         next(
@@ -131,6 +132,7 @@ def test_breakers_are_found_in_tokens_and_across_them() -> None:
     found = find_breakers(["\n", "ab"], vocabulary, lambda text: spelled[text], frozenset({5}))
     assert found.single == {2, 3, 4, 5, 6}  # those that hold one, and the mark
     assert found.sequences == ((frozenset({0}), (1,)),)  # "a", then "b"
+    assert find_breakers([], vocabulary, lambda text: spelled[text], frozenset({5})) == Breakers(frozenset({5}))
     assert found.last([4, 7, 0, 1, 7]) == 1
     assert found.last([7, 0, 7]) == 3
 
