@@ -189,7 +189,9 @@ def _flush(status: int) -> int:
             with suppress(OSError, ValueError):  # not a file of the system: then nothing will complain
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if status == 0 and stream is sys.stdout and not isinstance(error, BrokenPipeError):
-                status = _failed(error, json_wanted=False)  # the help of a command: argparse leaves before it is written
+                status = _failed(
+                    error, json_wanted=False
+                )  # the help of a command: argparse leaves before it is written
             elif status == 0:
                 status = PIPE_CLOSED if isinstance(error, BrokenPipeError) else 1
     return status

@@ -8,8 +8,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 CONFIG_BYTES = 16 << 20
 """A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""
@@ -34,7 +34,7 @@ class TooLargeError(OSError):
     """A file has more bytes than what it is read for can have."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file to read its bytes.
 
     Raises OSError: NotRegularError for what is neither a file nor a folder, IsADirectoryError, FileNotFoundError and the like.

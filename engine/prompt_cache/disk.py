@@ -214,6 +214,8 @@ class Disk:
         except OSError as error:
             reason = error.strerror or type(error).__name__
             self.fail(f"the prompt cache can't be written ({reason}, {self.folder.root}): it stays in memory")
+        except Exception as error:  # or the thread would end in silence, and the next idle step write the same again
+            self.fail(f"the prompt cache can't be written ({type(error).__name__}: {error}): it stays in memory")
 
     def remove_shorter(self, parent: str, tokens: list[int]) -> None:
         """Remove what is stored after ``parent`` and holds no more than a beginning of ``tokens``."""
