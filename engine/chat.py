@@ -1,6 +1,7 @@
 """A conversation: its messages, and what may be done with them. The engine finds what of it is computed already."""
 
 import contextlib
+import inspect
 import operator
 import threading
 import weakref
@@ -172,7 +173,11 @@ class Chat:
         """Change the messages for this thread. Raises OptionError while another one's reply is not at its end."""
         with self._turn:
             reply = None if self._reply is None else self._reply()
-            if reply is not None and reply.gi_frame is not None and self._asker != threading.get_ident():
+            if (
+                reply is not None
+                and inspect.getgeneratorstate(reply) != inspect.GEN_CLOSED
+                and self._asker != threading.get_ident()
+            ):
                 raise OptionError(
                     "this chat is being answered on another thread",
                     "Read that reply to its end or close it first; or ask in a chat of its own (branch).",

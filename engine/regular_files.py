@@ -18,6 +18,9 @@ INDEX_BYTES = 128 << 20
 TOKENIZER_BYTES = 512 << 20
 """A file of a tokenizer at most: the largest published ones have about 35 MB."""
 
+SLICE_BYTES = 1 << 16
+"""Read at a time of a file that has grown, or whose size the system does not tell (/proc)."""
+
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISCHR, "a device"),
@@ -53,8 +56,15 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     """Return all bytes of a regular file. Raises OSError; TooLargeError where it has more than ``most``."""
     with open_regular(path) as file:
-        _check_size(path, os.fstat(file.fileno()).st_size, most)
-        data = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        _check_size(path, size, most)
+        parts, left = [], most + 1
+        while left and (
+            part := file.read(min(left, max(size, SLICE_BYTES)))
+        ):  # as much memory is taken as is asked for
+            parts.append(part)
+            left -= len(part)
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
     _check_size(path, len(data), most)
     return data
 
