@@ -350,7 +350,7 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class PromptCacheSpec:
-    """Reuse of computed prefixes. Sizes in bytes; None takes a default.
+    """Reuse of computed prefixes, by default also **on disk**, in the user's cache folder. Sizes in bytes; None takes a default.
 
     memory_bytes: the live conversation and all others that are kept; a tenth of the memory budget.
     disk: whether prefixes of 256 tokens and more are kept on disk, for the next start. folder: where, a Path or its text; the

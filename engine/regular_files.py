@@ -8,8 +8,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 CONFIG_BYTES = 16 << 20
 """A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""
@@ -18,8 +18,8 @@ INDEX_BYTES = 128 << 20
 TOKENIZER_BYTES = 512 << 20
 """A file of a tokenizer at most: the largest published ones have about 35 MB."""
 
-GROWTH = 1 << 20
-"""Bytes read at once beyond the size that a file was said to have."""
+SLICE_BYTES = 1 << 16
+"""Read at a time of a file that has grown, or whose size the system does not tell (/proc)."""
 
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
@@ -37,7 +37,7 @@ class TooLargeError(OSError):
     """A file has more bytes than what it is read for can have."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file to read its bytes.
 
     Raises OSError: NotRegularError for what is neither a file nor a folder, IsADirectoryError, FileNotFoundError and the like.
@@ -58,10 +58,13 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         _check_size(path, size, most)
-        data = file.read(size + 1)  # not ``most``: Python takes the memory for all that is asked for
-        while len(data) > size and (more := file.read(GROWTH)):  # it grows, or its size is not told
-            data += more
-            _check_size(path, len(data), most)
+        parts, left = [], most + 1
+        while left and (
+            part := file.read(min(left, max(size, SLICE_BYTES)))
+        ):  # as much memory is taken as is asked for
+            parts.append(part)
+            left -= len(part)
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
     _check_size(path, len(data), most)
     return data
 

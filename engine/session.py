@@ -87,9 +87,13 @@ class Engine:
         adapter: str | Path | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Self:
-        """Load a model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide".
+        """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
 
-        kv: how keys and values are kept. prompt_cache: None computes every prompt afresh. dtype: of what is not packed; None
+        model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide". prompt_cache: by default, prompts of 256
+        tokens and more are written to the user's cache folder, keys and values as well as the tokens themselves, readable by that
+        user alone. ``PromptCacheSpec(disk=False)`` keeps them in memory; None keeps nothing.
+
+        kv: how keys and values are kept. dtype: of what is not packed; None
         takes the checkpoint's own on a GPU and float32 on a CPU. On a GPU that has TF32 (CUDA, Apple's from M5 on), MLX rounds
         factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
         arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
@@ -404,7 +408,11 @@ class Engine:
         return self._replies.call(work)
 
     def memory(self) -> "Memory":
-        """Return what is used now, and what there is, in bytes. Waits for a reply in progress."""
+        """Return what is used now, and what there is, in bytes. Waits for a reply in progress.
+
+        Earlier prompts count as used: they stay in memory for reuse, so that this grows from prompt to prompt until they take
+        ``PromptCacheSpec.memory_bytes``, a tenth of the budget where nothing else was set.
+        """
         return self._replies.call(self._core.memory)
 
     def close(self) -> None:

@@ -59,8 +59,9 @@ class Stream:
 
     def close(self) -> None:
         """The engine goes away: end the reply, and tell its reader so."""
-        self.abandon()
+        # Before the thread hears of it, and ends the reply for good: its reader is to learn why.
         self._batches.put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
+        self.abandon()
 
     @property
     def is_ahead(self) -> bool:

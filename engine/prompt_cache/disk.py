@@ -224,6 +224,8 @@ class Disk:
         except OSError as error:
             reason = error.strerror or type(error).__name__
             self.fail(f"the prompt cache can't be written ({reason}, {self.folder.root}): it stays in memory")
+        except Exception as error:  # or the thread would end in silence, and the next idle step write the same again
+            self.fail(f"the prompt cache can't be written ({type(error).__name__}: {error}): it stays in memory")
 
     def take_in(self, packet: Packet) -> Entry | None:
         """Store a segment that was computed elsewhere, on this thread; None where it is here already. Raises OSError."""

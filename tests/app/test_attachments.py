@@ -92,7 +92,7 @@ def test_a_hostile_file_is_made_safe_in_its_text_and_its_name(tmp_path: Path) ->
         ("picture.png", "picture.png is a binary file"),
         ("latin.txt", "latin.txt is no UTF-8 text"),
         ("pipe", "pipe is no plain file"),
-        ("socket", "socket can't be read"),
+        ("socket", "socket is no plain file"),
         ("large.txt", "large.txt has 4.0 MB, more than 4"),
         ("a\0b", "a�b can't be read"),
         ("~nobody-of-that-name/x", "~nobody-of-that-name/x can't be read"),

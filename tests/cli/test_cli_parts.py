@@ -14,6 +14,7 @@ from tokamac.app import output
 from tokamac.app.commands import ask
 from tokamac.app.commands.prompt import compose
 from tokamac.app.options import SAMPLING_FLAGS, kv_bits, kv_spec, sampling
+from tokamac.app.tui import units
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
@@ -229,3 +230,36 @@ def test_models_without_a_cache(tokamac: Run) -> None:
     listed = tokamac("models")
     assert listed.status == 0
     assert "models pull" in listed.out
+
+
+NAME = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (NAME,),
+        (f"--{NAME}",),
+        ("ask", "hi", "-m", NAME),
+        ("ask", "hi", "-m", f"/{NAME}"),
+        ("ask", "hi", "-f", NAME),
+        ("ask", "hi", f"--{NAME}"),
+        ("inspect", "a b " * 3000),
+        ("convert", "y/" * 5000),
+        ("models", "pull", f"org/{NAME}"),
+        ("models", "remove", NAME),
+        ("chats", "show", NAME),
+    ],
+    ids=lambda arguments: " ".join(word[:12] for word in arguments),
+)
+def test_a_name_of_thousands_of_characters_is_not_printed_whole(tokamac: Run, arguments: tuple[str, ...]) -> None:
+    done = tokamac(*arguments)
+    assert done.status in (1, 2)
+    assert 20 < len(done.err) < 3000
+    assert done.out == ""
+
+
+def test_sizes_that_differ_are_told_apart() -> None:
+    assert units.sizes(1_500_000, 2_500_000) == ("1.50 MB", "2.50 MB")
+    assert units.sizes(2_000_100, 2_000_200) == ("2,000,100 B", "2,000,200 B")
+    assert units.sizes(5, 5) == ("5 B", "5 B")

@@ -309,3 +309,16 @@ def test_without_the_prompt_cache_nothing_is_written(
         with Engine.load(tiny, prompt_cache=spec) as engine:
             finish(engine, list(range(300 % 260)) * 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whatever_goes_wrong_in_the_writers_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the copy")
+
+    monkeypatch.setattr(Folder, "write", fail)
+    disk = Disk(Folder(tmp_path), MODEL, "a model", Rates())
+    monkeypatch.setattr("tokamac.engine.prompt_cache.disk.to_bytes", lambda _: b"")
+    disk.write(None, "0" * 32, "1" * 32)  # type: ignore[arg-type]
+    disk.wait(60)
+    assert "no room for the copy" in (disk.trouble or "")
+    assert disk.rest_s > 0

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.prompt_writer import MODEL, writers
 from tests.tiny import make_tiny
-from tokamac.engine import KVSpec
+from tokamac.engine import Engine, KVSpec, PromptCacheSpec
 from tokamac.engine.prompt_cache import folder as folder_module
 from tokamac.engine.prompt_cache.folder import Budgets, Entry, Folder, FullError, least_used_first
 from tokamac.engine.prompt_cache.names import child_name, fingerprint, root_name
@@ -197,3 +197,10 @@ def test_names_are_of_all_that_comes_before() -> None:
     base = MODEL
     assert len({root_name(base, keep) for keep in (None, 0, 4)}) == 3
     assert child_name(child_name(ROOT, [1]), [2]) != child_name(ROOT, [1, 2])
+
+
+def test_a_library_that_writes_prompts_to_the_disk_says_so_first() -> None:
+    for documented in (Engine.load, PromptCacheSpec):
+        first = (documented.__doc__ or "").strip().splitlines()[0]
+        assert "on disk" in first
+    assert "user's cache folder" in (Engine.load.__doc__ or "")

@@ -99,7 +99,7 @@ def test_a_generous_bound_takes_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no files whose size is not told")
 def test_a_file_whose_size_is_not_told_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regular_files, "GROWTH", 100)
+    monkeypatch.setattr(regular_files, "SLICE_BYTES", 100)
     text = read_text("/proc/self/status", 1 << 20)
     assert text.startswith("Name:")
     assert text.rstrip().splitlines()[-1].startswith("nonvoluntary_ctxt_switches:")
@@ -123,6 +123,20 @@ def test_a_regular_file_is_read_whole_and_as_text(tmp_path: Path) -> None:
     check_regular([file, tmp_path, tmp_path / "none"], 9)
     with pytest.raises(OSError, match="MB"):
         check_regular([file], 8)
+
+
+def test_no_more_memory_is_taken_than_a_file_has_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 1000)
+    assert read_bytes(tmp_path / "a", 1 << 50) == b"x" * 1000
+    (tmp_path / "empty").touch()
+    assert read_bytes(tmp_path / "empty", 1 << 50) == b""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_file_whose_size_is_not_told_is_read_whole() -> None:
+    assert b"VmRSS" in read_bytes("/proc/self/status", 1 << 20)
+    with pytest.raises(OSError, match="MB"):
+        read_bytes("/proc/self/status", 10)
 
 
 def test_what_is_none_is_refused_and_named(tmp_path: Path, make: Make) -> None:

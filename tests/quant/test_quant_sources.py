@@ -19,6 +19,7 @@ from tokamac.engine.config import read_config
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.shards import INDEX
+from tokamac.quant import convert
 from tokamac.quant.packed import unpacked
 from tokamac.quant.source import fresh, open_source
 
@@ -262,3 +263,15 @@ def test_a_tensor_whose_bytes_do_not_make_its_shape(tmp_path):
     header["model.norm.weight"]["shape"] = [64]
     shard_with(folder, header)
     refuse(ModelDamagedError, folder, r"model\.safetensors is damaged: its header")
+
+
+@pytest.mark.parametrize(
+    "name", ["spiece.model", "tiktoken.model", "tokenizer.model", "sentencepiece.bpe.model", "qwen.tiktoken"]
+)
+def test_every_file_of_a_tokenizer_goes_along(tmp_path, name):
+    source = make_source(tmp_path, "llama")
+    (source / name).write_bytes(b"pieces")
+    (source / "code.py").write_text("raise SystemExit")
+    convert(source, tmp_path / "out", method="round", verify=False)
+    assert (tmp_path / "out" / name).read_bytes() == b"pieces"
+    assert not (tmp_path / "out" / "code.py").exists()

@@ -90,6 +90,7 @@ class ChatScreen(Screen[None]):
         self._prompt = Prompt()
         self.composer = Composer(self._prompt, session)
         self.open_store = open_store
+        self._early: list[Draft] | None = []  # what was sent before all had begun; None from then on
 
     def compose(self) -> ComposeResult:
         """Yield the parts."""
@@ -108,11 +109,19 @@ class ChatScreen(Screen[None]):
 
     def on_mount(self) -> None:
         """Paint first; the engine starts right after."""
-        self.query_one(Prompt).focus()
+        if not self._composed:  # the app is left in its first moment
+            return
+        self._prompt.focus()
         self.show()
         self.call_after_refresh(begin, self)
         self._ticker = self.set_interval(REFRESH_S, self._tick, pause=True)
         self.set_interval(REST_LOOK_S, self._rest)
+
+    def begun(self) -> None:
+        """The engine starts and the conversations are open: send what was sent before."""
+        early, self._early = self._early or [], None
+        for draft in early:
+            submit(self, draft)
 
     @property
     def focus_chain(self) -> list[Widget]:
@@ -123,8 +132,15 @@ class ChatScreen(Screen[None]):
         """Keep what stands in the prompt, and close the store: a reply that runs is kept as far as it came."""
         self._record(lambda recording: recording.close(self.composer.unsent.whole))
 
+    @property
+    def _composed(self) -> bool:
+        """Whether the parts are there: they are not yet, or no more, in an app that is left as it begins."""
+        return self._prompt.is_attached
+
     def on_resize(self, event: Resize) -> None:
         """Fit what is shown to the room there is."""
+        if not self._composed:
+            return
         width, height = event.size
         tiny = width < SMALLEST[0] or height < SMALLEST[1]
         self.set_class(tiny, "-tiny")
@@ -255,8 +271,11 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.Submitted)
     def submit(self, message: Prompt.Submitted) -> None:
-        """Send what is written, or do the command that it is."""
-        submit(self, message.draft)
+        """Send what is written, or do the command that it is: once there is an engine to send it to, and a store to keep it."""
+        if self._early is None:
+            submit(self, message.draft)
+        else:
+            self._early.append(message.draft)
 
     @on(Prompt.Picked)
     def attach(self, message: Prompt.Picked) -> None:

@@ -23,6 +23,7 @@ def begin(chat: "ChatScreen") -> None:
     if not chat.memory.settings.toured:  # the tour is on the screen
         chat.keep(replace(chat.memory.settings, toured=True))
     _open_store(chat)
+    chat.begun()
 
 
 def _open_store(chat: "ChatScreen") -> None:

@@ -1,0 +1,72 @@
+"""The first moment of the screen: who leaves at once leaves in order, and what is sent at once is answered and kept."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.conftest import Chat
+from tokamac.app.tui.run import ChatOptions, build
+from tokamac.app.tui.screens.chat import ChatScreen
+
+Start = Callable[..., Any]
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_leaving_as_it_begins_is_no_error(tmp_path: Path, turns: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """turns: of the event loop until the user leaves; the parts of the screen are made meanwhile."""
+    paths = {"settings_path": tmp_path / "s.toml", "log_path": tmp_path / "log", "store_path": tmp_path / "c" / "c.db"}
+    app, bridge = build(ChatOptions(model="fast", scripted=True, **paths))
+
+    async def leave() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        app.exit(0)
+
+    leaving = asyncio.get_running_loop().create_task(leave())
+    try:
+        assert await app.run_async(headless=True, size=(100, 30)) == 0
+    finally:
+        bridge.close()
+    await leaving
+    assert "Traceback" not in capsys.readouterr().err
+    assert app.return_code == 0
+
+
+@pytest.fixture
+def late_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What begins after the first drawing begins late, as on a busy machine."""
+
+    def later(self: ChatScreen, callback: Callable[..., object], *arguments: Any) -> bool:
+        self.set_timer(1.0, partial(callback, *arguments))
+        return True
+
+    monkeypatch.setattr(ChatScreen, "call_after_refresh", later)
+
+
+@pytest.mark.usefixtures("late_beginning")
+async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(chat: Start) -> None:
+    async with chat("fast") as c:
+        assert c.app.chat.bridge.life == 0
+        await c.send("one")
+        await c.send("two")
+        await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[-1].reply, "both replies")
+        assert c.prompts == ["one", "two"]
+        assert c.app.chat.bridge.life == 2  # one process: ending none counts as well
+        assert kept(c) == ["one", "two"]
+
+
+@pytest.mark.usefixtures("late_beginning")
+async def test_a_command_that_is_given_before_the_engine_starts_is_done(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.send("/model steady")
+        await c.until(lambda: c.session.load.model == "steady")
+        await c.ready()
+
+
+def kept(c: Chat) -> list[str]:
+    assert c.held is not None
+    return [message.text for message in c.recording.store.path(c.held) if message.role == "user"]
