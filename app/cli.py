@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:
         status = _failed(error, json_wanted="--json" in arguments)
+    except BaseException as error:
+        from tokamac.engine.errors import panic_error
+
+        if (known := panic_error(error)) is None:
+            raise
+        status = _failed(known, json_wanted="--json" in arguments)
     return _flush(status)
 
 
@@ -182,7 +188,11 @@ def _flush(status: int) -> int:
         except (OSError, ValueError) as error:
             with suppress(OSError, ValueError):  # not a file of the system: then nothing will complain
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if status == 0:
+            if status == 0 and stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                status = _failed(
+                    error, json_wanted=False
+                )  # the help of a command: argparse leaves before it is written
+            elif status == 0:
                 status = PIPE_CLOSED if isinstance(error, BrokenPipeError) else 1
     return status
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tokamac.app.output import note
 from tokamac.app.settings import MOST_MEMORY_GB
 from tokamac.engine.errors import OptionError
-from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, KVSpec, PromptCacheSpec, Sampling
+from tokamac.engine.options import GROUP_SIZES, KV_BITS, ON_FULL, STAGES, KVSpec, PromptCacheSpec, Sampling
 
 # flag → field of Sampling
 SAMPLING_FLAGS = {
@@ -23,7 +23,28 @@ SAMPLING_FLAGS = {
     "--repetition-penalty": "repetition_penalty",
     "--seed": "seed",
     "--stop": "stop",
+    "--stop-token-id": "stop_token_ids",
+    "--min-tokens": "min_tokens",
+    "--logit-bias": "logit_bias",
+    "--presence-penalty": "presence_penalty",
+    "--frequency-penalty": "frequency_penalty",
+    "--sampler-order": "order",
+    "--xtc-probability": "xtc_probability",
+    "--xtc-threshold": "xtc_threshold",
+    "--dry-multiplier": "dry_multiplier",
+    "--dry-base": "dry_base",
+    "--dry-allowed-length": "dry_allowed_length",
+    "--dry-sequence-breaker": "dry_sequence_breakers",
 }
+LISTED = ("stop", "stop_token_ids", "logit_bias", "dry_sequence_breakers")
+"""Fields whose flag may be repeated."""
+IDLE_WITHOUT = {
+    "--xtc-threshold": "--xtc-probability",
+    "--dry-base": "--dry-multiplier",
+    "--dry-allowed-length": "--dry-multiplier",
+    "--dry-sequence-breaker": "--dry-multiplier",
+}
+"""Flags that only say how something is done, and the one that turns it on."""
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +169,72 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, metavar="N", help="same seed, same text on the same device (another each time)"
     )
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    group.add_argument(
+        "--stop-token-id",
+        action="append",
+        type=int,
+        dest="stop_token_ids",
+        metavar="ID",
+        help="end at this token, as at the model's own end; may be repeated",
+    )
+    group.add_argument("--min-tokens", type=int, metavar="N", help="do not end before N tokens (0)")
+    _add_bias_flags(group)
+    _add_repetition_flags(group)
+    group.add_argument(
+        "--sampler-order",
+        type=names,
+        dest="order",
+        metavar="STAGE,STAGE…",
+        help=f"the stages in the order they apply, each once ({','.join(STAGES)})",
+    )
+
+
+def _add_bias_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        type=token_bias,
+        metavar="ID=BIAS",
+        help="add BIAS, -100 to 100, to the logit of this token, before all else; may be repeated",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        metavar="P",
+        help="taken from the logits of tokens that the reply holds already, -2 to 2 (0)",
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, metavar="P", help="the same, once for each time they occur, -2 to 2 (0)"
+    )
+
+
+def _add_repetition_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--xtc-probability",
+        type=float,
+        metavar="P",
+        help="how often the likeliest tokens are excluded, all but the least likely of those at or above the threshold (0)",
+    )
+    group.add_argument(
+        "--xtc-threshold", type=float, metavar="P", help="the probability that counts as likely there (0.1)"
+    )
+    group.add_argument(
+        "--dry-multiplier",
+        type=float,
+        metavar="M",
+        help="penalty on tokens that continue a repeated sequence; 0 is off, 0.8 usual (0)",
+    )
+    group.add_argument("--dry-base", type=float, metavar="B", help="by what it grows with each repeated token (1.75)")
+    group.add_argument(
+        "--dry-allowed-length", type=int, metavar="N", help="repeated tokens before the penalty begins (2)"
+    )
+    group.add_argument(
+        "--dry-sequence-breaker",
+        action="append",
+        dest="dry_sequence_breakers",
+        metavar="TEXT",
+        help='no sequence reaches across TEXT; may be repeated, and replaces the usual ones: newline : " *',
+    )
 
 
 def add_kv_flags(parser: argparse.ArgumentParser, *, cache: bool = True, full: bool = True) -> None:
@@ -196,6 +283,20 @@ def kv_keep(text: str) -> int | Literal["system"]:
     return int(text)
 
 
+def token_bias(text: str) -> tuple[int, float]:
+    """Return (token id, bias) from ``15=-100``."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id with a bias (for example 15=-100)") from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return names from ``a,b``."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 def positive(text: str) -> int:
     """Return a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
@@ -209,9 +310,43 @@ def sampling(parser: argparse.ArgumentParser, options: argparse.Namespace, base:
     for flag, name in SAMPLING_FLAGS.items():
         value = getattr(options, name)
         if value is not None:
-            given = {name: tuple(value) if name == "stop" else value}
+            given = {name: tuple(value) if name in LISTED else value}
             result = _changed(parser, flag, result, given)
+    for flag, switch in IDLE_WITHOUT.items():
+        if getattr(options, SAMPLING_FLAGS[flag]) is not None and not getattr(result, SAMPLING_FLAGS[switch]):
+            parser.error(f"{flag} has no effect without {switch} above 0")
     return result
+
+
+def add_logprobs_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--logprobs``."""
+    parser.add_argument(
+        "--logprobs",
+        nargs="?",
+        const=0,
+        type=alternatives,
+        metavar="N",
+        help="with --json: each text event has its tokens, with their log-probabilities by the model itself and those of the "
+        "N likeliest in their place (0)",
+    )
+
+
+def alternatives(text: str) -> int:
+    """Return a number of alternatives."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; PROMPT stands before --logprobs") from None
+
+
+def with_logprobs(parser: argparse.ArgumentParser, options: argparse.Namespace, base: Sampling) -> Sampling:
+    """Return ``base`` with ``--logprobs``, if it was given; end with exit status 2 at a bad or idle one."""
+    if options.logprobs is None:
+        return base
+    if not options.json:
+        parser.error("--logprobs has no effect without --json")
+    changed: Sampling = _changed(parser, "--logprobs", base, {"logprobs": options.logprobs})
+    return changed
 
 
 def kv_spec(parser: argparse.ArgumentParser, options: argparse.Namespace, base: KVSpec | None = None) -> KVSpec:

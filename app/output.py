@@ -1,13 +1,18 @@
 """What the command line writes: results to stdout, everything else to stderr, and nothing a terminal would obey by accident.
 
-Model text passes a gate on the way to stdout: on a terminal the full sanitiser; into a pipe it is raw but for control
-characters other than newline and tab. Progress is one line rewritten in place on a terminal, a plain line every tenth elsewhere.
+Model text passes a gate on the way to stdout: the full sanitiser on a terminal, and in a pipe, since that may end on one. What it
+replaces is seen (``�``). Into a file it goes as the model wrote it, to the byte, as it does with ``--json``. Zero-width characters
+pass: scripts and emoji need them, and no terminal obeys them. Progress is one line rewritten in place on a terminal, a plain line
+every tenth elsewhere.
+
+Where stdout can't be written any more, every command ends alike, and says nothing of the file or folder it was at: with status 141,
+in silence, where the reader of a pipe has left, and with status 1 and one line on stderr where the disk under it is full.
 """
 
 import json
 import os
-import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -15,8 +20,8 @@ from typing import Any, TextIO
 
 from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
 from tokamac.app.tui.units import seconds, size
+from tokamac.engine.errors import shortened
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 BAR_CELLS = 20
 
 
@@ -25,9 +30,17 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def is_file(stream: TextIO) -> bool:
+    """Whether what is written lands in a regular file, where no terminal reads along."""
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or no file of the system's
+        return False
+
+
 def note(text: str) -> None:
     """Write one line to stderr."""
-    print(sanitise(text).replace("\n", " "), file=sys.stderr, flush=True)
+    print(shortened(sanitise(text).replace("\n", " ")), file=sys.stderr, flush=True)
 
 
 def json_line(value: Any) -> None:
@@ -45,12 +58,12 @@ class ModelText:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._gate = Sanitiser() if stream.isatty() else None
+        self._gate = None if is_file(stream) else Sanitiser()
         self._last = "\n"
 
     def write(self, text: str) -> None:
         """Write what of ``text`` may be shown, at once."""
-        safe = self._gate.feed(text) if self._gate else _CONTROL.sub("", text)
+        safe = self._gate.feed(text) if self._gate else text
         if safe:
             self._stream.write(safe)
             self._stream.flush()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from tokamac.app.sanitise import sanitise_line
+from tokamac.engine.errors import shortened
 from tokamac.engine.spelling import nearest
 
 HELP_FLAGS = frozenset({"-h", "--help"})
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with exit status 2."""
-        said = " ".join(sanitise_line(message).split())
+        said = shortened(" ".join(sanitise_line(message).split()))
         self.exit(2, f"{self._speaker}: {said}{'' if said.endswith('?') else '.'} See {self._see}.\n")
 
     def format_help(self) -> str:

@@ -42,6 +42,7 @@ from tokamac.app.toml import toml
 from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.regular_files import read_text
 
 FILE = "settings.toml"
 MOST_ASIDE = 100
@@ -55,6 +56,8 @@ TITLES = ("model", "words")
 """Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
 OPTIONS = ("sampling", "kv")
 """Tables that are a dataclass of the engine's."""
+LARGEST_BYTES = 4 << 20
+"""Of the file: with a library of system prompts it has some kilobytes."""
 DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 
 
@@ -141,7 +144,7 @@ def load(path: Path) -> Loaded:
 def read(path: Path) -> Loaded:
     """Read the settings; a missing file gives the defaults. Raises OSError, and ``DAMAGED`` for what is no TOML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_BYTES)
     except FileNotFoundError:
         return Loaded(Settings())
     return _read(tomllib.loads(text), path)

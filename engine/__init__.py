@@ -28,6 +28,7 @@ from tokamac.engine.errors import (
     TokamacError,
 )
 from tokamac.engine.events import (
+    Alternative,
     Event,
     Finished,
     Live,
@@ -36,6 +37,7 @@ from tokamac.engine.events import (
     PrefillProgress,
     Squeezed,
     TextChunk,
+    TokenLogprob,
     Truncated,
 )
 from tokamac.engine.limits.metrics import Gaps, Metrics
@@ -52,11 +54,13 @@ if TYPE_CHECKING:
     from tokamac.engine.perplexity import Perplexity
     from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.prompt_cache.exchange import Exchanged
+    from tokamac.engine.reply_stream import ReplyStream
     from tokamac.engine.session import Engine
     from tokamac.engine.tokens import Tokenizer
 
 __all__ = [
     "Action",
+    "Alternative",
     "Branch",
     "Chat",
     "Check",
@@ -92,12 +96,14 @@ __all__ = [
     "Price",
     "PromptCacheSpec",
     "Regenerate",
+    "ReplyStream",
     "Sampling",
     "Send",
     "Squeezed",
     "TemplateError",
     "TextChunk",
     "TokamacError",
+    "TokenLogprob",
     "Tokenizer",
     "Trial",
     "TrialProgress",
@@ -108,7 +114,8 @@ __all__ = [
 _HOMES = {
     "Chat": "chat", "Check": "prompt_cache.check", "Engine": "session", "Exchanged": "prompt_cache.exchange",
     "Limits": "limits.limits", "Memory": "limits.memory", "ModelSpec": "core", "Perplexity": "perplexity",
-    "Prediction": "limits.prediction", "Tokenizer": "tokens", "Trial": "kv.quality", "TrialProgress": "kv.quality",
+    "Prediction": "limits.prediction", "ReplyStream": "reply_stream", "Tokenizer": "tokens", "Trial": "kv.quality",
+    "TrialProgress": "kv.quality",
 }  # fmt: skip
 """Which module defines a name that MLX is imported with, so that the screen and the command line stay light."""
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import operator
-from collections.abc import Generator, Sequence
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from tokamac.engine.events import Event, Finished, Message, TextChunk
 from tokamac.engine.given import given_messages, given_sampling, given_text, given_words
 from tokamac.engine.options import Sampling
 from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
+from tokamac.engine.reply_stream import ReplyStream
 
 if TYPE_CHECKING:
     from tokamac.engine.session import Engine
@@ -35,14 +38,21 @@ class Chat:
     """A conversation with an engine's model. Made by ``engine.chat``.
 
     ``messages`` are the turns without the system prompt. ``send``, ``regenerate`` and ``continue_reply`` yield events; stop
-    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``. They wait for a reply in progress, and
-    so does ``price``.
+    iterating, or close the iterator, to cancel: what was said so far stays in ``messages``; ``cancel`` of the iterator does so from
+    another thread. They wait for a reply in progress, and so does ``price``.
+
+    A conversation has one turn at a time: while a reply that one thread asked for is not at its end, ``send``, ``regenerate``,
+    ``continue_reply`` and ``edit`` raise OptionError on any other. Chats of one engine, branches among them, may be used by
+    several threads at once.
     """
 
     def __init__(self, engine: "Engine", system: str | None = None, messages: Sequence[Message] = ()) -> None:
         self._engine = engine
         self.system = None if system is None else given_text(system, "the system prompt")
         self._messages = given_messages(messages)
+        self._turn = threading.Lock()  # held while messages are changed by who asks; never while a reply is made
+        self._asker: int | None = None  # the thread that asked last
+        self._reply: weakref.ref[ReplyStream] | None = None
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self._messages)} messages with {self._engine!r}>"
@@ -52,43 +62,50 @@ class Chat:
         """The turns so far, oldest first."""
         return tuple(self._messages)
 
-    def send(self, text: str, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+    def send(self, text: str, sampling: Sampling | None = None) -> ReplyStream:
         """Add a user's message and generate the reply. Raises OptionError for an empty message.
 
         A message before it that was never answered (cancelled at once, say) is left out: templates refuse two in a row. Where the
         reply fails before it says anything, the messages are what they were before.
         """
         added, how = Message("user", given_words(text)), given_sampling(sampling)
-        before = self.messages
-        self._messages = [*self._answered(), added]
-        return self._record(_Asked(self.messages, self.messages, before), how)
+        with self._own_turn():
+            before = self.messages
+            self._messages = [*self._answered(), added]
+            return self._begun(self._record(_Asked(self.messages, self.messages, before), how))
 
-    def regenerate(self, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+    def regenerate(self, sampling: Sampling | None = None) -> ReplyStream:
         """Generate the last reply again, or the missing one after an edit. Raises OptionError when there is no question.
 
         The last reply stays until the new one has ended, or was cancelled; for good, where that says nothing.
         """
-        how, now = given_sampling(sampling), self.messages
-        asked = now[:-1] if now and now[-1].role == "assistant" else now
-        if not asked:
-            raise OptionError("there is nothing to regenerate", "Send a message first.")
-        return self._record(_Asked(now, asked, now), how)
+        how = given_sampling(sampling)
+        with self._own_turn():
+            now = self.messages
+            asked = now[:-1] if now and now[-1].role == "assistant" else now
+            if not asked:
+                raise OptionError("there is nothing to regenerate", "Send a message first.")
+            return self._begun(self._record(_Asked(now, asked, now), how))
 
-    def continue_reply(self, sampling: Sampling | None = None) -> Generator[Event, None, None]:
+    def continue_reply(self, sampling: Sampling | None = None) -> ReplyStream:
         """Generate the rest of the last reply, which was cut: at its token limit, or by cancelling. It becomes one message with it.
 
         TextChunks are what is new; Finished holds all of the reply. Raises OptionError where no reply is last, or it is empty.
         """
-        how, now = given_sampling(sampling), self.messages
-        return self._record(_Asked(now, now[:-1], now, unfinished(now)), how)
+        how = given_sampling(sampling)
+        with self._own_turn():
+            now = self.messages
+            return self._begun(self._record(_Asked(now, now[:-1], now, unfinished(now)), how))
 
     def edit(self, index: int, text: str) -> None:
         """Replace the text of message ``index`` and drop what followed it; ``regenerate`` then answers it.
 
         Raises OptionError when there is no such message, and for an empty text.
         """
-        self._check(index)
-        self._messages[index:] = [Message(self._messages[index].role, given_words(text))]
+        words = given_words(text)
+        with self._own_turn():
+            self._check(index)
+            self._messages[index:] = [Message(self._messages[index].role, words)]
 
     def branch(self, index: int) -> "Chat":
         """Return a new chat that begins with the messages up to and including ``index``; this one stays as it is.
@@ -151,17 +168,39 @@ class Chat:
                 f"there is no message {index!r:.60}", f"The chat has {len(self._messages)}, counted from 0."
             )
 
-    def _record(self, asked: _Asked, sampling: Sampling) -> Generator[Event, None, None]:
+    @contextlib.contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Change the messages for this thread. Raises OptionError while another one's reply is not at its end."""
+        with self._turn:
+            reply = None if self._reply is None else self._reply()
+            if reply is not None and not reply.ended and self._asker != threading.get_ident():
+                raise OptionError(
+                    "this chat is being answered on another thread",
+                    "Read that reply to its end or close it first; or ask in a chat of its own (branch).",
+                )
+            yield
+
+    def _begun(self, reply: ReplyStream) -> ReplyStream:
+        """Note whose turn it is now: this thread's, until the reply is at its end, closed, or let go of."""
+        self._asker, self._reply = threading.get_ident(), weakref.ref(reply)
+        return reply
+
+    def _record(self, asked: _Asked, sampling: Sampling) -> ReplyStream:
+        begun = asked.begun
+        prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
+        events = self._engine.generate(prompt, sampling, continues=begun is not None)
+        return ReplyStream(self._recorded(asked, events), events)
+
+    def _recorded(self, asked: _Asked, reply: ReplyStream) -> Generator[Event, None, None]:
         """Yield the events of a reply, and keep what it said.
 
         An edit since it was asked for, or another reply, changes what it would belong to: then it belongs to nothing.
         """
         begun = asked.begun
-        prompt = self._prompt(asked.after if begun is None else (*asked.after, begun))
         said = Message("assistant", "") if begun is None else begun
         whole = False
         try:
-            with contextlib.closing(self._engine.generate(prompt, sampling, continues=begun is not None)) as events:
+            with contextlib.closing(reply) as events:
                 for event in events:
                     if isinstance(event, TextChunk):
                         said = _longer(said, event)

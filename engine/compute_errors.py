@@ -13,7 +13,7 @@ the prompt cache has (engine/request.py).
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokamac.engine.errors import DeviceError, MemoryLimitError, TokamacError
+from tokamac.engine.errors import DeviceError, MemoryLimitError, TokamacError, panic_error
 
 FAILURES = (RuntimeError, MemoryError)
 """What MLX raises for trouble with memory or the device."""
@@ -34,9 +34,9 @@ _SHORTER = "Shorten the prompt, pack keys and values (--kv-bits 8), take a small
 
 
 def engine_error(error: BaseException) -> TokamacError | None:
-    """Return the engine's error for what MLX raised; None for what is none of its failures that are known."""
+    """Return the engine's error for what MLX raised, or for a panic in Rust; None for what is no failure that is known."""
     if isinstance(error, TokamacError) or not isinstance(error, FAILURES):
-        return None
+        return panic_error(error)
     said = " ".join(str(error).split())[:200]
     known = said.lower()
     if isinstance(error, MemoryError) or any(text in known for text in _MEMORY):

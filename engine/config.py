@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.architectures import find_classes
 from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.config_rules import check_config, doubts_of
+from tokamac.engine.config_values import check_values
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from tokamac.engine.open_files import import_mlx_lm
-from tokamac.engine.weights import adapt
+from tokamac.engine.regular_files import CONFIG_BYTES, read_bytes, read_text
+from tokamac.engine.weights import adapt, packing_kept
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
 
@@ -40,6 +42,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "mellum": {"num_experts": "num_local_experts"},
     "step3p5": {
         "num_attention_groups": "num_key_value_heads",
+        "num_key_value_heads": "num_attention_groups",
         "moe_num_experts": "n_routed_experts",
         "moe_top_k": "num_experts_per_tok",
     },
@@ -55,21 +58,10 @@ HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_mo
 """mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
 SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
 """Classes that look into ``rope_scaling`` whether it is there or not."""
-SAME_CLASS = {
-    # model type: the module of mlx-lm whose class computes it. The language parts of newer models are published alone, too.
-    "gemma4_unified_text": "gemma4_text",
-    "lfm2_vl": "lfm2-vl",
-    "olmo": "llama",  # Hugging Face's form of OLMo 1; mlx-lm's class is for Ai2's own, and corrections.py has what differs
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-}
 MODELOPT = "hf_quant_config.json"
 """Where NVIDIA's ModelOpt says how it packed a model, where the config does not."""
-MODELOPT_LIMIT = 16 << 20
+LANGUAGE_PART_TYPES = {"step3p7": "step3p5", "minimax_m3_vl": "minimax_m3"}
+"""What the language part of these models is; their files call it by several names."""
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
@@ -79,12 +71,12 @@ OTHER_TASKS = re.compile(
 def read_config(folder: Path) -> Config:
     """Return the folder's ``config.json``, normalised, with what ModelOpt wrote beside it. Nothing else is read or run.
 
-    Raises ModelDamagedError when the file is missing, is not JSON, or is no config.
+    Raises ModelDamagedError when the file is missing, is not JSON, or is no config, or holds values that no model has.
     """
     path = folder / "config.json"
     again = "Download or convert the model again."
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelDamagedError(f"{path} is missing", f"Is this a model folder? {again}") from error
     except OSError as error:
@@ -98,6 +90,7 @@ def read_config(folder: Path) -> Config:
     if not isinstance(config, dict):
         raise ModelDamagedError(f"{path} holds no JSON object", again)
     try:
+        check_values(_untag(config))
         return normalise(_with_modelopt(folder, config))
     except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError) as error:
         raise ModelDamagedError(f"{path} holds values that can't be right: {error}", again) from error
@@ -111,10 +104,10 @@ def _with_modelopt(folder: Path, config: Config) -> Config:
     text = config.get("text_config")
     said = config if not isinstance(text, dict) else {**text, **config}
     path = folder / MODELOPT
-    if said.get("quantization") or said.get("quantization_config") or not path.is_file():
+    if said.get("quantization") or said.get("quantization_config") or not path.exists():
         return config
     try:
-        found = json.loads(path.read_bytes()) if path.stat().st_size <= MODELOPT_LIMIT else None
+        found = json.loads(read_bytes(path, CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         found = None
     settings = found.get("quantization", found) if isinstance(found, dict) else None
@@ -131,16 +124,23 @@ def normalise(config: Config) -> Config:
         if isinstance(copy.get(part), dict):
             if isinstance(copy.get("tie_word_embeddings"), bool):  # the outer key is the one that transformers obeys
                 copy[part]["tie_word_embeddings"] = copy["tie_word_embeddings"]
+            if copy.get("model_type") in LANGUAGE_PART_TYPES:
+                copy[part]["model_type"] = LANGUAGE_PART_TYPES[copy["model_type"]]
             copy[part] = normalise(copy[part])
             if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
                 copy.setdefault("vocab_size", copy[part]["vocab_size"])
     _names(copy)
+    _experts(copy)
     _heads(copy)
     _rotary(copy)
+    _steps(copy)
+    _compressed_layers(copy)
     _layers(copy)
     _full_layers(copy)
     _recurrent(copy)
     _window(copy)
+    if (packing := packing_kept(copy)) is not None:
+        copy["quantization"] = packing
     nested = any(isinstance(copy.get(part), dict) for part in LANGUAGE_PARTS)
     for key, value in () if nested else ABSENT.get(str(copy.get("model_type")), {}).items():
         if copy.get(key) is None:
@@ -157,6 +157,8 @@ def _untag(value: Any) -> Any:
 
 
 def _names(config: Config) -> None:
+    if config.get("model_type") == "deepseek_ref" and "DeepseekV4ForCausalLM" in (config.get("architectures") or ()):
+        config["model_type"] = "deepseek_v4"  # as SGLang's fp8 files of it spell it
     for ours, theirs in RENAMED.get(str(config.get("model_type")), {}).items():
         if config.get(ours) is None and theirs in config:
             config[ours] = config[theirs]
@@ -165,6 +167,14 @@ def _names(config: Config) -> None:
             config.setdefault(other, config[one])
     if config.get("model_file") is not None:
         config["model_file"] = None  # code from a model folder is never run; the architecture is known or refused
+
+
+def _experts(config: Config) -> None:
+    """Write what Hunyuan's files list layer by layer as one number, where it is the same in all."""
+    for key in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
+        given = config.get(key)
+        if config.get("model_type") == "hunyuan_v1_moe" and isinstance(given, list) and len(set(given)) == 1:
+            config[key] = given[0]
 
 
 def _heads(config: Config) -> None:
@@ -198,6 +208,11 @@ def _rotary(config: Config) -> None:
     config["rope_scaling"] = _scaling(config, given)
     if config.get("model_type") == "minimax_m2" and isinstance(config.get("head_dim"), int):
         config.setdefault("rotary_dim", int(config["head_dim"] * (config.get("partial_rotary_factor") or 1.0)))
+    if config.get("model_type") in ("minimax_m3", "minimax_m3_vl_text"):
+        if isinstance(config.get("head_dim"), int) and config.get("partial_rotary_factor") is not None:
+            config["rotary_dim"] = int(config["head_dim"] * config["partial_rotary_factor"])
+        if config["rope_scaling"] and not config.get("rope_parameters"):  # its class reads this key alone
+            config["rope_parameters"] = {"rope_theta": config.get("rope_theta", 5_000_000.0), **config["rope_scaling"]}
     if config.get("model_type") == "gpt_neox":
         for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
             config.setdefault(new, config.get(old))
@@ -232,6 +247,9 @@ def _layers(config: Config) -> None:
     sparse = config.get("mlp_layer_types")
     if config.get("model_type") == "exaone_moe" and isinstance(sparse, list):
         config["is_moe_layer"] = [kind == "sparse" for kind in sparse]
+    if config.get("model_type") == "vaultgemma" and config.get("layer_types") is None:
+        named = ("sliding_attention", "full_attention")
+        config["layer_types"] = [named[i % 2] for i in range(config.get("num_hidden_layers") or 0)]
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         return
@@ -248,6 +266,68 @@ def _layers(config: Config) -> None:
         config["sliding_window_pattern"] = period
     elif regular and set(kinds) <= {"full_attention", "linear_attention"}:
         config["full_attention_interval"] = period
+
+
+def _steps(config: Config) -> None:
+    """Write Step 3.5's settings of single layers as its own files do, from the form that transformers saves.
+
+    Layers that predict further tokens come after the others in its lists, and are never made.
+    """
+    layers = config.get("num_hidden_layers")
+    if config.get("model_type") != "step3p5" or not isinstance(layers, int):
+        return
+    for key in (
+        "layer_types",
+        "mlp_layer_types",
+        "swiglu_limits",
+        "swiglu_limits_shared",
+        "rope_theta",
+        "partial_rotary_factors",
+    ):
+        if isinstance(config.get(key), list):
+            config[key] = config[key][:layers]
+    kinds = config["layer_types"] = config.get("layer_types") or ["full_attention"] * layers
+    if config.get("moe_layers_enum") is None:
+        given = config.get("mlp_layer_types") or ["dense"] * 3 + ["sparse"] * (layers - 3)
+        config["moe_layers_enum"] = ",".join(str(i) for i, kind in enumerate(given) if kind == "sparse")
+    ropes = config.get("rope_parameters")
+    if isinstance(ropes, dict) and all(isinstance(ropes.get(kind), dict) for kind in kinds):
+        config["rope_theta"] = [ropes[kind].get("rope_theta", 10_000.0) for kind in kinds]
+        config["partial_rotary_factors"] = [ropes[kind].get("partial_rotary_factor", 1.0) for kind in kinds]
+        config["yarn_only_types"] = ["full_attention"]
+        config["partial_rotary_factor"] = config["rope_local_base_freq"] = None  # said layer by layer
+    sliding = {str(i) for i, kind in enumerate(kinds) if kind == "sliding_attention"}
+    heads = config.get("num_sliding_attention_heads") or config.get("num_attention_heads")
+    alike = {"num_attention_heads": heads}
+    per_layer = config.get("per_layer_config")
+    if isinstance(per_layer, dict) and set(per_layer) == sliding and all(each == alike for each in per_layer.values()):
+        config["per_layer_config"] = None
+        config["attention_other_setting"] = {**alike, "num_attention_groups": config["num_attention_groups"]}
+
+
+def _compressed_layers(config: Config) -> None:
+    """Write DeepSeek V4's layers as transformers 5 does; the published files have a ratio for each, and count the hashing ones."""
+    count = config.get("num_hidden_layers")
+    if config.get("model_type") != "deepseek_v4" or not isinstance(count, int):
+        return
+    sliding, sparse, heavy = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+    rates = config.get("compress_rates") or {}
+    config["compress_rates"] = {
+        sparse: config.get("compress_rate_csa", rates.get(sparse, 4)),
+        heavy: config.get("compress_rate_hca", rates.get(heavy, 128)),
+    }
+    kinds, ratios = config.get("layer_types"), config.get("compress_ratios")
+    if kinds is None and isinstance(ratios, list):
+        named = {0: sliding, 4: sparse, 128: heavy}
+        kinds = [named.get(ratio, str(ratio)) for ratio in ratios]
+    if kinds is None:
+        kinds = [sparse if index >= 2 and index % 2 else heavy for index in range(count)]
+    hashed = config.get("num_hash_layers")
+    mixtures = config.get("mlp_layer_types")
+    if mixtures is None:
+        mixtures = ["hash_moe"] * (3 if hashed is None else hashed) + ["moe"] * count
+    # Layers that predict further tokens may be listed too.
+    config["layer_types"], config["mlp_layer_types"] = kinds[:count], mixtures[:count]
 
 
 def _full_layers(config: Config) -> None:
@@ -287,10 +367,10 @@ def _window(config: Config) -> None:
 
 
 def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
-    """Return what builds the model of a normalised config, and mlx-lm's ModelArgs for it.
+    """Return what builds the model of a normalised config, and the ModelArgs for it, which are mlx-lm's or ours (architectures/).
 
-    The first makes mlx-lm's Model from the second, then puts right what that class hard-codes (corrections.py).
-    Raises ModelDamagedError when the config names no model type, ModelUnsupportedError when mlx-lm has no class for it or
+    The first makes a Model from the second, then puts right what mlx-lm's class hard-codes (corrections.py).
+    Raises ModelDamagedError when the config names no model type, ModelUnsupportedError when there is no class for it or
     the model is no language model. Code that a model folder brings along is never run.
     """
     kind = config.get("model_type")
@@ -299,19 +379,16 @@ def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
             "config.json names no model_type", "This is not a language model's folder, or it is damaged."
         )
     _refuse_other_tasks(config, kind)
-    other = "Choose a decoder language model; mlx-lm's models folder lists the architectures."
+    other = "Choose a decoder language model; mlx-lm's models folder lists most of the architectures."
     if kind == "olmo" and "hidden_size" not in config:
         raise ModelUnsupportedError("this is OLMo 1 in Ai2's own form", "Use the model's -hf version.")
-    import_mlx_lm()
     try:
-        if not re.fullmatch(r"[\w-]+", kind):
-            raise ValueError(f"{kind!r} is no model type")
-        from mlx_lm.utils import _get_classes
-
-        model, arguments = _get_classes({**config, "model_type": SAME_CLASS.get(kind, kind)})
+        model, arguments = find_classes(config)
     except (ValueError, AttributeError, ImportError) as error:
         brought = " The code that came with it is not run." if config.get("auto_map") else ""
-        raise ModelUnsupportedError(f"mlx-lm has no language model of the kind {kind!r}", other + brought) from error
+        raise ModelUnsupportedError(
+            f"Tokamac and mlx-lm have no language model of the kind {kind!r}", other + brought
+        ) from error
 
     def build(args: Any) -> Any:
         module = model(args)

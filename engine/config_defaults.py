@@ -13,6 +13,7 @@ ABSENT: dict[str, dict[str, Any]] = {
     | {"mup_enabled": False},
     # Keys that older checkpoints had and mlx-lm requires; transformers now takes them as given.
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "arcee": {"rms_norm_eps": 1e-5},
     "bitnet": {"tie_word_embeddings": False, "rope_theta": 500_000.0},
     "cohere": {"rope_theta": 500_000.0},
     "cohere2": {"rope_theta": 10_000.0},
@@ -74,4 +75,5 @@ ABSENT: dict[str, dict[str, Any]] = {
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
     "starcoder2": {"rope_theta": 10_000.0},
     "step3p5": {"moe_router_scaling_factor": 1.0},
+    "vaultgemma": {"rms_norm_eps": 1e-6, "sliding_window": 4096},
 }

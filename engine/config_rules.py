@@ -133,10 +133,15 @@ def _rotates(config: Config) -> bool:
 
 HARD_CODED: dict[str, Config] = {
     # model type: {key: the value its class has built in}
+    "deepseek_v4": {"num_key_value_heads": 1},
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "llama4_text": {"num_experts_per_tok": 1},
     "nanochat": {"final_logit_softcapping": 15.0},
     "recurrent_gemma": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "num_key_value_heads": 1},
+}
+WITHOUT_EFFECT: dict[str, frozenset[str]] = {
+    # Keys that files have and that the reference does not read either: it divides by the sum of the chosen, whatever they say.
+    "hunyuan_v1_moe": frozenset({"norm_topk_prob", "routed_scaling_factor"}),
 }
 KNOWN_WRONG: dict[str, str] = {
     # Where mlx-lm's class differs from the model whatever its config says, found by comparing with transformers.
@@ -241,11 +246,13 @@ def _check_part(config: Config, read: frozenset[str], module: ModuleType) -> Ite
         value = config.get(rule.key)
         if value is None or read.intersection((rule.key, *rule.aliases)) or corrects(config, rule.key):
             continue
+        if rule.key in WITHOUT_EFFECT.get(kind, ()):
+            continue
         if rule.key in ROTARY_KEYS and not _rotates(config):
             continue
         if rule.parameters and re.search(rule.parameters, _source(module)):
             continue
-        if value != built_in.get(rule.key) and not rule.neutral(config, value):
+        if value != built_in[rule.key] if rule.key in built_in else not rule.neutral(config, value):
             yield _refusal(kind, rule.key, value)
     if wrapper:
         return
@@ -275,8 +282,8 @@ def _check_rope(config: Config, read: frozenset[str], kind: str) -> Iterator[Mod
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
     if not isinstance(local, dict) or "rope_parameters" in read:
         return
-    # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's likewise.
-    if "rope_local_base_freq" in read or kind == "olmo3":
+    # Every class that has a rotary base of its own for sliding layers gives them no scaling; olmo3's and step3p5's likewise.
+    if "rope_local_base_freq" in read or kind in {"olmo3", "step3p5"}:
         if local.get("rope_type", "default") != "default":
             yield _refusal(kind, "rope_parameters.sliding_attention", local)
     elif scaling and local.get("rope_type") != rope:
@@ -375,7 +382,7 @@ def _require_fields(config: Config, args_class: type[Any]) -> None:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in present:
             raise ModelUnsupportedError(
-                f"config.json of this {config.get('model_type')} model has no {field.name!r}, which mlx-lm needs",
+                f"config.json of this {config.get('model_type')} model has no {field.name!r}, which its class needs",
                 "The file may be damaged or from another version: download the model again, or choose another.",
             )
 

@@ -1,4 +1,4 @@
-"""What an mlx-lm model class reads of its config, found in its source: a field of its arguments that its code then uses."""
+"""What a model class, mlx-lm's or ours, reads of its config, found in its source: fields of its arguments that its code uses."""
 
 import ast
 import dataclasses
@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+
+from tokamac.engine.architectures import MODEL_MODULES
 
 
 def read_by(args_class: type[Any]) -> frozenset[str]:
@@ -43,7 +45,7 @@ def modules(module: ModuleType) -> tuple[ModuleType, ...]:
         found[part.__name__] = part
         for value in vars(part).values():
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-            near = importlib.import_module(name) if str(name).startswith("mlx_lm.models.") else None
+            near = importlib.import_module(name) if str(name).startswith(MODEL_MODULES) else None
             if near is not None and hasattr(near, "ModelArgs"):
                 queue.append(near)
     return tuple(found.values())

@@ -12,7 +12,7 @@ TRAINED_FURTHER = frozenset({"cohere", "cohere2"})
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a model of this normalised config was made for; None where it does not say."""
     text = text_config(config)
-    named = first_of(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+    named = first_of(text, "n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "model_max_length")
     trained = text.get("model_max_length") if text.get("model_type") in TRAINED_FURTHER else None
     known = [length for length in (named, trained) if isinstance(length, int) and not isinstance(length, bool)]
     return max(known, default=None)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from tokamac.engine.compute_errors import computing
 from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
+from tokamac.engine.durable import FLUSH_S
 from tokamac.engine.errors import (
     ContextError,
     DeviceError,
@@ -45,8 +46,6 @@ from tokamac.engine.tokens import opening
 
 IDLE_STAGE_S = 0.1
 """What is computed in idle time can be interrupted so often."""
-FLUSH_S = 3.0
-"""How long closing may take to finish writing the prompt cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +119,7 @@ class Core:
         """
         self._pacing.later()
         resolved = sampling.resolved(self.spec.recommended)
+        self._prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
         request = self._prompting.request(prompt, resolved, recorder, turn=_turn(continues))
         check_room(self.runtime, len(request.ids))
         return Reply(self.runtime, self._store, request, cancelled)
@@ -211,9 +211,13 @@ class Core:
         check_room(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
-        parts = [rates.prefill_s(tokens), rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
+        computing_s = rates.prefill_s(tokens)
+        estimated = computing_s is None
+        if estimated:
+            computing_s = self.predict(len(request.ids), len(request.ids), len(request.ids) - tokens).ttft_s
+        parts = [computing_s, rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
         seconds = None if None in parts else sum(part for part in parts if part is not None)
-        return Price(len(request.ids), tokens, known.disk_bytes, seconds)
+        return Price(len(request.ids), tokens, known.disk_bytes, seconds, estimated and seconds is not None)
 
     def cache_trouble(self) -> str | None:
         """Return what the user should know of the prompt cache on disk; None while all is well."""
@@ -239,7 +243,7 @@ class Core:
         self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
     ) -> Generator[PerplexityProgress | Perplexity, None, None]:
         """Yield progress, and the perplexity of a text or of ids; see ``Engine.perplexity``."""
-        prompting, tokenizer, capacity = self._prompting, self.runtime.tokenizer, self.runtime.capacity
+        prompting, tokenizer, longest = self._prompting, self.runtime.tokenizer, self.runtime.longest
         before, ids = opening(tokenizer), tokenizer.encode(given) if isinstance(given, str) else given
         if not isinstance(given, str):  # as they are: with what stands before a text, or without
             before = before if given[: len(before)] == before else []
@@ -247,10 +251,10 @@ class Core:
         prompting.check_ids(ids)
         if len(before) + len(ids) < 2:
             raise OptionError("a text of fewer than two tokens has no perplexity", "Give a longer one.")
-        size = min(WINDOW, capacity or WINDOW) if window is None else window
+        size = min(WINDOW, longest or WINDOW) if window is None else window
         step = check_windows(size, stride, len(before))
-        longest = min(size, len(before) + len(ids))
-        check_scored(self.runtime, self._store, longest, min(CHUNK, longest), self.spec.vocabulary_size, rows=2 * CHUNK)
+        most = min(size, len(before) + len(ids))
+        check_scored(self.runtime, self._store, most, min(CHUNK, most), self.spec.vocabulary_size, rows=2 * CHUNK)
         pinned = prompting.pinned([])
         with computing():
             yield from perplexity(self.runtime, ids, before, window=size, stride=step, keep=pinned, cancelled=cancelled)

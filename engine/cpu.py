@@ -88,18 +88,29 @@ def _is_row(x: mx.array) -> bool:
     return bool(x.size == x.shape[-1])
 
 
-def unpack(model: nn.Module) -> bool:
+def unpack(model: nn.Module, *, logits: int | None = None) -> bool:
     """Replace the linear layers and embeddings of ``model`` by dense ones, if they fit in MEMORY_SHARE of the memory.
 
-    Returns whether a decode step now has to wait for the device between layers (so computing ahead gains nothing).
+    logits: how many the model writes a token (``logits_width``), by which its output head is known outside its layers, whatever its
+    name; None: a head's products of many rows are asked for, too. Returns whether a decode step now has to wait for the device
+    between layers (so computing ahead gains nothing).
     """
     found = list(_replaceable(model))
     if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * _memory_bytes():
         return False
+    inside = {id(module) for layer in (model.layers if logits else ()) for module in layer.modules()}
     for path, module in found:
         # One at a time: the packed weight is freed before the next is unpacked.
-        model.update_modules(tree_unflatten([(path, _replacement(path, module))]))
+        head = logits is not None and len(module.weight) == logits and id(module) not in inside
+        model.update_modules(tree_unflatten([(path, _replacement(module, head=head))]))
     return any(isinstance(module, DenseLinear) and not module.lazy for module in model.modules())
+
+
+def logits_width(model: nn.Module) -> int:
+    """Return how many logits a whole model writes a token: its forward pass is built for one, lazily."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return int(model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1])
 
 
 def is_unpacked(model: nn.Module) -> bool:
@@ -114,13 +125,13 @@ def _replaceable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _replacement(path: str, module: nn.Module) -> nn.Module:
+def _replacement(module: nn.Module, *, head: bool) -> nn.Module:
     weight = mx.contiguous(_dense(module).T).T  # (out, in), a view of a contiguous (in, out)
     mx.eval(weight)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return DenseEmbedding(weight)
     bias = module.bias.astype(mx.float32) if "bias" in module else None
-    return (DenseHead if path.endswith("lm_head") else DenseLinear)(weight, bias)
+    return (DenseHead if head else DenseLinear)(weight, bias)
 
 
 def _dense(module: nn.Module) -> mx.array:

@@ -19,6 +19,8 @@ Every error says what failed (``str(error)``) and what to do next (``error.hint`
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ALLOW = "Allow your terminal to use that folder: System Settings > Privacy & Security > Files and Folders"
 """What opens Desktop, Documents, Downloads and other disks to a program on a Mac, once that was refused there."""
@@ -34,9 +36,59 @@ def access_hint(error: OSError, otherwise: str) -> str:
     return f"{ALLOW}." if private(error) else otherwise
 
 
+def unreadable(path: object, error: OSError) -> "ModelDamagedError":
+    """Return the error for a file of a model that can't be read."""
+    return ModelDamagedError(
+        f"{path} can't be read: {error.strerror or error}", access_hint(error, "Check the file and its permissions.")
+    )
+
+
+def panic_error(error: BaseException) -> "ModelDamagedError | None":
+    """Return the engine's error for a panic of a library written in Rust (tokenizers, safetensors); None for all else.
+
+    Such a panic is a BaseException (https://pyo3.rs, PanicException), so that ``except Exception`` would let it pass.
+    """
+    if type(error).__name__ != "PanicException" or isinstance(error, Exception):
+        return None
+    return ModelDamagedError(
+        f"a file of the model can't be used: {' '.join(str(error).split())[:200]}",
+        "It is most likely the tokenizer's: download the model again.",
+    )
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise the panics of libraries written in Rust inside a with block as ModelDamagedError."""
+    try:
+        yield
+    except BaseException as error:
+        if (known := panic_error(error)) is None:
+            raise
+        raise known from error
+
+
+LONGEST_WORD, LONGEST_TEXT = 256, 2000
+"""Characters of a word, and of a message or a hint, that are told whole: paths of usual length, and all sentences of ours."""
+
+
+def shortened(text: str) -> str:
+    """Return text with the middle of very long words left out: names that others gave may have thousands of characters.
+
+    What is very long as a whole loses its middle too.
+    """
+    if len(text) <= LONGEST_WORD:
+        return text
+    words = [_cut(word, LONGEST_WORD) for word in text.split(" ")]
+    return _cut(" ".join(words), LONGEST_TEXT)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most * 2 // 3]}…{text[-most // 4 :]}"
+
+
 def _printable(text: str) -> str:
-    """Return text without what a terminal would obey: messages quote names and reasons that others wrote."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Return text without what a terminal would obey, and of bearable length: it quotes names and reasons that others wrote."""
+    return shortened("".join(char if char.isprintable() else " " for char in text))
 
 
 class TokamacError(Exception):

@@ -74,11 +74,39 @@ class Squeezed:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that was likely in a place, and its natural log-probability there."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the reply, its natural log-probability by the model itself, and the likeliest tokens in its place.
+
+    text: of this token alone; U+FFFD where it is a part of a character. top: likeliest first, as many as were asked for.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Whole characters of the reply, in order; ``kind`` tells the model's thinking from its answer."""
+    """Whole characters of the reply, in order; ``kind`` tells the model's thinking from its answer.
+
+    ids: the tokens that made them, with those before that made no text. logprobs: of the same tokens, where ``Sampling.logprobs``
+    asks for them. Those of all chunks and of Finished are all tokens of the reply, in order.
+    """
 
     text: str
     kind: TextKind = "answer"
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +116,8 @@ class Finished:
     outliers: the gaps between tokens that stand out, longest first. predicted_peak_bytes: what the arithmetic expected of
     ``metrics.peak_memory_bytes``, for a reply of this length. diagnosis: why it took as long as it did; None where no token came.
     doubts: what of the model's config was computed otherwise, where it was loaded unchecked: the text may be wrong.
+    stopped_by: the stop text that was met, or the id of the token that ended the reply; None for another reason than "stop".
+    ids, logprobs: as of TextChunk, of the tokens after the last text: the end, a stop text.
     """
 
     reason: FinishReason
@@ -98,6 +128,9 @@ class Finished:
     predicted_peak_bytes: int | None = None
     diagnosis: Diagnosis | None = None
     doubts: tuple[str, ...] = ()
+    stopped_by: str | int | None = None
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 Event = Truncated | Squeezed | PrefillProgress | TextChunk | Finished

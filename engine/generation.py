@@ -51,9 +51,14 @@ class Run:
         self._mark = mark
         self._force_fused = force_fused
         self._may_grow = may_grow
+        self._room = Room([])
         self.ended_by_memory = False
         self.piece = 0
         self.held = held
+
+    def resumed(self) -> None:
+        """The caches were given away and taken again: other objects, which hold the same tokens."""
+        self._room = Room(self._caches)
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
         """Compute ``ids`` (after those held) in chunks; yield after each how many are done. Stop iterating to cancel."""
@@ -108,13 +113,15 @@ class Run:
         """
         pending = self._step(mx.array([last]), sampler, checked=True)
         self.held.append(last)
-        room = Room(self._caches)
+        self._room = Room(self._caches)
         for count in itertools.count(1):
-            self.ended_by_memory = count != limit and room.will_grow(len(self.held)) and not self._may_grow()
+            self.ended_by_memory = count != limit and self._room.will_grow(len(self.held)) and not self._may_grow()
             last_one = count == limit or self.ended_by_memory
             checked = count % CHECK_STEPS == 0
-            following = self._step(pending, sampler, checked=checked) if self._ahead and not last_one else None
-            if room.grew():
+            following = (
+                self._step(_some_token(pending), sampler, checked=checked) if self._ahead and not last_one else None
+            )
+            if self._room.grew():
                 self._mark("kv growth")
             token = int(pending.tolist()[0])  # type: ignore[index,arg-type]
             if token == NO_NUMBER:
@@ -141,8 +148,13 @@ class Run:
         chosen = sampler(logits)
         if checked:
             chosen = mx.where(mx.isfinite(mx.max(logits)), chosen, mx.array(NO_NUMBER, mx.uint32))
-        mx.async_eval(chosen)  # type: ignore[no-untyped-call]
+        mx.async_eval(chosen, *sampler.newest_score())  # type: ignore[no-untyped-call]
         return chosen
+
+
+def _some_token(chosen: mx.array) -> mx.array:
+    """Return ``chosen`` (1,) or, in place of NO_NUMBER, a token that there is: a lookup has no bounds, and reads foreign memory."""
+    return mx.where(chosen == NO_NUMBER, 0, chosen)
 
 
 def _in_stages(caches: list[Any], stages: int) -> list[list[Cache]]:

@@ -18,6 +18,19 @@ def given_prompt(prompt: object) -> list[Message] | list[int]:
     return _ids(items)
 
 
+def given_question(prompt: object, system: object) -> list[Message] | list[int]:
+    """Return a prompt that may also be a text, with a system prompt before it. Raises OptionError for what can't have one."""
+    given = [Message("user", given_words(prompt))] if isinstance(prompt, str) else given_prompt(prompt)
+    if system is None:
+        return given
+    first = given[0]
+    if not isinstance(first, Message):
+        raise OptionError("token ids take no system prompt", "Put it into the ids, or give Messages.")
+    if first.role == "system":
+        raise OptionError("the messages begin with a system prompt already", "Leave out system, or that message.")
+    return [Message("system", given_text(system, "the system prompt")), *given_messages(given)]
+
+
 def given_messages(messages: object) -> list[Message]:
     """Return a conversation as a list. Raises OptionError for what is no sequence of Messages."""
     items = _items(messages, "a conversation")

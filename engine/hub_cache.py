@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.errors import DownloadError, ModelError, ModelNotFoundError
 from tokamac.engine.hub_names import folder_name
+from tokamac.engine.regular_files import read_text
 from tokamac.engine.shards import find_shards, read_header
 from tokamac.engine.tokens import TOKENIZER_FILES
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+REFERENCE_BYTES = 4096
+"""The file of a branch, which holds a commit, at most."""
 _GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How transformers ends the names of architectures that write text."""
 
@@ -94,10 +97,10 @@ def _recorded(repo: Repo) -> Path | None:
     commit = repo.revision
     if not _COMMIT.fullmatch(commit):
         try:
-            commit = repo.reference.read_text(encoding="ascii").strip()
+            commit = read_text(repo.reference, REFERENCE_BYTES, "ascii").strip()
         except (OSError, ValueError):
             return None
-    return repo.snapshot(commit) if commit else None
+    return repo.snapshot(commit) if commit and "/" not in commit else None
 
 
 def is_whole(folder: Path) -> bool:
@@ -195,7 +198,7 @@ def writes_text(folder: Path) -> bool:
 def _config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json; {} where there is none that can be read."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

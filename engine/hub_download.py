@@ -9,7 +9,8 @@ its own ``hf_hub_download`` then finds and links them, so that the cache stays t
 """
 
 import hashlib
-import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,7 @@ OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}
 RETRIES = 5
 """Attempts without a new byte before a connection is given up."""
 
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 RETRY_S = 0.5
 """Wait before the first new attempt; each one after waits this much longer."""
 
@@ -125,8 +127,13 @@ def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]
             f"{repo} has no {' or '.join(each for each in wanted if each.endswith('.safetensors'))} weights{has}",
             "Choose a safetensors version, for example from mlx-community.",
         )
-    assert info.sha is not None
-    return info.sha, files
+    for name, value in (("commit", info.sha or ""), *((file.name, file.etag) for file in files)):
+        if not _HASH.fullmatch(value):  # it becomes a part of a path
+            raise DownloadError(
+                f"the hub names the contents of {name} of {repo} by no hash ({value!r:.60})",
+                "Try again later, or check HF_ENDPOINT.",
+            )
+    return str(info.sha), files
 
 
 def _is_there(path: Path, file: RemoteFile) -> bool:
@@ -291,6 +298,6 @@ def _record(repo: Repo, commit: str) -> None:
     if repo.revision == commit:
         return
     repo.reference.parent.mkdir(parents=True, exist_ok=True)
-    temporary = repo.reference.with_name(f".{repo.reference.name}.{os.getpid()}")
+    temporary = repo.reference.with_name(f".{repo.reference.name}.{secrets.token_hex(8)}")
     temporary.write_text(commit, encoding="ascii")
     temporary.replace(repo.reference)

@@ -33,6 +33,7 @@ from tokamac.engine.limits.work import work_of
 from tokamac.engine.model import DTYPES, LoadedModel, load_model
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.pacing import Pacing
+from tokamac.engine.position_table import position_rows
 from tokamac.engine.prompt_cache.opening import open_cache
 from tokamac.engine.runtime import Machine, Runtime
 from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
@@ -74,7 +75,9 @@ def load(
     changes = {} if added is None else _adapt(loaded, added, dtype, device)
     tokenizer = load_tokenizer(folder, loaded.config, str(model))
     install_seam()
-    kv = rolling(kv, context_length(loaded.config))
+    positions = position_rows(loaded.module)
+    longest = longest_of(loaded.config, positions)
+    kv = rolling(kv, longest, positions)
     short_factors = keeps_short(loaded.config, kv)
     if short_factors:
         use_short_factors(loaded.module)
@@ -88,14 +91,14 @@ def load(
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
     machine = Machine(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
-    capacity, chunking = kv.capacity(context_length(loaded.config)), Chunking(work, device, machine.pace)
+    capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace)
     rotation = _rotation_notes(loaded.config, short=short_factors)
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
     room = context_notes(shape, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
-    notes = (*senses, *adapted, *rotation, *plan.notes, *room)
+    notes = (*senses, *adapted, *rotation, *_position_notes(kv, positions), *plan.notes, *room)
     spec = replace(
-        _spec(str(model), device, loaded, tokenizer, kv, notes),
+        _spec(str(model), device, loaded, tokenizer, kv, longest, notes),
         memory_notes=costs,
         adapter=None if adapter is None else str(adapter),
         adapter_digest=None if added is None else added.digest,
@@ -116,6 +119,7 @@ def load(
         bits_per_weight=None if is_unpacked(loaded.module) else spec.bits_per_weight,
         memory_limit=memory,
         doubts=loaded.doubts,
+        positions=positions,
     )
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
@@ -154,8 +158,18 @@ def _measuring(runtime: Runtime) -> Measuring | None:
     return Measuring(Subject(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
 
 
-def rolling(kv: KVSpec, context_length: int | None) -> KVSpec:
+def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:
+    """Return the tokens that a model was made for; never more than the ``positions`` that it learned one by one."""
+    return min((length for length in (context_length(config), positions) if length is not None), default=None)
+
+
+def rolling(kv: KVSpec, context_length: int | None, positions: int | None = None) -> KVSpec:
     """Return ``kv`` with a window of the whole context where none is given and the oldest are to roll out. Raises OptionError."""
+    if positions is not None and kv.on_full == "roll":
+        raise OptionError(
+            f"this model learned {positions:,} positions one by one, so nothing can roll past them",
+            "Use stop, truncate-middle or error for --on-full.",
+        )
     if not kv.rolls or kv.window is not None:
         return kv
     if context_length is None:
@@ -172,6 +186,12 @@ def keeps_short(config: Mapping[str, Any], kv: KVSpec) -> bool:
     return pretrained is not None and capacity is not None and capacity <= pretrained and not kv.rolls
 
 
+def _position_notes(kv: KVSpec, positions: int | None) -> Iterator[str]:
+    """Yield what a window can't do for a model with learned positions."""
+    if positions is not None and kv.rolls:
+        yield f"this model learned {positions:,} positions one by one: a reply ends there, though its window rolls"
+
+
 def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
     """Yield what was decided about rotary positions that another program may decide otherwise."""
     pretrained, text = pretraining_length(config), text_config(config)
@@ -186,9 +206,14 @@ def _rotation_notes(config: Mapping[str, Any], *, short: bool) -> Iterator[str]:
 
 
 def _spec(  # noqa: PLR0917
-    name: str, device: DeviceKind, loaded: LoadedModel, tokenizer: Tokenizer, kv: KVSpec, notes: tuple[str, ...]
+    name: str,
+    device: DeviceKind,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    kv: KVSpec,
+    longest: int | None,
+    notes: tuple[str, ...],
 ) -> ModelSpec:
-    longest = context_length(loaded.config)
     return ModelSpec(
         name=name,
         path=loaded.folder,

@@ -1,6 +1,6 @@
 """From a folder to a model ready to run: whole, safe, and in the right types for the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from tokamac.engine.config import doubts_of, model_classes, read_config
-from tokamac.engine.cpu import unpack
+from tokamac.engine.cpu import logits_width, unpack
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.limits.cost import Cost, cost_of_model
+from tokamac.engine.limits.leaves import leaf_modules
 from tokamac.engine.open_files import not_opened
+from tokamac.engine.position_table import bound_positions
 from tokamac.engine.shards import find_shards
 from tokamac.engine.weights import without_fp8
 
@@ -27,6 +29,8 @@ BUILD_ERRORS = (
 """What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense."""
 
 BytesProgress = Callable[[int, int], None]
+Classes = tuple[Callable[..., Any], type[Any]]
+"""What builds a model, and mlx-lm's ModelArgs for it (``model_classes``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,25 @@ def load_model(
     find_shards(folder)
     doubts = doubts_about(config) if unchecked else ()
     module, config = build_model(folder, config, unchecked=unchecked)
+    if device == "cpu":
+        _refuse_gpu_words(module)
     stored = cost_of_model(module, config)
     wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
     if wanted is not None:
         module.set_dtype(wanted)
     _read(module, folder, dtype, progress)
-    eager = device == "cpu" and wanted == mx.float32 and unpack(module)
+    eager = device == "cpu" and wanted == mx.float32 and unpack(module, logits=_logits(module))
+    bound_positions(module)
     mx.clear_cache()
     return LoadedModel(module, config, folder, stored, eager, doubts)
+
+
+def _logits(module: nn.Module) -> int | None:
+    """Return how many logits a model writes, or None where its forward pass fails: planning its caches then says so."""
+    try:
+        return logits_width(module)
+    except BUILD_ERRORS:
+        return None
 
 
 def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:
@@ -81,12 +96,8 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
     for doubt in doubts_of(config, classes[1]):
         if not unchecked:
             raise doubt
-    from mlx_lm.utils import load_model as build
-
     try:
-        module, loaded = build(
-            folder, lazy=True, model_config=without_fp8(config), get_model_classes=lambda **_: classes
-        )
+        module, loaded = load_lazily(folder, without_fp8(config), classes)
     except ModelError:
         raise
     except BUILD_ERRORS as error:
@@ -102,6 +113,59 @@ def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False
             f"{folder} needs a package that is not installed: {error}", "Use another model."
         ) from error
     return module, loaded
+
+
+def _refuse_gpu_words(module: nn.Module) -> None:
+    """Raise where experts are packed as MLX multiplies them on GPUs alone: nvfp4, each expert with a scale of its own."""
+    if any(leaf.get("global_scale") is not None for _, leaf in leaf_modules(module)):
+        raise ModelUnsupportedError(
+            "its experts are nvfp4 with scales of their own, which MLX multiplies on a GPU alone",
+            "Convert it to MLX's own packing with `tokamac convert`, which reads it anywhere.",
+        )
+
+
+def load_lazily(folder: Path, config: dict[str, Any], classes: Classes) -> tuple[nn.Module, dict[str, Any]]:
+    """Return what mlx-lm's loader makes of a folder: the module with lazy weights, and its config.
+
+    Raises ValueError where an array is of another type than its place in the model, and whatever mlx-lm raises.
+    """
+    from mlx_lm.utils import load_model as build
+
+    make, arguments = classes
+    expected: dict[str, tuple[type | None, bool]] = {}
+
+    def made(args: Any) -> Any:
+        module = make(args)
+        expected.update({name: (owner, floating) for name, owner, floating in _typed(module)})
+        return module
+
+    module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: (made, arguments))
+    _check_types(module, expected)
+    return module, loaded
+
+
+def _typed(module: nn.Module) -> Iterator[tuple[str, type | None, bool]]:
+    """Yield the name of each parameter, the type of the layer that owns it, and whether it holds floating numbers."""
+    leaves = dict(leaf_modules(module))
+    for name, array in tree_flatten(module.parameters()):
+        leaf = leaves.get(name.rpartition(".")[0])
+        yield name, None if leaf is None else type(leaf), mx.issubdtype(array.dtype, mx.floating)
+
+
+def _check_types(module: nn.Module, expected: Mapping[str, tuple[type | None, bool]]) -> None:
+    """Raise ValueError for integers where the class made floating numbers, and packed weights that are no words."""
+    arrays = dict(tree_flatten(module.parameters()))
+    for name, owner, floating in _typed(module):
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "weight" and f"{stem}.scales" in arrays and owner not in (None, expected.get(name, (None,))[0]):
+            if arrays[name].dtype != mx.uint32:
+                raise ValueError(f"{name} holds {_plain(arrays[name])} where the model has packed weights")
+        elif not floating and expected.get(name) == (owner, True):
+            raise ValueError(f"{name} holds {_plain(arrays[name])} where the model has floating numbers")
+
+
+def _plain(array: mx.array) -> str:
+    return str(array.dtype).removeprefix("mlx.core.")
 
 
 def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress) -> None:

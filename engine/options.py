@@ -1,10 +1,10 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.values import real, whole
@@ -13,6 +13,12 @@ OnFull = Literal["roll", "stop", "truncate-middle", "error"]
 ON_FULL: tuple[OnFull, ...] = ("roll", "stop", "truncate-middle", "error")
 KV_BITS = (16, 8, 6, 5, 4, 3, 2)
 GROUP_SIZES = (32, 64, 128)
+
+Stage = Literal["penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""What changes the logits before a token is drawn, in the default order."""
+MOST_LOGPROBS = 100
+"""Alternatives reported with each token, at most."""
 
 
 def _first(*values: float | None) -> float:
@@ -29,16 +35,93 @@ def _set(options: object, name: str, value: object) -> None:
     object.__setattr__(options, name, value)
 
 
-def _stops(given: object) -> tuple[str, ...]:
-    """Return stop texts as a tuple. One text is one stop, not as many as it has letters. Raises OptionError."""
+def _texts(given: object, name: str, what: str, example: str) -> tuple[str, ...]:
+    """Return texts as a tuple. One text is one, not as many as it has letters. Raises OptionError."""
     if isinstance(given, str):
         given = (given,)
-    _require(isinstance(given, Iterable), f"stop {given!r:.60} is no text", 'Use texts: stop=("END",).')
+    hint = f"Use texts: {name}=({example!r},)."
+    _require(isinstance(given, Iterable), f"{name} {given!r:.60} is no text", hint)
     texts = tuple(given) if isinstance(given, Iterable) else ()
     for text in texts:
-        _require(isinstance(text, str), f"stop text {text!r:.60} is no text", 'Use texts: stop=("END",).')
+        _require(isinstance(text, str), f"{what} {text!r:.60} is no text", hint)
+    return texts
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    """Return stop texts as a tuple. Raises OptionError."""
+    texts = _texts(given, "stop", "stop text", "END")
     _require(all(texts), "an empty stop text would end every reply at once", "Leave it out.")
     return texts
+
+
+def _breakers(given: object) -> tuple[str, ...]:
+    """Return sequence breakers as a tuple. Raises OptionError."""
+    texts = _texts(given, "dry_sequence_breakers", "sequence breaker", "\n")
+    _require(all(texts), "an empty sequence breaker would break every sequence", "Leave it out.")
+    return texts
+
+
+def _token_ids(given: object) -> tuple[int, ...]:
+    """Return stop tokens as a tuple of ids. Raises OptionError."""
+    hint = "Use ids of the model's tokenizer: stop_token_ids=(2,)."
+    items: Iterable[Any] = given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+    ids = tuple(whole(each, "stop token id") for each in items)
+    _require(all(each >= 0 for each in ids), "a stop token id is negative", hint)
+    return ids
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...]:
+    """Return a logit bias as pairs of a token id and what is added to its logit, by id. Raises OptionError."""
+    hint = "Use {token_id: bias}, with a bias from -100 to 100."
+    items: Any = given.items() if isinstance(given, Mapping) else given
+    _require(isinstance(items, Iterable) and not isinstance(items, str | bytes), f"logit bias {given!r:.60}", hint)
+    pairs = []
+    for each in items:
+        pair = tuple(each) if isinstance(each, Iterable) and not isinstance(each, str | bytes) else ()
+        _require(len(pair) == 2, f"logit bias {each!r:.60} is no token id with a bias", hint)
+        pairs.append((whole(pair[0], "token id"), float(real(pair[1], "logit bias"))))
+    for token, bias in pairs:
+        _require(token >= 0, f"token id {token} of a logit bias is negative", hint)
+        _require(-100 <= bias <= 100, f"logit bias {bias:g} of token {token} is out of range", hint)
+    _require(len({token for token, _ in pairs}) == len(pairs), "a token has two logit biases", hint)
+    return tuple(sorted(pairs))
+
+
+def _order(given: object) -> tuple[Stage, ...]:
+    """Return the order of the sampling stages: each of them once. Raises OptionError."""
+    hint = f"Name each of these once: {', '.join(STAGES)}."
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+    for name in names:
+        _require(name in STAGES, f"there is no sampling stage {name!r:.60}", hint)
+    missing = [stage for stage in STAGES if stage not in names]
+    _require(not missing, f"the order of sampling leaves out {', '.join(missing)}", hint)
+    _require(len(names) == len(STAGES), "the order of sampling names a stage twice", hint)
+    return names
+
+
+_RANGES: tuple[tuple[str, str, float, float, str], ...] = (
+    ("temperature", "temperature", 0, 10, "Use 0 to 10."),
+    ("repetition_penalty", "repetition penalty", 0.5, 3, "Use 0.5 to 3; 1 is off."),
+    ("presence_penalty", "presence penalty", -2, 2, "Use -2 to 2; 0 is off."),
+    ("frequency_penalty", "frequency penalty", -2, 2, "Use -2 to 2; 0 is off."),
+    ("xtc_probability", "XTC probability", 0, 1, "Use 0 (off) to 1."),
+    ("xtc_threshold", "XTC threshold", 0, 0.5, "Use 0 to 0.5: above a half there are never two such tokens."),
+    ("dry_multiplier", "DRY multiplier", 0, 100, "Use 0 (off) to 100; 0.8 is usual."),
+    ("dry_base", "DRY base", 1, 10, "Use 1 to 10; 1.75 is usual."),
+    ("dry_allowed_length", "DRY allowed length", 1, 1000, "Use 1 to 1000; 2 is usual."),
+    ("logprobs", "number of log-probabilities", 0, MOST_LOGPROBS, f"Use 0 to {MOST_LOGPROBS}."),
+)
+"""Fields of Sampling, what each is called, its least and its greatest value, and what to do about another."""
+_REALS = (
+    ("temperature", "temperature"), ("top_p", "top-p"), ("min_p", "min-p"), ("repetition_penalty", "repetition penalty"),
+    ("presence_penalty", "presence penalty"), ("frequency_penalty", "frequency penalty"),
+    ("xtc_probability", "XTC probability"), ("xtc_threshold", "XTC threshold"), ("dry_multiplier", "DRY multiplier"),
+    ("dry_base", "DRY base"),
+)  # fmt: skip
+_INTEGERS = (
+    ("top_k", "top-k"), ("seed", "seed"), ("max_tokens", "max tokens"), ("min_tokens", "min tokens"),
+    ("dry_allowed_length", "DRY allowed length"), ("logprobs", "number of log-probabilities"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +135,19 @@ class Sampling:
     seed: the same seed on the same device gives the same text; None draws a fresh one.
     max_tokens: generated tokens at most; None fills the context.
     stop: texts that end the reply; they are never shown.
+    stop_token_ids: tokens that end the reply, beside the model's own; they are not shown either.
+    min_tokens: so many are generated before anything ends the reply but the user and the context: until then the tokens that
+    end it can't be drawn, and stop texts are text.
+    logit_bias: what is added to the logits of single tokens before all else, {token_id: bias}, -100 to 100; kept as pairs.
+    presence_penalty, frequency_penalty: taken from the logit of every token that this reply holds already, once, and once for each
+    time it does (as in OpenAI's interface); 0.0 is off.
+    xtc_probability, xtc_threshold: how often the likeliest tokens are excluded, all but the least likely of those at or above the
+    threshold; 0.0 is off.
+    dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: a token that would continue a repeated sequence of n
+    tokens, n ≥ allowed length, loses multiplier × base^(n − allowed length); no sequence reaches across a breaker. 0.0 is off.
+    order: the stages in the order they apply, each once. Those that are off do nothing. "penalties" are the first three above.
+    logprobs: with each token its log-probability and those of this many likeliest ones (0: its own alone), by the model itself,
+    before all of the above; None is none.
     """
 
     temperature: float | None = None
@@ -62,8 +158,21 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    order: tuple[Stage, ...] = STAGES
+    logprobs: int | None = None
 
-    if TYPE_CHECKING:  # what callers may write: stop texts in any list, or one alone
+    if TYPE_CHECKING:  # what callers may write: texts, ids and stages in any list, or one alone; a bias as a mapping
 
         def __init__(  # noqa: PLR0917
             self,
@@ -75,41 +184,68 @@ class Sampling:
             seed: int | None = None,
             max_tokens: int | None = None,
             stop: str | Iterable[str] = (),
+            stop_token_ids: int | Iterable[int] = (),
+            min_tokens: int = 0,
+            logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
+            presence_penalty: float = 0.0,
+            frequency_penalty: float = 0.0,
+            xtc_probability: float = 0.0,
+            xtc_threshold: float = 0.1,
+            dry_multiplier: float = 0.0,
+            dry_base: float = 1.75,
+            dry_allowed_length: int = 2,
+            dry_sequence_breakers: str | Iterable[str] = ("\n", ":", '"', "*"),
+            order: Iterable[str] = ("penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"),
+            logprobs: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         self._make_plain()
-        temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p
-        _require(
-            temperature is None or 0 <= temperature <= 10, f"temperature {temperature} is out of range", "Use 0 to 10."
-        )
+        for name, what, least, most, hint in _RANGES:
+            value = getattr(self, name)
+            _require(value is None or least <= value <= most, f"{what} {value} is out of range", hint)
+        top_p, top_k, min_p = self.top_p, self.top_k, self.min_p
         _require(top_p is None or 0 < top_p <= 1, f"top-p {top_p} is out of range", "Use above 0 and up to 1.")
         _require(top_k is None or top_k >= 0, f"top-k {top_k} is negative", "Use 0 (off) or more.")
         _require(min_p is None or 0 <= min_p < 1, f"min-p {min_p} is out of range", "Use 0 (off) to below 1.")
         _require(
-            self.repetition_penalty is None or 0.5 <= self.repetition_penalty <= 3,
-            f"repetition penalty {self.repetition_penalty} is out of range",
-            "Use 0.5 to 3; 1 is off.",
-        )
-        _require(
             self.max_tokens is None or self.max_tokens >= 1,
             f"max tokens {self.max_tokens} is below 1",
             "Use 1 or more.",
+        )
+        _require(self.min_tokens >= 0, f"min tokens {self.min_tokens} is negative", "Use 0 (off) or more.")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min tokens {self.min_tokens} is above max tokens {self.max_tokens}",
+            "Lower the one, or raise the other.",
         )
         _require(
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed {self.seed} is out of range",
             "Use a non-negative integer.",
         )
+        _require(
+            not self.xtc_probability or self.temperature != 0 or self.xtc_before_temperature,
+            "XTC excludes nothing at temperature 0, where one token has all of the probability",
+            "Use a temperature above 0, or an order with xtc before temperature.",
+        )
+
+    @property
+    def xtc_before_temperature(self) -> bool:
+        """Whether XTC judges the probabilities before they are divided by the temperature."""
+        return self.order.index("xtc") < self.order.index("temperature")
 
     def _make_plain(self) -> None:
         """Turn numbers of other libraries into Python's. Raises OptionError for what is none."""
         _set(self, "stop", _stops(self.stop))
-        reals = ("temperature", "top_p", "min_p", "repetition_penalty")
-        for name, what in zip(reals, ("temperature", "top-p", "min-p", "repetition penalty"), strict=True):
+        _set(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        _set(self, "logit_bias", _biases(self.logit_bias))
+        _set(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
+        _set(self, "order", _order(self.order))
+        for name, what in _REALS:
             if (value := getattr(self, name)) is not None:
                 _set(self, name, real(value, what))
-        for name, what in (("top_k", "top-k"), ("seed", "seed"), ("max_tokens", "max tokens")):
+        for name, what in _INTEGERS:
             if (value := getattr(self, name)) is not None:
                 _set(self, name, whole(value, what))
 

@@ -43,10 +43,12 @@ class Price:
     """What a prompt takes until its first token.
 
     prompt_tokens: all of it. tokens: of them, to be computed. disk_bytes: keys and values to be read from disk. seconds: both
-    together, by what was measured since the model was loaded; None where nothing was yet.
+    together, by what was measured since the model was loaded. estimated: no prompt of a good length was read since then, and the
+    seconds are what the arithmetic expects (``Engine.predict``); they are None until the machine's pace is known, too.
     """
 
     prompt_tokens: int
     tokens: int
     disk_bytes: int
     seconds: float | None
+    estimated: bool = False

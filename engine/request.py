@@ -1,6 +1,6 @@
 """One reply, from token ids to events: prefix, prefill, decode, text. Runs on the engine's thread."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -24,12 +24,14 @@ from tokamac.engine.prompt_cache.kept import Slot
 from tokamac.engine.prompt_cache.seam import Store
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.runtime import Runtime
-from tokamac.engine.sampling import Sampler
+from tokamac.engine.sampling import Sampler, Score, TokenSets
 from tokamac.engine.squeeze import ReplyGrowth, Room, make_room
-from tokamac.engine.stream import ReplyText
+from tokamac.engine.stream import Provenance, ReplyText
+from tokamac.engine.tokens import Tokenizer
 
 LIVE_GAPS = 64
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
+_LETS_THE_MIDDLE_GO = _LETS_GO.removeprefix("roll or ")
 
 
 @dataclass(slots=True)
@@ -63,10 +65,12 @@ class Reply:
         self._pieces: Pieces | None = None
         self._run: Run | None = None
         self._may_force = True
+        self._rested: list[int] | None = None  # what the caches held when they were given away
+        self._rested_bytes = self._rested_peak = 0
         self._cut_off = self._ended_by_memory = self._decoding = False
         self._throttled = ThrottleWatch(macos.system())
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
 
         Where MLX has no memory for a piece of the prompt, the prompt is computed again in pieces of half that size. Raises
@@ -133,6 +137,32 @@ class Reply:
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run, growth)
 
+    def rest(self) -> None:
+        """Give the caches back for others to use, between two events of decoding; the next event takes them again."""
+        if self._rested is None and self._slot is not None:
+            self._rested = list(self._slot.ids)
+            self._rested_bytes = kv.nbytes(self._slot.caches)
+            self._rested_peak = max(self._rested_peak, mx.get_peak_memory())
+            self._store.rest(self._slot)
+
+    def _take_again(self, run: Run) -> Iterator[Event]:
+        """Take the caches again after a rest; what had to go meanwhile is computed again."""
+        held, slot = self._rested, self._slot
+        if held is None or slot is None:
+            return
+        self._store.resume(slot, held)
+        self._rested = None
+        mx.reset_peak_memory()
+        if missing := held[len(slot.ids) :]:
+            room = make_room(self._runtime, self._store, slot, len(held) + 1, may_force=self._may_force)
+            if room.squeezed is not None:
+                yield room.squeezed
+            pieces = Pieces(self._runtime.chunking, room.chunk, len(slot.ids), stopped=self._cancelled)
+            for _ in pieces.compute(run, missing):
+                if self._cancelled():
+                    return
+        run.resumed()
+
     def live(self) -> Live:
         """Return what is known so far. Callable from any thread."""
         recorder = self._request.recorder
@@ -152,9 +182,14 @@ class Reply:
         context = recorder.prompt_tokens + len(recorder.token_times) // 2
         return recorder.metrics(
             self._runtime.step_cost(context),
-            kv_bytes=kv.nbytes(self._slot.caches) if self._slot else None,
-            peak_memory_bytes=mx.get_peak_memory() or None,
+            kv_bytes=self._kv_bytes(),
+            peak_memory_bytes=max(self._rested_peak, mx.get_peak_memory()) or None,
         )
+
+    def _kv_bytes(self) -> int | None:
+        if self._slot is None:
+            return None
+        return kv.nbytes(self._slot.caches) if self._rested is None else self._rested_bytes
 
     def _outliers(self) -> tuple[Outlier, ...]:
         return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
@@ -179,38 +214,63 @@ class Reply:
     def _decode(self, run: Run, growth: ReplyGrowth) -> Iterator[Event]:
         request = self._request
         self._decoding = True
+        tokenizer, sampling = self._runtime.tokenizer, request.sampling
         text = ReplyText(
-            self._runtime.tokenizer, request.sampling.stop, in_thinking=request.in_thinking, begun=request.begun
+            tokenizer,
+            sampling.stop,
+            in_thinking=request.in_thinking,
+            begun=request.begun,
+            unstopped=sampling.min_tokens,
         )
+        came_from = Provenance(tokenizer)
+        ended_by: tuple[int, Score | None] | None = None
         reason: FinishReason = "cancelled" if self._cancelled() else "length"
         if reason == "length":
-            sampler = Sampler(request.sampling, request.ids)
+            sets = token_sets(tokenizer, sampling)
+            sampler = Sampler(sampling, request.ids, sets)
             watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
             for token in run.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
                 self._throttled.look()
-                if token in self._runtime.tokenizer.eos_ids:
-                    reason = "stop"
+                score = sampler.take_score()
+                if token in sets.ends:
+                    reason, ended_by = "stop", (token, score)
                     break
-                yield from watch.handed(text.add(token))
+                came_from.add(token, score)
+                yield from watch.handed(came_from.mark(text.add(token)))
                 if text.stopped:
                     reason = "stop"
                     break
                 if growth.told:
                     yield growth.told.pop()
+                if not self._cancelled():
+                    yield from self._take_again(run)
                 if self._cancelled():
                     reason = "cancelled"
                     break
         self._ended_by_memory = reason == "length" and run.ended_by_memory
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
-        yield from text.finish()
+        yield from came_from.mark(text.finish())
+        if ended_by is not None:
+            came_from.add(*ended_by)
         request.recorder.end()
         self._throttled.look(now=True)
         metrics = self.metrics()
+        ids, logprobs = came_from.take()
         self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
         measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
-        yield Finished(reason, text.answer, metrics, text.thinking, *measured, doubts=self._runtime.doubts)
+        yield Finished(
+            reason,
+            text.answer,
+            metrics,
+            text.thinking,
+            *measured,
+            doubts=self._runtime.doubts,
+            stopped_by=text.stopped_by if ended_by is None else ended_by[0],
+            ids=ids,
+            logprobs=logprobs,
+        )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
         runtime, machine = self._runtime, self._runtime.machine
@@ -226,12 +286,21 @@ class Reply:
         return min((value for value in (asked, room) if value is not None), default=None)
 
 
+def token_sets(tokenizer: Tokenizer, sampling: Sampling) -> TokenSets:
+    """Return which tokens are drawn by rules of their own."""
+    ends = tokenizer.eos_ids | set(sampling.stop_token_ids)
+    kept = ends | set(tokenizer.encode("\n")) if sampling.xtc_probability else ends
+    if not sampling.dry_multiplier:
+        return TokenSets(ends, kept)
+    return TokenSets(ends, kept, tokenizer.breakers(sampling.dry_sequence_breakers))
+
+
 def check_room(runtime: Runtime, prompt_tokens: int) -> None:
     """Raise ContextError unless the context has room for the prompt and one token of reply."""
     room = runtime.room(prompt_tokens)
     if room is not None and room < 1:
-        what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
+        lets_go = _LETS_GO if runtime.positions is None else _LETS_THE_MIDDLE_GO
         raise ContextError(
-            f"the prompt has {prompt_tokens:,} tokens, but {what} {runtime.capacity:,}",
-            f"Shorten it, start a new chat, or let some of it go: {_LETS_GO}.",
+            f"the prompt has {prompt_tokens:,} tokens, but {runtime.what_bounds()} {runtime.longest:,}",
+            f"Shorten it, start a new chat, or let some of it go: {lets_go}.",
         )

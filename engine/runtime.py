@@ -49,6 +49,8 @@ class Machine:
 class Runtime:
     """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
 
+    positions: how many it has learned one by one: no token is ever beyond them. None where positions are worked out.
+
     chunking: how its prompts are cut. packed_kv, bits_per_weight: see limits.situation. memory_limit: bytes that the user
     lets arrays take; None is the system's limit. doubts: see ``ModelSpec``.
     """
@@ -68,6 +70,7 @@ class Runtime:
     bits_per_weight: float | None = None
     memory_limit: int | None = None
     doubts: tuple[str, ...] = ()
+    positions: int | None = None
 
     @property
     def memory_budget(self) -> int | None:
@@ -89,9 +92,20 @@ class Runtime:
         return self.kv.capacity(self.context_length)
 
     def room(self, prompt_tokens: int) -> int | None:
-        """Return how many tokens fit the context after the prompt; None where nothing bounds them."""
-        capacity = self.capacity
-        return None if capacity is None or self.kv.rolls else capacity - prompt_tokens
+        """Return how many tokens fit after the prompt: into the context, unless it rolls; None where nothing bounds them."""
+        longest = self.longest
+        return None if longest is None else longest - prompt_tokens
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that a prompt and its reply may have together; None where nothing bounds them."""
+        return self.positions if self.kv.rolls else self.capacity
+
+    def what_bounds(self) -> str:
+        """Return what ``longest`` is the length of, as the words that go before it."""
+        if self.kv.rolls:
+            return "the model's learned positions are"
+        return "the model's context is" if self.kv.window is None else "the KV window holds"
 
     def situation(self, *, keeps_prompts: bool, chunk: int) -> Situation:
         """Return what could be changed about a reply whose prompt was computed ``chunk`` tokens at a time."""

@@ -1,11 +1,16 @@
 """Choose the next token on the device: logits in, one token id out, no host round trip."""
 
+import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.options import Sampling
+from tokamac.engine.dry import Breakers, Dry, token_mask
+from tokamac.engine.options import Sampling, Stage
 
 PENALTY_WINDOW = 64
 """Tokens looked back at by the repetition penalty."""
@@ -15,8 +20,6 @@ COLDEST = 1e-4
 
 TIES = 64
 """Tokens taken beyond the k likeliest, for those as likely as the k-th: in 16-bit logits there are often some."""
-
-Filter = Callable[[mx.array], mx.array]
 
 
 def take_top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -62,56 +65,225 @@ def penalise_repeats(logits: mx.array, recent: mx.array, penalty: float) -> mx.a
     return mx.put_along_axis(logits, recent[None], changed, axis=-1)
 
 
+def mask_top_k(logits: mx.array, k: int) -> mx.array:
+    """Keep what ``take_top_k`` takes, in its place. (B, V) → (B, V), the others −inf."""
+    taken, ids = take_top_k(logits, k)
+    return mx.put_along_axis(mx.full(logits.shape, -mx.inf), ids, taken, axis=-1)
+
+
+def exclude_top(logits: mx.array, threshold: float, protected: mx.array) -> mx.array:
+    """Exclude the top choices: of the tokens whose probability reaches ``threshold`` all but the least likely (XTC).
+
+    As p-e-w defined it, https://github.com/oobabooga/text-generation-webui/pull/6335; as there, and in mlx-lm, tokens that end the
+    reply or the line are not excluded. Those as likely as the least likely stay too. (B, V), protected (B, V) bool → (B, V).
+    """
+    probabilities = mx.softmax(logits, axis=-1, precise=True)
+    least = mx.min(mx.where(probabilities >= threshold, probabilities, mx.inf), axis=-1, keepdims=True)
+    return mx.where(mx.logical_and(probabilities > least, mx.logical_not(protected)), -mx.inf, logits)
+
+
+def penalise_presence(logits: mx.array, counts: mx.array, presence: float, frequency: float) -> mx.array:
+    """Take ``presence`` from the logits of tokens that are there, and ``frequency`` for each time.
+
+    logits (1, V), counts (1, V) how often each was generated → (1, V). As
+    https://developers.openai.com/api/docs/guides/text-generation defines it: of the reply, not of the prompt.
+    """
+    return logits - frequency * counts - mx.where(counts > 0, presence, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSets:
+    """Tokens that are drawn by rules of their own.
+
+    ends: those that end a reply, the model's and the caller's, which ``min_tokens`` withholds. kept: those that XTC does not
+    exclude. breakers: see dry.py.
+    """
+
+    ends: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    breakers: Breakers = field(default_factory=Breakers)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the model itself thinks of a token, before anything is done to its logits.
+
+    logprob: of the token that was chosen. top: the likeliest tokens and their log-probabilities, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A Score on its way from the device: logprob (1,), ids and logprobs (N,), likeliest first."""
+
+    logprob: mx.array
+    ids: mx.array
+    logprobs: mx.array
+
+
 class Sampler:
     """One reply's sampler: knows its seed and the tokens that came before. Takes a resolved Sampling.
 
-    Filters apply in the order: repetition penalty, top-k, temperature, top-p, min-p. Top-k commutes with the temperature, and
-    comes first since it leaves few logits to the others: with it, the vocabulary is searched once a token and never sorted.
+    Logit biases apply first; then the stages in the order of ``Sampling.order``, by default penalties, DRY, top-k, temperature,
+    top-p, min-p, XTC. Top-k commutes with the temperature, and comes first since it leaves few logits to the others: with it, the
+    vocabulary is searched once a token and never sorted. Where penalties come after it, it leaves all logits in place.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], tokens: TokenSets = TokenSets()) -> None:
         self._sampling = sampling
-        self._filters = _filters(sampling)
+        self._tokens = tokens
+        self._prompt = prompt
         self._greedy = (sampling.temperature or 0) < COLDEST
         self._penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
-        self._penalised = self._penalty != 1.0
+        self._counted = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self._stages = self._active()
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
         self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
+        self._made = 0
+        self._vocabulary = 0
+        self._counts: mx.array | None = None  # (1, V), of the tokens of this reply
+        self._dry: Dry | None = None
+        self._protected: mx.array | None = None  # (V,), from XTC
+        self._scored: deque[_Scored] = deque()
+
+    def _active(self) -> tuple[Stage, ...]:
+        """Return the stages that change anything. Of greedy sampling those that may change which token is the likeliest."""
+        sampling = self._sampling
+        on: dict[Stage, bool] = {
+            "penalties": self._penalty != 1.0 or self._counted,
+            "dry": sampling.dry_multiplier > 0,
+            "top_k": bool(sampling.top_k),
+            "temperature": not self._greedy and sampling.temperature != 1,
+            "top_p": sampling.top_p is not None and sampling.top_p < 1,
+            "min_p": bool(sampling.min_p),
+            "xtc": sampling.xtc_probability > 0,
+        }
+        if self._greedy:
+            excludes = on["xtc"] and sampling.xtc_before_temperature
+            judged = sampling.order[: sampling.order.index("xtc") + 1] if excludes else ()
+            on = {stage: on[stage] and stage in {"penalties", "dry", *judged} for stage in on}
+        return tuple(stage for stage in sampling.order if on[stage])
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (1, V) in any float type → token (1,) uint32, not evaluated."""
         logits = logits.astype(mx.float32)
-        if self._penalised:
-            logits = penalise_repeats(logits, self._recent, self._penalty)
-        token = mx.argmax(logits, axis=-1) if self._greedy else self._draw(logits)
-        token = token.astype(mx.uint32)
-        if self._penalised:
-            self._recent = mx.concatenate([self._recent, token])[-PENALTY_WINDOW:]
+        self._vocabulary = logits.shape[-1]
+        token = self._chosen(self._biased(logits)).astype(mx.uint32)
+        self._made += 1
+        self._remember(token)
+        if self._sampling.logprobs is not None:
+            self._scored.append(_scored(logits, token, self._sampling.logprobs))
         return token
 
-    def _draw(self, logits: mx.array) -> mx.array:
-        """logits (1, V) → token (1,)."""
-        self._key, key = mx.random.split(self._key)
-        k = self._sampling.top_k
-        if not k or k >= logits.shape[-1]:
-            return mx.random.categorical(self._filtered(logits), axis=-1, key=key)
-        logits, ids = take_top_k(logits, k)
-        chosen = mx.random.categorical(self._filtered(logits), axis=-1, key=key)
-        return mx.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0]
+    def newest_score(self) -> tuple[mx.array, ...]:
+        """Return what is to be evaluated with the last token, besides it."""
+        if not self._scored:
+            return ()
+        last = self._scored[-1]
+        return last.logprob, last.ids, last.logprobs
 
-    def _filtered(self, logits: mx.array) -> mx.array:
-        for apply in self._filters:
-            logits = apply(logits)
+    def take_score(self) -> Score | None:
+        """Return the score of the first token that none was taken of yet; None where no scores are wanted."""
+        if not self._scored:
+            return None
+        first = self._scored.popleft()
+        ids: Any = first.ids.tolist()
+        logprobs: Any = first.logprobs.tolist()
+        own: Any = first.logprob.item()
+        pairs = zip(ids, logprobs, strict=True)
+        return Score(own, tuple(pair for pair in pairs if math.isfinite(pair[1])))
+
+    def _biased(self, logits: mx.array) -> mx.array:
+        if bias := self._sampling.logit_bias:
+            ids = mx.array([[token for token, _ in bias]])
+            added = mx.take_along_axis(logits, ids, axis=-1) + mx.array([[value for _, value in bias]])
+            logits = mx.put_along_axis(logits, ids, added, axis=-1)
+        if self._made < self._sampling.min_tokens and (ends := sorted(self._tokens.ends)):
+            logits = mx.put_along_axis(logits, mx.array([ends]), mx.array(-mx.inf), axis=-1)
         return logits
 
+    def _chosen(self, logits: mx.array) -> mx.array:
+        """logits (1, V) → token (1,)."""
+        key: mx.array | None = None
+        if not self._greedy:
+            self._key, key = mx.random.split(self._key)
+        ids: mx.array | None = None  # (1, C), once top-k has left C logits
+        for place, stage in enumerate(self._stages):
+            if stage == "top_k":
+                logits, ids = self._cut(logits, self._stages[place + 1 :])
+            else:
+                logits = self._changed(stage, logits, ids)
+        chosen = mx.argmax(logits, axis=-1) if key is None else mx.random.categorical(logits, axis=-1, key=key)
+        return chosen if ids is None else mx.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0]
 
-def _filters(sampling: Sampling) -> list[Filter]:
-    temperature, top_p, min_p = sampling.temperature, sampling.top_p, sampling.min_p
-    filters: list[Filter] = []
-    if temperature and temperature != 1:
-        filters.append(lambda logits: logits * (1 / temperature))
-    if top_p is not None and top_p < 1:
-        filters.append(lambda logits: keep_top_p(logits, top_p))
-    if min_p:
-        filters.append(lambda logits: keep_min_p(logits, min_p))
-    return filters
+    def _cut(self, logits: mx.array, later: Sequence[Stage]) -> tuple[mx.array, mx.array | None]:
+        """Keep the k likeliest: alone, with their ids, or in place where a later stage knows tokens by their place."""
+        k = int(self._sampling.top_k or 0)
+        if k >= logits.shape[-1]:
+            return logits, None
+        if "penalties" in later or "dry" in later:
+            return mask_top_k(logits, k), None
+        return take_top_k(logits, k)
+
+    def _changed(self, stage: Stage, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """Apply one stage to logits (1, V), or those of ``ids`` (1, C)."""
+        sampling = self._sampling
+        match stage:
+            case "penalties":
+                return self._penalised(logits)
+            case "dry":
+                return self._repetitions().penalise(logits)
+            case "temperature":
+                return logits * (1 / (sampling.temperature or 1))
+            case "top_p":
+                return keep_top_p(logits, sampling.top_p or 1)
+            case "min_p":
+                return keep_min_p(logits, sampling.min_p or 0)
+            case _:
+                return self._with_top_excluded(logits, ids)
+
+    def _penalised(self, logits: mx.array) -> mx.array:
+        if self._penalty != 1.0:
+            logits = penalise_repeats(logits, self._recent, self._penalty)
+        if self._counts is not None:
+            sampling = self._sampling
+            logits = penalise_presence(logits, self._counts, sampling.presence_penalty, sampling.frequency_penalty)
+        return logits
+
+    def _repetitions(self) -> Dry:
+        if self._dry is None:
+            self._dry = Dry(self._sampling, self._prompt, self._tokens.breakers, self._vocabulary)
+        return self._dry
+
+    def _with_top_excluded(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """Apply XTC as often as is asked for, by a draw of its own."""
+        if self._protected is None:
+            self._protected = token_mask(self._tokens.kept, self._vocabulary)
+        protected = self._protected[None] if ids is None else self._protected[ids]
+        self._key, key = mx.random.split(self._key)
+        left = mx.random.uniform(key=key) >= self._sampling.xtc_probability
+        return mx.where(left, logits, exclude_top(logits, self._sampling.xtc_threshold, protected))
+
+    def _remember(self, token: mx.array) -> None:
+        if self._penalty != 1.0:
+            self._recent = mx.concatenate([self._recent, token])[-PENALTY_WINDOW:]
+        if self._counted:
+            counts = mx.zeros((1, self._vocabulary)) if self._counts is None else self._counts
+            self._counts = counts.at[:, token].add(1)
+        if self._dry is not None:
+            self._dry.add(token)
+
+
+def _scored(logits: mx.array, token: mx.array, count: int) -> _Scored:
+    """logits (1, V), token (1,) → its log-probability, and the ``count`` likeliest tokens with theirs."""
+    total = mx.logsumexp(logits, axis=-1)  # (1,)
+    own = mx.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
+    size = logits.shape[-1]
+    count = min(count, size)
+    ids = mx.argpartition(logits[0], kth=size - count)[size - count :] if count else mx.zeros((0,), mx.uint32)
+    values = logits[0][ids]
+    order = mx.argsort(-values)
+    return _Scored(own, ids[order], values[order] - total)

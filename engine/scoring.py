@@ -32,10 +32,11 @@ def check_scored(
 
     rows: held at once; None is all of them.
     """
-    capacity = runtime.capacity
-    if capacity is not None and not runtime.kv.rolls and tokens > capacity:
-        what = "the model's context is" if runtime.kv.window is None else "the KV window holds"
-        raise ContextError(f"{tokens:,} tokens are to be scored, but {what} {capacity:,}", "Score fewer at a time.")
+    longest = runtime.longest
+    if longest is not None and tokens > longest:
+        raise ContextError(
+            f"{tokens:,} tokens are to be scored, but {runtime.what_bounds()} {longest:,}", "Score fewer at a time."
+        )
     budget = runtime.memory_budget
     row_bytes = FLOAT32 * vocabulary * (_rows_at_once(tokens, chunk) if rows is None else rows)
     least = predict_peak(runtime.shape, held=0, new=tokens, chunk=chunk, prompt_cache=store.nbytes).total + row_bytes

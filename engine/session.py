@@ -3,8 +3,9 @@
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +14,21 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from tokamac.engine.chat import Chat
 from tokamac.engine.device import cannot_import, check_backends, installed_backends, leave_thread
 from tokamac.engine.errors import EngineClosedError, OptionError
-from tokamac.engine.events import Event, Live, LoadProgress, Message
-from tokamac.engine.given import given_count, given_ids, given_limit, given_messages, given_prompt, given_sampling
+from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, TextChunk, TokenLogprob
+from tokamac.engine.given import (
+    given_count,
+    given_ids,
+    given_limit,
+    given_messages,
+    given_prompt,
+    given_question,
+    given_sampling,
+)
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.price import Price
 from tokamac.engine.recorder import Recorder
-from tokamac.engine.replies import Replies
+from tokamac.engine.replies import Bounded, Replies
+from tokamac.engine.reply_stream import ReplyHandle, ReplyStream
 from tokamac.engine.worker import Stream, Worker
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
     from tokamac.engine.perplexity import Perplexity
     from tokamac.engine.prompt_cache.check import Check
     from tokamac.engine.prompt_cache.exchange import Exchanged
+    from tokamac.engine.request import Reply
     from tokamac.engine.tokens import Tokenizer
 
 T = TypeVar("T")
@@ -43,8 +54,9 @@ class Engine:
 
     What that thread must do waits for a reply in progress: ``price``, ``logprobs``, ``memory``, ``measure``, ``between``,
     ``compare_kv``, ``check_cache``, and another reply. Asked for in the loop that reads the reply, all but another reply come
-    after its next event; another reply comes after it, which is made to its end meanwhile and can be read on then. All else, like
-    ``limits``, ``predict``, ``live`` and ``cancel``, returns at once.
+    after its next event; another reply comes once the first is some way ahead of its reader: then that one rests until it is read
+    on, so nobody waits for a reader who has paused. All else, like ``limits``, ``predict``, ``live`` and ``cancel``, returns at
+    once.
 
     Use as a context manager, or call ``close``. One that nobody refers to any more closes itself.
     """
@@ -138,27 +150,56 @@ class Engine:
         """Return a conversation, new or continued from ``messages``."""
         return Chat(self, system, messages)
 
-    def generate(
+    def ask(self, prompt: str | Prompt, sampling: Sampling | None = None, *, system: str | None = None) -> Finished:
+        """Return the whole reply to a text, to messages or to token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
+
+        Its ``ids`` and ``logprobs`` are those of all tokens of the reply. system: a system prompt, for a text or messages without
+        one. ``cancel`` ends it from another thread, with reason "cancelled". Raises what ``generate`` raises.
+        """
+        events = self.generate(given_question(prompt, system), sampling)
+        ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        for event in events:
+            if isinstance(event, TextChunk | Finished):
+                ids.extend(event.ids)
+                logprobs.extend(event.logprobs)
+            if isinstance(event, Finished):
+                end = event
+        return replace(end, ids=tuple(ids), logprobs=tuple(logprobs))
+
+    def generate_async(
         self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False
-    ) -> Generator[Event, None, None]:
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of ``generate`` to a task: ``async for event in engine.generate_async(prompt)``.
+
+        Cancelling the task, or closing the iterator (``aclose``), ends the reply. The same as ``async for`` over ``generate``,
+        ``chat.send`` or another of a chat's replies.
+        """
+        return aiter(self.generate(prompt, sampling, continues=continues))
+
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, continues: bool = False) -> ReplyStream:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
         continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
         all of the reply, and ``max_tokens`` counts what is new.
-        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse.
-        Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step. OptionError also on a thread
-        that still reads a reply without an end: one with a rolling window, and no ``max_tokens``.
+        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
+        this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
+        Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
         """
+        handle = ReplyHandle()
+        return ReplyStream(self._generated(prompt, sampling, handle, continues=continues), handle)
+
+    def _generated(
+        self, prompt: Prompt, sampling: Sampling | None, handle: ReplyHandle, *, continues: bool
+    ) -> Generator[Event, None, None]:
         recorder = Recorder()
         recorder.accept()
         given, how = given_prompt(prompt), given_sampling(sampling)
 
-        def answer(stream: Stream) -> Generator[Event, None, None]:
-            reply = self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues)
-            self._replies.live = reply.live
-            yield from reply.events()
+        def answer(stream: Stream) -> "Reply":
+            return self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues)
 
-        yield from self._replies.stream(answer, endless=self.spec.rolls and how.max_tokens is None)
+        yield from self._replies.stream(answer, opened=handle.attach)
 
     def cancel(self) -> None:
         """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""
@@ -238,7 +279,7 @@ class Engine:
     def warm(self, prompt: Prompt) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         given = given_prompt(prompt)
-        yield from self._replies.stream(lambda stream: self._core.warm(given, stream.is_cancelled))
+        yield from self._replies.stream(lambda stream: Bounded(self._core.warm(given, stream.is_cancelled)))
 
     def export_prompt(
         self, prompt: Prompt, file: str | Path, *, goes_on: bool = False
@@ -251,7 +292,9 @@ class Engine:
         given, path = given_prompt(prompt), Path(file).expanduser()
         done: list[Exchanged] = []
         yield from self._replies.stream(
-            lambda stream: self._core.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+            lambda stream: Bounded(
+                self._core.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+            )
         )
         yield from done
 

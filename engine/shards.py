@@ -3,11 +3,13 @@
 import json
 import math
 import operator
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
+from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, unreadable
+from tokamac.engine.regular_files import INDEX_BYTES, NotRegularError, open_regular, read_text
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -69,8 +71,12 @@ def read_header(shard: Path) -> dict[str, Any]:
 
     Raises ModelDamagedError when it is not.
     """
-    size = shard.stat().st_size
-    with shard.open("rb") as file:
+    try:
+        file = open_regular(shard)
+    except NotRegularError as error:
+        raise unreadable(shard, error) from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else HEADER_LIMIT + 1
         if length > min(HEADER_LIMIT, size):
@@ -112,10 +118,12 @@ def _span(entry: dict[str, Any]) -> tuple[int, int]:
 def _listed(folder: Path) -> dict[str, str]:
     """Return the index: tensor name → file name; empty where there is none."""
     index = folder / INDEX
-    if not index.is_file():
-        return {}
     try:
-        listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        listed = dict(json.loads(read_text(index, INDEX_BYTES))["weight_map"])
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(index, error) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelDamagedError(f"{index} is not a readable index", "Download that file again.") from error
     if any(not isinstance(name, str) or Path(name).name != name for name in listed.values()):

@@ -1,11 +1,15 @@
 """From tokens to what the reader sees: whole characters, stop texts never shown, thinking told apart from the answer."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from tokamac.engine.continuation import Begun
-from tokamac.engine.events import TextChunk, TextKind
+from tokamac.engine.events import Alternative, TextChunk, TextKind, TokenLogprob
 from tokamac.engine.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from tokamac.engine.sampling import Score
 
 CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 """What ends a Harmony message or begins the header of the next, which "<|message|>" ends:
@@ -40,7 +44,8 @@ def first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
 class ReplyText:
     """Collects a reply token by token.
 
-    ``add`` and ``finish`` yield TextChunks. Once ``stopped`` is true a stop text was met and nothing more will come.
+    ``add`` and ``finish`` yield TextChunks. Once ``stopped_by`` is a text, that stop text was met and nothing more will come.
+    Of the first ``unstopped`` tokens no stop text is looked for.
     ``answer`` and ``thinking`` hold all that was yielded of each kind, after what the reply had ``begun`` with where it is
     continued. Stop texts apply to the answer alone. Of a Harmony reply the channel ``analysis`` is thinking, every other is answer.
     """
@@ -52,13 +57,15 @@ class ReplyText:
         *,
         in_thinking: bool = False,
         begun: Begun | None = None,
+        unstopped: int = 0,
     ) -> None:
         self.answer = "" if begun is None else begun.said.content
         self.thinking = "" if begun is None else begun.said.thinking
-        self.stopped = False
+        self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(() if begun is None else begun.ids)
-        self._stops = stops
+        self._stops = () if unstopped else stops
+        self._later_stops, self._unstopped = stops, unstopped
         self._in_thinking = in_thinking
         self._in_header = False  # between a channel's marks: not text
         self._fresh = begun is None  # nothing shown since the kind last changed: leading blank lines there are padding
@@ -68,11 +75,20 @@ class ReplyText:
         """Take the next token of the reply; end and padding marks are passed over, unless a stop text ends with one."""
         if self.stopped:
             return
+        if self._unstopped:
+            self._unstopped -= 1
+        else:
+            self._stops = self._later_stops
         if self._tokenizer.is_hidden(token):
-            yield from self._stop_at(self._tokenizer.mark(token))
+            yield from self._stop_at(self._tokenizer.token_text(token))
             return
         self._pending += self._detokenizer.add(token)
         yield from self._drain(final=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was met."""
+        return self.stopped_by is not None
 
     def finish(self) -> Iterator[TextChunk]:
         """Yield what was held back, now that nothing follows."""
@@ -84,11 +100,11 @@ class ReplyText:
         """Stop if a stop text ends with this hidden mark: it is matched, though it is never shown."""
         match = first_of(self._pending + mark, tuple(stop for stop in self._stops if stop.endswith(mark)))
         if match is not None and not self._in_thinking:
-            yield from self._end(match[0])
+            yield from self._end(*match)
 
-    def _end(self, position: int) -> Iterator[TextChunk]:
+    def _end(self, position: int, stop: str) -> Iterator[TextChunk]:
         yield from self._show(self._pending[:position])
-        self.stopped = True
+        self.stopped_by = stop
         self._pending = ""
 
     def _drain(self, *, final: bool) -> Iterator[TextChunk]:
@@ -104,7 +120,7 @@ class ReplyText:
                 return
             position, marker = match
             if marker in self._stops and not self._in_thinking:
-                yield from self._end(position)
+                yield from self._end(position, marker)
             elif channels:
                 yield from self._show(self._pending[:position])
                 self._pending, self._in_header = self._pending[position:], True
@@ -162,3 +178,32 @@ class ReplyText:
         else:
             self.answer += text
         yield TextChunk(text, kind)
+
+
+class Provenance:
+    """Which tokens each piece of text came from: a token goes with the first text that is shown once it is there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def add(self, token: int, score: "Score | None" = None) -> None:
+        """Take the next token of the reply, and its score where that is wanted."""
+        self._ids.append(token)
+        if score is not None:
+            text = self._tokenizer.token_text
+            others = tuple(Alternative(each, text(each), value) for each, value in score.top)
+            self._logprobs.append(TokenLogprob(token, text(token), score.logprob, others))
+
+    def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Return the tokens that went with no text yet, and what is known of them; they are counted with what asks."""
+        taken = tuple(self._ids), tuple(self._logprobs)
+        self._ids.clear()
+        self._logprobs.clear()
+        return taken
+
+    def mark(self, chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
+        """Yield text with the tokens it came from."""
+        for chunk in chunks:
+            yield TextChunk(chunk.text, chunk.kind, *self.take())

@@ -7,14 +7,29 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
+from tokamac.engine.errors import (
+    ModelDamagedError,
+    ModelUnsupportedError,
+    OptionError,
+    TemplateError,
+    panic_error,
+    panics_as_errors,
+    unreadable,
+)
 from tokamac.engine.events import Message, TextKind
+from tokamac.engine.regular_files import TOKENIZER_BYTES, NotRegularError, TooLargeError, check_regular, read_text
 from tokamac.engine.template import ChatTemplate
 
+if TYPE_CHECKING:
+    from tokamac.engine.dry import Breakers
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
+
+READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of a model's folder that transformers may read."""
 
 HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
 """How a Harmony reply usually begins, and how its answer follows."""
@@ -101,6 +116,7 @@ class Tokenizer:
         self.thinking = self._find_thinking()
         self._hidden_ids = self._find_hidden_ids()
         self._control = ControlTokens(self._find_marks())
+        self._breakers: dict[tuple[str, ...], Breakers] = {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -119,7 +135,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
         # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        with panics_as_errors():
+            return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def plain(self, said: Message) -> Message:
         """Return a message in which nothing looks like a control token.
@@ -150,9 +167,31 @@ class Tokenizer:
         """Whether a token is a mark for the model (end, padding, role) that no reader should see."""
         return token in self._hidden_ids
 
-    def mark(self, token: int) -> str:
-        """Return the text of a hidden token."""
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, hidden or not; U+FFFD stands for bytes that are no character."""
         return self._decode([token])
+
+    def breakers(self, texts: tuple[str, ...]) -> "Breakers":
+        """Return which tokens end a repeated sequence (DRY): those that spell one of ``texts``, and marks for the model."""
+        known = self._breakers.get(texts)
+        if known is None:
+            from tokamac.engine.dry import find_breakers
+
+            known = find_breakers(texts, self._token_texts(), self._encode_within, self._hidden_ids)
+            self._breakers = {texts: known}
+        return known
+
+    def _token_texts(self) -> list[str]:
+        """Return the text of every token, by id: a fifth of a second for a large vocabulary."""
+        ids = range(max(self._hf.get_vocab().values(), default=-1) + 1)
+        if self._hf.is_fast:
+            return list(self._hf.backend_tokenizer.decode_batch([[each] for each in ids], skip_special_tokens=False))
+        return [self._decode([each]) for each in ids]
+
+    def _encode_within(self, text: str) -> list[int]:
+        """Return the tokens of a text that stands within another: some tokenizers put a space before what begins."""
+        first, both = self.encode("a"), self.encode(f"a{text}")
+        return both[len(first) :] if both[: len(first)] == first else self.encode(text)
 
     @property
     def writes_channels(self) -> bool:
@@ -230,7 +269,12 @@ class Tokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend_decode is not None:
-            return str(self._backend_decode(list(ids), skip_special_tokens=False))
+            try:
+                return str(self._backend_decode(list(ids), skip_special_tokens=False))
+            except BaseException as error:
+                if (known := panic_error(error)) is None:
+                    raise
+                raise known from error
         return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _find_thinking(self) -> tuple[str, str] | None:
@@ -283,8 +327,13 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
             f"{name} has no tokenizer ({folder / 'tokenizer.json'} is missing)", "Download or convert the model again."
         )
     try:
+        check_regular(sorted({path for kind in READ_FILES for path in folder.glob(kind)}), TOKENIZER_BYTES)
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for bad files
+    except (NotRegularError, TooLargeError) as error:
+        raise unreadable(error.filename, error) from error
+    except BaseException as error:  # transformers raises many kinds for bad files, and what it stands on panics
+        if not isinstance(error, Exception) and panic_error(error) is None:
+            raise
         reason = " ".join(str(error).split())[:200]
         if "trust_remote_code" in reason:
             raise ModelUnsupportedError(
@@ -313,10 +362,12 @@ def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[
 def generation_config(folder: Path) -> dict[str, Any]:
     """Return the folder's generation_config.json, {} where there is none. Raises ModelDamagedError when it is not JSON."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(read_text(path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise ModelDamagedError(f"{path} is not JSON: {error}", "Download that file again.") from error
     return loaded if isinstance(loaded, dict) else {}

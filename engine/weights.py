@@ -20,9 +20,14 @@ Weights = dict[str, "mx.array"]
 Step = Callable[["nn.Module", Config, Weights], Weights]
 
 OTHER_PARTS = re.compile(
-    r"^(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
+    r"^(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio)\."
 )
 """What sees and hears in a checkpoint."""
+
+MXFP8: Config = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+MXFP4: Config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+NVFP4: Config = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+"""MLX's microscaling formats, as a config's ``quantization`` says them."""
 
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 NO_FP8 = ("bitnet", "mxfp4", "mxfp8", "awq", "gptq")
@@ -71,8 +76,39 @@ def is_fp8(config: Config) -> bool:
     return method in ("modelopt", None) and algorithm == "FP8"
 
 
+def packing_kept(config: Config) -> Config | None:
+    """Return how MLX packs alike what a published model packed, as its config.json would say it; None where it does not.
+
+    DeepSeek V4's fp8 and fp4 numbers have scales that are powers of two, which is what MLX calls mxfp8 and mxfp4; Nvidia's fp4
+    is nvfp4. So they are computed with as they are stored. Compressors, router and both ends are not packed.
+    """
+    given = config.get("quantization_config")
+    if config.get("model_type") != "deepseek_v4" or not isinstance(given, dict) or config.get("quantization"):
+        return None
+    if given.get("quant_method") != "fp8" or given.get("scale_fmt") != "ue8m0":
+        return None
+    experts = MXFP8
+    if given.get("group_size") == NVFP4["group_size"]:
+        experts = NVFP4
+    elif "fp4" in (config.get("expert_dtype"), given.get("expert_dtype")):
+        experts = MXFP4
+    plain = ("compressor.kv_proj", "compressor.gate_proj", "indexer.weights_proj")
+    plain += ("indexer.compressor.kv_proj", "indexer.compressor.gate_proj")
+    entries: Config = {"model.embed_tokens": False, "lm_head": False}
+    for layer in range(config.get("num_hidden_layers") or 0):
+        stem = f"model.layers.{layer}"
+        entries |= {f"{stem}.self_attn.{name}": False for name in plain}
+        entries |= {f"{stem}.mlp.experts.switch_mlp.{name}_proj": dict(experts) for name in ("gate", "up", "down")}
+    return {**MXFP8, **entries}
+
+
 def without_fp8(config: Config) -> Config:
-    """Return a config that says nothing of fp8 any more: that of the weights once they are unpacked."""
+    """Return a config that says nothing of fp8 any more: that of the weights as they are once they are loaded."""
+    given = config.get("quantization_config")
+    if config.get("quantization") and isinstance(given, dict) and "quant_method" in given:
+        # Which modules are packed, and how, mlx-lm's loader sees in the weights.
+        whole = {key: config["quantization"][key] for key in MXFP8}
+        return {**config, "quantization": whole, "quantization_config": None}
     if not is_fp8(config):
         return config
     plain = {**config, "quantization_config": None}
@@ -99,13 +135,13 @@ def unpack_fp8(weights: Weights, config: Config) -> Weights:
         scale = weights[scales]
         if not mx.issubdtype(scale.dtype, mx.floating):
             continue
-        unpacked[name] = _times_scales(mx.from_fp8(weights[name], dtype=mx.bfloat16), scale, _block(config))
+        unpacked[name] = times_scales(mx.from_fp8(weights[name], dtype=mx.bfloat16), scale, _block(config))
         for other in (scales, f"{stem}.input_scale", f"{stem}.activation_scale"):
             unpacked.pop(other, None)
     return unpacked
 
 
-def _times_scales(values: "mx.array", scale: "mx.array", block: tuple[int, int] | None) -> "mx.array":
+def times_scales(values: "mx.array", scale: "mx.array", block: tuple[int, int] | None) -> "mx.array":
     """values (R, C) or (E, R, C), scale () or (R, 1) or of its blocks → values × scale, bfloat16."""
     import mlx.core as mx
 

@@ -1,5 +1,6 @@
 """The one thread that touches MLX. Work is handed to it; results come back as futures, replies as streams of events."""
 
+import logging
 import queue
 import threading
 import time
@@ -12,36 +13,27 @@ from tokamac.engine.errors import EngineClosedError
 from tokamac.engine.events import Event, TextChunk
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 LOOK_AHEAD = 128
-"""Batches of events a reply may be ahead of its reader; then the engine waits, or does other work."""
+"""Batches of events a reply may be ahead of its reader; then it rests until the reader has caught up with half of them."""
 
 HAND_OVER_S = 1 / 60
 """Text is handed over so often at most: to wake the reader takes the engine's thread a good part of a small model's step."""
 
 
 class Stream:
-    """Events on their way from the engine's thread to a reader's. Either side may end it.
+    """Events on their way from the engine's thread to a reader's. Either side may end it; neither ever waits to hand over.
 
-    meanwhile: called on the engine's thread while the reader is too far behind; it may do other work there, and returns whether to
-    go on without waiting. endless: whether nothing bounds the reply, so that it ends only when it is cancelled, or by itself.
     reader: the thread that read last; None before one did. ended: whether all of it is on its way.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        meanwhile: Callable[[], bool] = lambda: False,
-        *,
-        endless: bool = False,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._meanwhile = meanwhile
         self._batches: queue.SimpleQueue[list[Event] | BaseException | None] = queue.SimpleQueue()
         self._waiting: list[Event] = []
         self._handed_s = 0.0
-        self._moved = threading.Event()
-        self.endless = endless
+        self._resting: list[Callable[[], None]] = []  # one at most; whoever pops it, which is atomic, calls it
         self.reader: int | None = None
         self.ended = False
         self.cancelled = False
@@ -50,7 +42,7 @@ class Stream:
     def cancel(self) -> None:
         """Ask the engine to end the reply; the reader still gets its Finished event."""
         self.cancelled = True
-        self._moved.set()
+        self._wake()
 
     def is_cancelled(self) -> bool:
         """Whether the reply should end."""
@@ -70,9 +62,26 @@ class Stream:
         self.abandon()
         self._batches.put(EngineClosedError("the engine was closed", "Load it again with Engine.load."))
 
-    def nudge(self) -> None:
-        """Something may have changed for ``meanwhile``: if the engine waits for the reader, it looks again."""
-        self._moved.set()
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the reply is as far ahead of its reader as it may be."""
+        return self._batches.qsize() >= LOOK_AHEAD and not self.cancelled
+
+    def rest(self, again: Callable[[], None]) -> None:
+        """Have ``again`` called once, by any thread, when the reader has caught up or the reply is to end."""
+        self._resting.append(again)
+        if self._has_caught_up():  # between the last look and now
+            self._wake()
+
+    def _has_caught_up(self) -> bool:
+        return self.cancelled or self._batches.qsize() <= LOOK_AHEAD // 2
+
+    def _wake(self) -> None:
+        try:
+            again = self._resting.pop()
+        except IndexError:
+            return
+        again()
 
     def put(self, event: Event) -> None:
         """Hand over an event: text with what follows within ``HAND_OVER_S``, all else at once."""
@@ -81,12 +90,7 @@ class Stream:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Wake the reader; waits while it is too far behind, unless the reply is to end or the thread is needed."""
-        while self._batches.qsize() >= LOOK_AHEAD and not self.cancelled:
-            self._moved.clear()  # before looking: a nudge from now on is not missed
-            if self._meanwhile():
-                break
-            self._moved.wait(0.1)
+        """Wake the reader."""
         self._batches.put(self._waiting)
         self._waiting = []
         self._handed_s = self._clock()
@@ -106,7 +110,8 @@ class Stream:
                 return
             if isinstance(batch, BaseException):
                 raise batch
-            self._moved.set()
+            if self._has_caught_up():
+                self._wake()
             yield from batch
 
 
@@ -131,12 +136,11 @@ class Worker:
     """A daemon thread that runs callables one after another, and ``at_end`` after the last of them.
 
     A long one may let those that somebody waits for go first, with ``answer``. hurried: whether one of them asks for that.
-    ``when_asked`` is called by whoever queues one, after that. ``when_idle`` is called after them, while none waits: it does a
-    little work and returns after how many seconds to call it again, or None. Neither may raise.
+    ``when_idle`` is called after them, while none waits: it does a little work and returns after how many seconds to call it
+    again, or None. Where it raises, the failure is logged, and it is not called again before the next work.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
-        self.when_asked: Callable[[], None] = lambda: None
         self.when_idle: Callable[[], float | None] = lambda: None
         self.hurried = False
         self.closed = False
@@ -170,13 +174,11 @@ class Worker:
             future.cancel()  # if the caller was interrupted, nobody wants it any more
             raise
 
-    def answer(self) -> bool:
-        """Run the calls that wait, on the thread, in the middle of other work; return whether work that is no call waits."""
+    def answer(self) -> None:
+        """Run the calls that wait, on the thread, in the middle of other work."""
         self.hurried = False
         while (job := self._first_call()) is not None:
             job.run()
-        with self._lock:
-            return any(not job.future.cancelled() for job in self._waiting)
 
     def leave(self) -> None:
         """Take no more work; what is queued still runs, and is not waited for. Safe to call again."""
@@ -198,7 +200,6 @@ class Worker:
             self._waiting.append(job)
             self._jobs.put(job)
             self.hurried = self.hurried or hurry
-        self.when_asked()
         return job.future
 
     def _first_call(self) -> _Job | None:
@@ -217,13 +218,21 @@ class Worker:
                 self._waiting.remove(job)
             return waited
 
+    def _idle(self) -> float | None:
+        """Do idle work. Whatever it raises must not end the thread: everybody who asks for something waits for it."""
+        try:
+            return self.when_idle()
+        except BaseException:
+            log.exception("idle work of the engine failed")
+            return None
+
     def _run(self) -> None:
         pause: float | None = None
         while True:
             try:
                 job = self._jobs.get(timeout=pause)
             except queue.Empty:
-                pause = self.when_idle()
+                pause = self._idle()
                 continue
             if job is None:
                 break

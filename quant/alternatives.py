@@ -14,8 +14,8 @@ from tokamac.quant.source import Source
 Alternatives = dict[str, tuple[Packing | None, ...]]
 """By module path, the packings a tensor may get; None is unpacked."""
 
-ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.(gate|proj|layer|classifier|gate_proj))?$")
-"""Modules that choose experts, by their names in mlx-lm."""
+ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate)(\.(gate|proj|layer|classifier|gate_proj|wg))?$")
+"""Modules that choose experts, by their names in model classes."""
 
 ROUTER_BITS = 8
 """The least for a router, as in mlx-lm's rules: a token sent to another expert is no small error, and the tensor is small."""

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tokamac.engine.errors import OptionError, access_hint
+from tokamac.engine.regular_files import TooLargeError, read_bytes
 from tokamac.engine.tokens import Tokenizer, opening
 
 LENGTH = 512
@@ -80,17 +81,15 @@ def first_ids(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
 
 def _read(file: Path) -> bytes:
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
+        return read_bytes(file, MOST_BYTES)
+    except TooLargeError as error:
+        raise OptionError(
+            f"{file} is larger than {MOST_BYTES >> 20} MiB", "Give a part of it: some hundred pages are plenty."
+        ) from error
     except OSError as error:
         raise OptionError(
             f"{file} can't be read: {error.strerror or error}", access_hint(error, "Check the path of the text.")
         ) from error
-    if len(content) > MOST_BYTES:
-        raise OptionError(
-            f"{file} is larger than {MOST_BYTES >> 20} MiB", "Give a part of it: some hundred pages are plenty."
-        )
-    return content
 
 
 def _stretches(text: str, *, held: bool) -> list[str]:

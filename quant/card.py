@@ -7,6 +7,7 @@ The card holds no time, no path and no memory figure, so that the same conversio
 import shlex
 from collections.abc import Iterator
 
+from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.quant.divergence import with_error
 from tokamac.quant.options import Options
@@ -29,7 +30,7 @@ METHODS = {
 
 def card(plan: Plan, result: Outcome | None, made: Provenance) -> bytes:
     """Return the card of the model that ``plan`` makes. result: None where nothing was compared."""
-    sections = (_front_matter(plan, made), _what(plan, made), _quality(result), _use(), _again(plan.options, made))
+    sections = (_front_matter(plan, made), _what(plan, made), _quality(result), _use(plan), _again(plan.options, made))
     return ("\n\n".join("\n".join(lines) for lines in sections) + "\n").encode()
 
 
@@ -138,12 +139,13 @@ def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
         yield "perplexity ÷ the source's", with_error(found.perplexity_ratio, found.perplexity_ratio_se)
 
 
-def _use() -> Iterator[str]:
+def _use(plan: Plan) -> Iterator[str]:
     yield "## Run it"
     yield ""
     yield "```sh"
     yield f"tokamac chat {HERE}"
-    yield f'mlx_lm.generate --model {HERE} --prompt "Hello"'
+    if loads_in_mlx_lm(str(plan.config.get("model_type"))):
+        yield f'mlx_lm.generate --model {HERE} --prompt "Hello"'
     yield "```"
 
 

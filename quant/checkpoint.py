@@ -18,7 +18,7 @@ from tokamac.engine.config import LANGUAGE_PARTS, MODELOPT, check_config, model_
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.limits.cost import text_config
 from tokamac.engine.limits.hollow import hollow_model
-from tokamac.engine.model import BUILD_ERRORS
+from tokamac.engine.model import BUILD_ERRORS, load_lazily
 from tokamac.engine.open_files import not_opened
 from tokamac.engine.weights import without_fp8
 from tokamac.quant.modules import leaves
@@ -54,7 +54,6 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any], *, unchecked: bool 
     held = {path: leaf for path, leaf in leaves(module) if is_packed(leaf) and not is_packed(floats[path])}
     packed = {path: words for path, leaf in held.items() if (words := taken(leaf)) is not None}
     found = dict(_float_weights(module, held, float_type(dict(config))))
-    _refuse_integers(folder, config, found, hollow)
     _empty(module, {path: floats[path] for path in held})
     weights = {name: found[name] for name, _ in tree_flatten(module.parameters())}
     return Checkpoint(module, weights, packed)
@@ -87,10 +86,8 @@ def _loaded(folder: Path, config: Mapping[str, Any], *, unchecked: bool) -> nn.M
     classes = model_classes(own)
     if not unchecked:
         check_config(own, classes[1])
-    from mlx_lm.utils import load_model
-
     try:
-        return load_model(folder, lazy=True, model_config=without_fp8(own), get_model_classes=lambda **_: classes)[0]
+        return load_lazily(folder, without_fp8(own), classes)[0]
     except ModelError:
         raise
     except ImportError as error:
@@ -113,15 +110,6 @@ def _float_weights(module: nn.Module, packed: dict[str, Any], dtype: mx.Dtype) -
             yield name, unpacked(packed[path], dtype)
         elif leaf not in PACKED_LEAVES:
             yield name, array
-
-
-def _refuse_integers(folder: Path, config: Mapping[str, Any], weights: dict[str, mx.array], hollow: nn.Module) -> None:
-    """Refuse integers where the model has floats: they are packed, and nothing said how."""
-    for name, wanted in tree_flatten(hollow.parameters()):
-        array = weights.get(name)
-        floats = mx.issubdtype(wanted.dtype, mx.floating)
-        if array is not None and floats and not mx.issubdtype(array.dtype, mx.floating):
-            raise _unreadable(folder, config, f"{name} holds {array.dtype} where the model has floating numbers")
 
 
 def _empty(module: nn.Module, floats: dict[str, nn.Module]) -> None:

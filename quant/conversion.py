@@ -15,14 +15,24 @@ import mlx.core as mx
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.limits.memory import device_total
+from tokamac.engine.shards import find_shards
+from tokamac.engine.spelling import nearest
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
 from tokamac.quant.fingerprint import conversion_key
-from tokamac.quant.folder import check_space, check_target
+from tokamac.quant.folder import (
+    check_space,
+    check_target,
+    is_installed,
+    partial_folder,
+    remove_partial,
+    writing_to,
+)
 from tokamac.quant.options import Method, Options, Shipped
 from tokamac.quant.plan import Plan
 from tokamac.quant.preparing import check_method, foreseen, prepare
 from tokamac.quant.provenance import CARD, provenance, source_id
+from tokamac.quant.recorded import read_recorded, read_sizes
 from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
 from tokamac.quant.source import Source, locate, open_adapter, open_source
 from tokamac.quant.streamed import Streamed, streamable_folder, streamable_source
@@ -31,6 +41,9 @@ from tokamac.quant.workplace import workplace
 from tokamac.quant.writing import TensorDone, write
 
 __all__ = ["Asked", "Conversion", "TensorDone", "convert", "default_target"]
+
+
+FINISHED = "this conversion was finished before, and its folder is in its place: nothing was to be done"
 
 
 class Asked(TypedDict, total=False):
@@ -55,12 +68,12 @@ class Asked(TypedDict, total=False):
 class Conversion:
     """A finished conversion. Bytes and seconds.
 
-    peak_memory_bytes: the most that MLX held at once, beside what it held before. quality: how close it is to its source; None
-    where that was not wanted.
+    path: the folder. peak_memory_bytes: the most that MLX held at once, beside what it held before. quality: how close it is to its
+    source; None where that was not wanted.
     notes: what a user should know.
     """
 
-    path: str
+    path: Path
     weight_bytes: int
     bits_per_weight: float
     source_bytes: int
@@ -72,6 +85,7 @@ class Conversion:
     def to_json(self) -> dict[str, Any]:
         """Return plain values under the names of the public contract."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain["path"] = str(self.path)
         return {**plain, "quality": None if self.quality is None else self.quality.to_json(), "notes": list(self.notes)}
 
 
@@ -129,12 +143,41 @@ def convert(
     and the record says so.
     Raises OptionError, ModelError (the source) and ConversionError; the target is then as it was.
     """
-    options = Options(**asked)
-    started_s, tell = time.perf_counter(), progress or (lambda _: None)
+    try:
+        return _convert(source, out, _options(asked), overwrite=overwrite, dry_run=dry_run, tell=_guarded(progress))
+    except _ListenerError as error:
+        raise error.failure from None
+
+
+class _ListenerError(Exception):
+    """What whoever listens to the progress raised: no trouble with the folder that is written, though it may look like that."""
+
+    def __init__(self, failure: OSError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def _guarded(progress: Progress | None) -> Progress:
+    def tell(step: TensorDone | StageDone) -> None:
+        try:
+            if progress is not None:
+                progress(step)
+        except OSError as error:
+            raise _ListenerError(error) from error
+
+    return tell
+
+
+def _convert(
+    source: str | Path, out: str | Path | None, options: Options, *, overwrite: bool, dry_run: bool, tell: Progress
+) -> Conversion | Plan:
+    started_s = time.perf_counter()
     _check_paths(source, out)
     folder = locate(source)
     target = Path(out) if out is not None else default_target(source, options)
     if not dry_run:
+        if (done := _installed(target, folder, options, overwrite=overwrite)) is not None:
+            return replace(done, seconds=time.perf_counter() - started_s)
         check_target(target, folder, overwrite=overwrite)
     adapter = None if options.adapter is None else open_adapter(options.adapter)
     opened = open_source(folder, adapter=adapter, unchecked=options.unchecked)
@@ -153,6 +196,41 @@ def convert(
         held_bytes = peak()
     report = _report(ready.plan, target, time.perf_counter() - started_s, held_bytes, outcome)
     return replace(report, notes=(*report.notes, *place.notes))
+
+
+def _options(asked: Mapping[str, Any]) -> Options:
+    """Return the options of a conversion. Raises OptionError for one that there is not, and names what was probably meant."""
+    known = {*(each.name for each in fields(Options)), "overwrite", "dry_run", "progress"}
+    for name in asked:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"Did you mean {near}?" if near else f"Use one of {', '.join(sorted(known))}."
+            raise OptionError(f"convert has no option {name!r:.60}", hint)
+    return Options(**asked)
+
+
+def _installed(target: Path, folder: Path, options: Options, *, overwrite: bool) -> Conversion | None:
+    """Return what this very conversion came to, where it stands at ``target`` already; None where it is to be done.
+
+    So the same command, repeated after a crash that came once the folder was in its place, is done instead of refused. To replace
+    a finished folder is work that was asked for, unless something is left of the run that made it.
+    """
+    try:
+        if overwrite and not partial_folder(target).exists():
+            return None
+        if not target.is_dir() or not is_installed(target, conversion_key(folder, options)):
+            return None
+        find_shards(target)
+        sizes = read_sizes(target)
+    except (OSError, ModelError):  # what stands there is not whole
+        return None
+    if sizes is None:
+        return None
+    with writing_to(target):
+        remove_partial(target)
+    found = read_recorded(target)
+    quality = found if isinstance(found, Outcome) and options.verify else None
+    return Conversion(target, *sizes, 0.0, 0, quality, (FINISHED,))
 
 
 def _check_paths(source: object, out: object) -> None:
@@ -205,7 +283,7 @@ def _suffix(options: Options) -> str:
 
 def _report(plan: Plan, target: Path, seconds: float, peak_memory_bytes: int, quality: Outcome | None) -> Conversion:
     return Conversion(
-        path=str(target),
+        path=target,
         weight_bytes=plan.weight_bytes,
         bits_per_weight=plan.bits_per_weight,
         source_bytes=plan.source_bytes,

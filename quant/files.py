@@ -6,6 +6,8 @@ from pathlib import Path
 
 import xxhash
 
+from tokamac.engine.regular_files import open_regular
+
 SLICE_BYTES = 8 << 20
 """Hashed, and then written, at a time: it fits a processor's cache, so memory is read once for both."""
 
@@ -27,7 +29,7 @@ def checksum(file: Path, start: int = 0, end: int | None = None) -> str:
     """Return the XXH3 checksum (128 bits, hexadecimal) of a file's bytes from ``start`` to ``end``, or to where it ends before."""
     digest, left = xxhash.xxh3_128(), file.stat().st_size - start if end is None else end - start
     buffer = memoryview(bytearray(min(SLICE_BYTES, max(left, 1))))
-    with file.open("rb", buffering=0) as opened:
+    with open_regular(file) as opened:
         opened.seek(start)
         while left > 0 and (count := opened.readinto(buffer[:left])):
             digest.update(buffer[:count])

@@ -9,6 +9,7 @@ import xxhash
 
 from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
+from tokamac.engine.regular_files import open_regular
 from tokamac.quant.files import checksum
 from tokamac.quant.options import Options
 from tokamac.quant.provenance import PACKAGES, version_of
@@ -48,6 +49,6 @@ def _options(options: Options) -> dict[str, object]:
 
 def _weights(file: Path) -> tuple[int, int, str]:
     at = file.stat()
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         header_bytes = 8 + int.from_bytes(opened.read(8), "little")
     return at.st_size, at.st_mtime_ns, checksum(file, 0, min(header_bytes, at.st_size))

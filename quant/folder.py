@@ -2,11 +2,13 @@
 
     parent/out                         the target: not there, or the old one, until the end
     parent/.out.partial/model          everything is written here, on the same disk
-    parent/.out.partial/old            the old one for the moment between two renames
+    parent/.out.partial/old            the old one, until it is removed
     parent/.out.partial/…              what the next run needs to go on (workplace.py)
 
-The last steps are: move the old folder aside, move the new one to its place, remove what is left. A crash between any two of them
-leaves a state that tells which they were, and ``check_target`` finishes or undoes them.
+The last steps are: exchange the old folder with the new one, move the old one aside, remove what is left. Where the system can't
+exchange two names, the old one is moved aside first. A crash between any two steps leaves a state that tells which they were, and
+``check_target`` finishes or undoes them. Which folder is about to be installed is noted before, so that the same command, repeated
+after a crash that came later, finds out that it has nothing to do (``is_installed``).
 """
 
 import errno
@@ -17,12 +19,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tokamac.engine import durable
 from tokamac.engine.durable import path_to_disk, sync
 from tokamac.engine.errors import ALLOW, ConversionError, private
+from tokamac.engine.limits import kept
 from tokamac.engine.limits.ladder import told_apart
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
+
+INSTALLED = "conversions.json"
+"""Which folders conversions have put where, in the user's cache."""
+MOST_INSTALLED = 100
 
 MODEL, OLD, JOURNAL, KEPT = "model", "old", "journal", "kept"
 _OURS = {MODEL, OLD, JOURNAL, f"{JOURNAL}.new", KEPT}
@@ -50,7 +58,10 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:
-        raise ConversionError(f"{target} already exists", "Choose another folder, or add --overwrite to replace it.")
+        raise ConversionError(
+            f"{target} already exists",
+            "Choose another folder, or replace it with --overwrite (in Python overwrite=True).",
+        )
     replaceable = target.is_dir() and not target.is_symlink()
     if not replaceable or (any(target.iterdir()) and not (target / "config.json").is_file()):
         raise ConversionError(f"{target} is not a model folder", "Only a model folder is replaced: choose another.")
@@ -116,26 +127,52 @@ def claimed(target: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def install(root: Path, target: Path, *, replace: bool) -> None:
+def is_installed(target: Path, key: str) -> bool:
+    """Whether ``target`` is the very folder that a conversion with this key has put there. Raises OSError."""
+    return target.is_dir() and kept.load(kept.store_file(INSTALLED)).get(str(target.absolute())) == _mark(target, key)
+
+
+def remove_partial(target: Path) -> None:
+    """Remove what a crash left beside a target that is whole. Raises ConversionError where another process works there; OSError."""
+    if partial_folder(target).exists():
+        with claimed(target) as root:
+            shutil.rmtree(root)
+
+
+def install(root: Path, target: Path, key: str, *, replace: bool) -> None:
     """Put what was written in the place of ``target``, on the disk, and remove the partial folder.
 
-    replace: there was a target at the beginning. Raises OSError; the target is then what it was.
+    key: of the conversion. replace: there was a target at the beginning. Raises OSError; the target is then what it was.
     """
     for path in (*(root / MODEL).rglob("*"), root / MODEL):
         sync(path)
     path_to_disk(root / MODEL)
     if target.exists() and not replace:
         raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
+    file = kept.store_file(INSTALLED)
+    known = {name: mark for name, mark in kept.load(file).items() if name != str(target.absolute())}
+    kept.write(file, dict([*known.items(), (str(target.absolute()), _mark(root / MODEL, key))][-MOST_INSTALLED:]))
+    shutil.rmtree(root / OLD, ignore_errors=True)
+    exchanged = target.exists() and durable.exchange(root / MODEL, target)
     try:
-        if target.exists():
-            shutil.rmtree(root / OLD, ignore_errors=True)
-            target.rename(root / OLD)
-        (root / MODEL).rename(target)
+        if not exchanged:
+            if target.exists():
+                target.rename(root / OLD)
+            (root / MODEL).rename(target)
         sync(target.parent)
     except BaseException:
+        if exchanged:
+            durable.exchange(root / MODEL, target)
         put_back(root, target)
         raise
+    if exchanged:
+        (root / MODEL).rename(root / OLD)  # a crash from here on leaves what ``_recover`` removes
     shutil.rmtree(root, ignore_errors=True)
+
+
+def _mark(folder: Path, key: str) -> str:
+    at = folder.stat()
+    return f"{key} {at.st_dev} {at.st_ino}"
 
 
 def discard(root: Path, target: Path) -> None:
@@ -155,8 +192,6 @@ def writing_to(target: Path) -> Iterator[None]:
     """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
     try:
         yield
-    except BrokenPipeError:  # of whoever listens to the progress: no disk says so
-        raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"

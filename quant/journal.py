@@ -17,8 +17,12 @@ from typing import Any
 
 import xxhash
 
+from tokamac.engine.regular_files import read_bytes
 from tokamac.quant.files import append, checksum
 from tokamac.quant.report import WeightError
+
+LONGEST = 256 << 20
+"""Bytes of a journal at most: a tensor takes some hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    content = file.read_bytes() if file.is_file() else b""
+    content = read_bytes(file, LONGEST) if file.is_file() else b""
     for line in content.splitlines(keepends=True):
         mark, _, text = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(text).encode() != mark:

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from tokamac.engine.limits.config_cost import Packing
 from tokamac.engine.limits.cost import Tensor
+from tokamac.engine.tokens import TOKENIZER_FILES
 from tokamac.quant.choices import Choices, left_out
 from tokamac.quant.options import Options
 from tokamac.quant.peak import peak_bytes
@@ -19,12 +20,12 @@ from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes,
 from tokamac.quant.source import Source
 
 COPIED = (
-    "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "tokenizer*.json", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "*.jinja", "chat_template.json", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 """Files that go along. Never code, never pickles."""
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+TOKENIZERS = (*TOKENIZER_FILES, "vocab.txt", "*.tiktoken")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.hub_names import id_of
+from tokamac.engine.regular_files import CONFIG_BYTES, open_regular, read_bytes
 from tokamac.engine.shards import find_shards
 from tokamac.quant.options import Options
 
@@ -78,7 +79,7 @@ def provenance(source: Path, options: Options, adapter: Adapter | None = None) -
     return Provenance(
         name=found or safe_name(source.resolve().name),
         id=found,
-        config_sha256=_sha256((source / "config.json").read_bytes()),
+        config_sha256=_sha256(read_bytes(source / "config.json", CONFIG_BYTES)),
         shards=tuple(_mark(shard) for shard in find_shards(source)),
         versions={package: version_of(package) for package in PACKAGES},
         card=front_matter(source / CARD),
@@ -112,8 +113,8 @@ def front_matter(card: Path) -> dict[str, str]:
     A card that is missing or can't be read has none; lists and nested values are left out.
     """
     try:
-        with card.open(encoding="utf-8", errors="replace") as file:
-            lines = file.read(CARD_LIMIT).splitlines()
+        with open_regular(card) as file:
+            lines = file.read(CARD_LIMIT).decode("utf-8", "replace").splitlines()
     except OSError:
         return {}
     return dict(_taken(lines))
@@ -132,7 +133,7 @@ def _taken(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _mark(shard: Path) -> ShardMark:
-    with shard.open("rb") as file:
+    with open_regular(shard) as file:
         prefix = file.read(8)
         header = file.read(struct.unpack("<Q", prefix)[0])
     return ShardMark(shard.name, shard.stat().st_size, _sha256(prefix + header))

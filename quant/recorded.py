@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.regular_files import TooLargeError, read_bytes
 from tokamac.quant.divergence import Quality
 from tokamac.quant.report import FORMAT, RECORD, Outcome
 
@@ -26,16 +27,25 @@ def read_recorded(folder: Path) -> Outcome | str:
     """
     file = folder / RECORD
     try:
-        if not file.exists():
-            return UNRECORDED
-        if file.stat().st_size > RECORD_LIMIT:
-            return f"{RECORD} is longer than any record"
-        found = json.loads(file.read_bytes())
-        return _outcome(found)
+        return _outcome(json.loads(read_bytes(file, RECORD_LIMIT)))
+    except FileNotFoundError:
+        return UNRECORDED
+    except TooLargeError:
+        return f"{RECORD} is longer than any record"
     except OSError as error:
         return f"{RECORD} can't be read: {error.strerror}"
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return f"{RECORD} is damaged"
+
+
+def read_sizes(folder: Path) -> tuple[int, float, int] | None:
+    """Return the recorded bytes of the weights, their bits per weight, and the source's bytes; None where that can't be read."""
+    try:
+        found = json.loads(read_bytes(folder / RECORD, RECORD_LIMIT))
+        weights, bits, source = (_figure(found[name]) for name in ("weight_bytes", "bits_per_weight", "source_bytes"))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return None if weights is None or bits is None or source is None else (int(weights), bits, int(source))
 
 
 def _outcome(found: Any) -> Outcome | str:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
 
-from tokamac.engine.cpu import MEMORY_SHARE, DenseEmbedding, DenseHead, DenseLinear, unpack
+from tokamac.engine.cpu import MEMORY_SHARE, DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.device import device_kind
 from tokamac.engine.limits import memory
 from tokamac.engine.limits.cost import text_config
@@ -153,12 +153,9 @@ def _loaded(source: Source) -> Any:
 
 
 def _multiply_rows(model: nn.Module) -> None:
-    """Let NumPy multiply many rows at the output head too: engine/cpu.py leaves that to MLX, as prefill never asks for it."""
-    for path, module in leaves(model):
-        if isinstance(module, DenseHead):
-            dense = DenseLinear(module.weight, module.get("bias"))
-            model.update_modules(tree_unflatten([(path, dense)]))
-        elif isinstance(module, DenseEmbedding):
+    """Let NumPy multiply many rows at a tied head too: engine/cpu.py leaves that to MLX, as prefill never asks for it."""
+    for _, module in leaves(model):
+        if isinstance(module, DenseEmbedding):
             _head_by_rows(module)
 
 

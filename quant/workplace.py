@@ -44,7 +44,7 @@ def workplace(target: Path, key: str) -> Iterator["Workplace"]:
             replace = target.exists()
             with _left_if_it_helps(root, target), Workplace(root, key) as place:
                 yield place
-                install(root, target, replace=replace)
+                install(root, target, key, replace=replace)
 
 
 class Workplace:

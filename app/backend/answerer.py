@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.port import EnginePort
 from tokamac.app.backend.wire import AskCount, AskPrice, Counted, Priced, Reply
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.errors import TokamacError, panic_error
 
 Asked = TypeVar("Asked")
 
@@ -59,7 +59,9 @@ class Answerer(Generic[Asked]):
             reply = self._answer(engine, question)
         except TokamacError:
             pass  # too long, no Unicode, or closed meanwhile: that is told when the prompt is sent
-        except Exception:
+        except BaseException as error:
+            if not isinstance(error, Exception) and panic_error(error) is None:
+                raise
             traceback.print_exc()
         self._outbox.put(reply)
 

@@ -48,7 +48,8 @@ from tokamac.app.backend.wire import (
     WireError,
     decode_request,
 )
-from tokamac.engine.errors import TokamacError
+from tokamac.engine.durable import FLUSH_S
+from tokamac.engine.errors import TokamacError, panic_error
 from tokamac.engine.events import (
     Event,
     Finished,
@@ -63,7 +64,7 @@ from tokamac.engine.open_files import raise_open_files
 
 T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
-CLOSE_S = 2.0  # how long a vanished screen's engine gets to close
+CLOSE_S = FLUSH_S + 2.0  # how long a vanished screen's engine gets to end its reply and close
 TROUBLE_S = 2.0  # the prompt cache is written in idle time: how often an idle child asks whether that went well
 
 
@@ -138,6 +139,10 @@ class Child:
         except Exception as error:  # whatever a model's code raises must not take the process down
             traceback.print_exc()
             self._fail(request, f"the engine failed: {type(error).__name__}: {error}", "The log has the details.")
+        except BaseException as error:
+            if (known := panic_error(error)) is None:
+                raise
+            self._fail(request, known.message, known.hint)
 
     def _fail(self, request: Request, error: str, hint: str) -> None:
         self._outbox.put(Failed(request.id if isinstance(request, Send) else None, error, hint))

@@ -23,9 +23,11 @@ from typing import IO
 from tokamac.app.backend.killed import killed_by
 from tokamac.app.backend.wire import LONGEST_LINE, Notice, Quit, Reply, Request, WireError, decode_reply, encode
 from tokamac.app.sanitise import sanitise_line
+from tokamac.engine.durable import FLUSH_S
 
 SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
-GRACE_S = 3.0
+GRACE_S = FLUSH_S + 3.0
+"""The engine's process ends itself before: what it computed is written by then."""
 TAIL_BYTES = 4096
 LONGEST_LOG = 2**20  # bytes; the log before it is kept beside it
 

@@ -24,6 +24,12 @@ def build(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise ShapeError(f"{where}: not a list")
+        if (hints := get_args(hint))[-1] is not Ellipsis:
+            if len(hints) != len(value):
+                raise ShapeError(f"{where}: not a list of {len(hints)}")
+            return tuple(
+                build(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(zip(hints, value, strict=True))
+            )
         return tuple(build(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if is_dataclass(hint) and isinstance(hint, type):
         return _instance(hint, value, where)

@@ -18,6 +18,7 @@ from tokamac.app.options import (
     adapter_of,
     add_adapter_flag,
     add_kv_flags,
+    add_logprobs_flag,
     add_memory_flag,
     add_model_flag,
     add_sampling_flags,
@@ -27,6 +28,7 @@ from tokamac.app.options import (
     memory_limit,
     prompt_cache,
     sampling,
+    with_logprobs,
 )
 from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
 from tokamac.app.parser import Parser
@@ -53,6 +55,7 @@ def parser() -> Parser:
     made.add_argument(
         "--json", action="store_true", help="events as JSON lines: truncated, squeezed, prefill, text, finished, error"
     )
+    add_logprobs_flag(made)
     made.add_argument(
         "-v",
         "--verbose",
@@ -71,7 +74,8 @@ def parser() -> Parser:
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
-    wanted, kv = sampling(parser, options), kv_spec(parser, options)
+    wanted = with_logprobs(parser, options, sampling(parser, options))
+    kv = kv_spec(parser, options)
     prompt = compose(options.prompt, options.file)
     if not prompt:
         parser.error('the prompt is empty; give one, as in tokamac ask "Why is the sky blue?", or pipe text in')
@@ -201,7 +205,7 @@ class JsonWriter:
         """Write a piece of the reply."""
         if event.kind == "answer":
             self._text += event.text
-        json_line({"event": "text", "text": event.text, "kind": event.kind})
+        json_line({"event": "text", "text": event.text, "kind": event.kind, **_tokens(event)})
 
     def finished(self, event: Finished) -> None:
         """Write the result."""
@@ -212,6 +216,7 @@ class JsonWriter:
         told: dict[str, Any] = {"metrics": metrics, "outliers": outliers, "diagnosis": diagnosis}
         if event.doubts:
             told["doubts"] = list(event.doubts)
+        told |= {"stopped_by": event.stopped_by, **_tokens(event)}
         json_line({"event": "finished", "reason": event.reason, "text": event.text, **told})
 
     def interrupted(self) -> None:
@@ -219,11 +224,16 @@ class JsonWriter:
         if not self._done:
             self._done = True
             unknown: dict[str, Any] = {field.name: None for field in fields(Metrics)}
-            told: dict[str, Any] = {"metrics": unknown, "outliers": [], "diagnosis": None}
+            told: dict[str, Any] = {"metrics": unknown, "outliers": [], "diagnosis": None, "stopped_by": None}
             json_line({"event": "finished", "reason": "cancelled", "text": self._text, **told})
 
     def close(self) -> None:
         """Nothing is left open."""
+
+
+def _tokens(event: TextChunk | Finished) -> dict[str, Any]:
+    """Return the tokens of an event with their log-probabilities, where they were asked for."""
+    return {"tokens": [asdict(token) for token in event.logprobs]} if event.logprobs else {}
 
 
 def report(event: Finished, *, whole: bool) -> Iterator[str]:

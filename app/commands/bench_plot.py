@@ -3,7 +3,7 @@
 What is drawn, and the writing of the file; how it is drawn is bench_svg.py's.
 """
 
-import os
+import secrets
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def check_writable(path: Path) -> None:
 
 def write(path: Path, chart: Chart) -> None:
     """Write the picture, whole or not at all. Raises TokamacError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         try:
             with temporary.open("xb") as file:

@@ -36,7 +36,8 @@ def parser() -> Parser:
     made = Parser(
         "convert",
         "Convert a Hugging Face or MLX model to a quantized MLX folder, tensor by tensor, and compare the two at the end. The "
-        "folder appears whole or not at all; after an interruption the same command goes on. It also loads in mlx_lm.",
+        "folder appears whole or not at all; after an interruption the same command goes on. It also loads in mlx_lm, "
+        "where that has the architecture.",
         _EXAMPLES,
     )
     made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face id (downloaded first)")
@@ -174,7 +175,7 @@ def _tell(folder: Path, report: "Conversion", options: argparse.Namespace) -> No
         note(f"note: {text}")
     for text in () if report.quality is None else report.quality.concerns:
         note(f"warning: {text}")
-    speeds = convert_report.speeds_of(folder, Path(report.path))
+    speeds = convert_report.speeds_of(folder, report.path)
     if options.json:
         json_line(convert_report.speeds_json(speeds))
         json_line(convert_report.to_json(report))

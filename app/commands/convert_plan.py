@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import UNKNOWN, count, seconds, short, size
+from tokamac.app.tui.units import UNKNOWN, count, seconds, short, size, sizes
 
 if TYPE_CHECKING:
     from tokamac.quant import Plan
@@ -72,6 +72,7 @@ def to_json(plan: "Plan", target: Path, disk: Disk, converting_s: float | None) 
 
 
 def _figures(plan: "Plan", disk: Disk, converting_s: float | None) -> list[list[str]]:
+    needed, free = sizes(disk.needed, disk.free)
     room, target = "fits" if disk.fits else "does not fit", plan.options.target_bpw
     bits = f"{plan.bits_per_weight:.2f} bits per weight" if target is None else f"at most {target:.2f} bits per weight"
     return [
@@ -80,7 +81,7 @@ def _figures(plan: "Plan", disk: Disk, converting_s: float | None) -> list[list[
             f"{size(plan.source_bytes)} → {size(plan.weight_bytes + plan.needed_bytes - plan.output_bytes)}, {bits}",
         ],
         ["memory", f"{size(plan.peak_memory_bytes)} at most"],
-        ["disk", f"{size(disk.needed)} needed, {size(disk.free)} free: {room}"],
+        ["disk", f"{needed} needed, {free} free: {room}"],
         ["time", _time(plan, converting_s)],
     ]
 

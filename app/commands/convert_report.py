@@ -42,8 +42,8 @@ def speeds_json(speeds: Speeds) -> dict[str, Any]:
 
 def to_json(report: "Conversion") -> dict[str, Any]:
     """Return the result, under the names of the public contract."""
-    quality = None if report.quality is None else report.quality.to_json()
-    return {"event": "converted", **{name: getattr(report, name) for name in _FIELDS}, "quality": quality}
+    plain = report.to_json()
+    return {"event": "converted", **{name: plain[name] for name in (*_FIELDS, "quality")}}
 
 
 def summary(report: "Conversion", speeds: Speeds) -> str:
@@ -52,8 +52,8 @@ def summary(report: "Conversion", speeds: Speeds) -> str:
     expected = f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here, {CONTEXT:,} tokens in"
     took = f"{seconds(report.seconds)}, and {size(report.peak_memory_bytes)} of memory at most"
     rows = [["size", sizes], ["quality", _compared(report)], ["speed", expected], ["took", took]]
-    following = f"next: tokamac chat {shlex.quote(as_folder(report.path))}"
-    return "\n".join([sanitise_line(report.path), table(rows), sanitise_line(following)])
+    following = f"next: tokamac chat {shlex.quote(as_folder(str(report.path)))}"
+    return "\n".join([sanitise_line(str(report.path)), table(rows), sanitise_line(following)])
 
 
 def _compared(report: "Conversion") -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
 from tokamac.app.commands.kv_text import TEXT
-from tokamac.app.commands.prompt import InputError
+from tokamac.app.commands.prompt import LONGEST_INPUT, InputError
 from tokamac.app.options import SAMPLING_FLAGS, adapter_of, default_model, kv_spec, memory_limit, positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
@@ -27,6 +27,7 @@ from tokamac.engine.kv.quality import (
     recommend,
 )
 from tokamac.engine.options import KVSpec
+from tokamac.engine.regular_files import read_text
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -154,7 +155,7 @@ def _settings(options: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 def _read(name: str) -> str:
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8-sig")
+        text = read_text(Path(name).expanduser(), LONGEST_INPUT, "utf-8-sig")
     except OSError as error:
         raise InputError(
             f"{name} can't be read: {error.strerror}", access_hint(error, "Check the path given to --text.")

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from tokamac.app.fence import fence_for
 from tokamac.engine.errors import TokamacError, access_hint
+from tokamac.engine.regular_files import NotRegularError, open_regular
 
 STDIN = "-"
+
+HANDED_OVER = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 LONGEST_INPUT = 64_000_000
 """Bytes of a file or a pipe; a context of a million tokens is about 5 MB of text."""
@@ -43,8 +46,13 @@ def _standard_input(*, wanted: bool) -> str:
 
 def _read_file(name: str) -> str:
     try:
-        with Path(name).expanduser().open("rb") as file:
+        path = Path(name).expanduser()
+        with path.open("rb") if _is_handed_over(path) else open_regular(path) as file:
             return _text(file.read(LONGEST_INPUT + 1), name)
+    except NotRegularError as error:
+        raise InputError(
+            f"{name} can't be read: {error.strerror}", f"Pipe it in instead: tokamac ask PROMPT < {name}"
+        ) from error
     except IsADirectoryError as error:
         raise InputError(f"{name} is a folder", "Name the files in it, each with -f.") from error
     except FileNotFoundError as error:
@@ -53,6 +61,11 @@ def _read_file(name: str) -> str:
         raise InputError(
             f"{name} can't be read: {error.strerror}", access_hint(error, "Check its permissions.")
         ) from error
+
+
+def _is_handed_over(path: Path) -> bool:
+    """Whether a path is a descriptor that this process was started with, as a shell's ``<(command)`` is: somebody writes to it."""
+    return path.parent in HANDED_OVER or path == Path("/dev/stdin")
 
 
 def _text(data: bytes, name: str) -> str:

@@ -45,7 +45,7 @@ def run_plain(options: ChatOptions) -> int:
     from tokamac.app.plain.commands import completed, obey
 
     console, begun = Console(), begin(options)
-    begun.session.keymap = NoKeys()
+    begun.session.keymap, begun.session.attended = NoKeys(), console.typed
     repl = Repl(begun, console)
     try:
         for warning in begun.warnings:

@@ -18,6 +18,7 @@ from tokamac.app.store.markdown_file import from_markdown, is_ours, to_markdown
 from tokamac.app.store.values import Archive
 from tokamac.engine.durable import to_disk
 from tokamac.engine.errors import access_hint
+from tokamac.engine.regular_files import TooLargeError, read_bytes
 
 __all__ = ["parse", "read", "to_json", "to_markdown", "write"]
 
@@ -40,11 +41,9 @@ def parse(text: str, *, now: float) -> Archive:
 def read(path: Path, *, now: float) -> Archive:
     """Return the conversation in a file. Raises StoreError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise StoreError(f"{path} is larger than {MAX_BYTES >> 20} MiB", "A conversation is not.")
-        return parse(data.decode("utf-8"), now=now)
+        return parse(read_bytes(path, MAX_BYTES).decode("utf-8"), now=now)
+    except TooLargeError as problem:
+        raise StoreError(f"{path} is larger than {MAX_BYTES >> 20} MiB", "A conversation is not.") from problem
     except OSError as problem:
         hint = access_hint(problem, "Check the path and its permissions.")
         raise StoreError(f"{path} can't be read: {problem.strerror or problem}", hint) from problem

@@ -5,8 +5,11 @@ import os
 from pathlib import Path
 
 from tokamac.app.store.errors import StoreError, refused
+from tokamac.engine.regular_files import check_regular
 
 NAME = "chats.db"
+LARGEST_BYTES = 1 << 44
+"""SQLite reads what it needs of a file, however large: this is no bound but its own."""
 COMPANIONS = ("-wal", "-shm", "-journal")
 """What SQLite keeps beside a file. The log holds what is not yet in the file itself."""
 
@@ -27,6 +30,7 @@ def prepare(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _close_to_others(path.parent, 0o700)
+        check_regular([path, *(path.with_name(path.name + tail) for tail in COMPANIONS)], LARGEST_BYTES)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for file in (path, *(path.with_name(path.name + tail) for tail in COMPANIONS)):
             if file.exists():

@@ -4,8 +4,6 @@ Only what the user writes is followed; nothing that a model or another file says
 """
 
 import codecs
-import os
-import stat
 from pathlib import Path
 
 from tokamac.app.pdf_text import PDFError, pdf_text
@@ -13,6 +11,7 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.values import Attachment
 from tokamac.app.tui.attachments import attachment, kind_of
 from tokamac.engine.errors import TokamacError, access_hint
+from tokamac.engine.regular_files import NotRegularError, TooLargeError, read_bytes
 
 LARGEST_TEXT_BYTES = 4_000_000
 """About a million tokens: no context holds more."""
@@ -53,16 +52,13 @@ def read_file(typed: str, folder: Path) -> Attachment:
 
 
 def _read(path: Path, name: str, most: int) -> bytes:
-    # Opening a pipe that nobody writes to would wait for ever: without blocking it is opened, found out, and left.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
-        at = os.fstat(handle)
-        if not stat.S_ISREG(at.st_mode):
-            raise AttachError(f"{name} is no plain file", _KINDS)
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise AttachError(f"{name} has {at.st_size / 1e6:,.1f} MB, more than {most // 10**6}", "Attach a part of it.")
-    return data
+    try:
+        return read_bytes(path, most)
+    except NotRegularError as error:
+        raise AttachError(f"{name} is no plain file", _KINDS) from error
+    except TooLargeError as error:
+        size = path.stat().st_size / 1e6
+        raise AttachError(f"{name} has {size:,.1f} MB, more than {most // 10**6}", "Attach a part of it.") from error
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokamac.app.backend.killed import how_ended
 from tokamac.app.sanitise import sanitise
+from tokamac.engine.regular_files import read_bytes, read_text
 
 FOUND = ("nano", "vi")
 """Taken where none is set, as on a Mac."""
@@ -23,6 +24,10 @@ WAIT_FLAGS: dict[str, tuple[str, ...]] = {
     "open": ("-W", "--wait-apps"),
 }
 """Programs that open a window and end at once, unless told to wait: the first of these flags is added where none is there."""
+
+
+LARGEST_BYTES = 64_000_000
+"""Of what an editor saved: no context holds more."""
 
 
 class EditorError(Exception):
@@ -64,11 +69,11 @@ def edit_text(command: Sequence[str], text: str) -> str:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
         status = subprocess.run([*command, name], check=False).returncode
-        keep = file.read_bytes() != text.encode()
+        keep = read_bytes(file, LARGEST_BYTES) != text.encode()
         if status:
             saved = f" What it had saved is in {name}." if keep else ""
             raise EditorError(f"{command[0]} {how_ended(status)}; the prompt is as it was.{saved}")
-        written = sanitise(file.read_text(encoding="utf-8").rstrip("\n"))
+        written = sanitise(read_text(file, LARGEST_BYTES).rstrip("\n"))
         keep = False
         return written
     except UnicodeDecodeError:

@@ -6,6 +6,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from tokamac.engine.regular_files import read_text
+
 FILE = "folders.json"
 MOST = 30
 
@@ -19,7 +21,7 @@ class Folders:
     def all(self) -> tuple[str, ...]:
         """Return the folders, there or not."""
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(self._path))
         except (OSError, ValueError, RecursionError):
             return ()
         return tuple(name for name in found if isinstance(name, str))[:MOST] if isinstance(found, list) else ()

@@ -16,7 +16,7 @@ from tokamac.engine.options import KVSpec
 class Life(ABC):
     """One process after another, and the model that is loaded in it. problem: why there is none; empty while all is well.
 
-    keymap: the keys that hold, for what is said to name them.
+    keymap: the keys that hold, for what is said to name them. attended: whether somebody is there to send another prompt.
     """
 
     def __init__(self, load: Load, clock: Callable[[], float]) -> None:
@@ -31,6 +31,7 @@ class Life(ABC):
         self.bandwidth_gbs: float | None = None
         self.idle = Idle(clock)
         self.keymap = Keymap()
+        self.attended = True
         self._clock = clock
         self._alive = False
         self._deaths = 0
@@ -200,7 +201,8 @@ class Life(ABC):
         self._deaths += 1
         if self._deaths == 1:
             return [*ended, Notice(f"{why} Starting it again; the chat is intact.", "warning"), *self.start()]
-        self._fail(f"{why} It starts again when you send a prompt; the chat is intact.")
+        then = "It starts again when you send a prompt; the chat is intact." if self.attended else "The chat is intact."
+        self._fail(f"{why} {then}")
         return [*ended, *self._return_queued(), Notice(self.problem, "error")]
 
     def _fail(self, why: str) -> None:

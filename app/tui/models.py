@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tokamac.engine.hub_cache import REFERENCE_BYTES
 from tokamac.engine.hub_names import GUIDE, folder_name, id_of
+from tokamac.engine.regular_files import read_text
 
 Home = Literal["embedded", "folder", "cache"]
 """Where a model is: what may be done with it follows from that. A folder is the user's own."""
@@ -116,7 +118,7 @@ def _revisions(folder: Path) -> Iterator[tuple[str, Path]]:
     references = folder / "refs"
     for reference in sorted(path for path in references.rglob("*") if path.is_file()):
         try:
-            commit = reference.read_text(encoding="ascii").strip()
+            commit = read_text(reference, REFERENCE_BYTES, "ascii").strip()
         except (OSError, ValueError):
             continue  # not a reference: what it stands for can't be known
         if commit and "/" not in commit:

@@ -1,4 +1,4 @@
-"""The settings form as data: every field of Sampling and KVSpec, how it is read from text, and what to say of it."""
+"""The settings form as data: the fields of Sampling and KVSpec, how it is read from text, and what to say of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from tokamac.app.settings import Settings
 from tokamac.app.tui.digits import whole_number
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import STAGES, KVSpec, Sampling
 
 AUTO = "auto"
 """A number that is chosen where the user gives none, and that is not nothing."""
@@ -14,13 +14,17 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One line of the form. ``read`` raises ValueError; an empty text means ``empty`` where that is allowed."""
+    """One line of the form. ``read`` raises ValueError; an empty text means ``empty`` where that is allowed.
+
+    show: a value as text; None as ``write`` does.
+    """
 
     name: str
     label: str
     note: str
     read: Callable[[str], object]
     empty: object = ValueError
+    show: Callable[[Any], str] | None = None
 
 
 def _keep(text: str) -> object:
@@ -31,7 +35,32 @@ def _stop(text: str) -> object:
     return tuple(part.replace("\\n", "\n") for part in text.split(" | ") if part)
 
 
-SAMPLING_FIELDS = (
+def _ids(text: str) -> object:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _show_ids(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def _biases(text: str) -> object:
+    pairs = [part.partition("=") for part in text.split(",")]
+    return tuple((int(token), float(bias)) for token, _, bias in pairs)
+
+
+def _show_biases(pairs: tuple[tuple[int, float], ...]) -> str:
+    return ", ".join(f"{token}={bias:g}" for token, bias in pairs)
+
+
+def _order(text: str) -> object:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _show_order(order: tuple[str, ...]) -> str:
+    return "" if order == STAGES else ",".join(order)
+
+
+USUAL_FIELDS = (
     Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
     Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
     Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
@@ -41,6 +70,22 @@ SAMPLING_FIELDS = (
     Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
 )
+RARE_FIELDS = (
+    Field("stop_token_ids", "Stop tokens", "ids, split by commas", _ids, (), _show_ids),
+    Field("min_tokens", "Min tokens", "no end before so many; 0 is off", int, 0),
+    Field("presence_penalty", "Presence penalty", "-2 to 2; 0 is off", float, 0.0),
+    Field("frequency_penalty", "Frequency penalty", "-2 to 2; 0 is off", float, 0.0),
+    Field("logit_bias", "Logit bias", "ID=BIAS, split by commas", _biases, (), _show_biases),
+    Field("xtc_probability", "XTC probability", "0 is off", float, 0.0),
+    Field("xtc_threshold", "XTC threshold", "0 to 0.5", float, 0.1),
+    Field("dry_multiplier", "DRY multiplier", "0 is off; 0.8 is usual", float, 0.0),
+    Field("dry_base", "DRY base", "1 and more", float, 1.75),
+    Field("dry_allowed_length", "DRY allowed length", "repeated tokens", int, 2),
+    Field("dry_sequence_breakers", "DRY breakers", "split by ' | '; \\n: new line", _stop, ()),
+    Field("order", "Order of stages", "split by commas; empty: the usual", _order, STAGES, _show_order),
+)
+SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
+"""What of Sampling the chat has. It shows no log-probabilities, so it has no field for them."""
 KV_FIELDS = (
     Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
     Field("value_bits", "Value bits", "16, 8, 6, 5, 4, 3 or 2", int),
@@ -76,6 +121,8 @@ class FieldError(Exception):
 def write(field: Field, options: object) -> str:
     """Return ``field`` of ``options`` as text."""
     value = getattr(options, field.name)
+    if field.show is not None:
+        return field.show(value)
     if value is None and field.empty is ValueError:
         return AUTO
     if isinstance(value, tuple):

@@ -25,7 +25,13 @@ def own_of(settings: Json) -> Own:
 
 def as_settings(own: Own) -> dict[str, Any]:
     """Return the chat's settings as they are stored; None takes a key away."""
-    return {"sampling": None if own.sampling is None else asdict(own.sampling), "system": own.system}
+    return {"sampling": None if own.sampling is None else _changed(own.sampling), "system": own.system}
+
+
+def _changed(sampling: Sampling) -> dict[str, Any]:
+    """Return what differs from the defaults: a version that does not know the rest can read it, too."""
+    usual = asdict(Sampling())
+    return {name: value for name, value in asdict(sampling).items() if value != usual[name]}
 
 
 def _sampling(stored: object) -> Sampling | None:

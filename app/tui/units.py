@@ -28,6 +28,13 @@ def size(value: int | None) -> str:
     return f"{value} B"
 
 
+def sizes(first: int, second: int) -> tuple[str, str]:
+    """Return two sizes as text, to the byte where they differ and would look alike."""
+    if first == second or size(first) != size(second):
+        return size(first), size(second)
+    return f"{first:,} B", f"{second:,} B"
+
+
 def rate(value: float | None) -> str:
     """Return tokens a second."""
     return UNKNOWN if value is None else f"{_figures(value)} tok/s"

@@ -21,13 +21,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from tokamac.engine.architectures import MODEL_MODULES
 from tokamac.engine.kv import cpu
 from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
 from tokamac.engine.kv.codec import Codec, Encoded
 from tokamac.engine.kv.layout import Mask
 
 NAME = "scaled_dot_product_attention"
-PREFIX = "mlx_lm.models."
 
 Recorder = Callable[[mx.array, mx.array, Any], None]
 """Told of each attention call: its keys, its values and its cache."""
@@ -68,7 +68,7 @@ _recorders: list[Recorder] = []
 
 
 def install_seam() -> None:
-    """Route mlx-lm's attention through our caches. Idempotent and cheap; other users of mlx-lm see no change."""
+    """Route the attention of mlx-lm's models, and of ours, through our caches. Idempotent; mlx-lm's other users see no change."""
     from mlx_lm.models import base
 
     bound = getattr(base, NAME)
@@ -77,7 +77,7 @@ def install_seam() -> None:
     for module in _model_modules():
         if vars(module).get(NAME) is original:
             setattr(module, NAME, ours)
-    gemma2 = sys.modules.get(PREFIX + "gemma2")
+    gemma2 = sys.modules.get("mlx_lm.models.gemma2")
     if gemma2 is not None and gemma2.Attention.__call__ not in _gemma2_doors:
         gemma2.Attention.__call__ = _make_gemma2_door(gemma2.Attention.__call__)
 
@@ -88,7 +88,9 @@ _gemma2_doors: set[Any] = set()
 
 
 def _model_modules() -> list[ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if name.startswith(PREFIX) and module is not None]
+    return [
+        module for name, module in list(sys.modules.items()) if name.startswith(MODEL_MODULES) and module is not None
+    ]
 
 
 def _make_seam(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

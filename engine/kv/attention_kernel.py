@@ -32,6 +32,8 @@ Number = Literal["float16", "bfloat16", "float32"]
 
 VECTOR_QUERIES = 8
 """Queries up to which Metal's vector kernels run."""
+BLOCK_BYTES = 1 << 28
+"""Of the rows gathered, or the scores, of so many queries that a layer which chooses among entries computes them at once."""
 BLOCK_QUERIES = 256
 """Queries in a tile of ``blocked``."""
 

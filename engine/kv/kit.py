@@ -3,6 +3,7 @@
 from typing import Any
 
 from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.compressed import CompressedCache
 from tokamac.engine.kv.probe import leaves
 
 
@@ -30,7 +31,7 @@ def offset(caches: list[Any]) -> int | None:
     """Return the tokens held, or None where no cache counts them (a model with recurrent state alone)."""
     from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-    counting = (Cache, KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
+    counting = (Cache, CompressedCache, KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
     return next((int(cache.offset) for _, cache in leaves(caches) if isinstance(cache, counting)), None)
 
 
@@ -52,7 +53,7 @@ def _stateless(cache: Any) -> bool:
 def _rewindable(cache: Any) -> int:
     from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-    if isinstance(cache, Cache):
+    if isinstance(cache, Cache | CompressedCache):
         return cache.rewindable
     if isinstance(cache, KVCache | QuantizedKVCache | ConcatenateKVCache):
         return int(cache.offset)

@@ -260,6 +260,9 @@ def _idle(spec: KVSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of the spec has no effect with this model."""
     if spec.window is None and not spec.rolls and spec.keep != DEFAULT.keep:
         yield f"keep {spec.keep} has no effect: without a window nothing rolls out"
-    held = spec.capacity(context_length(config))
+    longest = context_length(config)
+    if spec.window is not None and spec.rolls and longest is not None and longest < spec.window:
+        yield f"a KV window of {spec.window:,} tokens is more than the {longest:,} that the model was made for"
+    held = spec.capacity(longest)
     if spec.window is not None and held is not None and held < spec.window:
         yield f"the context holds {held:,} tokens, not {spec.window:,}: only a window that rolls may be longer than the model's own"

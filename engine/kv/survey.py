@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tokamac.engine.kv.compressed import CompressedCache
 from tokamac.engine.kv.probe import Seen, leaves, probe
 from tokamac.engine.kv.windows import ignored_windows
 
-Kind = Literal["full", "window", "state", "latent", "own"]
-"""full: grows with the context. window: slides. state: of a fixed size. latent: MLA. own: another cache of the model's."""
+Kind = Literal["full", "window", "state", "latent", "compressed", "own"]
+"""full: grows with the context. window: slides. state: of a fixed size. latent: MLA. compressed: a window, and an entry for so many
+tokens before it (compressed.py). own: another cache of the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def _leaf(  # noqa: PLR0917
     if isinstance(cache, ArraysCache):
         note = "its recurrent state stays as the model made it"
         return Leaf(path, "state", False, False, None, 0, int(cache.nbytes), note, None)
+    if isinstance(cache, CompressedCache):
+        return _compressed(path, cache, trouble)
     if isinstance(cache, ChunkedKVCache):
         keys: Any = cache.keys
         per_token = 0 if keys is None else int(cache.nbytes) // int(keys.shape[2])
@@ -115,6 +119,13 @@ def _leaf(  # noqa: PLR0917
         return Leaf(path, kind, True, slides, window, per_token, 0, "", seen)
     kind, note = _stays(seen, trouble, latent=latent)
     return Leaf(path, kind, False, slides, cache.max_size if slides else None, per_token, 0, note, seen)
+
+
+def _compressed(path: tuple[int, ...], cache: CompressedCache, trouble: str) -> Leaf:
+    note = trouble or "it holds keys and values as one, compressed by the model itself, and stays as the model made it"
+    if not cache.ratio:
+        return Leaf(path, "window", False, True, cache.window, 0, cache.fixed_bytes, note, None)
+    return Leaf(path, "compressed", False, False, None, cache.bytes_per_token, cache.fixed_bytes, note, None)
 
 
 def _stays(seen: Seen | None, trouble: str, *, latent: bool) -> tuple[Kind, str]:

@@ -13,21 +13,30 @@ if TYPE_CHECKING:
     from tokamac.engine.kv.plan import LayerPlan
 
 
+SPARSE = "compressed_sparse_attention"
+"""Layers that choose among compressed entries."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """One layer's attention.
 
     width: numbers multiplied for each query and key that see each other: the dims of a key and of a value, over all query heads.
-    window: tokens that a query sees at most; None is all. layer: whose keys and values they are.
+    window: keys that a query sees at most; None is all. layer: whose keys and values they are. every: tokens to a key.
     """
 
     width: int
     window: int | None
     layer: int = 0
+    every: int = 1
 
     def operations(self, tokens: int, cached: int) -> int:
         """Operations of ``tokens`` queries after ``cached``: two for each number of each pair that sees each other."""
-        return 2 * self.width * visible_pairs(tokens, cached, self.window)
+        if self.every > 1:
+            pairs = _pairs_before(cached + tokens, self) - _pairs_before(cached, self)
+        else:
+            pairs = visible_pairs(tokens, cached, self.window)
+        return 2 * self.width * pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,10 @@ def visible_pairs(tokens: int, cached: int, window: int | None) -> int:
     return _triangle(window) - _triangle(cached) + (last - window) * window
 
 
+CAPPED = frozenset({"gemma2", "vaultgemma"})
+"""Families that cap their scores where the config does not say."""
+
+
 def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tuple[Attention, ...] | None:
     """Return the attention of every layer that has keys, of its own or another's; None where the config does not tell its size.
 
@@ -103,7 +116,10 @@ def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tu
         width = _width(config, layer)
         if width is None:
             return None
-        own.append(Attention(width, layer.window, layer.index))
+        if layer.kind == "compressed":
+            own.extend(_compressed(text_config(config), width, layer.index))
+        else:
+            own.append(Attention(width, layer.window, layer.index))
     return (*own, *_reusing(config, own))
 
 
@@ -117,14 +133,18 @@ def heads_of(config: Mapping[str, Any], layer: "LayerPlan", attention: Sequence[
     if seen.heads < 1 or queries % seen.heads:
         return None
     text = text_config(config)
-    capped = bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2"))
+    capped = bool(text.get("attn_logit_softcapping", text.get("model_type") in CAPPED))
     layers = sum(each.layer == layer.index for each in attention)
     return Heads(queries, seen.heads, seen.key_dim, seen.value_dim, capped or not seen.through, max(layers, 1))
 
 
 def query_heads(config: Mapping[str, Any], layer: int = 0) -> int | None:
     """Return the query heads of a layer; None where the config does not say."""
-    heads = first_of(text_config(config), "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    text = text_config(config)
+    heads = first_of(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    kinds, sliding = text.get("layer_types"), text.get("attention_other_setting")  # Step 3.5's
+    if isinstance(sliding, dict) and isinstance(kinds, list) and kinds[layer] == "sliding_attention":
+        heads = sliding.get("num_attention_heads")
     if isinstance(heads, list):
         heads = heads[layer]
     return heads if isinstance(heads, int) else None
@@ -162,6 +182,32 @@ def _reusing(config: Mapping[str, Any], own: Sequence[Attention]) -> Iterator[At
     for layer in range(first, first + count):
         alike = [index for index in made if not isinstance(kinds, list) or kinds[index] == kinds[layer]]
         yield replace(made[max(alike, default=first - 1)])
+
+
+def chosen_entries(config: Mapping[str, Any], layer: int) -> tuple[int, int] | None:
+    """Return (tokens to an entry, entries that a query attends to) of a layer that chooses among compressed entries, else None."""
+    text = text_config(config)
+    kind = text["layer_types"][layer]
+    return (text["compress_rates"][kind], text["index_topk"]) if kind == SPARSE else None
+
+
+def _compressed(text: Mapping[str, Any], width: int, layer: int) -> Iterator[Attention]:
+    """Yield the attention of a layer that compresses (DeepSeek V4): its window, the keys that choose among entries, and these."""
+    kind = text["layer_types"][layer]
+    every = text["compress_rates"][kind]
+    yield Attention(width, text["sliding_window"], layer)
+    if kind == SPARSE:
+        yield Attention(text["index_n_heads"] * text["index_head_dim"], None, layer, every)
+    yield Attention(width, text["index_topk"] if kind == SPARSE else None, layer, every)
+
+
+def _pairs_before(tokens: int, attention: Attention) -> int:
+    """Return the pairs of the first ``tokens`` queries with the entries that they see: query t (from 1) sees t // every."""
+    every, most = attention.every, attention.window
+    full = tokens if most is None else min(tokens, most * every - 1)  # queries that see fewer than the most
+    whole, rest = divmod(full, every)
+    pairs = every * _triangle(whole - 1) + whole * (rest + 1) if whole else 0
+    return pairs + (0 if most is None else (tokens - full) * most)
 
 
 def _triangle(count: int) -> int:

@@ -177,13 +177,17 @@ def part_of(tensor: Tensor, config: Mapping[str, Any]) -> PartName:
 _DTYPES = {
     "mlx.core.float64": "F64", "mlx.core.float32": "F32", "mlx.core.float16": "F16", "mlx.core.bfloat16": "BF16",
     "mlx.core.uint32": "U32", "mlx.core.uint8": "U8", "mlx.core.int32": "I32",
+    "mlx.core.int64": "I64",
 }  # fmt: skip
+
+OTHER_SCALES = frozenset({"qzeros", "g_idx", "weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale"})
+"""What other packers keep beside their weights."""
 
 _LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")
 """Embeddings that are never the output head, tied or not."""
 
 _NOT_LOADED = re.compile(
-    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
+    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
 )
 """Weights of checkpoints that mlx-lm leaves out of a text model."""
 
@@ -251,10 +255,12 @@ def _weights(
     """Return how many weights a tensor stands for: a scale or a bias of a group stands for none."""
     owner, _, leaf = tensor.name.rpartition(".")
     grouped = leaf in ("scales", "biases", "global_scale") and f"{owner}.weight" in by_name
-    if grouped or leaf in ("qzeros", "g_idx", "weight_scale", "weight_scale_inv"):  # the last: of other packers
+    if grouped or leaf in OTHER_SCALES or (leaf == "scale" and f"{owner}.weight" in by_name):
         return 0
     if leaf == "qweight":
         return tensor.size * 32 // int((config.get("quantization_config") or {}).get("bits", 4))
+    if leaf == "weight" and (tensor.dtype == "I8" or f"{owner}.weight_scale_2" in by_name):
+        return 2 * tensor.size  # fp4: two numbers to a byte
     if leaf == "weight" and tensor.dtype == "U8" and f"{owner}.weight_scale" in by_name:
         return 4 * tensor.size  # bitnet: four weights of three values each to a byte
     scales = _packed(tensor, by_name)

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tokamac.engine.limits.cost import first_of, text_config
-from tokamac.engine.limits.kv_cost import STATE, STATELESS_KV
+from tokamac.engine.limits.kv_cost import COMPRESSED, STATE, STATELESS_KV
 
-Trait = Literal["dense", "mixture", "sliding window", "latent attention", "hybrid", "state space"]
+Trait = Literal[
+    "dense", "mixture", "sliding window", "latent attention", "compressed attention", "hybrid", "state space"
+]
 """dense: every weight is read for every token. mixture: of experts, only some are active. sliding window: some layers see only the
-last tokens. latent attention: keys and values are compressed together (MLA). hybrid: some layers keep a state of fixed size instead
-of keys and values (linear attention, state space, convolution). state space: all of them do."""
+last tokens. latent attention: keys and values are compressed together (MLA). compressed attention: so many tokens become one entry.
+hybrid: some layers keep a state of fixed size instead of keys and values (linear attention, state space, convolution). state space:
+all of them do."""
 
 SLIDING_BY_CLASS = frozenset(
     {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "cohere2"}
@@ -33,6 +36,8 @@ def traits_of(config: Mapping[str, Any]) -> tuple[Trait, ...]:
         found.append("hybrid")
     if isinstance(text.get("kv_lora_rank"), int):
         found.append("latent attention")
+    if COMPRESSED.intersection(text.get("layer_types") or ()):
+        found.append("compressed attention")
     if _slides(text):
         found.append("sliding window")
     return tuple(found)

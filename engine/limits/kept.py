@@ -14,6 +14,7 @@ from typing import Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.limits.hardware import Chip
+from tokamac.engine.regular_files import read_text
 
 
 def store_file(name: str) -> Path:
@@ -76,7 +77,7 @@ def _is_sound(value: Any) -> bool:
 def load(file: Path) -> dict[str, Any]:
     """Return what a file holds; {} where there is none, or it is damaged."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):  # the last: of brackets without end
         return {}
     return kept if isinstance(kept, dict) else {}

@@ -20,14 +20,17 @@ from tokamac.engine.options import KVSpec
 
 FULL = frozenset({
     "full_attention", "attention", "global", "full", "global_attention", "deepseek_sparse_attention",
-    "indexed_attention",
+    "indexed_attention", "minimax_m3_sparse",
 })  # fmt: skip
 SLIDING = frozenset({"sliding_attention", "local", "sliding", "local_attention", "chunked_attention"})
 EMPTY = frozenset({"mlp", "moe"})
 """Layers that only feed forward, where a config lists them beside those that attend."""
 STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm"})
 
-KNOWN_LAYERS = FULL | SLIDING | STATE | EMPTY
+COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+"""Layers with an entry for so many tokens (DeepSeek V4)."""
+
+KNOWN_LAYERS = FULL | SLIDING | STATE | EMPTY | COMPRESSED
 
 LATENT = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
 """Multi-head latent attention whose cache holds the latent and the rotary key, once for all heads (mlx-lm 0.32)."""
@@ -45,11 +48,12 @@ EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 """Multi-head latent attention whose cache holds every head's keys and values, unfolded (mlx-lm 0.32)."""
 
 UNKNOWN = frozenset({
-    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v32", "deepseek_v41", "gemma3n", "gemma4",
-    "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "kimi_k3", "kimi_linear",
+    "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v32", "deepseek_v4", "deepseek_v41",
+    "gemma3n", "gemma4", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "kimi_k3", "kimi_linear",
     "longcat_flash", "longcat_flash_ngram", "nemotron-nas",
     "plamo2",
     "recurrent_gemma", "iquestloopcoder", "mimo_v2_flash",
+    "minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text",
 })  # fmt: skip
 """Families whose layers differ in ways this arithmetic does not cover: their cost stays unknown until they are loaded."""
 

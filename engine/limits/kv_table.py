@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class KVRow:
     """Layers whose caches are alike. Bytes are of all of them together; None is unknown.
 
-    kind: full (grows), window, state (of a fixed size), latent, own (another cache of the model's). key_bits, value_bits: 16 is the
+    kind: full (grows), window, state (of a fixed size), latent, compressed (an entry for so many tokens, which is what
+    ``bytes_per_token`` is the mean of), own (another cache of the model's). key_bits, value_bits: 16 is the
     model's own type; None for what is no keys and values. window, keep: None where it grows. free: whether flags apply to them.
     """
 
@@ -96,7 +97,7 @@ def _signature(layer: "LayerPlan") -> tuple[Any, ...]:
 def _row(layers: "list[LayerPlan]", context: int) -> KVRow:
     first = layers[0]
     known = first.ours is not None or first.bytes_per_token > 0 or first.fixed_bytes > 0 or first.kind == "state"
-    keys = first.kind not in ("state", "own")
+    keys = first.kind not in ("state", "compressed", "own")
     return KVRow(
         layers=tuple(layer.index for layer in layers),
         kind=first.kind,

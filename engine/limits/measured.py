@@ -92,11 +92,25 @@ class Measured:
         first = self.decode_s(work, cached + tokens)
         if tokens <= 1 or first is None:
             return first
-        total, at, end = first, cached, cached + tokens - 1  # the last token is the first step's
-        while at < end:
-            rows = min(chunk, end - at)
-            total += sum(p.count * timed.of(rows) for p, timed in self.products if not p.head) + self._around(rows, at)
-            at += rows
+        end = cached + tokens - 1  # the last token is the first step's
+        whole, rest = divmod(end - cached, chunk)
+        total = first + whole * self._multiplying(chunk) + self._attending(cached, whole, chunk)
+        return total + (self._multiplying(rest) + self._around(rest, end - rest) if rest else 0.0)
+
+    def _multiplying(self, rows: int) -> float:
+        return sum(product.count * timed.of(rows) for product, timed in self.products if not product.head)
+
+    def _attending(self, start: int, chunks: int, chunk: int) -> float:
+        """Seconds of so many whole chunks' attention and other kernels: sums of the straight stretches between timed depths."""
+        bends = {depth for layer in self.attention for depth, _ in (*layer.row, *layer.rows)}
+        bends |= {layer.limit for layer in self.attention if layer.limit is not None}
+        total, done = 0.0, 0
+        for bend in (*sorted(bends), None):
+            stop = chunks if bend is None else min(chunks, max(done, -(-(bend - start) // chunk)))
+            if stop > done:
+                ends = (self._around(chunk, start + at * chunk) for at in (done, stop - 1))
+                total += (stop - done) * sum(ends) / 2
+            done = stop
         return total
 
     def _around(self, rows: int, depth: int) -> float:

@@ -12,7 +12,7 @@ NAMES_KEPT = 1 << 14
 _NORM = re.compile(r"norm|(^|\.)ln_\w*$")
 
 _PATTERNS: dict[PartName, re.Pattern[str]] = {
-    "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)(\.|$)|^(model\.)?output\."),
+    "head": re.compile(r"(^|\.)(lm_head|embed_out|output_layer)(\.|$)|^(model\.)?(output|head)\."),
     "embedding": re.compile(
         r"(^|\.)(embed(_tokens\w*|_in|_positions)?|wte|wpe|(tok|token|word)_embeddings|embeddings?|embedders)(\.head|\.\d+)?\.\w+$"
     ),

@@ -32,10 +32,9 @@ where it is 10 to 30 % too much beside the weights. On Metal and CUDA none of th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
-from tokamac.engine.kv.attention_kernel import BLOCK_QUERIES, AttentionCall, MaskKind, kernel_of
-from tokamac.engine.limits.peak_shape import LayerCache, Shape
+from tokamac.engine.kv.attention_kernel import BLOCK_BYTES, BLOCK_QUERIES, AttentionCall, MaskKind, kernel_of
+from tokamac.engine.limits.peak_shape import Compressed, LayerCache, Shape
 
 STEP, GROWTH = 256, 16
 """How caches grow: in multiples of so many slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
@@ -117,9 +116,8 @@ def _high(  # noqa: PLR0917
     A call's kind: whether it is a whole chunk, which caches it makes grow (of those ``limits``, in slots), and whether it has few
     enough scores for MLX to write them down.
     """
-    prompt = range(held, held + new, chunk)
     last: dict[tuple[bool, ...], tuple[int, Moment]] = {}
-    for start, stop in pairwise([*prompt, held + new]):
+    for start, stop in _telling_calls(slots, held, held + new, chunk):
         count, before, slots = stop - start, slots, grown(slots, stop)
         few = (count * stop < NUMPY_SCORES, count * stop < NUMPY_SCORES_PACKED)
         grew = tuple(min(slots, limit or slots) > min(before, limit or before) for limit in limits)
@@ -131,6 +129,26 @@ def _high(  # noqa: PLR0917
         yield before, Moment(1, before + 1, decodes=True)
     if reply:
         yield slots, Moment(1, end + reply, decodes=True)
+
+
+def _telling_calls(slots: int, held: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the calls among which the last of each kind is, in order: so many are they at any length of context.
+
+    Between two calls that make caches grow the others differ in their scores alone, so the last of each number of scores will do.
+    """
+    start = held
+    while start < end:
+        whole = (end - start) // chunk
+        still = min(whole, max(0, (slots - start) // chunk))  # whole chunks before one makes the caches grow
+        few = (max(0, (scores - 1) // chunk - start) // chunk for scores in (NUMPY_SCORES, NUMPY_SCORES_PACKED))
+        for call in sorted({min(still, calls) for calls in few} | {still}):
+            if call:
+                yield start + (call - 1) * chunk, start + call * chunk
+        start += still * chunk
+        if start < end:
+            stop = min(start + chunk, end)
+            yield start, stop
+            start, slots = stop, grown(slots, stop)
 
 
 def _at(shape: Shape, slots: int, moment: Moment, prompt_cache: int) -> Peak:
@@ -252,6 +270,8 @@ def _pending(shape: Shape, moment: Moment) -> int:
 
 def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
     """Return the bytes of all heads' scores, and of what is made of them, where they are written down."""
+    if layer.seen is not None:
+        return _compressed_scores(shape, layer.seen, moment)
     if not layer.ours:
         own = layer.other_bytes_per_token > 0  # else it keeps a state, and nothing attends
         return shape.heads * moment.new * moment.held * shape.value_bytes if own else 0
@@ -264,6 +284,16 @@ def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
     if shape.device.kind == "cpu" and shape.order != "ahead" and moment.new > 1 and moment.new * seen >= worth:
         return 0
     return _written(shape, layer, moment, seen, one)
+
+
+def _compressed_scores(shape: Shape, seen: Compressed, moment: Moment) -> int:
+    """Return the bytes of scores over a window and entries, or of the rows gathered for blocks of queries; always float32."""
+    entries = moment.held // seen.every
+    if seen.chosen is None or entries <= seen.chosen:
+        return 2 * 4 * shape.heads * moment.new * (min(moment.held, seen.near + moment.new) + entries)
+    gathered = 4 * moment.new * (seen.near + seen.chosen) * seen.size
+    scored = 4 * moment.new * seen.index_heads * entries
+    return 2 * max(min(each, BLOCK_BYTES) for each in (gathered, scored))
 
 
 def _written(shape: Shape, layer: LayerCache, moment: Moment, seen: int, one: int) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.size import group_for, token_bytes
+from tokamac.engine.limits.attention_work import chosen_entries
 from tokamac.engine.limits.cost import first_of, text_config
 
 if TYPE_CHECKING:
@@ -19,8 +20,22 @@ all before it (a plain CPU in float32 with packed weights: NumPy attends, MLX mu
 for it, before earlier work has ended (GPUs, and half precision on a CPU).
 """
 
-_SINKS = frozenset({"gpt_oss", "mimo_v2_flash", "deepseek_v41"})
+_SINKS = frozenset({"gpt_oss", "mimo_v2_flash", "deepseek_v4", "deepseek_v41"})
 """Families whose attention has a logit per head that takes weight and gives nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """What a query of a compressing layer attends to (DeepSeek V4). near: the last tokens, one by one. every: tokens to an entry.
+
+    chosen: entries that it attends to at most, by ``index_heads`` heads' scores; None is all. size: numbers of an entry.
+    """
+
+    near: int
+    every: int
+    chosen: int | None
+    index_heads: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +45,7 @@ class LayerCache:
     bits: 16 is the model's own type, of ``value_bytes`` each. window, spare: slots seen, and beside them to rewind into; None
     where it grows. other_bytes_per_token, fixed_bytes: of a cache that is the model's own.
     written_out: attention is two products of ours, whatever kernels there are (for a soft cap). sinks: see ``stepwise``.
+    seen: what a query sees of a cache that compresses, None of any other.
     """
 
     heads: int
@@ -45,6 +61,7 @@ class LayerCache:
     fixed_bytes: int = 0
     written_out: bool = False
     sinks: bool = False
+    seen: Compressed | None = None
 
     @property
     def ours(self) -> bool:
@@ -157,7 +174,12 @@ def shape_of(
         order=order,
         device=device,
         layers=tuple(
-            replace(_layer(layer, plan.spec.group_size, value_bytes), written_out=capped, sinks=sinks)
+            replace(
+                _layer(layer, plan.spec.group_size, value_bytes),
+                written_out=capped,
+                sinks=sinks,
+                seen=_compressed(text, layer),
+            )
             for layer in plan.layers
         ),
     )
@@ -180,6 +202,15 @@ def _layer(layer: "LayerPlan", group_size: int, value_bytes: int) -> LayerCache:
         layer.window,
         0 if limit is None or layer.window is None else limit - layer.window,
     )
+
+
+def _compressed(text: Mapping[str, Any], layer: "LayerPlan") -> Compressed | None:
+    if layer.kind != "compressed":
+        return None
+    chosen = chosen_entries(text, layer.index)
+    every = text["compress_rates"][text["layer_types"][layer.index]]
+    most = None if chosen is None else chosen[1]
+    return Compressed(text["sliding_window"], every, most, text["index_n_heads"], text["head_dim"])
 
 
 def _feed_forward(text: Mapping[str, Any], hidden: int) -> tuple[int, int, int, int, int]:

@@ -7,12 +7,12 @@ Made from a module, loaded or hollow, its config and its cache plan, so that a m
 loaded one.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.limits.attention_work import Attention, Heads, attention_of, heads_of, query_heads
-from tokamac.engine.limits.cost import Cost, Form
+from tokamac.engine.limits.attention_work import Attention, Heads, attention_of, chosen_entries, heads_of, query_heads
+from tokamac.engine.limits.cost import Cost, Form, text_config
 from tokamac.engine.limits.family import Trait, traits_of
 from tokamac.engine.limits.kv_cost import value_bytes_of
 from tokamac.engine.limits.launches import launches
@@ -21,7 +21,7 @@ from tokamac.engine.limits.products import Product, products_of
 from tokamac.engine.options import KVSpec
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import CachePlan
+    from tokamac.engine.kv.plan import CachePlan, LayerPlan
     from tokamac.engine.limits.config_cost import Packing
 
 
@@ -29,21 +29,26 @@ if TYPE_CHECKING:
 class KVLayer:
     """What one cache holds: bytes a token up to ``limit`` tokens (None: all of them), and ``fixed_bytes`` whatever the context.
 
-    heads: those that read it in a decode step; None where they are unknown.
+    heads: those that read it in a decode step; None where they are unknown. picked_bytes_per_token: the part of
+    ``bytes_per_token`` of which a step reads no more than ``picked`` tokens' worth (compressed entries that are chosen).
     """
 
     bytes_per_token: int
     limit: int | None
     fixed_bytes: int
     heads: Heads | None = None
+    picked_bytes_per_token: int = 0
+    picked: int = 0
 
     def held(self, context: int) -> int:
         """Tokens held after ``context`` tokens."""
         return context if self.limit is None else min(context, self.limit)
 
     def bytes_at(self, context: int) -> int:
-        """Bytes held, and read by a step, after ``context`` tokens."""
-        return self.fixed_bytes + self.held(context) * self.bytes_per_token
+        """Bytes read by a step after ``context`` tokens: all that are held, but of chosen entries those alone."""
+        held = self.held(context)
+        unread = max(0, held - self.picked) * self.picked_bytes_per_token
+        return self.fixed_bytes + held * self.bytes_per_token - unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +133,22 @@ def work_of(model: Any, config: Mapping[str, Any], cost: Cost, plan: "CachePlan"
         active=_share(experts.nbytes_per_token, experts.nbytes) if known else None,
         prefill_parameters=sum(each.parameters for each in products if not each.head) if counted else None,
         head_parameters=sum(each.parameters for each in products if each.head),
-        kv=tuple(
-            KVLayer(layer.bytes_per_token, layer.limit, layer.fixed_bytes, heads_of(config, layer, attention or ()))
-            for layer in plan.layers
-        ),
+        kv=tuple(_kv_layer(layer, config, attention or ()) for layer in plan.layers),
         attention=attention or (),
         products=products,
         query_heads=query_heads(config),
         vocabulary=head.rows if head is not None else None,
     )
+
+
+def _kv_layer(layer: "LayerPlan", config: Mapping[str, Any], attention: Sequence[Attention]) -> KVLayer:
+    read = KVLayer(layer.bytes_per_token, layer.limit, layer.fixed_bytes, heads_of(config, layer, attention))
+    chosen = chosen_entries(config, layer.index) if layer.kind == "compressed" else None
+    if chosen is None:
+        return read
+    text = text_config(config)
+    share = text["head_dim"] / (text["head_dim"] + text["index_head_dim"])  # the rest are the keys that choose
+    return replace(read, picked_bytes_per_token=round(layer.bytes_per_token * share), picked=chosen[0] * chosen[1])
 
 
 def work_of_config(

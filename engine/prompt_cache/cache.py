@@ -97,6 +97,17 @@ class PromptCache:
         finally:
             self._lent = False
 
+    def rest(self, slot: Slot) -> None:
+        """Take the live caches back."""
+        self._memory.rest(slot)
+        self._lent = False
+
+    def resume(self, slot: Slot, ids: list[int]) -> None:
+        """Lend them again, filled as ``take`` fills them."""
+        self.take([*ids, 0], slot.keep)  # the last id is never held: here it is any
+        self._memory.adopt(slot)
+        self._lent = True
+
     def mark(self, slot: Slot) -> None:
         """Freeze what can't be cut."""
         self._memory.mark(slot)

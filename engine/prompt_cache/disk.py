@@ -12,6 +12,7 @@ from tokamac.engine.prompt_cache.names import Identity, child_name, root_name
 from tokamac.engine.prompt_cache.portable import Packet
 from tokamac.engine.prompt_cache.segment_file import DamagedError, HostSegment, Segment, from_bytes, to_bytes, tokens_of
 from tokamac.engine.prompt_cache.tree import common_prefix
+from tokamac.engine.regular_files import open_regular
 
 HEAD_BYTES = 1 << 16
 """Read of a file to know its tokens: they come first, after a header of some kilobytes."""
@@ -276,7 +277,7 @@ class Disk:
     def _tokens_of(self, entry: Entry) -> list[int] | None:
         if entry.name not in self._tokens:
             try:
-                with entry.path.open("rb") as file:
+                with open_regular(entry.path) as file:
                     tokens = tokens_of(file.read(HEAD_BYTES))
                     if tokens is None:  # a long header
                         file.seek(0)

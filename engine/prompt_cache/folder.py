@@ -24,10 +24,13 @@ import platformdirs
 import xxhash
 
 from tokamac.engine.durable import sync, to_disk
+from tokamac.engine.regular_files import open_regular, read_bytes, read_text
 
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")
 LABEL = "model.txt"
+LEDGER_BYTES, LABEL_BYTES = 64 << 20, 1 << 20
+"""A day's count of writing, and a model's label, at most."""
 LEAST_AGE_S = 60.0
 """A file that is being written is left alone for so long, locked or not."""
 
@@ -109,7 +112,7 @@ class Folder:
     def written_today(self) -> int:
         """Return the bytes written today, by all processes."""
         try:
-            lines = self._ledger().read_text(encoding="ascii").split()
+            lines = read_text(self._ledger(), LEDGER_BYTES, "ascii").split()
         except (OSError, ValueError):
             return 0
         return sum(int(line) for line in lines if line.isdigit())
@@ -136,7 +139,7 @@ class Folder:
     def read(self, entry: Entry) -> bytes | None:
         """Return a segment's bytes, and note its use; None, and the file is gone, if they are not what was written."""
         try:
-            data = entry.path.read_bytes()
+            data = read_bytes(entry.path, self.total_budget)
         except OSError:
             return None
         match = NAME.fullmatch(entry.path.name)
@@ -266,7 +269,7 @@ def _existing(path: Path) -> Path:
 
 def _label(folder: Path) -> str:
     try:
-        return (folder / LABEL).read_text(encoding="utf-8", errors="replace")[:200]
+        return read_bytes(folder / LABEL, LABEL_BYTES).decode("utf-8", "replace")[:200]
     except OSError:
         return ""
 
@@ -274,7 +277,7 @@ def _label(folder: Path) -> str:
 def _is_abandoned(path: Path) -> bool:
     """Whether nobody writes a file any more. One that was made just now may be about to be locked."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < LEAST_AGE_S:
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

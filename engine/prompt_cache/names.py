@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.options import KVSpec
+from tokamac.engine.regular_files import TOKENIZER_BYTES, read_bytes
 
 FORMAT = 1
 """Of the stored files. Another number is another fingerprint, so what an older version wrote is never found."""
@@ -63,7 +64,7 @@ def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
     for name in TEXT_FILES:
         path = folder / name
         if path.is_file():
-            _add(digest, name, path.read_bytes())
+            _add(digest, name, read_bytes(path, TOKENIZER_BYTES))
     return digest.hexdigest()
 
 

@@ -54,6 +54,12 @@ class Store(Protocol):
     def lending(self, slot: Slot) -> AbstractContextManager[Slot]:
         """Return a context: ``slot`` goes back to the store at its end, and is dropped after a failure."""
 
+    def rest(self, slot: Slot) -> None:
+        """Take back what is lent, for others to use, until ``resume``."""
+
+    def resume(self, slot: Slot, ids: list[int]) -> None:
+        """Lend to ``slot`` again, after ``rest``: it holds the longest prefix of ``ids`` then that is still known."""
+
     def mark(self, slot: Slot) -> None:
         """Say that this is a place to come back to."""
 
@@ -102,6 +108,12 @@ class NoCache:
     def lending(self, slot: Slot) -> Iterator[Slot]:
         """Lend, and drop."""
         yield slot
+
+    def rest(self, slot: Slot) -> None:
+        """Nobody else uses them."""
+
+    def resume(self, slot: Slot, ids: list[int]) -> None:
+        """They were never taken back."""
 
     def shrink(self, wanted: int) -> int:  # noqa: ARG002
         """There is nothing to let go of."""

@@ -90,9 +90,26 @@ class MemoryStore:
             self._put(slot)
             raise
         except BaseException:
-            self._forget_live()
+            if slot is self._live:
+                self._forget_live()
             raise
         self._put(slot)
+
+    def rest(self, slot: Slot) -> None:
+        """Take ``slot`` back in the middle of its block, and leave it empty: the live caches may be another's until ``adopt``."""
+        if slot is not self._live:
+            return
+        self._put(slot)
+        self._live = Slot(list(slot.ids), list(slot.caches), slot.keep)
+        slot.ids.clear()
+        slot.caches.clear()
+
+    def adopt(self, slot: Slot) -> None:
+        """Let ``slot``, which was empty, be the live caches. Raises RuntimeError where there are none."""
+        if self._live is None:
+            raise RuntimeError("there are no live caches")
+        slot.ids[:], slot.caches[:] = self._live.ids, self._live.caches
+        self._live = slot
 
     def mark(self, slot: Slot) -> None:
         """Freeze here what can't be cut, so that a request that begins the same need not begin before this."""
@@ -173,6 +190,8 @@ class MemoryStore:
         return (node for root in self._roots.values() for node in root.subtree() if node is not root)
 
     def _put(self, slot: Slot) -> None:
+        if slot is not self._live:
+            return  # it rests: what it held was put back then
         self._follow(slot.ids)
         assert self._end is not None
         self._touch(self._end)

@@ -17,6 +17,7 @@ from pathlib import Path
 import xxhash
 
 from tokamac.engine.limits import kept
+from tokamac.engine.regular_files import open_regular
 
 FILE = "weights.json"
 """In the prompt cache's folder: digests by file."""
@@ -87,7 +88,7 @@ def _key(file: Path) -> str:
 
 def _read(file: Path) -> str:
     found = xxhash.xxh3_128()
-    with file.open("rb", buffering=0) as opened:
+    with open_regular(file) as opened:
         while part := opened.read(READ_BYTES):
             found.update(part)  # lets other threads run
     return found.hexdigest()

@@ -1,5 +1,6 @@
 """The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's."""
 
+import json
 import os
 import queue
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import make_tiny
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess, Garbled, child_command
 from tokamac.app.backend.wire import (
+    AskCount,
     AskPrice,
     Cancel,
     Done,
@@ -33,6 +36,7 @@ from tokamac.app.backend.wire import (
     Warm,
     encode,
 )
+from tokamac.engine.durable import FLUSH_S
 from tokamac.engine.events import Message
 from tokamac.engine.options import Sampling
 
@@ -350,3 +354,59 @@ def test_a_process_that_does_not_read_any_more_is_only_dead(tmp_path: Path) -> N
     for thread in threading.enumerate():
         if thread.name == "engine-_write":
             thread.join(PATIENCE_S)  # what it raises is an error of this test
+
+
+SLOW_DISK = """
+import sys, time
+from tokamac.app.backend import child
+from tokamac.engine.prompt_cache.folder import Folder
+write = Folder.write
+def slowly(*arguments):
+    time.sleep({seconds})
+    return write(*arguments)
+Folder.write = slowly
+sys.argv = ["child"]
+child.main()
+"""
+
+
+@pytest.mark.parametrize("leaving", ["close", "kill"])
+def test_what_was_computed_is_written_before_the_process_ends_though_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
+) -> None:
+    monkeypatch.setenv("TOKAMAC_CACHE_DIR", str(tmp_path / "cache"))
+    model = make_tiny(tmp_path / "model")
+    seconds = FLUSH_S - 0.6  # longer than the process had before it was ended
+    child = Talk(tmp_path / "log", [sys.executable, "-c", SLOW_DISK.format(seconds=seconds)])
+    assert isinstance(child.load(str(model))[-1], Loaded)
+    child.say("x" * 300, max_tokens=2)
+    assert isinstance(child.until(Done, Failed)[-1], Done)
+    if leaving == "close":
+        child.process.close()
+    else:  # the screen is killed: all that the process sees is the end of its input
+        child.process._outgoing.put(None)
+        assert child.process._ended.wait(PATIENCE_S)
+    assert not child.process.alive
+    assert list((tmp_path / "cache").rglob("*.kv"))
+
+
+def test_a_library_that_panics_costs_a_reply_and_not_the_process(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model")
+    file = model / "tokenizer.json"
+    # Found out only once a text is long enough for it: the regex engine gives up, which its caller takes for impossible.
+    pattern = {"type": "Split", "pattern": {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}, "behavior": "Isolated"}
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps({**told, "pre_tokenizer": {**pattern, "invert": False}}))
+    child = Talk(tmp_path / "log", child_command())
+    try:
+        assert isinstance(child.load(str(model))[-1], Loaded)
+        child.say("a" * 400 + "!")
+        failed = child.until(Failed, Died)[-1]
+        assert isinstance(failed, Failed)
+        assert "retry-limit" in failed.error
+        assert failed.hint
+        child.process.send(AskCount(7, "a" * 400 + "!"))
+        child.say("A", request=2, max_tokens=2)
+        assert isinstance(child.until(Done, Died)[-1], Done)
+    finally:
+        child.process.close()

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.app.conftest import Chat
 from tokamac.app import settings
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
-from tokamac.app.tui.options import FieldError, read_memory
+from tokamac.app.tui.options import SAMPLING_FIELDS, FieldError, read_memory, read_sampling, write
 from tokamac.app.tui.own import Own, as_settings, own_of
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.settings import SettingsScreen
@@ -25,6 +26,12 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling
 
 Start = Callable[..., Any]
+EVERYTHING = Sampling(
+    temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, seed=3, max_tokens=99, stop=("a\n", "b"),
+    stop_token_ids=(5, 6), min_tokens=4, logit_bias={9: -100, 3: 2.5}, presence_penalty=0.5, frequency_penalty=-0.25,
+    xtc_probability=0.5, xtc_threshold=0.2, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3,
+    dry_sequence_breakers=("\n", "|"), order=("dry", "penalties", "top_k", "top_p", "min_p", "xtc", "temperature"),
+)  # fmt: skip
 TEXT = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from('\n"\\\r\t'), max_size=30)
 KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tuple)
 
@@ -59,6 +66,57 @@ def test_options_round_trip(tmp_path: Path) -> None:
     settings.save(path, chosen)
     assert settings.load(path) == settings.Loaded(chosen)
     assert [file.name for file in path.parent.iterdir()] == ["settings.toml"]
+
+
+@pytest.mark.parametrize("sampling", [EVERYTHING, replace(EVERYTHING, dry_sequence_breakers=(), logprobs=2)])
+def test_every_option_of_sampling_is_written_and_read(tmp_path: Path, sampling: Sampling) -> None:
+    path = tmp_path / "settings.toml"
+    settings.save(path, Settings(sampling=sampling))
+    assert settings.load(path) == settings.Loaded(Settings(sampling=sampling))
+
+
+def test_a_bias_and_an_order_are_written_as_lists(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('[sampling]\nlogit_bias = [[9, -100]]\norder = ["dry"]\nstop_token_ids = [5]\n')
+    read = settings.load(path)
+    assert read.settings.sampling == Sampling(logit_bias={9: -100}, stop_token_ids=(5,))
+    assert [warning for warning in read.warnings if "order" in warning and "leaves out" in warning]
+
+
+def test_the_form_has_every_option_but_log_probabilities() -> None:
+    assert [field.name for field in SAMPLING_FIELDS] != []
+    assert {field.name for field in SAMPLING_FIELDS} == {each.name for each in fields(Sampling)} - {"logprobs"}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), EVERYTHING])
+def test_what_the_form_shows_it_reads(sampling: Sampling) -> None:
+    texts = {field.name: write(field, sampling) for field in SAMPLING_FIELDS}
+    assert read_sampling(texts) == sampling
+    assert read_sampling(dict.fromkeys(texts, "")) == replace(Sampling(), dry_sequence_breakers=())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("logit_bias", "5"), ("logit_bias", "a=1"), ("stop_token_ids", "end"), ("min_tokens", "few")]
+)
+def test_what_is_no_option_of_sampling_is_refused_in_a_line(name: str, text: str) -> None:
+    texts = {field.name: write(field, Sampling()) for field in SAMPLING_FIELDS}
+    with pytest.raises(FieldError) as caught:
+        read_sampling({**texts, name: text})
+    assert caught.value.name == name
+
+
+def test_a_chat_stored_before_there_were_more_options_is_read() -> None:
+    stored = {
+        "temperature": 0.3, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None, "seed": 4,
+        "max_tokens": None, "stop": ["end"],
+    }  # fmt: skip
+    assert own_of({"sampling": stored}) == Own(Sampling(temperature=0.3, seed=4, stop=("end",)))
+
+
+def test_of_a_chats_own_only_what_was_changed_is_stored() -> None:
+    assert as_settings(Own(Sampling(top_k=5, logit_bias={1: 2})))["sampling"] == {"top_k": 5, "logit_bias": ((1, 2.0),)}
+    for own in (Own(EVERYTHING), Own(Sampling())):
+        assert own_of(json.loads(json.dumps(as_settings(own)))) == own
 
 
 def test_no_file_is_the_defaults(tmp_path: Path) -> None:

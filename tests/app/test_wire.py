@@ -31,7 +31,7 @@ from tokamac.engine.limits.gaps import Cause, Outlier, Throttle
 from tokamac.engine.limits.metrics import Gaps, Metrics
 from tokamac.engine.limits.remedies import Remedy, RemedyName
 from tokamac.engine.limits.terms import Concern, Term, Unit
-from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.options import STAGES, KVSpec, Sampling
 from tokamac.engine.price import Price
 
 NUMBERS = st.integers(0, 2**60)
@@ -66,6 +66,13 @@ SAMPLING = st.builds(
     temperature=st.floats(0, 10),
     seed=st.none() | NUMBERS,
     stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    stop_token_ids=st.lists(NUMBERS, max_size=3).map(tuple),
+    logit_bias=st.dictionaries(NUMBERS, st.floats(-100, 100), max_size=3),
+    presence_penalty=st.floats(-2, 2),
+    dry_multiplier=st.floats(0, 5),
+    dry_sequence_breakers=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    order=st.permutations(STAGES),
+    logprobs=st.none() | st.integers(0, 9),
 )
 KV = st.builds(
     KVSpec,
@@ -229,6 +236,13 @@ def test_almost_messages_are_wire_errors(line: bytes) -> None:
 def test_options_out_of_range_are_wire_errors() -> None:
     line = wire.encode(wire.Send(1, (), Sampling(temperature=0.7))).replace(b'"temperature":0.7', b'"temperature":-1')
     with pytest.raises(wire.WireError, match="temperature"):
+        wire.decode_request(line)
+
+
+@pytest.mark.parametrize("bias", ["[[1]]", "[[1,2,3]]", "[[1.5,2]]", '[["1",2]]', "[1,2]", '{"1":2}'])
+def test_a_bias_that_is_no_pairs_is_a_wire_error(bias: str) -> None:
+    line = wire.encode(wire.Send(1, (), Sampling(logit_bias={7: 0.5}))).replace(b"[[7,0.5]]", bias.encode())
+    with pytest.raises(wire.WireError, match="bias"):
         wire.decode_request(line)
 
 

@@ -39,3 +39,12 @@ def test_a_mistyped_model_leaves_the_one_that_was_loaded(data: Path) -> None:
     assert "Going back to fast." in err
     assert out.splitlines()[-1] == "fast"
     assert [message.text for message in last_path(data) if message.role == "user"] == ["hello"]
+
+
+@pytest.mark.parametrize("model", ["dies-loading", "dies-decoding"])
+def test_where_nobody_types_no_restart_is_promised_that_does_not_come(model: str) -> None:
+    status, _, err = piped("one\ntwo\nthree\n", model)
+    assert status == 1
+    assert err.count("The engine stopped") == 2
+    assert "when you send a prompt" not in err
+    assert err.splitlines()[-1] == ENDED

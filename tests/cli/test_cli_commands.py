@@ -59,13 +59,44 @@ def test_ask_json_is_the_contracts_events(tokamac: Run, tiny: Path) -> None:
     texts = [event for event in events if event["event"] == "text"]
     assert all(event.keys() == {"event", "text", "kind"} and event["kind"] == "answer" for event in texts)
     last = events[-1]
-    assert last.keys() == {"event", "reason", "text", "metrics", "outliers", "diagnosis"}
+    assert last.keys() == {"event", "reason", "text", "metrics", "outliers", "diagnosis", "stopped_by"}
     assert (last["event"], last["reason"]) == ("finished", "length")
     assert last["text"] == "".join(event["text"] for event in texts)
     assert last["metrics"].keys() == METRICS
     assert last["metrics"]["generated_tokens"] == 12
     assert last["metrics"]["itl_ms"].keys() == {"p50", "p95", "p99", "max"}
     assert last["metrics"]["expected_tps"] is None
+
+
+def test_ask_json_has_the_tokens_with_their_log_probabilities(tokamac: Run, tiny: Path) -> None:
+    asked = ("ask", "Hello", "-m", tiny, "--max-tokens", "9", "--temp", "0", "--json", "--logprobs")
+    events = lines(tokamac(*asked, "2").out)
+    tokens = [token for event in events for token in event.get("tokens", ())]
+    assert len(tokens) == 9
+    for token in tokens:
+        assert token.keys() == {"id", "text", "logprob", "top"}
+        assert [each.keys() for each in token["top"]] == [{"id", "text", "logprob"}] * 2
+        assert token["top"][0]["id"] == token["id"]  # the likeliest was taken
+        assert token["top"][0]["logprob"] == token["logprob"] <= 0
+    alone = [token for event in lines(tokamac(*asked).out) for token in event.get("tokens", ())]
+    assert [{**token, "top": []} for token in tokens] == alone
+
+
+def test_ask_json_says_what_stopped_it(tokamac: Run, tiny: Path) -> None:
+    asked = ("ask", "Hello", "-m", tiny, "--max-tokens", "30", "--temp", "0", "--json")
+    whole = lines(tokamac(*asked, "--logprobs").out)
+    assert whole[-1]["stopped_by"] is None
+    tokens = [token["id"] for event in whole for token in event.get("tokens", ())]
+    stop = whole[-1]["text"][4:6]
+    assert lines(tokamac(*asked, "--stop", stop).out)[-1]["stopped_by"] == stop
+    assert lines(tokamac(*asked, "--stop-token-id", tokens[7]).out)[-1]["stopped_by"] == tokens[7]
+
+
+def test_a_token_that_the_model_has_not_is_an_error(tokamac: Run, tiny: Path) -> None:
+    done = tokamac("ask", "Hello", "-m", tiny, "--logit-bias", "99999999=1")
+    assert done.status == 1
+    assert "token id 99999999 is not in the vocabulary" in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_ask_of_one_token_has_no_decode_rate(tokamac: Run, tiny: Path) -> None:

@@ -217,7 +217,7 @@ class Ran:
     outcome: Outcome | None
 
     def __call__(self, source: Path, target: Path, **_: Any) -> Conversion:
-        return Conversion(str(target), 10, 4.5, 40, 1.0, 5, self.outcome, ("a note",))  # type: ignore[arg-type]
+        return Conversion(target, 10, 4.5, 40, 1.0, 5, self.outcome, ("a note",))  # type: ignore[arg-type]
 
 
 def test_a_bad_result_is_loud_and_still_a_result(

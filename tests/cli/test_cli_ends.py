@@ -108,34 +108,70 @@ def test_help_into_a_closed_pipe(start: Start) -> None:
     assert process.returncode == 141
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_stdout(start: Start) -> None:
-    with Path("/dev/full").open("w") as full:
-        status, _, err = finish(start("--version", stdout=full))
-    assert status == 1
-    assert "No space left" in err
-    assert err.count("\n") == 1
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "version": ("--version",),
+    "help": ("--help",),
+    "help of a command": ("help", "convert"),
+    "ask": ("ask", "hello", "-m", "MODEL", "--max-tokens", "4"),
+    "ask --json": ("ask", "hello", "-m", "MODEL", "--max-tokens", "4", "--json"),
+    "inspect": ("inspect", "MODEL"),
+    "inspect --json": ("inspect", "MODEL", "--json"),
+    "models": ("models", "list"),
+    "models --json": ("models", "list", "--json"),
+    "cache": ("cache", "show"),
+    "cache --json": ("cache", "show", "--json"),
+    "chats": ("chats", "list"),
+    "chats --json": ("chats", "list", "--json"),
+    "bench": ("bench", "MODEL", "--prompt", "16", "--max-tokens", "4", "--runs", "1"),
+    "quality": ("quality", "MODEL", "MODEL", "--json"),
+    "convert": ("convert", "MODEL", "-o", "OUT", "--method", "round", "--no-verify"),
+    "convert --json": ("convert", "MODEL", "-o", "OUT", "--method", "round", "--no-verify", "--json"),
+    "convert --dry-run": ("convert", "MODEL", "-o", "OUT", "--dry-run"),
+}
+
+
+@pytest.fixture(params=COMMANDS.values(), ids=COMMANDS)
+def command(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> list[str]:
+    places = {"MODEL": str(tiny), "OUT": str(tmp_path / "packed")}
+    return [places.get(word, word) for word in request.param]
+
+
+def complaints(err: str) -> list[str]:
+    """What is said beside the progress, and notes about the machine."""
+    return [line for line in err.splitlines() if line.startswith("tokamac")]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("json", [(), ("--json",)])
-def test_an_answer_on_a_full_disk_ends_alike_as_text_and_as_json(
-    start: Start, tiny: Path, json: tuple[str, ...]
-) -> None:
+def test_a_full_disk_under_stdout_is_one_line_and_blames_nothing_else(start: Start, command: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
-        status, _, err = finish(start("ask", "hello", "-m", tiny, "--max-tokens", "4", *json, stdout=full))
-    assert status == 1
-    assert "No space left" in err
+        status, _, err = finish(start(*command, stdout=full))
+    (said,) = complaints(err)
+    assert (status, "output: No space left" in said) == (1, True), err
+    assert "packed" not in said
 
 
-def test_a_conversion_whose_reader_leaves_does_not_blame_the_disk(start: Start, tiny: Path, tmp_path: Path) -> None:
+def test_a_reader_who_has_left_is_no_trouble_of_any_command(start: Start, command: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
-    process = start("convert", tiny, "-o", tmp_path / "packed", "--json", stdout=write)
+    process = start(*command, stdout=write)
     os.close(write)
-    _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (141, "")
-    assert not (tmp_path / "packed").exists()
+    status, _, err = finish(process)
+    assert (status, complaints(err)) == (141, []), err
+
+
+def test_a_conversion_goes_on_where_it_was_when_its_reader_left(start: Start, tiny: Path, tmp_path: Path) -> None:
+    command = ("convert", tiny, "-o", tmp_path / "packed", "--json")
+    process = start(*command)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        assert complaints(process.stderr.read()) == []
+    assert process.wait(120) == 141
+    status, out, _ = finish(start(*command))
+    assert status == 0
+    assert json.loads(out.splitlines()[-1])["event"] == "converted"
 
 
 def test_no_stdout_and_no_stderr_at_all(start: Start) -> None:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tests.cli.conftest import Run
 from tokamac.app import output
 from tokamac.app.commands import ask
 from tokamac.app.commands.prompt import compose
-from tokamac.app.options import kv_bits, kv_spec, sampling
+from tokamac.app.options import SAMPLING_FLAGS, kv_bits, kv_spec, sampling
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
 from tokamac.engine.limits.gaps import Outlier
 from tokamac.engine.limits.metrics import Gaps, Metrics
@@ -43,6 +45,29 @@ def test_every_generation_and_kv_flag_arrives() -> None:
     assert flags(*given.split())[0] == wanted
     kv = flags(*["--kv-bits", "8,4", "--kv-group-size", "32", "--kv-window", "99", "--kv-keep", "system"])[1]
     assert kv == KVSpec(8, 4, 32, 99, "system")
+
+
+def test_every_option_of_sampling_has_a_flag() -> None:
+    assert {*SAMPLING_FLAGS.values(), "logprobs"} == {each.name for each in fields(Sampling)}
+
+
+def test_flags_of_penalties_and_endings_arrive() -> None:
+    given = (
+        "--stop-token-id 5 --stop-token-id 6 --min-tokens 4 --logit-bias 9=-100 --logit-bias 3=2.5 --presence-penalty 0.5 "
+        "--frequency-penalty -0.25 --xtc-probability 0.5 --xtc-threshold 0.2 --dry-multiplier 0.8 --dry-base 2 "
+        "--dry-allowed-length 3 --dry-sequence-breaker | --sampler-order dry,penalties,top_k,top_p,min_p,xtc,temperature"
+    )
+    assert flags(*given.split())[0] == Sampling(
+        stop_token_ids=(5, 6), min_tokens=4, logit_bias={9: -100, 3: 2.5}, presence_penalty=0.5, frequency_penalty=-0.25,
+        xtc_probability=0.5, xtc_threshold=0.2, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3,
+        dry_sequence_breakers=("|",), order=("dry", "penalties", "top_k", "top_p", "min_p", "xtc", "temperature"),
+    )  # fmt: skip
+
+
+def test_how_a_stage_works_may_be_changed_where_the_settings_turn_it_on() -> None:
+    parser = ask.parser()
+    options = parser.parse_args(["hi", "--dry-base", "2"])
+    assert sampling(parser, options, Sampling(dry_multiplier=0.5)) == Sampling(dry_multiplier=0.5, dry_base=2)
 
 
 def test_flags_change_a_base_one_by_one() -> None:
@@ -88,13 +113,25 @@ def test_no_standard_input_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compose("-", []) == "typed"
 
 
-def test_model_text_in_a_pipe_is_raw_but_for_control_characters() -> None:
-    stream = io.StringIO()
-    text = output.ModelText(stream)
-    text.write("a\tb\x1b[31mc\x07\x9b\x7f\r")
-    text.write("é\u202e\n\n")
-    text.end()
-    assert stream.getvalue() == "a\tb[31mcé\u202e\n\n"
+def test_model_text_in_a_pipe_is_as_safe_as_on_a_terminal_and_what_is_replaced_is_seen() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w", encoding="utf-8") as stream:
+        text = output.ModelText(stream)
+        text.write("a\tb\x1b[31mc\x07")
+        text.write("é\u202e zero\u200bwidth 👩\u200d🚀\n\n")
+        text.end()
+    with os.fdopen(read, encoding="utf-8") as stream:
+        assert stream.read() == "a\tb\ufffdc\ufffdé\ufffd zero\u200bwidth 👩\u200d🚀\n\n"
+
+
+def test_model_text_in_a_file_is_what_the_model_wrote(tmp_path: Path) -> None:
+    written = "a\tb\x1b[31mc\x07\x9b\x7f é\u202e\u2028\n\n"
+    with (tmp_path / "answer.txt").open("w", encoding="utf-8", newline="") as stream:
+        text = output.ModelText(stream)
+        for char in written:
+            text.write(char)
+        text.end()
+    assert (tmp_path / "answer.txt").read_bytes() == written.encode()
 
 
 def test_model_text_on_a_terminal_passes_the_sanitiser_and_ends_its_line() -> None:

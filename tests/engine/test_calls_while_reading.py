@@ -19,6 +19,7 @@ from tokamac.engine import (
     KVSpec,
     Message,
     OptionError,
+    PromptCacheSpec,
     Sampling,
     Send,
     TextChunk,
@@ -138,7 +139,7 @@ def test_another_reply_comes_after_the_one_that_is_half_read_and_both_are_whole(
     def read() -> tuple[int, int]:
         first = engine.generate([5, 6, 7], LONG)
         next(first)
-        second = finish(engine.chat().send("hi", GREEDY))  # 400 batches of the first come before it
+        second = finish(engine.chat().send("hi", GREEDY))  # the first rests meanwhile
         return finish(first).metrics.generated_tokens, second.metrics.generated_tokens
 
     assert within(read) == (400, 8)
@@ -155,18 +156,82 @@ def test_replies_may_be_asked_for_in_the_loop_that_reads_one(engine: Engine) -> 
     assert within(read) == [8, 8, 8]
 
 
-def test_a_thread_that_reads_a_reply_without_an_end_is_refused_another_until_it_closes_it(rolling: Engine) -> None:
-    def read() -> int:
+def test_a_thread_that_reads_a_reply_without_an_end_may_ask_for_others_and_read_on(rolling: Engine) -> None:
+    def read() -> list[int]:
         endless = rolling.generate([5, 6, 7], ENDLESS)
         next(endless)
-        with pytest.raises(OptionError, match="no end"):
-            next(rolling.generate([5, 6, 7], GREEDY))
-        with pytest.raises(OptionError, match="no end"):
-            list(rolling.warm([5, 6, 7]))
+        counts = []
+        for _ in range(3):
+            counts.append(finish(rolling.generate([5, 6, 8], GREEDY)).metrics.generated_tokens)
+            list(rolling.warm([5, 6, 9, 10]))
+            assert any(isinstance(next(endless), TextChunk) for _ in range(LOOK_AHEAD + 10))
         endless.close()
-        return finish(rolling.generate([5, 6, 7], GREEDY)).metrics.generated_tokens
+        return counts
 
-    assert within(read) == 8
+    assert within(read) == [8, 8, 8]
+
+
+def test_nobody_waits_for_a_reader_of_an_endless_reply_who_has_paused(rolling: Engine) -> None:
+    paused = [rolling.generate([5, 6, first], ENDLESS) for first in (7, 8, 9)]
+    for events in paused:
+        next(events)
+    until(lambda: all(stream._batches.qsize() >= LOOK_AHEAD for stream in rolling._replies.open))
+    assert within(lambda: finish(rolling.generate([5, 6, 11], GREEDY))).metrics.generated_tokens == 8
+    assert within(rolling.memory).active > 0
+    for events in paused:
+        assert within(lambda events=events: [next(events) for _ in range(3 * LOOK_AHEAD)])
+        events.close()
+
+
+RESTED: dict[str, tuple[KVSpec, PromptCacheSpec | None]] = {
+    "whole": (KVSpec(), PromptCacheSpec(disk=False)),
+    "packed": (KVSpec(key_bits=8, value_bits=4, group_size=32), PromptCacheSpec(disk=False)),
+    "a window": (KVSpec(window=64, keep=4), PromptCacheSpec(disk=False)),
+    "no prompt cache": (KVSpec(), None),
+    "a prompt cache too small to keep it": (KVSpec(), PromptCacheSpec(disk=False, memory_bytes=1)),
+}
+
+
+@pytest.mark.parametrize(("kv", "prompt_cache"), RESTED.values(), ids=RESTED)
+def test_a_reply_that_rested_says_what_it_says_alone(
+    kv: KVSpec, prompt_cache: PromptCacheSpec | None, tiny: Path
+) -> None:
+    sampling = Sampling(temperature=1.0, seed=3, max_tokens=480)
+    with Engine.load(tiny, kv=kv, prompt_cache=prompt_cache) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        alone = finish(engine.generate([5, 6, 7], sampling))
+        resting = engine.generate([5, 6, 7], sampling)
+        next(resting)
+        parked(engine)
+        for other in ([5, 6, 7, 9, 9], [5, 200, 201]):
+            assert within(lambda other=other: finish(engine.generate(other, LONG))).metrics.generated_tokens == 400
+        last = within(lambda: finish(resting))
+        assert last.text == alone.text
+        assert last.metrics.generated_tokens == alone.metrics.generated_tokens
+        assert last.metrics.kv_bytes == alone.metrics.kv_bytes
+
+
+def test_a_reply_that_rests_is_cancelled_without_its_caches(rolling: Engine) -> None:
+    resting = rolling.generate([5, 6, 7], ENDLESS)
+    next(resting)
+    parked(rolling)
+    assert within(lambda: finish(rolling.generate([5, 6, 8], GREEDY))).metrics.generated_tokens == 8
+    rolling.cancel()
+    last = within(lambda: finish(resting))
+    assert last.reason == "cancelled"
+    assert last.metrics.kv_bytes
+
+
+def test_a_reply_that_rests_while_another_is_made_may_be_let_go_of(engine: Engine, rolling: Engine) -> None:
+    for asked in (engine, rolling):
+        resting = asked.generate([5, 6, 7], LONG)
+        next(resting)
+        parked(asked)
+        other = asked.generate([5, 6, 8], LONG)
+        next(other)
+        resting.close()
+        assert within(lambda other=other: finish(other)).metrics.generated_tokens == 400
+        assert within(lambda asked=asked: finish(asked.generate([5, 6, 7], GREEDY))).metrics.generated_tokens == 8
 
 
 def test_a_cancelled_reply_without_an_end_may_be_read_after_another(rolling: Engine) -> None:
@@ -230,7 +295,7 @@ def test_two_readers_on_two_threads_both_get_all(engine: Engine) -> None:
     assert counts == {7: 400, 8: 400}
 
 
-def test_the_look_ahead_is_lifted_only_while_another_reply_waits(engine: Engine) -> None:
+def test_a_reply_rests_at_its_bound_also_while_another_waits(engine: Engine) -> None:
     events = engine.generate([5, 6, 7], LONG)
     next(events)
     parked(engine)
@@ -241,7 +306,8 @@ def test_the_look_ahead_is_lifted_only_while_another_reply_waits(engine: Engine)
     waiting.start()
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
-    assert stream.ended
+    assert stream._batches.qsize() <= LOOK_AHEAD + 1
+    assert not stream.ended
     assert finish(events).metrics.generated_tokens == 400
 
 

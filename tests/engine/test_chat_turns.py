@@ -1,10 +1,15 @@
 """Which messages a chat keeps: a reply belongs to the question it was asked for, and replaces nothing before it is there."""
 
-from collections.abc import Iterator
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.engine.deadline import DEADLINE_S, within
 from tests.engine.seeded import write_model
 from tokamac.engine import (
     Chat,
@@ -71,6 +76,66 @@ def test_of_two_sends_the_later_one_is_answered(engine: Engine) -> None:
     list(second)
     assert [message.role for message in chat.messages] == ["user", "assistant"]
     assert chat.messages[0].content == "two"
+
+
+def test_of_threads_that_send_on_one_chat_one_is_answered_and_the_others_are_told(engine: Engine) -> None:
+    chat, at_once = engine.chat(), threading.Barrier(3)
+    answered: list[str] = []
+    refused: list[OptionError] = []
+
+    def send(text: str) -> None:
+        at_once.wait(DEADLINE_S)
+        while text not in answered:
+            try:
+                events = chat.send(text, GREEDY)
+            except OptionError as error:
+                refused.append(error)
+                time.sleep(0.001)
+                continue
+            assert isinstance(list(events)[-1], Finished)
+            answered.append(text)
+
+    threads = [threading.Thread(target=send, args=(text,), daemon=True) for text in ("one", "two", "three")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    # Nothing is lost: whoever was told tried again.
+    assert sorted(answered) == ["one", "three", "two"]
+    assert [message.role for message in chat.messages] == ["user", "assistant"] * 3
+    assert contents(chat)[::2] == answered
+    assert all("another thread" in error.message and error.hint for error in refused)
+
+
+CHANGES: dict[str, Callable[[Chat], object]] = {
+    "send": lambda chat: chat.send("two"),
+    "regenerate": lambda chat: chat.regenerate(),
+    "continue": lambda chat: chat.continue_reply(),
+    "edit": lambda chat: chat.edit(0, "two"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("ending", ["read", "close", "let go of", "never begun"])
+def test_another_thread_may_change_a_chat_once_its_reply_has_ended(talked: Chat, ending: str, change: Any) -> None:
+    events = talked.send("one more", GREEDY)
+    if ending != "never begun":
+        next(events)
+    before = talked.messages
+    with pytest.raises(OptionError, match="another thread"):
+        within(lambda: change(talked))
+    assert talked.messages == before
+    assert within(lambda: talked.branch(0)).messages == before[:1]
+    if ending == "read":
+        list(events)
+    elif ending == "close":
+        events.close()
+    else:
+        del events
+        gc.collect()
+    if change is CHANGES["continue"] and talked.messages[-1].role == "user":
+        talked.edit(1, "said")
+    assert within(lambda: (change(talked), 1))[1] == 1
 
 
 def test_of_two_new_replies_the_first_that_ends_is_kept(talked: Chat) -> None:

@@ -197,3 +197,9 @@ def test_attn_factor_multiplies_yarns_own() -> None:
     config["rope_scaling"]["attn_factor"] = 0.8782488562869419
     assert yarn(16, False, config).attention == pytest.approx(usual * 0.8782488562869419)
     assert usual * 0.8782488562869419 == pytest.approx(1.0)  # DeepSeek's number undoes the factor of 4
+
+
+def test_what_a_class_has_built_in_can_not_be_switched_off() -> None:
+    check(saved("gpt_oss", swiglu_limit=7.0))
+    with pytest.raises(ModelUnsupportedError, match="swiglu_limit"):
+        check(saved("gpt_oss", swiglu_limit=0.0))

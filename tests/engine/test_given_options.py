@@ -20,12 +20,16 @@ from tokamac.engine.errors import TokamacError
 from tokamac.quant.options import Options
 
 INTEGERS = (
-    (Sampling, ("max_tokens", "seed", "top_k")),
+    (Sampling, ("max_tokens", "min_tokens", "seed", "top_k", "dry_allowed_length", "logprobs")),
     (KVSpec, ("key_bits", "value_bits", "group_size", "window")),
     (PromptCacheSpec, ("memory_bytes", "disk_bytes", "daily_write_bytes")),
     (Options, ("bits", "group_size", "embed_bits")),
 )
-REALS = ((Sampling, ("temperature", "top_p", "min_p", "repetition_penalty")), (Options, ("target_bpw",)))
+FLOATS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "xtc_probability",
+    "xtc_threshold", "dry_multiplier", "dry_base",
+)  # fmt: skip
+REALS = ((Sampling, FLOATS), (Options, ("target_bpw",)))
 
 
 def named(kinds: tuple[tuple[Any, tuple[str, ...]], ...]) -> list[Any]:
@@ -47,7 +51,7 @@ def test_what_is_no_number_is_refused(kind: Any, name: str, value: object) -> No
         kind(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("name", FLOATS)
 def test_not_a_number_is_out_of_range(name: str) -> None:
     given: dict[str, Any] = {name: float("nan")}
     with pytest.raises(OptionError, match="out of range"):
@@ -72,6 +76,16 @@ def test_keep_is_a_number_of_tokens_or_the_word_system(value: Any) -> None:
 def test_stop_texts_come_in_any_list_or_as_one_text() -> None:
     assert Sampling(stop=["a", "b"]).stop == Sampling(stop=(each for each in "ab")).stop == ("a", "b")
     assert Sampling(stop="end").stop == ("end",)
+
+
+def test_a_bias_is_a_mapping_or_pairs_and_ids_come_in_any_list_or_as_one() -> None:
+    pairs = ((2, -1.0), (7, 3.5))
+    assert Sampling(logit_bias={np.int64(7): np.float32(3.5), 2: -1}).logit_bias == pairs  # type: ignore[dict-item]
+    assert Sampling(logit_bias=[(7, 3.5), (2, -1)]).logit_bias == Sampling(logit_bias=pairs).logit_bias == pairs
+    assert Sampling(stop_token_ids=np.array([3, 4])).stop_token_ids == (3, 4)
+    assert Sampling(stop_token_ids=3).stop_token_ids == (3,)
+    assert Sampling(dry_sequence_breakers="|").dry_sequence_breakers == ("|",)
+    assert hash(Sampling(logit_bias={1: 2})) == hash(Sampling(logit_bias=[(1, 2.0)]))
 
 
 @pytest.mark.parametrize("value", [None, [1], 5, b"end", ["a", None]], ids=repr)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokamac.engine import (
     DeviceError,
     Engine,
+    Finished,
     ModelDamagedError,
     ModelError,
     ModelNotFoundError,
@@ -169,6 +170,7 @@ def test_logits_that_are_no_numbers_are_noticed_at_any_step(ahead: bool, spoiled
 
         def __call__(self, ids: mx.array, cache: list[object]) -> mx.array:
             self.steps += 1
+            assert int(ids.max().item()) < 9  # an embedding's lookup would read beyond its table
             return mx.full((1, ids.shape[1], 9), math.nan if self.steps > spoiled else 1.0)
 
     run = Run(Model(), [], [1], ahead=ahead)
@@ -176,3 +178,31 @@ def test_logits_that_are_no_numbers_are_noticed_at_any_step(ahead: bool, spoiled
     with pytest.raises(ModelDamagedError, match="not numbers"):
         list(tokens)
     assert len(run.held) <= 2 + spoiled + CHECK_STEPS + ahead
+
+
+def test_a_tokenizer_that_makes_its_library_panic_is_refused(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**told, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}})
+    )  # no map: a panic
+    refused = refusal(folder)
+    assert isinstance(refused, ModelDamagedError)
+    assert "precompiled_charsmap" in refused.message
+
+
+def test_a_text_that_makes_the_tokenizer_panic_fails_alone(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    pattern = {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}  # backtracks until the regex engine gives up
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps({**told, "pre_tokenizer": split}))
+    with Engine.load(folder, prompt_cache=None) as engine:
+        for _ in range(2):
+            with pytest.raises(ModelDamagedError, match="retry-limit") as caught:
+                list(engine.chat().send("a" * 400 + "!"))
+            assert caught.value.hint
+            with pytest.raises(ModelDamagedError, match="retry-limit"):
+                engine.tokenizer.encode("a" * 400 + "!")
+            *_, last = engine.chat().send("A", Sampling(max_tokens=2))
+            assert isinstance(last, Finished)

@@ -75,6 +75,13 @@ def test_roll_equals_the_window_that_it_stands_for(tiny: Path) -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_window_longer_than_the_model_was_made_for_is_noted(tiny: Path) -> None:
+    said = f"a KV window of {2 * CONTEXT:,} tokens is more than the {CONTEXT} that the model was made for"
+    for window, noted in ((2 * CONTEXT, True), (CONTEXT, False)):
+        with Engine.load(tiny, kv=KVSpec(window=window)) as engine:
+            assert (said in engine.spec.notes) is noted
+
+
 def test_rolling_needs_to_know_the_context() -> None:
     assert rolling(KVSpec(on_full="roll"), 99).window == 99
     assert rolling(KVSpec(on_full="roll", window=7), 99).window == 7

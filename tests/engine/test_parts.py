@@ -1,7 +1,6 @@
 """The engine's small parts alone: worker, stream, recorder, dense layers."""
 
 import threading
-import time
 
 import mlx.core as mx
 import numpy as np
@@ -39,28 +38,21 @@ class FakeClock:
         return self.now
 
 
-def test_a_stream_waits_for_a_slow_reader_and_not_for_one_that_left() -> None:
+def test_a_stream_is_ahead_of_a_slow_reader_and_not_of_one_that_left() -> None:
     clock = FakeClock()
     stream = Stream(clock)
-    written = 0
-
-    def write() -> None:
-        nonlocal written
-        for _ in range(LOOK_AHEAD + 50):
-            clock.now += 1  # a slow model: each token is a batch of its own
-            stream.put(TextChunk("x"))
-            written += 1
-        stream.end()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    events = stream.read()
-    next(events)
-    time.sleep(0.05)
-    assert written <= LOOK_AHEAD + 2
+    for _ in range(LOOK_AHEAD):
+        assert not stream.is_ahead
+        clock.now += 1  # a slow model: each token is a batch of its own
+        stream.put(TextChunk("x"))
+    assert stream.is_ahead
+    next(stream.read())
+    assert not stream.is_ahead
+    clock.now += 1
+    stream.put(TextChunk("x"))
+    assert stream.is_ahead
     stream.abandon()
-    writer.join(5)
-    assert not writer.is_alive()
+    assert not stream.is_ahead
 
 
 def test_text_that_follows_at_once_is_handed_over_together_and_in_order() -> None:

@@ -84,14 +84,31 @@ def test_regenerate_costs_one_token_and_an_edit_what_follows_it(talk: Chat) -> N
     assert talk.price(Edit(2, "another second")).tokens < whole.prompt_tokens / 2
 
 
-def test_seconds_are_unknown_until_something_was_measured(tiny: Path) -> None:
+class Known:
+    """A pace of a thousandth of a second a token."""
+
+    def decode_s(self, work: object, context: int, batch: int = 1) -> float:
+        return 0.001
+
+    def prefill_s(self, work: object, tokens: int, cached: int, chunk: int) -> float:
+        return 0.001 * tokens
+
+
+def test_seconds_are_unknown_then_estimated_then_measured(tiny: Path) -> None:
     with Engine.load(tiny, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        chat = engine.chat()
-        assert chat.price(Send(TEXT)).seconds is None
+        chat, machine = engine.chat(), engine._core.runtime.machine
+        engine.between(lambda: setattr(machine, "pace", None))
+        price = chat.price(Send(TEXT))
+        assert (price.seconds, price.estimated) == (None, False)
+        engine.between(lambda: setattr(machine, "pace", Known()))
+        price = chat.price(Send(TEXT))
+        assert price.estimated
+        assert price.seconds == pytest.approx(0.001 * price.tokens)
         list(chat.send(TEXT, SHORT))
         price = chat.price(Send(TEXT))
         assert price.seconds is not None
         assert price.seconds > 0
+        assert not price.estimated
 
 
 def test_a_message_that_is_not_there_has_no_price(talk: Chat) -> None:

@@ -1,6 +1,8 @@
 """The prompt cache over real caches: what is taken equals what a cold run computes, for every kind of cache."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +12,7 @@ import pytest
 from tests.kv.models import seeded, tiny_llama
 from tests.kv.zoo import VOCABULARY
 from tokamac.engine import kv
+from tokamac.engine.config import model_classes, normalise
 from tokamac.engine.kv import segments
 from tokamac.engine.kv.plan import CachePlan, plan_caches
 from tokamac.engine.options import KVSpec
@@ -50,12 +53,21 @@ def hybrid() -> tuple[Any, dict[str, Any]]:
     return seeded(lfm2.Model(lfm2.ModelArgs.from_dict(config))), config
 
 
+def compressed() -> tuple[Any, dict[str, Any]]:
+    """A layer that slides, and two kinds that see far tokens through compressed entries (DeepSeek V4)."""
+    case = Path(__file__).parents[1] / "golden" / "deepseek_v4_window" / "config.json"
+    config = normalise({**json.loads(case.read_text()), "mlp_layer_types": ["moe"] * 4})
+    make, arguments = model_classes(config)
+    return seeded(make(arguments.from_dict(config))), config
+
+
 KINDS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], KVSpec, float]] = {
     "full": (llama, KVSpec(), 1e-4),
     "packed": (llama, KVSpec(8, 4, group_size=32), 1e-3),
     "window": (llama, KVSpec(window=24, keep=2), 1e-4),
     "packed window": (llama, KVSpec(4, 4, group_size=32, window=24, keep=2), 1e-3),
     "hybrid": (hybrid, KVSpec(), 1e-4),
+    "compressed": (compressed, KVSpec(), 1e-4),
 }
 
 

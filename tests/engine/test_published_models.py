@@ -23,10 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "publis
 NO_CLASS = "no language model of the kind"
 REFUSED = {
     # model: what the refusal names. Nothing else may be refused.
-    "deepseek-ai/DeepSeek-V4-Flash.maxtext": NO_CLASS,  # compressed sparse attention: mlx-lm has V4.1 alone
-    "nvidia/DeepSeek-V4-Pro-NVFP4": NO_CLASS,
-    "sgl-project/DeepSeek-V4-Flash-FP8": NO_CLASS,
-    "stepfun-ai/Step-3.7-Flash-FP8": NO_CLASS,
+    "stepfun-ai/Step-3.7-Flash-FP8": "no 'text_config'",  # flat, without rotary bases and the heads of sliding layers
     "google/embeddinggemma-300m": "use_bidirectional_attention",  # it makes vectors of texts, and sees all of a text at once
 }
 

@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from tokamac.engine import KVSpec, OptionError, PromptCacheSpec, Sampling
 from tokamac.engine.core import recommended_sampling
-from tokamac.engine.sampling import TIES, Sampler, keep_min_p, keep_top_p, penalise_repeats, take_top_k
+from tokamac.engine.options import STAGES
+from tokamac.engine.sampling import (
+    TIES,
+    Sampler,
+    TokenSets,
+    exclude_top,
+    keep_min_p,
+    keep_top_p,
+    mask_top_k,
+    penalise_presence,
+    penalise_repeats,
+    take_top_k,
+)
 
 # Hundredths: nearer values would be ties in float32 once they are probabilities.
 LOGITS = st.lists(st.integers(-800, 800), min_size=2, max_size=30, unique=True).map(lambda n: [i / 100 for i in n])
@@ -198,6 +210,28 @@ def test_a_strong_penalty_ends_repetition() -> None:
         {"seed": -1},
         {"max_tokens": 0},
         {"stop": ("",)},
+        {"stop_token_ids": (-1,)},
+        {"min_tokens": -1},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"logit_bias": {3: 101}},
+        {"logit_bias": {-3: 1}},
+        {"logit_bias": ((3, 1), (3, 2))},
+        {"logit_bias": (3, 1)},
+        {"logit_bias": "3=1"},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"xtc_probability": 1.1},
+        {"xtc_threshold": 0.6},
+        {"dry_multiplier": -1},
+        {"dry_base": 0.9},
+        {"dry_allowed_length": 0},
+        {"dry_sequence_breakers": ("",)},
+        {"order": ("top_k", "xtc")},
+        {"order": (*STAGES, "dry")},
+        {"order": ("typical_p", *STAGES[1:])},
+        {"order": "top_k"},
+        {"logprobs": 101},
+        {"logprobs": -1},
     ],
 )
 def test_sampling_out_of_range_is_refused_with_a_remedy(change: dict[str, object]) -> None:
@@ -238,3 +272,194 @@ def test_a_stop_text_alone_is_one_stop() -> None:
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert draw(Sampling(temperature=1e-40)) == draw(Sampling(temperature=0))
+
+
+def tokens_of(sampling: Sampling, logits: mx.array, count: int, sets: TokenSets | None = None) -> list[int]:
+    sampler = Sampler(sampling.resolved(Sampling()), [0], sets or TokenSets())
+    return [int(sampler(logits).item()) for _ in range(count)]
+
+
+DRAWN = {  # by version 0.1, before there were stages
+    Sampling(seed=7): [124, 868, 362, 362, 427, 124, 672, 431, 114, 408, 847, 734],
+    Sampling(temperature=1.5, seed=8): [418, 277, 44, 367, 311, 524, 512, 539, 271, 811, 201, 607],
+    Sampling(temperature=1.0, top_p=0.9, seed=9): [408, 160, 376, 839, 431, 114, 380, 201, 147, 122, 114, 746],
+    Sampling(temperature=1.2, top_p=0.95, top_k=40, min_p=0.02, repetition_penalty=1.2, seed=10): [
+        730, 582, 778, 868, 106, 103, 520, 728, 367, 201, 614, 475,
+    ],
+    Sampling(temperature=0, repetition_penalty=1.3, seed=1): [868, 408, 697, 362, 204, 540, 868, 868, 868, 868, 868, 868],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    mx.default_device() != mx.Device(mx.cpu), reason="recorded on a CPU; sums are rounded otherwise on a GPU"
+)
+@pytest.mark.parametrize("asked", DRAWN)
+def test_a_seed_draws_what_it_drew_before(asked: Sampling) -> None:
+    sampler = Sampler(asked.resolved(Sampling()), [4, 5, 6])
+    logits = 2 * mx.random.normal((1, 900), key=mx.random.key(3))
+    assert [int(sampler(logits).item()) for _ in range(12)] == DRAWN[asked]
+
+
+def test_a_bias_is_added_before_all_else() -> None:
+    logits = mx.array([[1.0, 2.0, 3.0, 0.0]])
+    assert tokens_of(Sampling(temperature=0, logit_bias={3: 4.0}), logits, 1) == [3]
+    assert tokens_of(Sampling(temperature=0, logit_bias={2: -100, 1: -100}), logits, 1) == [0]
+    # The one that top-k keeps is found among biased logits.
+    assert set(tokens_of(Sampling(temperature=5, top_k=1, seed=1, logit_bias={0: 50}), logits, 20)) == {0}
+
+
+def test_presence_and_frequency_by_hand() -> None:
+    logits, counts = mx.array([[1.0, 1.0, 1.0]]), mx.array([[0.0, 1.0, 3.0]])
+    assert penalise_presence(logits, counts, 0.5, 0.25).tolist() == [[1.0, 0.25, -0.25]]
+
+
+def test_presence_is_of_the_reply_alone_and_frequency_grows() -> None:
+    logits = mx.array([[3.0, 2.5, 1.0]])
+    # Token 0 stands in the prompt, which does not count. Then 0: 2, 1: 2.5; then 0: 2, 1: 1.5; both have been there: 0 stays.
+    assert tokens_of(Sampling(temperature=0, presence_penalty=1.0), logits, 4) == [0, 1, 0, 0]
+    # 3 → 2 → 1 → 0 and 2.5 → 1.5 → 0.5, against 1.
+    assert tokens_of(Sampling(temperature=0, frequency_penalty=1.0), logits, 6) == [0, 1, 0, 1, 0, 2]
+
+
+def test_negative_penalties_ask_for_more_of_the_same() -> None:
+    logits = mx.array([[1.0, 0.9]])
+    biased = Sampling(temperature=0, frequency_penalty=-2, logit_bias={0: -1})
+    assert tokens_of(biased, logits, 3) == [1, 1, 1]
+
+
+def test_the_top_choices_are_excluded_by_hand() -> None:
+    logits = mx.log(mx.array([[0.4, 0.3, 0.15, 0.1, 0.05]]))
+    none = mx.zeros((1, 5), mx.bool_)
+    assert kept(exclude_top(logits, 0.12, none)) == {2, 3, 4}  # of 0.4, 0.3 and 0.15 the last stays
+    assert kept(exclude_top(logits, 0.35, none)) == {0, 1, 2, 3, 4}  # one alone is no choice
+    assert kept(exclude_top(logits, 0.45, none)) == {0, 1, 2, 3, 4}
+    assert kept(exclude_top(logits, 0.12, mx.array([[True, False, False, False, False]]))) == {0, 2, 3, 4}
+
+
+@given(LOGITS, st.floats(0.001, 0.5))
+def test_xtc_leaves_the_least_likely_of_those_above_the_threshold(logits: list[float], threshold: float) -> None:
+    chosen = kept(exclude_top(mx.array([logits]), threshold, mx.zeros((1, len(logits)), mx.bool_)))
+    chances = probabilities(logits)
+    above = [token for token in np.argsort(-chances).tolist() if chances[token] >= threshold]
+    if any(abs(chance / threshold - 1) < 1e-5 for chance in chances):
+        return  # on the threshold: rounding decides
+    assert chosen == set(range(len(logits))) - set(above[:-1])
+
+
+def test_xtc_strikes_as_often_as_it_is_asked_to() -> None:
+    logits = mx.log(mx.array([[0.6, 0.3, 0.1]]))
+    how = Sampling(temperature=1, xtc_probability=0.5, xtc_threshold=0.2, seed=3)
+    shares = np.bincount(tokens_of(how, logits, 2000), minlength=3) / 2000
+    # Half of the draws are as ever; the other half are of 0.3 and 0.1 alone.
+    assert np.abs(shares - [0.3, 0.15 + 0.375, 0.05 + 0.125]).max() < 0.05
+    ends = TokenSets(kept=frozenset({0}))
+    shares = np.bincount(tokens_of(how, logits, 2000, ends), minlength=3) / 2000
+    assert np.abs(shares - [0.6, 0.3, 0.1]).max() < 0.05  # what ends a reply is never excluded
+    always = Sampling(temperature=1, xtc_probability=1, xtc_threshold=0.2, seed=3)
+    assert 0 not in tokens_of(always, logits, 200)
+
+
+def test_xtc_before_the_temperature_holds_for_the_likeliest_too() -> None:
+    logits = mx.log(mx.array([[0.5, 0.3, 0.2]]))
+    order = ("penalties", "dry", "top_k", "top_p", "min_p", "xtc", "temperature")
+    assert tokens_of(Sampling(temperature=0, xtc_probability=1, order=order), logits, 3) == [2, 2, 2]
+    with pytest.raises(OptionError, match="temperature 0"):
+        Sampling(temperature=0, xtc_probability=1)
+    with pytest.raises(OptionError, match="temperature 0"):  # the model's makers want the likeliest
+        Sampling(xtc_probability=1).resolved(Sampling(temperature=0))
+
+
+def staged(row: np.ndarray, asked: Sampling, seen: list[int]) -> np.ndarray:
+    """The stages in plain NumPy, over the whole vocabulary; XTC always strikes."""
+    row = row.astype(np.float64)
+
+    def chances() -> np.ndarray:
+        powers = np.exp(row - row.max())
+        return np.asarray(powers / powers.sum())
+
+    for stage in asked.order:
+        if stage == "penalties":
+            for token in set(seen):
+                row[token] -= asked.presence_penalty + asked.frequency_penalty * seen.count(token)
+        elif stage == "top_k" and asked.top_k:
+            row[row < np.sort(row)[-asked.top_k]] = -np.inf
+        elif stage == "temperature":
+            row = row / (asked.temperature or 1)
+        elif stage == "top_p":
+            order = np.argsort(-row, kind="stable")
+            sizes = chances()[order]
+            row[order[np.cumsum(sizes) - sizes >= (asked.top_p or 1)]] = -np.inf
+        elif stage == "min_p":
+            row[row < row.max() + np.log(asked.min_p or 1e-9)] = -np.inf
+        elif stage == "xtc":
+            sizes = chances()
+            above = sizes >= asked.xtc_threshold
+            if above.any():
+                row[above & (sizes > sizes[above].min())] = -np.inf
+    return row
+
+
+@given(order=st.permutations(STAGES), seed=st.integers(0, 99), top_k=st.sampled_from((0, 3, 12)))
+@settings(max_examples=80, deadline=None)
+def test_stages_apply_in_the_order_that_is_asked_for(order: list[str], seed: int, top_k: int) -> None:
+    asked = Sampling(
+        temperature=0.6, top_k=top_k, top_p=0.93, min_p=0.01, xtc_probability=1, xtc_threshold=0.08, order=order,
+        presence_penalty=0.7, frequency_penalty=0.4, seed=seed,
+    )  # fmt: skip
+    logits = 1.5 * mx.random.normal((1, 200), key=mx.random.key(seed))  # more than top-k searches
+    sampler, seen = Sampler(asked.resolved(Sampling()), [0]), []
+    for _ in range(6):
+        allowed = set(np.flatnonzero(np.isfinite(staged(np.asarray(logits[0]), asked, seen))).tolist())
+        token = int(sampler(logits).item())
+        assert token in allowed
+        seen.append(token)
+
+
+def test_the_order_makes_a_difference() -> None:
+    # Top-p 0.6 of 0.4, 0.35, 0.25 leaves two; at a temperature of 0.3 the first alone has 0.6.
+    logits = mx.log(mx.array([[0.45, 0.3, 0.25]]))
+    after = Sampling(temperature=0.3, top_p=0.6, seed=5)
+    before = Sampling(
+        temperature=0.3, top_p=0.6, seed=5, order=("penalties", "dry", "top_k", "top_p", "temperature", "min_p", "xtc")
+    )
+    assert set(tokens_of(after, logits, 300)) == {0}
+    assert set(tokens_of(before, logits, 300)) == {0, 1}
+
+
+@given(st.integers(1, 60), st.integers(0, 9))
+def test_top_k_in_place_is_top_k(k: int, seed: int) -> None:
+    logits = mx.random.normal((1, 200), key=mx.random.key(seed)).astype(mx.bfloat16).astype(mx.float32)
+    taken, places = take_top_k(logits, k)
+    assert kept(mask_top_k(logits, k)) == {int(places[0, place].item()) for place in kept(taken)}
+
+
+def test_nothing_ends_a_reply_before_the_least_number_of_tokens() -> None:
+    logits = mx.array([[1.0, 0.5, 3.0, 2.0]])
+    ends = TokenSets(ends=frozenset({2, 3}))
+    assert tokens_of(Sampling(temperature=0, min_tokens=3), logits, 5, ends) == [0, 0, 0, 2, 2]
+    assert tokens_of(Sampling(temperature=0), logits, 1, ends) == [2]
+
+
+@given(seed=st.integers(0, 99), count=st.integers(0, 40))
+@settings(max_examples=30, deadline=None)
+def test_scores_are_the_models_own_whatever_is_done_to_its_logits(seed: int, count: int) -> None:
+    asked = Sampling(temperature=2, top_k=5, presence_penalty=2, logit_bias={1: 9}, seed=seed, logprobs=count)
+    logits = 3 * mx.random.normal((1, 30), key=mx.random.key(seed))
+    sampler = Sampler(asked.resolved(Sampling()), [0])
+    row = np.asarray(logits[0], dtype=np.float64)
+    expected = row - row.max() - np.log(np.exp(row - row.max()).sum())
+    drawn = [int(sampler(logits).item()) for _ in range(3)]  # launched ahead: read later, in order
+    for token in drawn:
+        score = sampler.take_score()
+        assert score is not None
+        assert score.logprob == pytest.approx(expected[token], abs=1e-4)
+        assert [each for each, _ in score.top] == np.argsort(-expected)[: min(count, 30)].tolist()
+        assert [value for _, value in score.top] == pytest.approx(sorted(expected, reverse=True)[:count], abs=1e-4)
+    assert sampler.take_score() is None
+
+
+def test_without_being_asked_for_nothing_is_scored() -> None:
+    sampler = Sampler(Sampling(temperature=0).resolved(Sampling()), [0])
+    sampler(mx.zeros((1, 5)))
+    assert sampler.newest_score() == ()
+    assert sampler.take_score() is None

@@ -4,7 +4,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +37,10 @@ def test_jobs_answered_early_are_not_run_again_and_keep_their_order() -> None:
     worker, order = Worker("test", at_end=lambda: None), list[str]()
     started, go = threading.Event(), threading.Event()
 
-    def long() -> bool:
+    def long() -> None:
         started.set()
         assert go.wait(DEADLINE_S)
-        return worker.answer()
+        worker.answer()
 
     reply = worker.submit(long)
     started.wait(DEADLINE_S)
@@ -52,24 +51,53 @@ def test_jobs_answered_early_are_not_run_again_and_keep_their_order() -> None:
         until(lambda: len(worker._waiting) == len(callers))
     later = worker.submit(lambda: order.append("later"))
     go.set()
-    assert reply.result(DEADLINE_S)  # another job, that is no call, waits
+    reply.result(DEADLINE_S)
     later.result(DEADLINE_S)
     within(worker.close)
     assert order == ["a", "b", "later"]
 
 
-def test_a_stream_is_asked_again_when_it_is_nudged() -> None:
-    asked: list[float] = []
-    stream = Stream(meanwhile=lambda: asked.append(time.monotonic()) is not None)
+@pytest.mark.parametrize("ending", ["read", "cancel", "abandon", "before it rests"])
+def test_a_stream_that_rests_goes_on_once(ending: str) -> None:
+    asked: list[str] = []
+    stream = Stream()
     for done in range(LOOK_AHEAD):
         stream.put(PrefillProgress(done, LOOK_AHEAD, 0))
-    writer = threading.Thread(target=stream.put, args=(PrefillProgress(1, 1, 0),), daemon=True)
-    writer.start()
-    until(lambda: bool(asked))
-    assert writer.is_alive()
+    assert stream.is_ahead
+    if ending == "before it rests":
+        stream.cancel()
+    stream.rest(lambda: asked.append("again"))
+    events = stream.read()
+    if ending == "read":
+        for _ in range(LOOK_AHEAD // 2 - 1):
+            next(events)
+        assert not asked
+        next(events)
+    elif ending != "before it rests":
+        getattr(stream, ending)()
+    assert asked == ["again"]
     stream.cancel()
-    writer.join(DEADLINE_S)
-    assert not writer.is_alive()
+    stream.end()
+    list(events)
+    assert asked == ["again"]
+    assert not stream.is_ahead
+
+
+def test_idle_work_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    worker, asked = Worker("test", at_end=lambda: None), threading.Event()
+
+    def fail() -> float:
+        asked.set()
+        raise BaseException("as foreign code may")
+
+    worker.when_idle = fail
+    assert within(lambda: worker.call(lambda: 1)) == 1
+    assert asked.wait(DEADLINE_S)
+    until(lambda: "idle work" in caplog.text)
+    asked.clear()
+    assert within(lambda: worker.call(lambda: 2)) == 2
+    assert asked.wait(DEADLINE_S)  # and it is tried again, after other work
+    within(worker.close)
 
 
 def test_an_engine_that_nobody_refers_to_closes_itself(tiny: Path) -> None:

@@ -432,10 +432,88 @@ CASES |= {
     ),
     "llama4": ("Llama4Config", sees(**LLAMA4)),
 }
-AS_PUBLISHED = frozenset({"kimi_linear", "mimo_v2_flash"})
+HUNYUAN = {"num_experts": 4, "moe_topk": 2, "head_dim": 16}
+STEP: dict[str, Any] = {
+    **{
+        "head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "share_expert_dim": 80,
+    },
+    **{"layer_types": MIXED_LAYERS["layer_types"], "sliding_window": WINDOW, "num_sliding_attention_heads": 6},
+    **{"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_router_scaling_factor": 3.0, "vocab_size": 12},
+    **{"swiglu_limits": [0.0, 0.5, 0.0], "swiglu_limits_shared": [0.0, 0.0, 0.7]},
+    "rope_parameters": {
+        "full_attention": {**LLAMA3["rope_parameters"], "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+    },
+}
+STEP_PUBLISHED: dict[str, Any] = {
+    "model_type": "step3p5",
+    **{"head_dim": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": 48, "share_expert_dim": 80},
+    **{"layer_types": [*MIXED_LAYERS["layer_types"], "sliding_attention"], "sliding_window": WINDOW, "vocab_size": 12},
+    **{"num_nextn_predict_layers": 1, "moe_layers_enum": "1,2", "moe_router_scaling_factor": 3.0},
+    **{"swiglu_limits": [0.0, 0.5, 0.0, 0.0], "swiglu_limits_shared": [0.0, 0.0, 0.7, 0.0]},
+    **{"rope_theta": [10_000.0, 10_000.0, 50_000.0, 10_000.0], "partial_rotary_factors": [1.0, 1.0, 0.5, 1.0]},
+    **{"rope_scaling": {k: v for k, v in LLAMA3["rope_parameters"].items() if k != "rope_theta"}},
+    **{"yarn_only_types": ["full_attention"], "use_head_wise_attn_gate": True, "norm_expert_weight": True},
+    "attention_other_setting": {
+        "attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32,
+    },
+}  # fmt: skip
+MINIMAX_M3 = {
+    **{**WIDE, **UNTIED, **rope(partial_rotary_factor=0.5), **EXPERTS, "rotary_dim": 16, "vocab_size": 12},
+    **{"dense_intermediate_size": 80, "shared_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    **{"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
+    **{"index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 3},
+}
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+CASES |= {
+    # Architectures that mlx-lm lacks: engine/architectures.
+    "arcee": ("ArceeConfig", {**WIDE, **UNTIED, **YARN, "mlp_bias": True}),
+    "vaultgemma": ("VaultGemmaConfig", {**CASES["gemma2"][1], **LINEAR}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**TIED, **HUNYUAN, **rope(kind="dynamic", factor=1.0, alpha=1000.0)}),
+    "hunyuan_v1_moe_linear": ("HunYuanMoEV1Config", {**UNTIED, **HUNYUAN, **LINEAR, "moe_topk": [1, 3, 2]}),
+    "minimax_m3_long": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
+    "minimax_m3_vl_long": ("MiniMaxM3VLConfig", sees(**MINIMAX_M3)),
+    "step3p7_long": ("Step3p7Config", sees(**STEP)),
+    "step3p7_published_long": ("Step3p7Config", sees(**STEP_PUBLISHED)),
+    "vaultgemma_window": ("VaultGemmaConfig", {**CASES["gemma2"][1], **SLIDING, **UNCAPPED}),
+}
+V4_KINDS = ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse")
+DEEPSEEK_V4 = {
+    **UNTIED,
+    **{"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16},
+    **{"intermediate_size": 48, "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "qk_rope_head_dim": 8, "num_hidden_layers": 4},
+    **{"hc_sinkhorn_iters": 3, "hc_eps": 1e-2, "swiglu_limit": 0.7, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-4},
+    **{"rope_theta": 5_000.0, "compress_rope_theta": 50_000.0, "num_hash_layers": 1},
+}
+CASES |= {
+    "deepseek_v4_window": (
+        "DeepseekV4Config",
+        {**DEEPSEEK_V4, **YARN, "sliding_window": WINDOW}
+        | {
+            "layer_types": [f"{kind}_attention" for kind in V4_KINDS],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        },
+    ),
+    # Spelled as published, where a heavily compressed entry is of 128 tokens.
+    "deepseek_v4_published": (
+        "DeepseekV4Config",
+        {**DEEPSEEK_V4, "sliding_window": 24, "compress_ratios": [0, 4, 128, 4, 0], "num_nextn_predict_layers": 1}
+        | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+}
+AS_PUBLISHED = frozenset({"deepseek_v4_published", "kimi_linear", "mimo_v2_flash", "step3p7_published_long"})
 """Cases whose config is written as their makers spell it, not as transformers saves it."""
 CHATS = ("llama", "qwen3", "gemma3")
 """The cases that also hold three greedy chat turns."""
+
+
+LONG_PROMPTS = {"deepseek_v4_published": 160}
+"""Tokens of prompts that need more, so that what a config says of them shows."""
 
 
 def is_windowed(case: str) -> bool:
@@ -445,4 +523,4 @@ def is_windowed(case: str) -> bool:
 
 def prompt_tokens(case: str) -> int:
     """Return how many tokens the case's prompt has."""
-    return BEYOND if is_windowed(case) else PROMPT
+    return LONG_PROMPTS.get(case, BEYOND if is_windowed(case) else PROMPT)

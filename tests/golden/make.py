@@ -11,6 +11,7 @@ With ``--changed`` it writes ``<case>/changed.json`` for cases that are there: f
 reference's answer moves, another value and what the reference says then. A key that our side does not honour is found so.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -156,7 +157,8 @@ def check_window(folder: Path, seed: int, shapes: Shapes, tokens: list[int], win
 def make(case: str, tokenizer: Any) -> None:
     """Write one case. Seeds are tried in order until the chat is clear-cut."""
     kind, values = CASES[case]
-    config = getattr(transformers, kind)(**(values if "text_config" in values else {**SMALL, **values}))
+    small = {} if "text_config" in values else SMALL
+    config = getattr(transformers, kind)(**copy.deepcopy({**small, **values}))  # some take keys out
     vocabulary = config.get_text_config().vocab_size
     target = HERE / case
     target.mkdir(exist_ok=True)
@@ -169,7 +171,7 @@ def make(case: str, tokenizer: Any) -> None:
                 "dtype": "float32",
                 "architectures": [f"{kind.removesuffix('Config')}ForCausalLM"],
             }
-            (folder / "config.json").write_text(json.dumps({**named, **SMALL, **values}, indent=2) + "\n")
+            (folder / "config.json").write_text(json.dumps({**named, **small, **values}, indent=2) + "\n")
         (target / "config.json").write_bytes((folder / "config.json").read_bytes())
         seed, model, turns = clear_cut(folder, shapes, case, tokenizer)
         tokens = np.random.default_rng(7).integers(5, vocabulary, prompt_tokens(case)).tolist()

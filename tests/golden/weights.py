@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 Shapes = Mapping[str, tuple[int, ...]]
-Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+Tensor = np.ndarray[Any, np.dtype[Any]]
 
 
-def tensor(
-    seed: int, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the values of one parameter, float32: the same for the same seed, name and shape."""
+def tensor(seed: int, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Tensor:
+    """Return the values of one parameter, float32 (int64 for a table of ids): the same for the same seed, name and shape."""
     stream = np.random.Generator(np.random.PCG64([seed, zlib.crc32(name.encode())]))
     config = config.get("text_config", config)
+    if name.endswith("tid2eid"):  # experts by token id: different ones for each
+        order = stream.permuted(np.tile(np.arange(config["n_routed_experts"]), (shape[0], 1)), axis=1)
+        return order[:, : shape[1]].astype(np.int64)
     noise = stream.standard_normal(shape, dtype=np.float32)
     if name.endswith(("q_norm.weight", "k_norm.weight")) and config["model_type"] in (
         "gemma4_text",
@@ -51,7 +52,8 @@ def write_weights(folder: Path, seed: int, shapes: Shapes, config: Mapping[str, 
     end = 0
     for name in sorted(tensors):
         blob = np.ascontiguousarray(tensors[name]).tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [end, end + len(blob)]}
+        kind = "I64" if tensors[name].dtype == np.int64 else "F32"
+        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [end, end + len(blob)]}
         blobs.append(blob)
         end += len(blob)
     head = json.dumps(header).encode()

@@ -270,3 +270,27 @@ def test_nothing_is_left_open_for_others(client: Client, tmp_path: Path) -> None
     umask = os.umask(0)
     os.umask(umask)
     assert modes == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("config.json", "../../../../outside"),
+        ("config.json", ""),
+        (WEIGHTS, "../" * 8 + "tmp/outside"),
+        (WEIGHTS, "A" * 64),
+        ("", "../../outside"),
+    ],
+)
+def test_what_the_hub_calls_a_hash_and_is_none_becomes_no_path(
+    hub: Hub, client: Client, tmp_path: Path, name: str, said: str
+) -> None:
+    if name:
+        hub.hashes[name] = said
+    else:
+        hub.commit = said
+    outcome = client("resolve", "org/tiny")
+    assert outcome["error"] == "DownloadError"
+    assert "by no hash" in outcome["message"]
+    assert not list(tmp_path.rglob("*outside*"))
+    assert not list(cache(tmp_path).rglob("*.incomplete"))

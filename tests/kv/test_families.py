@@ -10,16 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 
 from tests.kv import zoo
 from tests.kv.models import Reference, feed, largest_difference, seeded, tokens
-from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError
+from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError, cpu
 from tokamac.engine.config import check_config, read_config
 from tokamac.engine.kv import Cache, plan_caches
 from tokamac.engine.kv.attention import recording
 from tokamac.engine.kv.plan import CachePlan
 from tokamac.engine.kv.probe import leaves, map_leaves
 from tokamac.engine.kv.windows import ignored_windows
+from tokamac.engine.position_table import bound_positions, position_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = 100
@@ -28,9 +30,11 @@ CUTS = [60, 1, 1, 30, 1]
 WINDOW, KEEP = 24, 4
 
 
-def built(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a seeded model of mlx-lm's class, and its config."""
-    config = zoo.config_of(name)
+def built(name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a seeded model of mlx-lm's class, and its config with these changes."""
+    config = {**zoo.config_of(name), **changes}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
     module = importlib.import_module(f"mlx_lm.models.{name}")
     return seeded(module.Model(module.ModelArgs.from_dict(config))), config
 
@@ -110,6 +114,58 @@ def test_each_of_our_caches_is_attended_to_once_in_a_pass(family: Family) -> Non
     if family.name in zoo.KEPT:
         assert all(zoo.KEPT[family.name] in note for note in kept)
     assert bool(kept) == (family.name in zoo.KEPT)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_on_a_cpu_no_piece_of_a_prompt_computes_its_logits(
+    name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tied and name == "baichuan_m1":
+        pytest.skip("its class has no model without a head of its own")
+    model, config = built(name, tie_word_embeddings=tied)
+    cpu.unpack(model, logits=cpu.logits_width(model))
+    widths, multiply = set(), cpu.DenseLinear._multiply
+
+    def watched(layer: cpu.DenseLinear, x: mx.array) -> mx.array:
+        rows = multiply(layer, x)
+        widths.add(rows.shape[-1])
+        return rows
+
+    monkeypatch.setattr(cpu.DenseLinear, "_multiply", watched)
+    caches = plan_caches(model, config, KVSpec()).make()
+    widths.clear()
+    logits = model(tokens(9), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    assert logits.shape[-1] == zoo.VOCABULARY
+    assert zoo.VOCABULARY not in widths
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_table_of_positions_is_known_and_never_read_beyond_its_end(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table is what is looked up by where tokens stand, rather than by which they are: the class itself says which it is."""
+    model, config = built(name)
+    rows, look_up = [], nn.Embedding.__call__
+
+    def watched(table: nn.Embedding, ids: mx.array) -> mx.array:
+        if ids.flatten().tolist() == [0, 1, 2, 3, 4]:
+            rows.append(len(table.weight))
+        return look_up(table, ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Embedding, "__call__", watched)
+        model(mx.full((1, 5), 7), cache=plan_caches(model, config, KVSpec()).make())
+    assert [*filter(None, [position_rows(model)])] == rows
+    assert bool(rows) == (name in {"gpt2", "gpt_bigcode"})
+    if not rows:
+        return
+    before = model(tokens(40))
+    bound_positions(model)
+    assert largest_difference(model(tokens(40)), before) == 0
+    beyond = model(tokens(rows[0] + 3))[0, :, 0]
+    assert bool(mx.all(mx.isnan(beyond[rows[0] :])))
 
 
 def refusal(family: Family) -> str | None:

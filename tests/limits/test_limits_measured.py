@@ -90,6 +90,25 @@ def test_a_prompt_is_its_chunks_and_the_first_step():
     assert PACE.prefill_s(EIGHT_B, 1, 100, 200) == PACE.decode_s(EIGHT_B, 101)
 
 
+@pytest.mark.parametrize(("tokens", "cached", "chunk"), [(1, 0, 16), (40_000, 0, 100), (5001, 77, 250), (900, 9000, 7)])
+def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(tokens, cached, chunk):
+    bent = TimedAttention(2, 1500, ((0, 1e-3), (64, 1.5e-3), (1024, 4e-3)), ((0, 9e-3), (512, 20e-3), (4096, 60e-3)))
+    pace = replace(PACE, attention=(*PACE.attention, bent, replace(bent, limit=None), replace(bent, limit=48)))
+    end, expected = cached + tokens - 1, pace.decode_s(EIGHT_B, cached + tokens)
+    for at in range(cached, end, chunk):
+        rows = min(chunk, end - at)
+        expected += pace._multiplying(rows) + pace._around(rows, at)
+    assert pace.prefill_s(EIGHT_B, tokens, cached, chunk) == pytest.approx(expected)
+
+
+def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
+    asked = []
+    around = Measured._around
+    monkeypatch.setattr(Measured, "_around", lambda *given: asked.append(given) or around(*given))
+    assert PACE.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
+    assert len(asked) < 50
+
+
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is timed a few times only: no test here looks at how long one took."""

@@ -1,5 +1,6 @@
 """The predicted peak of a prefill: by hand, by what must hold for any shape, and against caches and models as they are."""
 
+import itertools
 from dataclasses import replace
 
 import mlx.core as mx
@@ -152,6 +153,39 @@ def test_more_tokens_never_take_less(shape: Shape, held: int, new: int, more: in
 def test_a_longer_reply_never_takes_less(shape: Shape, new: int, reply: int, more: int):
     shorter = predict_peak(shape, held=0, new=new, chunk=256, reply=reply)
     assert predict_peak(shape, held=0, new=new, chunk=256, reply=reply + more).total >= shorter.total
+
+
+def every_call(slots: int, held: int, new: int, chunk: int, limits: set[int | None]) -> dict[tuple[bool, ...], object]:
+    """The last call of each kind, by a walk over all of them: (room before, tokens computed, tokens held at its end)."""
+    last: dict[tuple[bool, ...], object] = {}
+    for start in range(held, held + new, chunk):
+        stop = min(start + chunk, held + new)
+        before, slots = slots, grown(slots, stop)
+        few = [(stop - start) * stop < scores for scores in (peak.NUMPY_SCORES, peak.NUMPY_SCORES_PACKED)]
+        grew = [min(slots, limit or slots) > min(before, limit or before) for limit in limits]
+        last[stop - start == chunk, *grew, *few] = before, stop - start, stop
+    return last
+
+
+@given(
+    st.integers(0, 5000),
+    st.integers(0, 3000),
+    st.integers(0, 40_000),
+    st.sampled_from([1, 7, 64, 256, 300, 2048]),
+    st.sampled_from([set(), {None}, {None, 1000}, {320, 4352}]),
+)
+def test_calls_left_out_are_none_that_could_be_the_highest(
+    held: int, room: int, new: int, chunk: int, limits: set[int | None]
+) -> None:
+    found = peak._high(held + room, held, new, chunk, 0, limits)
+    assert {(before, call.new, call.held) for before, call in found} == {
+        *every_call(held + room, held, new, chunk, limits).values()
+    }
+
+
+def test_a_peak_looks_at_few_calls_however_long_the_context() -> None:
+    calls = itertools.islice(peak._telling_calls(0, 0, 1_000_000_000, 16), 2000)
+    assert len([*calls]) < 1000
 
 
 def test_a_shape_from_a_config():

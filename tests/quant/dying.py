@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine import durable
+
 ROOT = Path(__file__).parent.parent.parent
 SHARD_BYTES = 40_000
 CHANGES = ("rename", "replace", "mkdir", "truncate", "unlink", "rmdir")
@@ -137,6 +139,7 @@ def _die_at(point, by, where, told):
     os.fsync = counted(lambda handle: None)  # slow, and only a power cut would tell
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
+    durable.exchange = counted(durable.exchange)
     os.write = torn
     sys.addaudithook(opened)
 
@@ -154,6 +157,8 @@ def _child(answer, job):
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     write = os.write
     source, out = Path(job.pop("source")), Path(job.pop("out"))
+    if not job.pop("exchanges", True):
+        durable.exchange = lambda *_: False  # as on a file system that can't
     _die_at(dies_at, by, out.parent, told)
     try:
         (_command if job.pop("whole", False) else _convert)(source, out, told, **job)

@@ -276,6 +276,12 @@ def test_the_card_tells_what_was_done_how_good_it_is_and_how_to_run_it(plan: Pla
     assert "Warning" not in text
 
 
+def test_a_model_that_mlx_lm_has_no_class_for_is_not_said_to_run_there(plan: Plan) -> None:
+    own = replace(plan, config={**plan.config, "model_type": "arcee"})
+    assert "tokamac chat" in card(own, None, MADE).decode()
+    assert "mlx_lm.generate" not in card(own, None, MADE).decode()
+
+
 def test_a_bad_result_is_marked_and_a_missing_one_too(plan: Plan) -> None:
     assert card(plan, Outcome(5.0, 0.1, BAD), MADE).decode().count("**Warning.**") == 2
     assert "not compared with its source" in card(plan, None, MADE).decode()

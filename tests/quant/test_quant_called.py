@@ -1,5 +1,7 @@
 """Conversion as a program calls it: beside other MLX work, with options of any kind, and typed."""
 
+import json
+import os
 from typing import Any, get_overloads, get_type_hints
 
 import mlx.core as mx
@@ -7,7 +9,7 @@ import pytest
 
 from tests.quant.converting import run
 from tests.quant.quant_models import make_source, names_in
-from tokamac.engine.errors import ModelNotFoundError, OptionError
+from tokamac.engine.errors import ConversionError, ModelNotFoundError, OptionError
 from tokamac.quant import Conversion, Plan, convert
 
 
@@ -54,6 +56,34 @@ def test_options_of_the_wrong_kind_are_refused_before_any_work(tmp_path: Any, as
         convert(source, tmp_path / "out", **asked)
     assert caught.value.hint
     assert names_in(tmp_path) == {"source"}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("bit", "bits"), ("groupsize", "group_size"), ("over_write", "overwrite"), ("Recipe", "recipe")],
+)
+def test_an_option_that_there_is_not_names_the_one_that_was_meant(tmp_path: Any, written: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=f"convert has no option '{written}'") as caught:
+        convert(tmp_path / "nowhere", **{written: 4})
+    assert caught.value.hint == f"Did you mean {meant}?"
+    with pytest.raises(OptionError) as caught:
+        convert(tmp_path / "nowhere", zzz=4)  # type: ignore[call-overload]
+    assert "target_bpw" in caught.value.hint
+
+
+def test_the_folder_that_was_made_is_a_path_and_in_json_a_text(tmp_path: Any) -> None:
+    made = run(make_source(tmp_path, "llama"), tmp_path / "out")
+    assert (made.path / "config.json").is_file()
+    assert json.loads(json.dumps(made.to_json()))["path"] == str(tmp_path / "out") == os.fspath(made.path)
+
+
+def test_what_stands_there_is_replaced_by_a_flag_or_an_argument(tmp_path: Any) -> None:
+    source = make_source(tmp_path, "llama")
+    run(source, tmp_path / "out")
+    with pytest.raises(ConversionError) as caught:
+        convert(source, tmp_path / "out")
+    assert "overwrite=True" in caught.value.hint
+    assert "--overwrite" in caught.value.hint
 
 
 def test_paths_that_can_not_be_are_refused(tmp_path: Any) -> None:

@@ -17,6 +17,7 @@ from mlx_lm.utils import quantize_model
 
 from tests.golden.weights import write_weights
 from tests.quant.quant_models import CONFIGS, GOLDEN, build, make_source, names_in
+from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.config import model_classes, read_config
 from tokamac.engine.errors import OptionError
 from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
@@ -62,9 +63,6 @@ FAMILIES = sorted(
 
 OURS_ALONE = {
     # What mlx-lm alone does not load, and why.
-    **dict.fromkeys(
-        ("gemma4_unified_text", "lfm2_vl", "olmo", "qwen3_5_text", "qwen3_5_moe_text"), "it has no class of that name"
-    ),
     **dict.fromkeys(("gpt2", "gpt_oss", "gpt_oss_window", "kimi_linear"), "its class does not take these names"),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), "experts as transformers 5 saves them"),
     "glm_moe_dsa_shared": "it makes an indexer in every layer",
@@ -80,8 +78,10 @@ def test_every_golden_family_converts_as_mlx_lm_would(tmp_path, family):
     write_weights(source, case["seed"], case["shapes"], config)
     report = convert(source, tmp_path / "out", group_size=32, method="round")
     written = read_config(tmp_path / "out")
+    ours = {"get_model_classes": lambda config: model_classes(config)}
+    alone = family in OURS_ALONE or not loads_in_mlx_lm(config["model_type"])
     # With the engine's classes, and with mlx-lm's own: for those, the config that was written has to do.
-    for more in ({"get_model_classes": lambda config: model_classes(config)}, *(() if family in OURS_ALONE else ({},))):
+    for more in (ours,) if alone else (ours, {}):
         model, loaded = mlx_lm_load_model(source, lazy=True, model_config=config, **more)
         model, _ = quantize_model(model, loaded, 32, 4)
         back, _ = mlx_lm_load_model(tmp_path / "out", **more)

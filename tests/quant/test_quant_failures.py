@@ -13,6 +13,7 @@ import pytest
 
 from tests.quant.dying import interpreter
 from tests.quant.quant_models import make_source, names_in
+from tokamac.engine import durable
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
 from tokamac.quant import convert, folder
 
@@ -218,7 +219,8 @@ def test_stopping_after_any_tensor_leaves_the_old_folder_and_what_is_needed_to_g
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, exchanges):
     source = make_source(tmp_path, "tied")
     convert(source, tmp_path / "out", bits=8)
     rename = Path.rename
@@ -228,7 +230,16 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", fail)
+    def synced(path, sync=folder.sync):
+        if path == tmp_path and json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]["bits"] == 4:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    if exchanges:
+        monkeypatch.setattr(folder, "sync", synced)  # after the exchange
+    else:
+        monkeypatch.setattr(durable, "exchange", lambda *_: False)  # as on a file system that can't
+        monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(ConversionError, match="Input/output error"):
         convert(source, tmp_path / "out", overwrite=True)
     assert names_in(tmp_path) == {"source", "out", ".out.partial"}
@@ -301,6 +312,7 @@ def test_ctrl_c_between_the_two_renames_of_the_swap(tmp_path, monkeypatch):
         if target == tmp_path / ".out.partial" / "old":
             raise KeyboardInterrupt
 
+    monkeypatch.setattr(durable, "exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", overwrite=True)

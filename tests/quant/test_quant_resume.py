@@ -1,5 +1,6 @@
 """A conversion that was cut off goes on behind the last tensor, and ends byte for byte as if it never had been."""
 
+import os
 import random
 import shutil
 import signal
@@ -9,6 +10,9 @@ import pytest
 
 from tests.quant.dying import interpreter
 from tests.quant.quant_models import make_source, names_in
+from tokamac.engine.durable import exchange
+from tokamac.engine.errors import ConversionError
+from tokamac.quant.conversion import FINISHED, convert
 from tokamac.quant.folder import MODEL, OLD, partial_folder
 
 POINTS = 50
@@ -72,10 +76,15 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(converting, s
     assert max(resumed) == len(tensors(source))
 
 
-def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(converting, source, uninterrupted, tmp_path):
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(
+    converting, source, uninterrupted, tmp_path, exchanges
+):
+    if exchanges and not _can_exchange(tmp_path):
+        pytest.skip("this file system can't exchange names")
     expected, _ = uninterrupted
     old = old_model(tmp_path / "out")
-    points = converting.convert(source, tmp_path / "out", overwrite=True).points
+    points = converting.convert(source, tmp_path / "out", overwrite=True, exchanges=exchanges).points
     shutil.rmtree(tmp_path / "out")
     swapping = range(points - 24, points + 1)  # the last calls: the small files, the swap, the removal
     states = set()
@@ -83,7 +92,9 @@ def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(converting
         out = tmp_path / str(point) / "out"
         out.parent.mkdir()
         old_model(out)
-        assert converting.convert(source, out, overwrite=True, dies_at=point).signal == signal.SIGKILL
+        died = converting.convert(source, out, overwrite=True, exchanges=exchanges, dies_at=point)
+        assert died.signal == signal.SIGKILL
+        assert out.exists() or not exchanges, point  # at no moment is there nothing
         aside = partial_folder(out) / OLD
         found = contents(out) if out.exists() else contents(aside)
         assert found in (old, expected), point
@@ -92,7 +103,58 @@ def test_killed_while_replacing_there_is_the_old_model_or_the_new_one(converting
         assert again.error == "", (point, again)
         assert contents(out) == expected, point
         assert names_in(out.parent) == {"out"}, point
-    assert states == {"old", "aside", "new"}
+    assert states == ({"old", "new"} if exchanges else {"old", "aside", "new"})
+
+
+def _can_exchange(folder):
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    try:
+        return exchange(folder / "a", folder / "b")
+    finally:
+        (folder / "a").rmdir()
+        (folder / "b").rmdir()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_same_command_after_a_crash_that_came_after_the_last_rename_is_done(
+    converting, source, tmp_path, overwrite
+):
+    how = {"whole": True, "method": "round", "bits": 8, "verify": False}
+    points = converting.convert(source, tmp_path / "first" / "out", **how).points
+    late = 0
+    for point in range(points - 12, points + 1):
+        out = tmp_path / f"{point}" / "out"
+        out.parent.mkdir()
+        if overwrite:
+            old_model(out)
+        converting.convert(source, out, overwrite=overwrite, dies_at=point, **how)
+        done = (out / "conversion.json").exists()
+        changed = out.stat().st_ino if done else None
+        again = converting.convert(source, out, overwrite=overwrite, **how)
+        assert again.error == "", point
+        assert contents(out) == contents(tmp_path / "first" / "out"), point
+        assert names_in(out.parent) == {"out"}, point
+        if done and again.seen == ():
+            late += 1
+            assert out.stat().st_ino == changed
+    assert late > 1
+
+
+def test_a_finished_conversion_is_not_done_twice_and_no_other_is_taken_for_it(tmp_path):
+    source = make_source(tmp_path, "tied")
+    out, how = tmp_path / "out", {"method": "round", "bits": 8, "verify": False}
+    first, again = convert(source, out, **how), convert(source, out, **how)
+    assert again.notes == (FINISHED,)
+    assert (again.path, again.weight_bytes, again.source_bytes) == (first.path, first.weight_bytes, first.source_bytes)
+    assert again.bits_per_weight == pytest.approx(first.bits_per_weight, rel=1e-3)
+    with pytest.raises(ConversionError, match="already exists"):
+        convert(source, out, **{**how, "bits": 4})
+    assert FINISHED not in convert(source, out, overwrite=True, **how).notes  # asked for, it is done again
+    shard = next(source.glob("*.safetensors"))
+    os.utime(shard, ns=(0, 0))  # another source: only its time tells
+    with pytest.raises(ConversionError, match="already exists"):
+        convert(source, out, **how)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

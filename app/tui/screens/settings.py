@@ -13,7 +13,9 @@ from tokamac.app.settings import Settings
 from tokamac.app.tui.options import (
     KV_FIELDS,
     MEMORY_FIELDS,
+    RARE_FIELDS,
     SAMPLING_FIELDS,
+    USUAL_FIELDS,
     Field,
     FieldError,
     read_kv,
@@ -67,7 +69,7 @@ class SettingsScreen(Dialog[Chosen]):
             yield Label("Sampling", classes="group")
             yield Static(OWN if self._current.own else EVERY_CHAT, id="holds", classes="note", markup=False)
             yield Tick(THIS_CHAT, value=self._current.own, id="own")
-            for field in SAMPLING_FIELDS:
+            for field in USUAL_FIELDS:
                 yield from _line(field, self._current.sampling, write(field, self._recommended))
             yield Label("KV cache (a change loads the model again)", classes="group later")
             for field in KV_FIELDS:
@@ -75,6 +77,9 @@ class SettingsScreen(Dialog[Chosen]):
             yield Label("Memory", classes="group later")
             for field in MEMORY_FIELDS:
                 yield from _line(field, self._current)
+            yield Label("More about sampling", classes="group later")
+            for field in RARE_FIELDS:
+                yield from _line(field, self._current.sampling)
             with Horizontal(classes="buttons"):
                 yield Button("Save", variant="primary", id="save", compact=True)
                 yield Button("Defaults", id="defaults", compact=True)
