@@ -27,6 +27,7 @@ from tokamac.engine.errors import (
     ModelNotFoundError,
     ModelUnsupportedError,
 )
+from tokamac.engine.regular_files import CONFIG_BYTES, open_regular, read_bytes
 from tokamac.engine.shards import read_header
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 MLX_WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
 PICKLED = ("adapter_model.bin", "adapters.npz")
-CONFIG_LIMIT = 16 << 20
-"""Bytes of an adapter's config: one that lists a rank for each matrix has some hundred thousand."""
 READ_BYTES = 8 << 20
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -151,7 +150,7 @@ def read_adapter(folder: Path, name: str) -> Adapter:
     config = _object(raw, folder / CONFIG)
     digest.update(raw)
     tensors = read_header(weights)
-    with weights.open("rb", buffering=0) as file:
+    with open_regular(weights) as file:
         while part := file.read(READ_BYTES):
             digest.update(part)
     for tensor, entry in tensors.items():
@@ -252,11 +251,13 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def _config_bytes(path: Path) -> bytes:
-    if not path.is_file():
-        raise ModelDamagedError(f"{path.parent} has no {CONFIG}", "Save the adapter again, with its config.")
-    if path.stat().st_size > CONFIG_LIMIT:
-        raise ModelDamagedError(f"{path} is too large for a config", "Save the adapter again.")
-    return path.read_bytes()
+    try:
+        return read_bytes(path, CONFIG_BYTES)
+    except OSError as error:
+        why = (
+            f"has no {CONFIG}" if isinstance(error, FileNotFoundError) else f"{CONFIG} can't be read: {error.strerror}"
+        )
+        raise ModelDamagedError(f"{path.parent} {why}", "Save the adapter again, with its config.") from error
 
 
 def _object(raw: bytes, path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tokamac.engine.config_rules import check_config, doubts_of
 from tokamac.engine.config_values import check_values
 from tokamac.engine.corrections import correct
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from tokamac.engine.regular_files import read_text
+from tokamac.engine.regular_files import CONFIG_BYTES, read_bytes, read_text
 from tokamac.engine.weights import adapt, packing_kept
 
 __all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
@@ -58,11 +58,10 @@ HEAD_DIM_REQUIRED = ("qwen3_moe", "exaone4", "exaone_moe", "falcon_h1", "glm4_mo
 """mlx-lm requires ``head_dim`` here, or has a default of its own; transformers takes hidden_size / num_attention_heads."""
 SCALING_REQUIRED = ("deepseek_v2", "minicpm3")
 """Classes that look into ``rope_scaling`` whether it is there or not."""
-LANGUAGE_PART_TYPES = {"step3p7": "step3p5", "minimax_m3_vl": "minimax_m3"}
-"""What the language part of these models is; their files call it by several names."""
 MODELOPT = "hf_quant_config.json"
 """Where NVIDIA's ModelOpt says how it packed a model, where the config does not."""
-MODELOPT_LIMIT = 16 << 20
+LANGUAGE_PART_TYPES = {"step3p7": "step3p5", "minimax_m3_vl": "minimax_m3"}
+"""What the language part of these models is; their files call it by several names."""
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
@@ -105,10 +104,10 @@ def _with_modelopt(folder: Path, config: Config) -> Config:
     text = config.get("text_config")
     said = config if not isinstance(text, dict) else {**text, **config}
     path = folder / MODELOPT
-    if said.get("quantization") or said.get("quantization_config") or not path.is_file():
+    if said.get("quantization") or said.get("quantization_config") or not path.exists():
         return config
     try:
-        found = json.loads(path.read_bytes()) if path.stat().st_size <= MODELOPT_LIMIT else None
+        found = json.loads(read_bytes(path, CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         found = None
     settings = found.get("quantization", found) if isinstance(found, dict) else None

@@ -260,7 +260,7 @@ class Core:
         self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
     ) -> Generator[PerplexityProgress | Perplexity, None, None]:
         """Yield progress, and the perplexity of a text or of ids; see ``Engine.perplexity``."""
-        prompting, tokenizer, capacity = self._prompting(), self.runtime.tokenizer, self.runtime.capacity
+        prompting, tokenizer, longest = self._prompting(), self.runtime.tokenizer, self.runtime.longest
         before, ids = opening(tokenizer), tokenizer.encode(given) if isinstance(given, str) else given
         if not isinstance(given, str):  # as they are: with what stands before a text, or without
             before = before if given[: len(before)] == before else []
@@ -268,10 +268,10 @@ class Core:
         prompting.check_ids(ids)
         if len(before) + len(ids) < 2:
             raise OptionError("a text of fewer than two tokens has no perplexity", "Give a longer one.")
-        size = min(WINDOW, capacity or WINDOW) if window is None else window
+        size = min(WINDOW, longest or WINDOW) if window is None else window
         step = check_windows(size, stride, len(before))
-        longest = min(size, len(before) + len(ids))
-        check_scored(self.runtime, self._store, longest, min(CHUNK, longest), self.spec.vocabulary_size, rows=2 * CHUNK)
+        most = min(size, len(before) + len(ids))
+        check_scored(self.runtime, self._store, most, min(CHUNK, most), self.spec.vocabulary_size, rows=2 * CHUNK)
         pinned = prompting.pinned([])
         with computing():
             yield from perplexity(self.runtime, ids, before, window=size, stride=step, keep=pinned, cancelled=cancelled)

@@ -23,6 +23,7 @@ from tokamac.engine.durable import sync, to_disk
 from tokamac.engine.errors import OptionError, TokamacError, access_hint
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache.names import Identity, child_name, root_name
+from tokamac.engine.regular_files import open_regular
 
 MAGIC = b"tokamac prompt 1"
 TAIL_BYTES = 24
@@ -111,7 +112,7 @@ def read_portable(file: Path) -> Portable:
         raise PortableError(f"there is no file {file}", "Name one that `tokamac cache export` wrote.")
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             if size < len(MAGIC) + TAIL_BYTES or opened.read(len(MAGIC)) != MAGIC:
                 raise PortableError(f"{file} is no computed prompt", "Name one that `tokamac cache export` wrote.")
             opened.seek(size - TAIL_BYTES)
@@ -137,7 +138,7 @@ def read_portable(file: Path) -> Portable:
 def packets_of(file: Path, of: Portable) -> Iterator[Packet]:
     """Yield the segments of a file, each checked. Raises TokamacError for the first that is not what was written."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             opened.seek(len(MAGIC))
             for parent, name, size, checksum in of.segments:
                 data = opened.read(size)

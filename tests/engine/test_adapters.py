@@ -15,7 +15,14 @@ from tests.engine.adapter_files import ALPHA, RANK, as_mlx, shapes_of, write_fus
 from tests.engine.seeded import write_model
 from tokamac.engine import Engine, Finished, PromptCacheSpec, Sampling
 from tokamac.engine.adapters import attach, changes_of, read_adapter
-from tokamac.engine.errors import ModelDamagedError, ModelError, ModelNotFoundError, ModelUnsupportedError, OptionError
+from tokamac.engine.errors import (
+    MemoryLimitError,
+    ModelDamagedError,
+    ModelError,
+    ModelNotFoundError,
+    ModelUnsupportedError,
+    OptionError,
+)
 
 IDS = [5, 60, 7, 120, 9, 33, 250, 8, 41, 77]
 LAYER = "model.layers.1.self_attn.q_proj"
@@ -264,3 +271,23 @@ def test_a_whole_fine_tune_of_mlx_lm_is_no_adapter(tmp_path: Path, tiny: Path) -
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fine_tune_type": "full"}))
     with pytest.raises(ModelUnsupportedError, match="full"):
         Engine.load(tiny, prompt_cache=None, adapter=folder)
+
+
+def test_an_adapter_that_does_not_fit_beside_the_model_is_refused_before_a_weight_is_read(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokamac.engine.device import device_kind
+    from tokamac.engine.foresight import check_fits
+    from tokamac.engine.limits import memory
+    from tokamac.engine.options import KVSpec as Spec
+
+    large = write_peft(tmp_path / "peft", tiny, rank=4000)
+    more = 4 * read_adapter(large, "x").parameters
+    room = 4 * 200_000 + memory.held() + (8 << 20)
+    monkeypatch.setattr(memory, "array_budget", lambda: room)
+    check_fits(tiny, Spec(), device_kind())
+    assert more > room - memory.held()
+    with pytest.raises(MemoryLimitError):
+        check_fits(tiny, Spec(), device_kind(), more=more)
+    with pytest.raises(MemoryLimitError):
+        Engine.load(tiny, prompt_cache=None, adapter=large)

@@ -54,7 +54,7 @@ def _act(options: argparse.Namespace, steps: list[LoadProgress]) -> object:
         return [(m.id, m.nbytes, m.whole) for m in hub.list_models()]
     if options.action == "remove":
         return hub.remove_model(options.model)
-    act = hub.resolve if options.action == "resolve" else hub.pull
+    act = {"resolve": hub.resolve, "resolve_adapter": hub.resolve_adapter, "pull": hub.pull}[options.action]
     return act(options.model, progress=steps.append, cancelled=cancelled)
 
 
