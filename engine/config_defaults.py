@@ -52,6 +52,9 @@ ABSENT: dict[str, dict[str, Any]] = {
     "jamba": {"tie_word_embeddings": False},
     "kimi_linear": {"num_experts_per_token": 8, "routed_scaling_factor": 2.446},
     "llama": {"tie_word_embeddings": False},
+    # transformers knows no other attention, experts that pass through alone, and always scales.
+    "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"}
+    | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     "mimo_v2_flash": {"attention_value_scale": 0.707},
     # MiniCPM's first file has no base: its own code, which transformers lacks, takes 10,000.
     "minicpm": {"rope_theta": 10_000.0},

@@ -145,6 +145,7 @@ WITHOUT_EFFECT: dict[str, frozenset[str]] = {
 }
 KNOWN_WRONG: dict[str, str] = {
     # Where mlx-lm's class differs from the model whatever its config says, found by comparing with transformers.
+    "minimax": "mlx-lm's class of that name is for MiniMax M2, and MiniMax 01 keeps a state in most of its layers",
     "phi3small": "mlx-lm adds its causal mask as numbers, so a token sees those after it",
 }
 
@@ -269,9 +270,23 @@ def _check_families(config: Config, kind: str) -> Iterator[ModelUnsupportedError
         yield _refusal(kind, "attention_in_multiplier", config["attention_in_multiplier"])
     if kind == "gemma" and config.get("hidden_act") not in (None, *GELU_ERF, *GELU_TANH):
         yield _refusal(kind, "hidden_act", config["hidden_act"])
+    if kind == "dbrx":
+        yield from _check_dbrx(config)
     offset, period = config.get("expert_layer_offset"), config.get("expert_layer_period")
     if kind == "jamba" and isinstance(offset, int) and isinstance(period, int) and 2 * offset % max(period, 1):
         yield _refusal(kind, "expert_layer_offset", offset)  # it is added where the model subtracts it
+
+
+def _check_dbrx(config: Config) -> Iterator[ModelUnsupportedError]:
+    """Refuse what DBRX's class has built in, or asks for, within the parts of its config."""
+    experts, attention = config.get("ffn_config") or {}, config.get("attn_config") or {}
+    if experts.get("moe_normalize_expert_weights", 1) != 1:
+        yield _refusal("dbrx", "moe_normalize_expert_weights", experts["moe_normalize_expert_weights"])
+    if (experts.get("ffn_act_fn") or {}).get("name", "silu") != "silu":
+        yield _refusal("dbrx", "ffn_act_fn", experts["ffn_act_fn"])
+    for key in ("clip_qkv", "rope_theta"):
+        if not isinstance(attention.get(key), int | float):
+            yield _refusal("dbrx", f"attn_config.{key}", attention.get(key))
 
 
 def _check_rope(config: Config, read: frozenset[str], kind: str) -> Iterator[ModelUnsupportedError]:

@@ -258,6 +258,24 @@ def _gpt_oss_floats(module: "nn.Module", config: Config, weights: Weights) -> We
     return split
 
 
+def _olmo_hybrid_norms(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
+    """Published layers with a state name their norms otherwise than mlx-lm does."""
+    named = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    pattern = re.compile("|".join(named))
+    return {pattern.sub(lambda found: named[found[0]], name): value for name, value in weights.items()}
+
+
+def _longcat_experts(module: "nn.Module", config: Config, weights: Weights) -> Weights:  # noqa: ARG001
+    """Transformers saves weights, which nothing multiplies with, for the experts that pass their input through."""
+    last = config["n_routed_experts"]
+
+    def is_multiplied(name: str) -> bool:
+        found = EXPERT.match(name)
+        return found is None or int(found[2]) < last
+
+    return {name: value for name, value in weights.items() if is_multiplied(name)}
+
+
 def _keep_ernie_bias(module: "nn.Module", config: Config, weights: Weights, given: Weights) -> Weights:  # noqa: ARG001
     """Keep the bias that chooses ERNIE's experts, which mlx-lm's own step drops.
 
@@ -290,6 +308,8 @@ _BEFORE: dict[str, tuple[Step, ...]] = {
     "gpt2": (_gpt2_names,),
     "gpt_oss": (_gpt_oss_floats,),
     "kimi_linear": (_kimi_dense_names,),
+    "longcat_flash": (_longcat_experts,),
+    "olmo_hybrid": (_olmo_hybrid_norms,),
     "qwen3_vl_moe_text": (_qwen3_vl_experts,),
 }
 _AFTER: dict[str, Callable[["nn.Module", Config, Weights, Weights], Weights]] = {

@@ -187,11 +187,12 @@ _LOOKED_UP = re.compile(r"per_layer|wpe|embed_positions|embedders")
 """Embeddings that are never the output head, tied or not."""
 
 _NOT_LOADED = re.compile(
-    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
+    r"(^|\.)(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio|mtp\w*)\.|inv_freq$"
 )
 """Weights of checkpoints that mlx-lm leaves out of a text model."""
 
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 HEAD_IF_STORED = frozenset({"gemma3_text", "recurrent_gemma"})
@@ -202,7 +203,12 @@ def _loaded(tensors: Iterable[Tensor], config: Mapping[str, Any]) -> list[Tensor
     """Return the tensors of a checkpoint that a text model keeps."""
     text = text_config(config)
     tied = bool(text.get("tie_word_embeddings", False)) and text.get("model_type") not in HEAD_IF_STORED
-    kept = [tensor for tensor in tensors if not (_NOT_LOADED.search(tensor.name) or _predicts_further(tensor, text))]
+    unused = (_predicts_further, _passes_through)
+    kept = [
+        tensor
+        for tensor in tensors
+        if not (_NOT_LOADED.search(tensor.name) or any(is_unused(tensor, text) for is_unused in unused))
+    ]
     return [tensor for tensor in kept if not (tied and part_of(tensor, config) == "head")]
 
 
@@ -210,6 +216,14 @@ def _predicts_further(tensor: Tensor, text: Mapping[str, Any]) -> bool:
     """Whether a tensor is of a layer beyond the last: DeepSeek and GLM store there what predicts the token after the next."""
     layers, found = text.get("num_hidden_layers"), _LAYER.search(tensor.name)
     return isinstance(layers, int) and found is not None and int(found[1]) >= layers
+
+
+def _passes_through(tensor: Tensor, text: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of an expert of LongCat's that passes its input through: transformers saves some that nothing uses."""
+    experts, found = text.get("n_routed_experts"), _EXPERT.search(tensor.name)
+    if text.get("model_type") != "longcat_flash" or not isinstance(experts, int):
+        return False
+    return found is not None and int(found[1]) >= experts
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:

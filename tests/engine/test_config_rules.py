@@ -203,3 +203,33 @@ def test_what_a_class_has_built_in_can_not_be_switched_off() -> None:
     check(saved("gpt_oss", swiglu_limit=7.0))
     with pytest.raises(ModelUnsupportedError, match="swiglu_limit"):
         check(saved("gpt_oss", swiglu_limit=0.0))
+
+
+DBRX: dict[str, Any] = {
+    "model_type": "dbrx",
+    **{"vocab_size": 128, "d_model": 64, "n_layers": 2, "n_heads": 4},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 500_000.0},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_normalize_expert_weights": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("ffn_config", "moe_normalize_expert_weights", 2.0),
+        ("ffn_config", "moe_normalize_expert_weights", None),
+        ("ffn_config", "ffn_act_fn", {"name": "gelu"}),
+        ("attn_config", "clip_qkv", None),
+        ("attn_config", "rope_theta", None),
+    ],
+)
+def test_what_dbrxs_class_has_built_in_is_refused_within_its_parts(part: str, key: str, value: Any) -> None:
+    check(DBRX)
+    with pytest.raises(ModelUnsupportedError, match=key):
+        check({**DBRX, part: {**DBRX[part], key: value}})
+
+
+def test_minimax_01_is_not_taken_for_m2() -> None:
+    check(saved("minimax_m2"))
+    with pytest.raises(ModelUnsupportedError, match="MiniMax 01"):
+        check({**saved("minimax_m2"), "model_type": "minimax"})

@@ -506,6 +506,20 @@ CASES |= {
         | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     ),
 }
+CASES |= {
+    # Families that mlx-lm has and transformers has come to know.
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {**UNTIED, **rope(), **LATENT, "num_layers": 2, "num_hidden_layers": 4, "head_dim": 16, "ffn_hidden_size": 80}
+        | {"expert_ffn_hidden_size": 48, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        # As many heads of keys as of values: transformers saves their convolutions in three equal parts.
+        {**UNTIED, **rope(), **LINEAR_LAYERS, "linear_num_key_heads": 4},
+    ),
+    "kimi_k25": ("Kimi_K25Config", sees(**CASES["deepseek_v3"][1], model_type="deepseek_v3")),
+}
 AS_PUBLISHED = frozenset({"deepseek_v4_published", "kimi_linear", "mimo_v2_flash", "step3p7_published_long"})
 """Cases whose config is written as their makers spell it, not as transformers saves it."""
 CHATS = ("llama", "qwen3", "gemma3")

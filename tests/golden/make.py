@@ -75,7 +75,10 @@ def saved_shapes(config: Any, folder: Path) -> Shapes:
     """Save an untrained model and return the names and shapes of its checkpoint; config.json stays behind."""
     auto_class(config).from_config(config).save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        # transformers saves the language layers of Kimi K2.5 under a name of the part that sees, and reads both.
+        kimi = ("language_model.model.blocks.", "language_model.model.layers.")
+        names = {name: name.replace(*kimi) for name in file.keys()}  # noqa: SIM118
+        return {new: tuple(file.get_slice(name).get_shape()) for name, new in names.items()}
 
 
 def load(folder: Path, seed: int, shapes: Shapes) -> Any:

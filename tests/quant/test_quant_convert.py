@@ -63,8 +63,12 @@ FAMILIES = sorted(
 
 OURS_ALONE = {
     # What mlx-lm alone does not load, and why.
-    **dict.fromkeys(("gpt2", "gpt_oss", "gpt_oss_window", "kimi_linear"), "its class does not take these names"),
+    **dict.fromkeys(
+        ("gpt2", "gpt_oss", "gpt_oss_window", "kimi_linear", "olmo_hybrid"), "its class does not take these names"
+    ),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), "experts as transformers 5 saves them"),
+    "kimi_k25": "it takes the projector of pictures for a part of the language model",
+    "longcat_flash": "it has no place for weights of experts that pass their input through",
     "glm_moe_dsa_shared": "it makes an indexer in every layer",
 }
 
