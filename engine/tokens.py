@@ -12,6 +12,7 @@ from typing import Any
 from tokamac.engine.control_tokens import BREAK, ControlTokens, encode_broken
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, OptionError, TemplateError
 from tokamac.engine.events import Message, TextKind
+from tokamac.engine.normalizer_growth import check_growth
 from tokamac.engine.template import ChatTemplate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
@@ -282,6 +283,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         raise ModelDamagedError(
             f"{name} has no tokenizer ({folder / 'tokenizer.json'} is missing)", "Download or convert the model again."
         )
+    check_growth(folder / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for bad files
