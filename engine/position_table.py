@@ -33,7 +33,7 @@ def _is_table(path: str, module: Any) -> bool:
 def _bounded(kind: type[Any]) -> type[Any]:
     import mlx.core as mx
 
-    class Bounded(kind):  # type: ignore[misc]
+    class Bounded(kind):
         """A table of positions that is never read beyond its end."""
 
         def __call__(self, positions: "mx.array") -> "mx.array":

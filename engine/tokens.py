@@ -23,8 +23,9 @@ from tokamac.engine.errors import (
     unreadable,
 )
 from tokamac.engine.events import Message, TextKind
+from tokamac.engine.normalizer_growth import check_growth
 from tokamac.engine.options import TemplateOptions, Thinking
-from tokamac.engine.regular_files import TOKENIZER_BYTES, NotRegularError, TooLargeError, check_regular, read_text
+from tokamac.engine.regular_files import TOKENIZER_BYTES, check_regular, read_text
 from tokamac.engine.template import ChatTemplate
 from tokamac.engine.thinking import BUDGET, SECONDS, Told, find_switches
 
@@ -466,9 +467,11 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
         )
     try:
         check_regular(sorted({path for kind in READ_FILES for path in folder.glob(kind)}), TOKENIZER_BYTES)
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (NotRegularError, TooLargeError) as error:
+    except OSError as error:
         raise unreadable(error.filename, error) from error
+    check_growth(folder / "tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except BaseException as error:  # transformers raises many kinds for bad files, and what it stands on panics
         if not isinstance(error, Exception) and panic_error(error) is None:
             raise
