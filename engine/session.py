@@ -173,15 +173,16 @@ class Engine:
         one. template: as for ``generate``. ``cancel`` ends it from another thread, with reason "cancelled". Raises what
         ``generate`` raises.
         """
-        events = self.generate(given_question(prompt, system), sampling, template=template)
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
-        for event in events:
-            if isinstance(event, TextChunk | Finished):
-                ids.extend(event.ids)
-                logprobs.extend(event.logprobs)
-            if isinstance(event, Finished):
-                end = event
+        # An interrupt leaves nothing running, though its traceback holds on to this frame.
+        with closing(self.generate(given_question(prompt, system), sampling, template=template)) as events:
+            for event in events:
+                if isinstance(event, TextChunk | Finished):
+                    ids.extend(event.ids)
+                    logprobs.extend(event.logprobs)
+                if isinstance(event, Finished):
+                    end = event
         return replace(end, ids=tuple(ids), logprobs=tuple(logprobs))
 
     def generate_async(

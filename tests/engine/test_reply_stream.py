@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokamac.engine import Engine, EngineClosedError, Event, Finished, Message, OptionError, Sampling, TextChunk
+from tokamac.engine.worker import Stream
 
 LONG = Sampling(temperature=0, max_tokens=450)
 SHORT = Sampling(temperature=0, max_tokens=12)
@@ -49,6 +50,23 @@ def test_what_can_not_be_asked_is_refused(engine: Engine, prompt: object, system
     with pytest.raises(OptionError) as caught:
         engine.ask(prompt, system=system)  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+class Struck(TextChunk):
+    """Text during whose handling the user interrupts."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "ids":
+            raise KeyboardInterrupt
+        return super().__getattribute__(name)
+
+
+def test_an_interrupted_question_leaves_no_reply_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "read", lambda _: iter([Struck("x")]))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.ask(PROMPT, LONG)
+    assert caught.traceback  # it holds the frames
+    assert engine._replies.open == []
 
 
 def test_one_reply_of_several_is_ended_from_another_thread(engine: Engine) -> None:
