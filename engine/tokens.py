@@ -246,7 +246,7 @@ class Tokenizer:
     @property
     def template_names(self) -> tuple[str, ...]:
         """What the chat template reads beside the messages, by name; it may be given as ``TemplateOptions.keywords``."""
-        return tuple(sorted(self._template.names)) if self.has_chat_template else ()
+        return () if (template := self._usable_template) is None else tuple(sorted(template.names))
 
     @property
     def thinking_modes(self) -> tuple[Thinking, ...]:
@@ -333,12 +333,19 @@ class Tokenizer:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
 
+    @property
+    def _usable_template(self) -> ChatTemplate | None:
+        """The template; None where there is none, or it is none: rendering says why."""
+        with suppress(Exception):
+            return self._template if self.has_chat_template else None
+        return None
+
     @cached_property
     def _switches(self) -> dict[Thinking, Told]:
         """How the template is told each mode of thinking that it knows."""
-        if not self.has_chat_template:
+        if (template := self._usable_template) is None:
             return {}
-        return find_switches(self._template.names, self._template.words, self._try)
+        return find_switches(template.names, template.words, self._try)
 
     @cached_property
     def _thinking_ends(self) -> str:
@@ -367,7 +374,7 @@ class Tokenizer:
         keywords, word = options.values, ""
         if not options.changes_prompt and options.thinking_budget is None:
             return Told()
-        names = self._template.names if self.has_chat_template else frozenset()
+        names = self.template_names
         for name in keywords:
             if name not in names:
                 raise OptionError(f"the chat template of {self._name} reads no {name}", self._what_it_reads())

@@ -19,6 +19,7 @@ from tokamac.engine import (
     PromptCacheSpec,
     Sampling,
     Send,
+    TemplateError,
     TemplateOptions,
     TextChunk,
 )
@@ -172,6 +173,16 @@ def test_a_template_that_never_ends_is_not_tried_for_long(tmp_path: Path) -> Non
     assert found.thinking_modes == ()
 
 
+def test_a_model_whose_template_is_none_loads_and_says_so_when_it_is_used(tmp_path: Path) -> None:
+    with Engine.load(write_model(tmp_path, template="{% if %}", thinking=True), prompt_cache=None) as engine:
+        assert (engine.spec.thinking_modes, engine.spec.template_names) == ((), ())
+        assert list(engine.generate([5, 6, 7], Sampling(max_tokens=2)))
+        with pytest.raises(TemplateError):
+            list(engine.generate([Message("user", "x")]))
+        with pytest.raises(OptionError, match="has no switch for thinking"):
+            list(engine.generate([Message("user", "x")], template=TemplateOptions("off")))
+
+
 def test_a_template_that_takes_no_system_message_is_tried_without(tmp_path: Path) -> None:
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     found = tokenizer(tmp_path, refuses + FAMILIES["a flag, on unless it is false"][0])
@@ -195,6 +206,7 @@ def test_what_no_template_can_be_told_is_refused_when_it_is_made(bad: dict[str, 
         TemplateOptions(**bad)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True).filter(lambda n: n != "messages"), st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each) | st.dictionaries(st.text(), each)
 ), max_size=4))  # fmt: skip
@@ -486,3 +498,18 @@ def test_forced_tokens_come_next_whether_or_not_a_step_is_computed_ahead(engine:
     assert held == made[:-1]
     assert offsets == {len(held)}
     assert decoded(engine, ahead=False) == (made, held, offsets)
+
+
+def test_forced_tokens_are_scored_as_what_they_are(engine: Engine) -> None:
+    options = TemplateOptions("on", 4)
+    asked = [Message("user", "What is prefill?")]
+    how = Sampling(temperature=0.8, seed=5, max_tokens=16, logprobs=0, presence_penalty=0.5, dry_multiplier=0.8)
+    end = engine.ask(asked, how, template=options)
+    assert end.thinking_ended_at == 4
+    tokenizer = engine.tokenizer.using(options)
+    prompt = tokenizer.encode(tokenizer.render(asked))
+    assert engine.tokenizer.encode("</think>")[0] in end.ids
+    rows = engine.logprobs([*prompt, *end.ids])
+    expected = engine.between(lambda: [rows[len(prompt) - 1 + i, token].item() for i, token in enumerate(end.ids)])
+    assert [each.id for each in end.logprobs] == list(end.ids)
+    assert [each.logprob for each in end.logprobs] == pytest.approx(expected, abs=1e-3)
