@@ -306,8 +306,9 @@ def blocks(count: int, bytes_each: int) -> Iterator[slice]:
 
 def _gather(rows: mx.array, indices: mx.array) -> mx.array:
     """rows (B, T, D), indices (B, n, k) → (B, n, k, D); any row where an index is −1."""
-    flat = mx.maximum(indices, 0).reshape(indices.shape[0], -1, 1)
-    return mx.take_along_axis(rows, flat, axis=1).reshape(*indices.shape, rows.shape[-1])
+    batch, held, size = rows.shape
+    first = (mx.arange(batch) * held)[:, None, None]  # of each sequence, where all lie in one
+    return rows.reshape(-1, size)[mx.maximum(indices, 0) + first]
 
 
 class Router(nn.Module):

@@ -170,6 +170,35 @@ def test_published_words_are_computed_with_as_they_are(tmp_path: Path, experts: 
     assert np.abs(answer(packed, TOKENS) - answer(floats, TOKENS)).max() < 1e-3
 
 
+def test_scales_that_are_no_powers_of_two_are_multiplied_by(tmp_path: Path) -> None:
+    stored, types, meant = {}, {}, {}
+    for name, value in published(config_of()).items():
+        stored[name] = meant[name] = value
+        if re.search(r"\.w[qo]_[ab]\.|attn\.wkv\.|\.w[123]\.", name):
+            codes, exponents, worth = fp8(value)
+            stored[name], types[name] = codes, "F8_E4M3"
+            stored[name.replace(".weight", ".scale")] = (1.5 * np.exp2(exponents)).astype(np.float32)
+            meant[name] = 1.5 * worth
+    (tmp_path / "floats").mkdir()
+    settings = {key: value for key, value in FP8.items() if key != "scale_fmt"}
+    packed = write_source(tmp_path, stored, config_of(quantization_config=settings), types=types)
+    floats = write_source(tmp_path / "floats", meant, config_of())
+    assert modes_of(packed) == (set(), set())
+    assert np.abs(answer(packed, TOKENS) - answer(floats, TOKENS)).max() < 1e-3
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_sequences_side_by_side_are_as_each_alone(tmp_path: Path, prompts: int) -> None:
+    build(CASE, tmp_path)
+    module = build_model(tmp_path, read_config(tmp_path))[0]
+    rng = np.random.default_rng(5)
+    ids = mx.array(rng.integers(5, 128, (prompts, 150)))
+    caches = module.make_cache()
+    together = mx.concatenate([module(ids[:, :100], cache=caches), module(ids[:, 100:], cache=caches)], axis=1)
+    alone = mx.concatenate([module(each[None]) for each in ids])
+    assert mx.abs(together - alone).max().item() < 1e-3
+
+
 def test_nvfp4_experts_are_converted_anywhere_and_run_on_a_gpu_alone(tmp_path: Path) -> None:
     packed, floats = packed_folders(tmp_path, "nvfp4")
     assert modes_of(packed) == ({"nvfp4"}, {"mxfp8"})
