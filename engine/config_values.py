@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import ModelDamagedError
+from tokamac.engine.errors import ModelDamagedError
 
 Config = dict[str, Any]
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelDamagedError
+from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.regular_files import TOKENIZER_BYTES, read_text
 
 MOST_GROWTH = 256
 """Times as many characters as before. Unicode's longest decomposition takes 18, and published tokenizers replace by a character."""
@@ -25,7 +26,7 @@ def check_growth(file: Path) -> None:
     What is not JSON, or not a tokenizer's, passes: loading it says what is wrong.
     """
     try:
-        parts = json.loads(file.read_text(encoding="utf-8"))
+        parts = json.loads(read_text(file, TOKENIZER_BYTES))
     except (OSError, ValueError, RecursionError):
         return
     if not isinstance(parts, dict):

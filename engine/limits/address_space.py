@@ -7,7 +7,7 @@ can't be loaded, and some of them end the process themselves; so what is certain
 import sys
 from pathlib import Path
 
-from ..errors import MemoryLimitError
+from tokamac.engine.errors import MemoryLimitError
 
 LEAST = 288_000_000
 """Bytes that an engine's libraries and threads take before there is any model. Measured on 2-core x86 Linux: the guide answers
