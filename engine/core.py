@@ -214,9 +214,11 @@ class Core:
             ids = prompting.stable(messages) if self._store.keeps else []
             if self.runtime.kv.quantized:
                 ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
-            known = self._store.known(ids, prompting.pinned(messages))
+            keep = prompting.pinned(messages)
+            known = self._store.known(ids, keep)
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                for _ in self.warm(ids, cancelled, stage_s=IDLE_STAGE_S):
+                request = replace(prompting.request(ids, Sampling(), Recorder(), turn="closed"), keep=keep)
+                for _ in self._warmed(request, cancelled, IDLE_STAGE_S):
                     if cancelled():
                         return
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):

@@ -135,6 +135,19 @@ def test_what_is_written_ahead_is_computed_ahead(engine: Engine) -> None:
     assert metrics.prefill_tokens < 20
 
 
+def test_what_is_pinned_for_a_prompt_is_pinned_while_it_is_computed_ahead(tiny: Path) -> None:
+    with Engine.load(tiny, kv=KVSpec(window=128, keep="system")) as engine:
+        chat = engine.chat("Be brief, and never forget who you are. " * 2)
+        list(chat.send("hello", SHORT))
+        cold = chat.price(Send(TEXT)).tokens
+        chat.warm(TEXT[:-10])
+        until(lambda: chat.price(Send(TEXT)).tokens < cold // 2)
+        warm = finish(chat.send(TEXT, SHORT))
+    with Engine.load(tiny, kv=KVSpec(window=128, keep="system"), prompt_cache=None) as engine:
+        cold_chat = engine.chat(chat.system, chat.messages[:-2])
+        assert finish(cold_chat.send(TEXT, SHORT)).text == warm.text
+
+
 def test_warming_ahead_gives_way_at_once(engine: Engine) -> None:
     chat = engine.chat()
     long = TEXT * 2  # at 16 tokens a step, as nothing was measured yet
