@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.cli.plain_chat import piped
 from tokamac.app import settings
 from tokamac.app.backend.requests import Load
-from tokamac.app.settings import Settings
+from tokamac.app.settings import CHAT_KV, Settings
 from tokamac.app.tui.models import lasting
 from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.run import ChatOptions, begin
@@ -26,7 +27,7 @@ def kept(folder: Path) -> KVSpec:
     return settings.load(folder / "settings.toml").settings.kv
 
 
-@pytest.mark.parametrize(("model", "remembered"), [("unpackable", KVSpec()), ("fast", PACKED)])
+@pytest.mark.parametrize(("model", "remembered"), [("unpackable", CHAT_KV), ("fast", PACKED)])
 async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
     chat: Start, tmp_path: Path, model: str, remembered: KVSpec
 ) -> None:
@@ -34,7 +35,7 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
         await c.phase(Phase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
         assert c.session.phase is Phase.LOADING
-        assert kept(tmp_path) == KVSpec()
+        assert kept(tmp_path) == CHAT_KV
         await c.phase(Phase.IDLE)
         assert c.session.load.kv == remembered
         assert kept(tmp_path) == remembered
@@ -44,7 +45,7 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.phase(Phase.IDLE)
-        wishes._take(c.app.chat, Chosen(Sampling(), KVSpec(), None, own=False, memory_gb=3.5))
+        wishes._take(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
         assert c.session.phase is Phase.LOADING
         await c.phase(Phase.IDLE)
         assert c.session.load.memory == 3_500_000_000
@@ -54,7 +55,7 @@ async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Star
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
         await c.phase(Phase.IDLE)
-        wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), KVSpec(), None, own=False, memory_gb=2.0))
+        wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
         assert c.session.phase is Phase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
 
@@ -62,13 +63,16 @@ async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path:
 async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", kv=PACKED) as c:
         await c.phase(Phase.IDLE)
-        assert kept(tmp_path) == KVSpec()  # flags are for one run
+        assert kept(tmp_path) == CHAT_KV  # flags are for one run
         wishes._take(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
         assert c.session.phase is Phase.IDLE
         assert kept(tmp_path) == PACKED
 
 
-@pytest.mark.parametrize(("model", "failed", "remembered"), [("unpackable", 1, KVSpec()), ("fast", 0, PACKED)])
+@pytest.mark.parametrize(
+    ("model", "failed", "remembered"),
+    [("unpackable", 1, CHAT_KV), ("fast", 0, replace(CHAT_KV, key_bits=8, value_bits=8))],
+)
 def test_the_same_in_plain_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, failed: int, remembered: KVSpec
 ) -> None:
