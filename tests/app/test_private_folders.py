@@ -34,6 +34,7 @@ def desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "Desktop"
     folder.mkdir()
     (folder / "notes.md").write_text("notes")
+    (folder / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "stdin", None)
     for holder, name in ((os, "open"), (Path, "open")):
         monkeypatch.setattr(holder, name, refuse(errno.EPERM))
