@@ -16,7 +16,7 @@ from tokamac.engine.generation import Run
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.segments import grows
-from tokamac.engine.options import PromptCacheSpec
+from tokamac.engine.options import PromptCacheSpec, TemplateOptions
 from tokamac.engine.pieces import Pieces
 from tokamac.engine.sampling import Sampler
 
@@ -199,7 +199,7 @@ def test_what_idle_time_was_enough_for_moves_no_logit(engine: Engine, logits: li
     core: Core = engine._core
     core._store.clear()
     asked = itertools.count(1)
-    engine.between(lambda: core.warm_stable(said, lambda: next(asked) > looks))
+    engine.between(lambda: core.warm_stable(said, lambda: next(asked) > looks, TemplateOptions()))
     cuts, warm = answer(engine, said)
     assert cuts[0] >= CHUNK
     assert warm.text == cold.text
