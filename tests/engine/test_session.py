@@ -307,7 +307,7 @@ def test_keep_system_pins_sinks_where_there_is_no_system_prompt(tiny: Path) -> N
     for keep in ("system", 4):
         with Engine.load(tiny, kv=KVSpec(window=64, keep=keep), prompt_cache=None) as engine:  # type: ignore[arg-type]
             prompting.append(finish(engine.generate([Message("user", "u" * 200)], GREEDY)).text)
-            assert engine._core._prompting.pinned([Message("user", "u")]) == 4
+            assert engine._core._prompting().pinned([Message("user", "u")]) == 4
     assert prompting[0] == prompting[1]
 
 
