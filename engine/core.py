@@ -217,7 +217,7 @@ class Core:
             keep = prompting.pinned(messages)
             known = self._store.known(ids, keep)
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
-                request = replace(prompting.request(ids, Sampling(), Recorder(), turn="closed"), keep=keep)
+                request = replace(self._to_warm(ids), keep=keep)  # ids are told nothing: they are rendered already
                 for _ in self._warmed(request, cancelled, IDLE_STAGE_S):
                     if cancelled():
                         return
