@@ -136,7 +136,7 @@ def test_a_snapshot_of_links_converts_like_its_files_and_is_known_by_its_id(tmp_
         (snapshot / file.name).symlink_to(os.path.relpath(file, snapshot))
     monkeypatch.chdir(tmp_path)
     plain, linked = (convert(folder, method="round", verify=False) for folder in (source, snapshot))
-    assert linked.path == str(default_target("org/Tiny-1B", Options())) == "Tiny-1B-4bit"
+    assert linked.path == default_target("org/Tiny-1B", Options()) == Path("Tiny-1B-4bit")
     assert not any(path.is_symlink() for path in Path(linked.path).iterdir())
     for name in names_in(plain.path) - {"README.md", "conversion.json"}:
         assert Path(plain.path, name).read_bytes() == Path(linked.path, name).read_bytes(), name
