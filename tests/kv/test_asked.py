@@ -42,7 +42,8 @@ def test_pinned_tokens_without_a_window_are_told_of() -> None:
         assert notes(spec) == ""
 
 
-def test_a_window_longer_than_the_context_is_told_of_unless_it_rolls() -> None:
+def test_a_window_longer_than_the_context_is_told_of() -> None:
     assert "the context holds 512 tokens, not 100,000" in notes(KVSpec(window=100_000, on_full="stop"))
-    for spec in (KVSpec(window=100_000), KVSpec(window=512, on_full="stop"), KVSpec(window=64, on_full="error")):
+    assert "100,000 tokens is more than the 512 that the model was made for" in notes(KVSpec(window=100_000))
+    for spec in (KVSpec(window=512), KVSpec(window=512, on_full="stop"), KVSpec(window=64, on_full="error")):
         assert notes(spec) == ""
