@@ -213,7 +213,9 @@ def _rotary(config: Config) -> None:
         if isinstance(config.get("head_dim"), int) and config.get("partial_rotary_factor") is not None:
             config["rotary_dim"] = int(config["head_dim"] * config["partial_rotary_factor"])
         if config["rope_scaling"] and not config.get("rope_parameters"):  # its class reads this key alone
-            config["rope_parameters"] = {"rope_theta": config.get("rope_theta", 5_000_000.0), **config["rope_scaling"]}
+            if config.get("rope_theta") is None:
+                config["rope_theta"] = 5_000_000.0
+            config["rope_parameters"] = {"rope_theta": config["rope_theta"], **config["rope_scaling"]}
     if config.get("model_type") == "gpt_neox":
         for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
             config.setdefault(new, config.get(old))

@@ -275,7 +275,8 @@ class KVSpec:
     window: at most this many tokens are kept, the ``keep`` first ones for ever (they count inside the window);
     None keeps all. ``keep="system"`` pins the whole system prompt, and 4 tokens where there is none.
 
-    The token at position p sees position q ≤ p where q < keep or q > p − (window − keep).
+    The token at position p sees position q ≤ p where q < keep or q > p − (window − keep). While a window rolls, the ``keep`` first
+    are numbered along with it, so that none is further back than the window is long; the plan's notes name models without.
 
     on_full: what happens when the context is full; it holds ``window`` tokens, or as many as the model was made for.
         roll: the oldest tokens go out of sight, but for the ``keep`` first. stop: the reply ends there ("length"); a prompt that

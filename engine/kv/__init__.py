@@ -5,6 +5,7 @@ affine groups of a few bits). A plan turns a model's own cache list into such ca
 
     codec   how a token's keys or values are written down      size    the same in bytes, without MLX
     layout  where they lie, how long, and who sees them        cache   the two put together, as mlx-lm's models call it
+    pinned  the first tokens, moved along with a window        rotary  how a model rotates keys, and rotating them further
     attention  the seam; cpu  many queries through NumPy        plan    which layer gets what, and why (survey, probe, windows)
 """
 

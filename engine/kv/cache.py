@@ -4,6 +4,9 @@
     attend(queries, keys, values, …)   called by the seam with what came back
     trim(n)                            take back the last n tokens; ``rewindable`` says how many that may be
 
+A ring's pinned keys are encoded anew, from what the model made, whenever they move along with the window (pinned.py). A call whose
+tokens see them in several places attends in as many parts.
+
 Prefill attends to [what the slots held, decoded; this call's tokens, encoded and decoded], by position: so logits do not
 depend on how a prompt was cut. A decode step multiplies packed data as it lies. Rotated keys stay rotated where nothing but
 ``attend`` reads them: then the queries are rotated, unless the keys are fewer.
@@ -14,7 +17,9 @@ import mlx.core as mx
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv.attention import Attending, Products, fused, stepwise
 from tokamac.engine.kv.codec import Codec, Encoded, Plain
-from tokamac.engine.kv.layout import Layout, Mask, Slots
+from tokamac.engine.kv.layout import Layout, Mask, Part, Ring, Slots
+from tokamac.engine.kv.pinned import Pinned
+from tokamac.engine.kv.rotary import Rotation
 
 PACKED_TOKENS_CPU = 8
 PACKED_TOKENS_GPU = 1
@@ -42,7 +47,8 @@ class Cache(Attending):
 
     direct: all that attends to this cache does so through ``attend``, so a decode step need not decode. shared: other
     layers ask for the same keys and values again (``keys_and_values``). own_mask: layers of several windows get one mask from
-    the model, so this cache makes its own. A plan finds all three out.
+    the model, so this cache makes its own. rotation: what moves the keys of pinned tokens along with the window; None leaves them
+    where they were. A plan finds all four out.
 
     seam_calls: how often ``attend`` was called.
     """
@@ -56,6 +62,7 @@ class Cache(Attending):
         direct: bool = True,
         shared: bool = False,
         own_mask: bool = False,
+        rotation: Rotation | None = None,
     ) -> None:
         self.layout = layout
         self.key_codec = key_codec
@@ -66,11 +73,17 @@ class Cache(Attending):
         self._rotatable = direct and (key_codec.block is not None or value_codec.block is not None)
         self._direct, self._shared, self._own_mask = direct, shared, own_mask
         self._keys, self._values = Slots(layout.limit), Slots(layout.limit)
+        self._pinned: Pinned | None = None
+        if rotation is not None and isinstance(layout, Ring) and layout.keep:
+            self._pinned = Pinned(layout, rotation)
         self._high = 0  # the most tokens ever held: what lies above offset was taken back
         self._last = 0  # tokens of the last call
         self._in_slots = False  # whether the last call left decoding out: attend reads the slots
         self._rotated = False  # whether what the last call handed out is as the codecs rotated it
         self._handed: tuple[mx.array, mx.array] | None = None
+        self._parts: list[
+            Part
+        ] = []  # of the last call, where not all of it sees the pinned tokens as they were handed out
 
     @property
     def offset(self) -> int:
@@ -88,6 +101,8 @@ class Cache(Attending):
         multiply packed data, the arguments as they came, since the model only passes them on.
         """
         start, count = self.offset, keys.shape[2]
+        if self._pinned is not None:
+            self._pinned.take(keys, start)
         new = self.key_codec.encode(keys), self.value_codec.encode(values)
         fits = self.layout.fits(start, count)
         kept = new if fits else self._before_and(new, self.layout.used(start))
@@ -96,7 +111,8 @@ class Cache(Attending):
         self._values.write(new[1], spans, used)
         self._offset, self._last = start + count, count
         self._high = max(self._high, self._offset)
-        self._in_slots = fits and self._packable and multiplies_packed(count)
+        self._parts = self._move_pinned(start, after=fits)
+        self._in_slots = fits and self._packable and multiplies_packed(count) and not self._parts
         self._rotated = self._rotatable and not self._in_slots
         if self._in_slots:
             handed = keys, values
@@ -135,6 +151,35 @@ class Cache(Attending):
         if self._in_slots:
             products = Products(*self._read(), self.key_codec, self.value_codec)
             return stepwise(queries, products, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+        if not self._parts:
+            return self._gather(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+        assert isinstance(mask, mx.array)  # something has left the window
+        gathered = [
+            self._gather(
+                queries[:, :, part.begin : part.stop],
+                self._with_pinned(keys, part.shift),
+                values,
+                scale=scale,
+                mask=mask[..., part.begin : part.stop, :],
+                sinks=sinks,
+                softcap=softcap,
+            )
+            for part in self._parts
+        ]
+        return mx.concatenate(gathered, axis=2)
+
+    def _gather(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array:
+        """Attend to decoded keys and values, which may still be as the codecs rotated them."""
         stay_rotated = self._rotated and queries.shape[1] * queries.shape[2] < keys.shape[1] * keys.shape[2]
         if stay_rotated:
             queries = self.key_codec.rotate(queries)
@@ -164,6 +209,7 @@ class Cache(Attending):
             return 0
         self._offset -= n
         self._handed = None
+        self._move_pinned(self._offset, after=True)
         return n
 
     def copy(self) -> "Cache":
@@ -177,23 +223,28 @@ class Cache(Attending):
             own_mask=self._own_mask,
         )
         other._keys, other._values = self._keys.shared(), self._values.shared()
+        other._pinned = None if self._pinned is None else self._pinned.shared()
         other._offset, other._high = self._offset, self._high
         return other
 
     @property
-    def state(self) -> tuple[Encoded, Encoded, int, int]:
-        """What is held: the key arrays, the value arrays, the offset, the most tokens ever held. Restorable."""
-        return self._keys.arrays, self._values.arrays, self.offset, self._high
+    def state(self) -> tuple[Encoded, Encoded, Encoded, int, int]:
+        """What is held: the key arrays, the value arrays, the keys of pinned tokens as the model made them where these move, the
+        offset, the most tokens ever held. Restorable."""
+        pinned = () if self._pinned is None else self._pinned.arrays
+        return self._keys.arrays, self._values.arrays, pinned, self.offset, self._high
 
     @state.setter
-    def state(self, state: tuple[Encoded, Encoded, int, int]) -> None:
-        keys, values, self._offset, self._high = state
+    def state(self, state: tuple[Encoded, Encoded, Encoded, int, int]) -> None:
+        keys, values, pinned, self._offset, self._high = state
         self._keys.arrays, self._values.arrays = tuple(keys), tuple(values)
+        if self._pinned is not None:
+            self._pinned.restore(pinned, self._offset)
         self._handed = None
 
     @property
     def arrays(self) -> Encoded:
-        """All arrays held, keys first: (B, H, slots, …) each; () while empty."""
+        """All arrays of the slots, keys first: (B, H, slots, …) each; () while empty."""
         return (*self._keys.arrays, *self._values.arrays)
 
     def append(self, arrays: Encoded, room: int = 0) -> None:
@@ -216,7 +267,8 @@ class Cache(Attending):
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays held, spare slots and room to grow included."""
-        return self._keys.nbytes + self._values.nbytes
+        pinned = 0 if self._pinned is None else self._pinned.nbytes
+        return self._keys.nbytes + self._values.nbytes + pinned
 
     @property
     def slots(self) -> int:
@@ -235,6 +287,30 @@ class Cache(Attending):
     def _read(self) -> tuple[Encoded, Encoded]:
         used = self.layout.used(self.offset)
         return self._keys.read(used), self._values.read(used)
+
+    def _move_pinned(self, start: int, *, after: bool) -> list[Part]:
+        """Move the pinned keys in the slots to where the last token sees them.
+
+        Return the parts of the call from ``start`` on, where not all of it sees them as they are in the slots ``after`` that, or
+        were before.
+        """
+        if self._pinned is None:
+            return []
+        before, last = self._pinned.shift, self._pinned.ring.shift(self.offset - 1)
+        if last != before:
+            self._keys.write(self.key_codec.encode(self._pinned.moved(last)), [self._pinned.span], 0)
+            self._pinned.shift = last
+        if last == before and self._pinned.ring.shift(start) == last:
+            return []  # most steps end here
+        parts = self._pinned.ring.parts(start, self.offset - start)
+        handed = last if after else before
+        return [] if all(part.shift == handed for part in parts) else parts
+
+    def _with_pinned(self, keys: mx.array, shift: int) -> mx.array:
+        """Return the keys (B, H, T, D) that were handed out, with the pinned ones ``shift`` positions further on."""
+        assert self._pinned is not None
+        moved = self._decode(self.key_codec, self.key_codec.encode(self._pinned.moved(shift)))
+        return mx.concatenate([moved, keys[:, :, moved.shape[2] :]], axis=2)
 
     def _decode_slots(self, codec: Codec, slots: Slots, used: int) -> mx.array:
         """Return what the first ``used`` slots hold: (B, H, T, D)."""

@@ -11,6 +11,11 @@ Number line of a ring (``size`` = window − keep + spare), after ``high`` token
     0 ··· keep ··············· high − size ········ offset − (window − keep) ·········· offset ······ high
     pinned      gone for ever               unseen,                             seen           taken back
                                             for rewinding
+
+Pinned tokens move along with the window, where their keys can be rotated further (pinned.py), so that nothing seen is ever further
+back than the window is long. They move in steps of a ``block``, half of the slots that slide: to the query at position
+p ≥ window the pinned token at position q has the position q + shift(p), the next multiple of a block that is more than p − window.
+It depends on p alone, so neither cuts nor taking back change it.
 """
 
 from dataclasses import dataclass
@@ -31,6 +36,11 @@ STEP = 256
 """Slots are made in multiples of this many tokens."""
 GROWTH = 16
 """A full store grows by a sixteenth, so an append copies 16 tokens on average at any depth, for at most 6 % of spare room."""
+BLOCKS = 2
+"""Steps in which pinned tokens move while the window moves by its own length. Fewer leave them closer to the query than they are
+numbered, by a block at most; more rewrite their keys more often, and divide a prompt's attention into more calls."""
+LEAST_BLOCK = 16
+"""Positions that pinned tokens move by at least, where as many slide: a prompt's attention is called once for each block."""
 ROWS = 4
 """Masks of a single token to keep: layers of one layout share theirs, and few models have more than two layouts."""
 
@@ -41,6 +51,14 @@ class Span(NamedTuple):
     token: int
     slot: int
     length: int
+
+
+class Part(NamedTuple):
+    """The tokens ``begin``…``stop`` of a call see the pinned ones ``shift`` positions further on."""
+
+    begin: int
+    stop: int
+    shift: int
 
 
 class Layout(Protocol):
@@ -159,6 +177,26 @@ class Ring:
         if high <= self.window + self.spare:
             return offset
         return max(0, offset - high + self.spare)
+
+    @property
+    def block(self) -> int:
+        """Positions by which the pinned tokens move at once."""
+        slides = self.window - self.keep
+        return max(slides // BLOCKS, min(slides, LEAST_BLOCK))
+
+    def shift(self, position: int) -> int:
+        """Return by how many positions the pinned tokens have moved for the query at ``position``: 0 until one is out of sight."""
+        return 0 if position < self.window else ((position - self.window) // self.block + 1) * self.block
+
+    def parts(self, start: int, count: int) -> list[Part]:
+        """Return the parts of a call of ``count`` tokens after ``start`` that see the pinned tokens at the same positions."""
+        parts, begin, stop = list[Part](), start, start + count
+        while begin < stop:
+            shift = self.shift(begin)
+            end = min(stop, self.window + shift)
+            parts.append(Part(begin - start, end - start, shift))
+            begin = end
+        return parts
 
     def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
         """By position; none is needed while nothing has left the window."""

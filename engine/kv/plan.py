@@ -20,6 +20,7 @@ from tokamac.engine.kv.cache import Cache
 from tokamac.engine.kv.codec import ROTATED_KEY_BITS, Affine, Codec, Plain, rotation_block
 from tokamac.engine.kv.layout import Growing, Ring
 from tokamac.engine.kv.probe import Seen, map_leaves
+from tokamac.engine.kv.rotary import KeyPositions, Rotation, key_positions
 from tokamac.engine.kv.size import group_for
 from tokamac.engine.kv.survey import Kind, Leaf, look
 from tokamac.engine.kv.windows import unbounded
@@ -30,15 +31,19 @@ Keep = int | Literal["system"]
 DEFAULT = KVSpec()
 """Who says nothing of groups and pinned tokens has these, and gets what fits; who says something else has asked for it."""
 
+READ_ELSEWHERE = "other layers attend to its keys, too"
+
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What our cache of a layer is made of. own_mask: it can't use the model's mask, made for layers of another window."""
+    """What our cache of a layer is made of. own_mask: it can't use the model's mask, made for layers of another window. rotation:
+    what moves the keys of its pinned tokens; None where none are pinned, or they stay."""
 
     key_codec: Codec
     value_codec: Codec
     seen: Seen
     own_mask: bool
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,24 @@ class LayerPlan:
     def bytes_at(self, context: int) -> int:
         """Bytes held after ``context`` tokens; room to grow (up to a sixteenth, in steps of 256 tokens) comes on top."""
         held = context if self.limit is None else min(context, self.limit)
-        return self.fixed_bytes + held * self.bytes_per_token
+        return self.fixed_bytes + held * self.bytes_per_token + self.pinned_bytes(context)
+
+    @property
+    def block(self) -> int:
+        """Positions by which the keys of pinned tokens move at once; 0 where none move. As if a system prompt were of one token."""
+        if self.ours is None or self.ours.rotation is None or self.window is None:
+            return 0
+        return Ring(self.window, self.keep if isinstance(self.keep, int) else 1).block
+
+    def pinned_bytes(self, context: int) -> int:
+        """Bytes of the keys that move, as the model made them, beside the slots.
+
+        Those of a system prompt come on top: its length is not known here.
+        """
+        if self.ours is None or self.ours.rotation is None or not isinstance(self.keep, int):
+            return 0
+        seen = self.ours.seen
+        return min(context, self.keep) * seen.heads * seen.key_dim * seen.scale_bytes
 
     def make(self, ours: Ours, keep: int | None) -> Cache:
         """Make the cache. keep: pinned tokens, instead of the plan's."""
@@ -108,6 +130,7 @@ class LayerPlan:
             direct=seen.direct,
             shared=seen.shared,
             own_mask=ours.own_mask,
+            rotation=ours.rotation,
         )
 
 
@@ -160,15 +183,21 @@ def plan_caches(
     """Decide on the caches of ``model``, mlx-lm's module made from ``config``, under ``spec``.
 
     rotate_keys: Hadamard rotation of packed keys; None: where they have 4 bits or fewer. rotate_values: of packed values.
-    Installs the seam, and runs the model's forward pass once, lazily. Raises OptionError for what can't be honoured.
+    Installs the seam, and runs the model's forward pass once, lazily; twice more where tokens are pinned in a window. Raises
+    OptionError for what can't be honoured.
     """
     leaves, notes = look(model, config)
     _refuse(leaves, spec, unbounded(config))
     rotate = (spec.key_bits <= ROTATED_KEY_BITS if rotate_keys is None else rotate_keys, rotate_values)
     windows = {_window(leaf, spec)[0] for leaf in leaves if leaf.ours and not leaf.slides}
-    layers = tuple(_layer(leaf, spec, rotate, own_mask=len(windows) > 1 and not leaf.slides) for leaf in leaves)
+    positions = _positions(model, leaves, spec)
+    layers = tuple(
+        _layer(leaf, spec, rotate, positions.get(leaf.path), own_mask=len(windows) > 1 and not leaf.slides)
+        for leaf in leaves
+    )
     _refuse_group(layers, spec)
-    return CachePlan(spec, layers, (*notes, *_notes(leaves, layers, spec), *_idle(spec, config)), model)
+    stay = _stay(positions, len(leaves))
+    return CachePlan(spec, layers, (*notes, *_notes(leaves, layers, spec), *stay, *_idle(spec, config)), model)
 
 
 def spare_slots(window: int) -> int:
@@ -217,7 +246,33 @@ def _window(leaf: Leaf, spec: KVSpec) -> tuple[int | None, Keep | None]:
     return min(leaf.window, spec.window or leaf.window), 0
 
 
-def _layer(leaf: Leaf, spec: KVSpec, rotate: tuple[bool, bool], *, own_mask: bool) -> LayerPlan:
+def _positions(model: Any, leaves: list[Leaf], spec: KVSpec) -> dict[tuple[int, ...], KeyPositions]:
+    """Return what moves the keys of each cache in which tokens are pinned while others roll out."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    ours = [leaf for leaf in leaves if leaf.ours]
+    pinning = [leaf for leaf in ours if _window(leaf, spec)[1]] if spec.rolls else []
+    if not pinning:
+        return {}
+    found = key_positions(model, lambda: make_prompt_cache(model), frozenset(leaf.path for leaf in ours))
+    elsewhere = KeyPositions(None, READ_ELSEWHERE)
+    return {
+        leaf.path: found[leaf.path] if leaf.seen is not None and leaf.seen.direct else elsewhere for leaf in pinning
+    }
+
+
+def _stay(positions: Mapping[tuple[int, ...], KeyPositions], caches: int) -> Iterator[str]:
+    """Yield in how many caches the pinned tokens do not move along with the window, and why."""
+    for trouble, count in Counter(each.trouble for each in positions.values() if each.trouble).items():
+        yield (
+            f"{count} of {caches} caches: pinned tokens keep their first positions, ever further from the newest token:"
+            f" {trouble}"
+        )
+
+
+def _layer(
+    leaf: Leaf, spec: KVSpec, rotate: tuple[bool, bool], positions: KeyPositions | None, *, own_mask: bool
+) -> LayerPlan:
     seen = leaf.seen
     if not leaf.ours or seen is None:
         return LayerPlan(leaf.path, leaf.kind, leaf.window, None, leaf.bytes_per_token, leaf.fixed_bytes, leaf.note)
@@ -228,7 +283,8 @@ def _layer(leaf: Leaf, spec: KVSpec, rotate: tuple[bool, bool], *, own_mask: boo
         seen.heads, seen.value_dim, seen.scale_bytes
     )
     kind: Kind = "full" if window is None else "window"
-    return LayerPlan(leaf.path, kind, window, keep, size, 0, leaf.note, Ours(keys, values, seen, own_mask))
+    ours = Ours(keys, values, seen, own_mask, positions.rotation if positions else None)
+    return LayerPlan(leaf.path, kind, window, keep, size, 0, leaf.note, ours)
 
 
 def _codec(bits: int, dim: int, spec: KVSpec, *, rotate: bool) -> Codec:

@@ -20,6 +20,9 @@ Arrays = tuple[mx.array, ...]
 Piece = tuple[Arrays, ...]
 """For each cache that grows, in order, the arrays of a run of tokens: (B, H, tokens, …) each. () for one that holds nothing."""
 
+NAMES = ("keys", "values", "pinned", "offset", "high")
+"""What ``Cache.state`` holds, in its order."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -204,7 +207,7 @@ def _thaw(cache: Any, state: State) -> None:
         else:
             content[name] = count
     if isinstance(cache, Cache):
-        cache.state = (content["keys"], content["values"], content["offset"], content["high"])
+        cache.state = tuple(content[name] for name in NAMES)
     else:
         vars(cache).update(content)
 
@@ -212,6 +215,6 @@ def _thaw(cache: Any, state: State) -> None:
 def _content(cache: Any) -> dict[str, Any]:
     """Return what a cache holds, by name: for mlx-lm's classes, all their attributes."""
     if isinstance(cache, Cache):
-        return dict(zip(("keys", "values", "offset", "high"), cache.state, strict=True))
+        return dict(zip(NAMES, cache.state, strict=True))
     content: dict[str, Any] = vars(cache)
     return content

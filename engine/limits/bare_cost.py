@@ -66,5 +66,6 @@ def _kv(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int)
         raise OptionError("this model's caches can be neither packed nor bounded", "Leave out the KV flags.")
     return (
         kv_cost.kv_bytes_per_token(layers, spec, value_bytes=value_bytes),
-        kv_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots),
+        kv_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots)
+        + kv_cost.pinned_bytes(layers, spec, context, value_bytes=value_bytes),
     )

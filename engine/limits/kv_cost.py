@@ -47,6 +47,12 @@ UNPACKED = LATENT | frozenset({"stablelm"})
 EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 """Multi-head latent attention whose cache holds every head's keys and values, unfolded (mlx-lm 0.32)."""
 
+UNMOVED = EXPANDED | frozenset({
+    "gpt2", "gptj", "gpt_bigcode", "hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "ministral3", "nanochat", "nemotron_h",
+    "phi", "phixtral",
+})  # fmt: skip
+"""Families whose keys are no rotary embeddings, or are worked on after that, so pinned ones are not moved."""
+
 UNKNOWN = frozenset({
     "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "deepseek_v32", "deepseek_v4", "deepseek_v41",
     "gemma3n", "gemma4", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "kimi_k3", "kimi_linear",
@@ -62,7 +68,7 @@ UNKNOWN = frozenset({
 class KVLayer:
     """A layer that keeps keys and values: (heads, dims of a key, dims of a value); ``window`` tokens at most, None for all.
 
-    free: the user's flags apply to it.
+    free: the user's flags apply to it. moves: so do pinned keys, along with a window (``kv.rotary``).
     """
 
     heads: int
@@ -70,6 +76,7 @@ class KVLayer:
     value_dim: int
     window: int | None = None
     free: bool = True
+    moves: bool = True
 
 
 def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
@@ -91,7 +98,7 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...] | None:
         return None
     missed = ignored_windows(config, len(names))  # by mlx-lm's classes, not by our caches
     return tuple(
-        KVLayer(*shape, window if name in SLIDING else own, kind not in UNPACKED)
+        KVLayer(*shape, window if name in SLIDING else own, kind not in UNPACKED, kind not in UNMOVED)
         for name, own in zip(names, missed, strict=True)
         if name not in STATE | EMPTY
     )
@@ -127,6 +134,16 @@ def kv_bytes(
     beside it to rewind into (``kv.plan.spare_slots``).
     """
     return sum(_kept(layer, spec, context, spare) * _layer_bytes(layer, spec, value_bytes) for layer in layers)
+
+
+def pinned_bytes(layers: Sequence[KVLayer], spec: KVSpec, context: int, *, value_bytes: int = 2) -> int:
+    """Return the bytes of the pinned tokens' keys as the model made them, which are kept beside a window that rolls so that they
+    can be moved along (``kv.pinned``); no step reads them. Layers without positions, which a config does not name, are counted too.
+    """
+    if spec.window is None or not spec.rolls or not isinstance(spec.keep, int):
+        return 0
+    moving = (layer for layer in layers if layer.free and layer.moves and layer.window is None)
+    return min(context, spec.keep) * value_bytes * sum(layer.heads * layer.key_dim for layer in moving)
 
 
 def value_bytes_of(config: Mapping[str, Any]) -> int:

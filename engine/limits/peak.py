@@ -39,6 +39,9 @@ from tokamac.engine.limits.peak_shape import Compressed, LayerCache, Shape
 STEP, GROWTH = 256, 16
 """How caches grow: in multiples of so many slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
 
+MOST_PARTS = 16
+"""Parts of a call whose keys are there at once. Seen on a CPU, where MLX launches some ten kernels ahead: 13 of 17."""
+
 LAYERS_AHEAD = 2
 """Layers whose arrays are there at once where work is launched ahead. Seen in half precision on a plain CPU: 1.5 to 2."""
 
@@ -190,13 +193,14 @@ def _attention(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> I
     grow = _Growth.of(layer, slots, moment)
     keys, values = _unpacked(shape, layer, moment)
     yield entry + 3 * wide * n * number + turning - grow.both
+    moved = _moved(shape, layer, moment)
     yield entry + 3 * layer.key_numbers * n * number + turning + grow.keys_and_new + 2 * keys - grow.both
     yield entry + keys + grow.values_and_new + 2 * values - grow.values
-    yield n * number * (2 * shape.hidden + 3 * wide) + keys + values
+    yield n * number * (2 * shape.hidden + 3 * wide) + keys + values + moved
     yield n * number * (3 * shape.hidden + 2 * wide)
     if (scores := _scores(shape, layer, moment)) > 0:
         beside = _between(shape, layer, n) if shape.order == "by layer" else entry + 3 * wide * n * number
-        yield beside + keys + values + 2 * scores
+        yield beside + keys + values + moved + 2 * scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +253,22 @@ def _unpacked(shape: Shape, layer: LayerCache, moment: Moment) -> tuple[int, int
     return keys, values
 
 
+def _moved(shape: Shape, layer: LayerCache, moment: Moment) -> int:
+    """Return the bytes of the keys that are made again for each part of a call that sees pinned ones elsewhere.
+
+    MLX makes them for several parts ahead of the attention of the first; NumPy attends to one part after the other.
+    """
+    if not layer.block or moment.new == 1 or layer.window is None or moment.held <= layer.window:
+        return 0
+    last, before = ((held - 1 - layer.window) // layer.block for held in (moment.held, moment.held - moment.new))
+    if last == max(before, -1):
+        return 0  # all of it sees them where they are
+    once = _seen(layer, moment) * layer.key_numbers * layer.value_bytes
+    if _attends_by_numpy(shape, layer, moment):
+        return once
+    return once * min(last - max(before, -1) + 1, MOST_PARTS)
+
+
 def _overflows(layer: LayerCache, moment: Moment) -> bool:
     """Whether a window is full, and the call too long to be written into its ring before it is read."""
     return layer.limit is not None and moment.held > layer.limit and moment.new > layer.spare + 1
@@ -279,11 +299,22 @@ def _scores(shape: Shape, layer: LayerCache, moment: Moment) -> int:
     one = shape.heads * moment.new * seen * shape.value_bytes
     if layer.written_out or _multiplies_packed(shape, layer, moment):
         return one * (shape.value_bytes + 4) // shape.value_bytes if layer.sinks else one
-    packed = (layer.key_bits, layer.value_bits) != (16, 16)
-    worth = NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
-    if shape.device.kind == "cpu" and shape.order != "ahead" and moment.new > 1 and moment.new * seen >= worth:
+    if _attends_by_numpy(shape, layer, moment):
         return 0
     return _written(shape, layer, moment, seen, one)
+
+
+def _attends_by_numpy(shape: Shape, layer: LayerCache, moment: Moment) -> bool:
+    """Whether NumPy attends (engine/kv/cpu.py), to each part of a call where pinned keys move."""
+    packed = (layer.key_bits, layer.value_bits) != (16, 16)
+    rows = min(moment.new, layer.block) if layer.block and moment.held > (layer.window or 0) else moment.new
+    worth = NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
+    return (
+        shape.device.kind == "cpu"
+        and shape.order != "ahead"
+        and moment.new > 1
+        and rows * _seen(layer, moment) >= worth
+    )
 
 
 def _compressed_scores(shape: Shape, seen: Compressed, moment: Moment) -> int:
@@ -355,7 +386,7 @@ def _ahead(shape: Shape, layer: LayerCache, slots: int, moment: Moment) -> int:
     integers = keys * (layer.key_bits != 16) + values * (layer.value_bits != 16)
     beside = integers if shape.device.kind == "cpu" else rotated  # a GPU unpacks in one kernel
     grow = _Growth.of(layer, slots, moment)
-    made = LAYERS_AHEAD * _between(shape, layer, moment.new) + keys + values
+    made = LAYERS_AHEAD * _between(shape, layer, moment.new) + keys + values + _moved(shape, layer, moment)
     made += max(beside, _scores(shape, layer, moment))
     return made + grow.keys_and_new + grow.values_and_new - grow.both
 

@@ -43,7 +43,8 @@ class LayerCache:
     """The cache of one layer. heads, key_dim, value_dim: of keys and values, 0 where it keeps none of ours.
 
     bits: 16 is the model's own type, of ``value_bytes`` each. window, spare: slots seen, and beside them to rewind into; None
-    where it grows. other_bytes_per_token, fixed_bytes: of a cache that is the model's own.
+    where it grows. other_bytes_per_token: of a cache that is the model's own. fixed_bytes: of such a one, or beside the slots.
+    block: positions by which the pinned keys of its window move at once (engine/kv/layout.py); 0 where none do.
     written_out: attention is two products of ours, whatever kernels there are (for a soft cap). sinks: see ``stepwise``.
     seen: what a query sees of a cache that compresses, None of any other.
     """
@@ -59,6 +60,7 @@ class LayerCache:
     spare: int = 0
     other_bytes_per_token: int = 0
     fixed_bytes: int = 0
+    block: int = 0
     written_out: bool = False
     sinks: bool = False
     seen: Compressed | None = None
@@ -201,6 +203,8 @@ def _layer(layer: "LayerPlan", group_size: int, value_bytes: int) -> LayerCache:
         group_size,
         layer.window,
         0 if limit is None or layer.window is None else limit - layer.window,
+        fixed_bytes=0 if layer.window is None else layer.pinned_bytes(layer.window),
+        block=layer.block,
     )
 
 

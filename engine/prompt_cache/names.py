@@ -12,7 +12,7 @@ from typing import Any
 from tokamac.engine.options import KVSpec
 from tokamac.engine.regular_files import TOKENIZER_BYTES, read_bytes
 
-FORMAT = 1
+FORMAT = 2
 """Of the stored files. Another number is another fingerprint, so what an older version wrote is never found."""
 
 TEXT_FILES = (

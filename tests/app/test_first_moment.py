@@ -37,32 +37,42 @@ async def test_leaving_as_it_begins_is_no_error(tmp_path: Path, turns: int, caps
 
 
 @pytest.fixture
-def late_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What begins after the first drawing begins late, as on a busy machine."""
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What begins after the first drawing waits until this is called, as on a very busy machine."""
+    waiting: list[Callable[[], object]] = []
+    real = ChatScreen.call_after_refresh
 
     def later(self: ChatScreen, callback: Callable[..., object], *arguments: Any) -> bool:
-        self.set_timer(1.0, partial(callback, *arguments))
+        waiting.append(partial(real, self, callback, *arguments))
         return True
 
+    def now() -> None:
+        monkeypatch.setattr(ChatScreen, "call_after_refresh", real)
+        for each in waiting:
+            each()
+
     monkeypatch.setattr(ChatScreen, "call_after_refresh", later)
+    return now
 
 
-@pytest.mark.usefixtures("late_beginning")
-async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(chat: Start) -> None:
+async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
+    begin: Callable[[], None], chat: Start
+) -> None:
     async with chat("fast") as c:
-        assert c.app.chat.bridge.life == 0
         await c.send("one")
         await c.send("two")
+        assert c.app.chat.bridge.life == 0
+        begin()
         await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[-1].reply, "both replies")
         assert c.prompts == ["one", "two"]
         assert c.app.chat.bridge.life == 2  # one process: ending none counts as well
         assert kept(c) == ["one", "two"]
 
 
-@pytest.mark.usefixtures("late_beginning")
-async def test_a_command_that_is_given_before_the_engine_starts_is_done(chat: Start) -> None:
+async def test_a_command_that_is_given_before_the_engine_starts_is_done(begin: Callable[[], None], chat: Start) -> None:
     async with chat("fast") as c:
         await c.send("/model steady")
+        begin()
         await c.until(lambda: c.session.load.model == "steady")
         await c.ready()
 

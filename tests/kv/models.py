@@ -7,7 +7,9 @@ from typing import Any
 import mlx.core as mx
 
 from tests.kv.zoo import VOCABULARY
+from tokamac.engine.kv.attention import Attending
 from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
+from tokamac.engine.kv.rotary import Rotation
 
 
 def tiny_llama(
@@ -86,6 +88,101 @@ class Reference:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._handed is not None
         return self._handed
+
+
+Move = Callable[[mx.array, int], mx.array]
+"""Rotated keys (B, H, T, D), and so many positions further on: what a model would have made of them there."""
+
+
+def move_llama(keys: mx.array, by: int) -> mx.array:
+    """Rotate a llama's keys further, as its paper and not as MLX: number i and i + D/2 turn by ``by`` × 10,000^(−2i/D)."""
+    half = keys.shape[-1] // 2
+    angle = mx.array([by * 10_000 ** (-i / half) for i in range(half)])
+    a, b = keys[..., :half], keys[..., half:]
+    return mx.concatenate([a * mx.cos(angle) - b * mx.sin(angle), b * mx.cos(angle) + a * mx.sin(angle)], axis=-1)
+
+
+def llama_move(bits: int, dim: int = 32) -> Move:
+    """Return what moves a llama's keys: ``move_llama``, or where keys are packed MLX, as the last bit may choose another level."""
+    return move_llama if bits == 16 else Rotation(dim, traditional=False, base=10_000, scale=1.0).move
+
+
+class MovingReference(Reference, Attending):
+    """A reference whose pinned keys move: for each query they are made anew, from what the model gave, and encoded once."""
+
+    def __init__(self, keys: Codec, values: Codec, window: int, keep: int, move: Move) -> None:
+        super().__init__(keys, values, window, keep)
+        self._moves, self._width, self._pins = move, window, keep
+        self._held, self._given = 0, mx.zeros(())
+
+    @property
+    def offset(self) -> int:
+        return self._held
+
+    @offset.setter
+    def offset(self, offset: int) -> None:
+        self._held = offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._given = keys
+        return super().update_and_fetch(keys, values)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        count = queries.shape[2]
+        rule, out = seen(count, self._width, self._pins), []
+        for p in range(count):
+            pinned = self._move(min(self._pins, p + 1), shift(p, self._width, self._pins))
+            at_p = mx.concatenate([pinned, keys[:, :, pinned.shape[2] :]], axis=2)
+            out.append(
+                plain_attention(
+                    queries[:, :, p : p + 1], at_p, values, rule[p], scale=scale, sinks=sinks, softcap=softcap
+                )
+            )
+        return mx.concatenate(out, axis=2)
+
+    def _move(self, count: int, by: int) -> mx.array:
+        coded = self._codecs[0]
+        given = self._given[:, :, :count]
+        return coded.decode(coded.encode(self._moves(given, by) if by else given))
+
+
+def shift(p: int, window: int, keep: int) -> int:
+    """The documented rule, written out: the next multiple of a block that is more than p − window."""
+    block = max((window - keep) // 2, min(window - keep, 16))
+    return 0 if p < window else next(by for by in range(block, p + block, block) if by > p - window)
+
+
+def plain_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    sees: mx.array,
+    *,
+    scale: float,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
+    """Softmax of products, written out: queries (B, H·R, 1, D), of which ``sees`` (T,) says what they see."""
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = (mx.repeat(x, repeats, axis=1) for x in (keys, values))
+    scores = (queries * scale) @ keys.swapaxes(-1, -2)
+    if softcap is not None:
+        scores = mx.tanh(scores / softcap) * softcap
+    scores = mx.where(sees, scores, -mx.inf)
+    if sinks is not None:
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))], axis=-1)
+    weights = mx.softmax(scores, axis=-1)
+    return weights[..., : keys.shape[2]] @ values
 
 
 def seen(count: int, window: int | None, keep: int) -> mx.array:

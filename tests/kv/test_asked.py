@@ -44,6 +44,6 @@ def test_pinned_tokens_without_a_window_are_told_of() -> None:
 
 def test_a_window_longer_than_the_context_is_told_of() -> None:
     assert "the context holds 512 tokens, not 100,000" in notes(KVSpec(window=100_000, on_full="stop"))
-    assert "a KV window of 100,000 tokens is more than the 512" in notes(KVSpec(window=100_000))
+    assert "100,000 tokens is more than the 512 that the model was made for" in notes(KVSpec(window=100_000))
     for spec in (KVSpec(window=512), KVSpec(window=512, on_full="stop"), KVSpec(window=64, on_full="error")):
         assert notes(spec) == ""

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from tests.kv.models import (
     VOCABULARY,
+    MovingReference,
     Reference,
     Taken,
     codec,
     feed,
     follow,
     largest_difference,
+    llama_move,
     overhear,
     reference_logits,
     seeded,
@@ -46,7 +48,10 @@ def following(plan: CachePlan, taken: list[Taken]) -> list[Any]:
 def reference(spec: KVSpec) -> Reference:
     rotated = DIM if spec.key_bits <= 4 else None
     keep = spec.keep if isinstance(spec.keep, int) else 0
-    return Reference(codec(spec.key_bits, rotated_dim=rotated), codec(spec.value_bits), spec.window, keep)
+    codecs = codec(spec.key_bits, rotated_dim=rotated), codec(spec.value_bits)
+    if spec.window is None or not keep:
+        return Reference(*codecs, spec.window, keep)
+    return MovingReference(*codecs, spec.window, keep, llama_move(spec.key_bits))
 
 
 @given(
@@ -125,7 +130,7 @@ def test_a_pinned_system_prompt_is_seen_for_ever(llama: Any) -> None:
     plan = plan_caches(llama, LLAMA, KVSpec(window=32, keep="system"))
     ids = tokens(120)
     logits = feed(llama, plan.make(keep=13), ids, [13, 1, 40])
-    wanted = reference_logits(llama, ids, lambda _: Reference(codec(16), codec(16), 32, 13))
+    wanted = reference_logits(llama, ids, lambda _: MovingReference(codec(16), codec(16), 32, 13, llama_move(16)))
     assert largest_difference(logits, wanted) < 1e-4
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlx import nn
 
 from tests.kv import zoo
-from tests.kv.models import Reference, feed, largest_difference, seeded, tokens
+from tests.kv.models import MovingReference, Reference, feed, largest_difference, seeded, tokens
 from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError, cpu
 from tokamac.engine.config import check_config, read_config
 from tokamac.engine.kv import Cache, plan_caches
@@ -66,7 +66,11 @@ class Family:
             if layer.ours is None:
                 return own
             keep = layer.keep if isinstance(layer.keep, int) else 0
-            return Reference(layer.ours.key_codec, layer.ours.value_codec, layer.window, keep)
+            codecs = layer.ours.key_codec, layer.ours.value_codec
+            if layer.ours.rotation is None:
+                return Reference(*codecs, layer.window, keep)
+            assert layer.window is not None
+            return MovingReference(*codecs, layer.window, keep, layer.ours.rotation.move)
 
         logits: mx.array = self.model(self.ids, cache=map_leaves(make_prompt_cache(self.model), stand_in))[0]
         return logits

@@ -15,7 +15,7 @@ from tokamac.engine.kv.plan import plan_caches, spare_slots
 from tokamac.engine.limits import inspect
 from tokamac.engine.limits.hardware import Chip
 from tokamac.engine.limits.inspect import inspect_model
-from tokamac.engine.limits.kv_cost import kv_bytes, kv_bytes_per_token, kv_layers
+from tokamac.engine.limits.kv_cost import kv_bytes, kv_bytes_per_token, kv_layers, pinned_bytes
 from tokamac.engine.limits.kv_table import KVRow, KVTable, kv_table, runs
 from tokamac.engine.limits.places import Place
 from tokamac.engine.options import KVSpec
@@ -61,6 +61,7 @@ def test_the_loaded_models_plan_and_the_configs_arithmetic_agree(family: str) ->
         assert sum(len(row.layers) for row in found.rows) == len(plan.layers)
         assert kv_bytes_per_token(layers, spec, value_bytes=4) == plan.bytes_per_token, name
         counted = kv_bytes(layers, spec, CONTEXT, value_bytes=4, spare=spare_slots)
+        counted += pinned_bytes(layers, spec, CONTEXT, value_bytes=4)
         assert counted + state == plan.bytes_at(CONTEXT), name
 
 
@@ -68,10 +69,10 @@ def test_like_layers_are_one_row() -> None:
     config = read_config(GOLDEN / "gemma3")  # two layers slide over 64 tokens, one head pair of 32 numbers
     found = table(config, KVSpec(8, 4, 32, window=100, keep=4))
     packed = 2 * (32 + 8) + 2 * (16 + 8)
-    held = 64 + 64, 100 + 64
+    held, pinned = (64 + 64, 100 + 64), 4 * 2 * 32 * 4  # four keys beside the slots, as the model makes them
     assert found.rows == (
         KVRow((0, 1), "window", 8, 4, 64, 0, True, 2 * packed, 2 * packed * held[0]),
-        KVRow((2,), "window", 8, 4, 100, 4, True, packed, packed * held[1]),
+        KVRow((2,), "window", 8, 4, 100, 4, True, packed, packed * held[1] + pinned),
     )
     assert found.bytes_at_context == sum(row.bytes_at_context or 0 for row in found.rows)
     assert "a window of 64 tokens holds 64 more" in " ".join(found.notes)
@@ -130,7 +131,8 @@ def test_without_a_class_the_config_alone_is_counted_and_that_is_said(tmp_path: 
     assert seen.kv_table is None
     assert "unheard_of" in (seen.kv_reason or "")
     assert seen.kv_bytes_per_token == 2 * 2 * 2 * (32 + 2 * 2)
-    assert seen.memory.kv == (100 + spare_slots(100)) * seen.kv_bytes_per_token
+    pinned = 4 * 2 * 2 * 32 * 2  # of four tokens: two layers, two heads, 16 bits
+    assert seen.memory.kv == (100 + spare_slots(100)) * seen.kv_bytes_per_token + pinned
     assert asdict(seen.memory)["kv"] == seen.memory.kv
 
 

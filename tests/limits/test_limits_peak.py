@@ -208,13 +208,17 @@ def test_a_shape_from_a_config():
     layer = shape.layers[0]
     assert (layer.heads, layer.key_dim, layer.key_bits, layer.value_bits) == (2, 32, 8, 4)
     assert layer.limit == 512 + 64
+    assert (layer.fixed_bytes, layer.block) == (
+        4 * 2 * 32 * 4,
+        (512 - 4) // 2,
+    )  # four pinned keys, and how far they move at once
     assert layer.key_bytes + layer.value_token_bytes == plan.layers[0].bytes_per_token
 
 
 @pytest.mark.parametrize(
     "kv",
-    [KVSpec(), KVSpec(key_bits=8, value_bits=4, group_size=32), KVSpec(window=512)],
-    ids=["16-bit", "8,4", "window of 512"],
+    [KVSpec(), KVSpec(key_bits=8, value_bits=4, group_size=32), KVSpec(window=512), KVSpec(window=512, keep=256)],
+    ids=["16-bit", "8,4", "window of 512", "half of it pinned"],
 )
 @pytest.mark.usefixtures("settled_memory")
 def test_the_peak_of_a_real_prefill(tmp_path, kv):

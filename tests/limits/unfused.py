@@ -48,7 +48,7 @@ class Unfused:
             loaded.config, plan, weights=weights, value_bytes=4, order="ahead", device=AttentionDevice("cpu")
         )
         others = mx.get_active_memory() - weights
-        caches = plan.make(0)
+        caches = plan.make()
         for cache in caches:
             some = mx.zeros((1, self.kv_heads, self.held, self.head_dim))
             cache.update_and_fetch(some, some)

@@ -1,0 +1,204 @@
+"""Rotary positions of keys that are kept: how a model rotates them, found by watching it, and rotating them further.
+
+A rotary embedding (https://arxiv.org/abs/2104.09864) multiplies the key at position p by R(p), and R(p + d) = R(d) R(p): so a key
+is moved d positions on by rotating it again. All of mlx-lm's embeddings come down to ``mx.fast.rope``, whatever scales, periods
+or factors they have; what it was called with, for exactly the keys that the cache gets, is what d positions more take.
+
+Two lazy passes are watched, one at position 0 and one far on. An embedding that changes with the length of the context is called
+otherwise in the second, and keys that are worked on after their rotation are not what it returned: neither can be moved.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import mlx.core as mx
+
+from tokamac.engine.kv.attention import install_seam
+from tokamac.engine.kv.layout import Mask
+from tokamac.engine.kv.probe import TOKENS, Watching, map_leaves
+
+Path = tuple[int, ...]
+"""Of a cache: (layer,), or (layer, part)."""
+
+FAR = 1 << 20
+"""The first position of the second pass: beyond the context of any embedding that changes with it."""
+
+UNKNOWN = "its queries or keys are not as MLX's rotary embedding leaves them"
+CHANGING = "its rotary embedding changes with the length of the context"
+FAILED = "a pass over the model far from its first position failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What ``mx.fast.rope`` is called with: ``dims`` of a head are rotated, by position × scale ÷ the period of each pair."""
+
+    dims: int
+    traditional: bool
+    base: float | None
+    scale: float
+    periods: mx.array | None = field(default=None, compare=False)
+
+    def move(self, keys: mx.array, by: int) -> mx.array:
+        """Return rotated keys (B, H, T, D) as they would be ``by`` positions further on, each."""
+        if by == 0:
+            return keys
+        batch, heads, count, dim = keys.shape
+        alone = keys.reshape(batch, heads * count, 1, dim)  # a row of one token each: all are moved alike
+        moved = mx.fast.rope(
+            alone,
+            self.dims,
+            traditional=self.traditional,
+            base=self.base,
+            scale=self.scale,
+            offset=by,
+            freqs=self.periods,
+        )
+        return moved.reshape(keys.shape)
+
+    def is_same(self, other: "Rotation") -> bool:
+        """Whether both rotate alike: by the same periods, not by ones that were worked out anew."""
+        return self == other and self.periods is other.periods
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPositions:
+    """What the position is to the keys of a layer. rotation: what moves them; None where there is no position in them, or where
+    they can't be moved. trouble: why they can't be, or ""."""
+
+    rotation: Rotation | None
+    trouble: str = ""
+
+
+def key_positions(model: Any, make_caches: Callable[[], list[Any]], paths: frozenset[Path]) -> dict[Path, KeyPositions]:
+    """Return what moves the keys of the caches at ``paths``, all that may hold rotated keys. make_caches: of the model's own.
+
+    Runs the model's forward pass twice, lazily.
+    """
+    try:
+        near, far = (_listen(model, make_caches(), paths, ahead) for ahead in (0, FAR))
+    except Exception:  # any model's own code may run here; its keys then stay as they are, and the plan says so
+        return dict.fromkeys(paths, KeyPositions(None, FAILED))
+    rotary = any(each.rotates for each in near.values())
+    return {path: _judge(near[path], far[path], rotary=rotary) for path in near}
+
+
+def _judge(near: "_Listening", far: "_Listening", *, rotary: bool) -> KeyPositions:
+    if rotary and not near.rotates and not far.rotates:
+        return KeyPositions(None)
+    first, second = near.rotation(), far.rotation()
+    if first is None or second is None:
+        return KeyPositions(None, UNKNOWN)
+    return KeyPositions(first) if first.is_same(second) else KeyPositions(None, CHANGING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of ``mx.fast.rope``: what came back, how it rotates, and the position of the first row."""
+
+    returned: mx.array
+    rotation: Rotation
+    offset: Any
+
+
+_one_at_a_time = Lock()
+
+
+class _RopeCalls:
+    """The calls of ``mx.fast.rope`` inside a with block. Another thread's are noted too, and match nothing."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._counted = 0
+
+    def __enter__(self) -> "_RopeCalls":
+        _one_at_a_time.acquire()
+        self._rope: Callable[..., mx.array] = mx.fast.rope
+
+        def rope(a: mx.array, dims: int, **given: Any) -> mx.array:
+            returned = self._rope(a, dims, **given)
+            rotation = Rotation(dims, given["traditional"], given["base"], given["scale"], given.get("freqs"))
+            self._calls.append(_Call(returned, rotation, given["offset"]))
+            return returned
+
+        mx.fast.rope = rope
+        return self
+
+    def rotation_of(self, x: mx.array, position: int) -> Rotation | None:
+        """Return how ``x`` was rotated, if it is as a call at this position returned it."""
+        for call in self._calls:
+            if call.returned is x and isinstance(call.offset, int) and call.offset == position:
+                return call.rotation
+        return None
+
+    def count_new(self) -> int:
+        """Return the calls since this was asked last."""
+        before, self._counted = self._counted, len(self._calls)
+        return self._counted - before
+
+    def __exit__(self, *_: object) -> None:
+        mx.fast.rope = self._rope
+        _one_at_a_time.release()
+
+
+class _Listening(Watching):
+    """Stands in for a cache that holds ``ahead`` tokens, and notes how the keys and queries that it gets were rotated.
+
+    rotates: whether anything was, after the cache before it was attended to.
+    """
+
+    def __init__(self, own: Any, ropes: _RopeCalls, ahead: int) -> None:
+        super().__init__(own)
+        self._ropes, self._ahead = ropes, ahead
+        self._rotations: list[Rotation | None] = []
+        self.rotates = False
+
+    @property
+    def offset(self) -> int:
+        """Tokens held, it says."""
+        return super().offset + self._ahead
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Note the keys; return what the cache stood for returns."""
+        self.rotates |= self._ropes.count_new() > 0
+        self._rotations.append(self._ropes.rotation_of(keys, self.offset))
+        return super().update_and_fetch(keys, values)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """Note the queries; attend as mlx-lm would."""
+        self.rotates |= self._ropes.count_new() > 0
+        self._rotations.append(self._ropes.rotation_of(queries, self.offset - TOKENS))
+        return super().attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+
+    def rotation(self) -> Rotation | None:
+        """Return how keys and queries are rotated, if it is the same for all, and none was worked on afterwards."""
+        first, *others = self._rotations or [None]
+        if first is None or not others:
+            return None
+        return first if all(each is not None and each.is_same(first) for each in others) else None
+
+
+def _listen(model: Any, caches: list[Any], paths: frozenset[Path], ahead: int) -> dict[Path, _Listening]:
+    install_seam()
+    listening: dict[Path, _Listening] = {}
+
+    def stand_in(path: Path, cache: Any) -> Any:
+        if path not in paths:
+            return cache
+        listening[path] = _Listening(cache, ropes, ahead)
+        return listening[path]
+
+    with _RopeCalls() as ropes:
+        model(mx.zeros((1, TOKENS), mx.int32), cache=map_leaves(caches, stand_in))
+    return listening
