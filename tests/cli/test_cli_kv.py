@@ -52,7 +52,9 @@ def test_kv_quality_json_has_every_setting_and_one_recommendation(tokamac: Run, 
     assert sizes == sorted(sizes, reverse=True)
     for each in settings:
         assert [speed["depth"] for speed in each["decode"]] == [4, 16]
-        assert each["context_bytes"] == 96 * each["bytes_per_token"]  # the window and what it can be taken back by
+        pinned = 2 * settings[0]["bytes_per_token"] // 2  # the keys of two tokens, as they came
+        # The window, what it can be taken back by, and what pinned keys are moved from.
+        assert each["context_bytes"] == 96 * each["bytes_per_token"] + pinned
     picked = found["recommended"]
     assert picked.keys() == {"key_bits", "value_bits", "why", "reason"}
     assert (picked["key_bits"], picked["value_bits"]) in SETTINGS
@@ -159,9 +161,9 @@ def test_inspect_shows_the_caches_that_flags_ask_for(tokamac: Run, tiny: Path) -
     head, row, whole, note = [" ".join(filter(None, cells)).split() for cells in table_of(shown.out)]
     assert head[:5] == ["layers", "kind", "keys", "values", "window"]
     a_token = 2 * 2 * ((64 + 2 * 8) + (32 + 2 * 8))
-    assert row == [*["0-1", "window", "8", "4", "64,", "8", "pinned"], str(a_token), "B", "65.5", "kB"]
+    assert row == [*["0-1", "window", "8", "4", "64,", "8", "pinned"], str(a_token), "B", "73.7", "kB"]
     assert whole[0] == "all"
-    assert 128 * a_token == 65_536
+    assert 128 * a_token + 8 * (2 * 2 * 64 * 4) == 73_728  # eight keys as they came, which pinned ones are moved from
     assert note[:5] == ["a", "window", "of", "64", "tokens"]
     plain = tokamac("inspect", tiny, "--context", "256")
     assert "layers" not in plain.out

@@ -258,6 +258,7 @@ def test_cancelling_reaches_a_reply_that_waits_for_its_reader_though_nobody_read
 
 def test_closing_ends_a_reply_that_waits_for_its_reader(tiny: Path) -> None:
     engine = Engine.load(tiny, kv=KVSpec(window=64, keep=4), prompt_cache=None)
+    engine.tokenizer.eos_ids = frozenset()
     events = engine.generate([5, 6, 7], ENDLESS)
     next(events)
     parked(engine)
