@@ -80,7 +80,8 @@ class Conversations(RuleBasedStateMachine):
     def rest(self) -> None:
         """Have nothing else to do."""
         self.store.flush(10)
-        assert self.store.trouble is None
+        told = self.store.trouble  # one state of some models is larger than the smallest folder: that is said
+        assert told is None or (self.budgets.total < 1 << 20 and "may not grow so large" in told)
 
     @rule(which=st.integers(0, 40), at=st.integers(0, 1 << 20))
     def damage(self, which: int, at: int) -> None:
