@@ -28,7 +28,7 @@ from tokamac.engine.limits.limits import Limits, limits_of
 from tokamac.engine.limits.memory import Memory, snapshot
 from tokamac.engine.limits.prediction import Prediction, predict
 from tokamac.engine.limits.prefill_chunk import whole_chunks
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
+from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions, Thinking
 from tokamac.engine.pacing import Pacing
 from tokamac.engine.perplexity import WINDOW, Perplexity, PerplexityProgress, check_windows, perplexity
 from tokamac.engine.pieces import STAGE_S, Pieces
@@ -103,7 +103,7 @@ class Core:
             raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
         return runtime
 
-    def _prompting(self, template: TemplateOptions = TemplateOptions()) -> Prompting:  # noqa: B008  # frozen
+    def _prompting(self, template: TemplateOptions = NOTHING_TOLD) -> Prompting:
         return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks, template=template)
 
     def reply(
@@ -114,7 +114,7 @@ class Core:
         cancelled: Callable[[], bool],
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Reply:
         """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it.
 
@@ -134,7 +134,7 @@ class Core:
         cancelled: Callable[[], bool],
         *,
         stage_s: float = STAGE_S,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
         yield from self._warmed(self._to_warm(prompt, template=template), cancelled, stage_s)
@@ -171,7 +171,7 @@ class Core:
         self,
         prompt: Prompt,
         turn: Turn = "closed",
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Request:
         if not self._store.keeps:
             raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Message
-from tokamac.engine.options import Sampling, TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.values import index
 
 
@@ -105,7 +105,7 @@ def given_sampling(sampling: object) -> Sampling:
 def given_template(template: object) -> TemplateOptions:
     """Return what the chat template is told; None is nothing. Raises OptionError for anything but TemplateOptions."""
     if template is None:
-        return TemplateOptions()
+        return NOTHING_TOLD
     if not isinstance(template, TemplateOptions):
         raise OptionError(f"template is a {_kind(template)}", 'Use TemplateOptions(thinking="off"), for example.')
     return template

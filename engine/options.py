@@ -487,3 +487,7 @@ def _as_json(name: object, value: object) -> str:
             f"the template option {name!r:.40} is {value!r:.40}, which JSON can't hold",
             "Use numbers, texts, lists, dicts.",
         ) from None
+
+
+NOTHING_TOLD = TemplateOptions()
+"""A chat template as it is, and no end to the thinking but the model's."""

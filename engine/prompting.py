@@ -8,7 +8,7 @@ from tokamac.engine import continuation
 from tokamac.engine.continuation import Begun
 from tokamac.engine.errors import OptionError, TemplateError
 from tokamac.engine.events import Message, Truncated
-from tokamac.engine.options import Sampling, TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.prompt_cache.tree import common_prefix
 from tokamac.engine.recorder import Recorder
 from tokamac.engine.request import Request
@@ -41,7 +41,7 @@ class Prompting:
         vocabulary_size: int,
         *,
         marks: bool,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> None:
         self._runtime = runtime
         self._tokenizer = runtime.tokenizer.using(template)

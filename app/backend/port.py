@@ -8,7 +8,7 @@ from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import Event, Live, LoadProgress, Message
 from tokamac.engine.limits.memory import SOURCES
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD, KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.price import Price
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class EnginePort(Protocol):
         sampling: Sampling,
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Iterator[Event]:
         """Yield the reply's events; the last is Finished, also after ``cancel``. continues: the rest of the reply at the end."""
 
@@ -42,7 +42,7 @@ class EnginePort(Protocol):
     def warm(
         self,
         messages: Sequence[Message],
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> None:
         """Compute in idle time what is certain of a conversation whose last message is still being written. Returns at once."""
 
@@ -51,7 +51,7 @@ class EnginePort(Protocol):
         messages: Sequence[Message],
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Price:
         """Tell what a reply would take until its first token. May be called from any thread; waits until the engine is free."""
 
@@ -114,7 +114,7 @@ class _RealEngine:
         sampling: Sampling,
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Iterator[Event]:
         return self._engine.generate(self._taken(messages), sampling, continues=continues, template=template)
 
@@ -127,7 +127,7 @@ class _RealEngine:
     def warm(
         self,
         messages: Sequence[Message],
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> None:
         self._engine.warm_ahead(self._taken(messages), template=template)
 
@@ -136,7 +136,7 @@ class _RealEngine:
         messages: Sequence[Message],
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Price:
         return self._engine.price(self._taken(messages), continues=continues, template=template)
 

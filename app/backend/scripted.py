@@ -23,7 +23,7 @@ from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgr
 from tokamac.engine.limits import metrics as rates
 from tokamac.engine.limits.diagnosis import diagnose
 from tokamac.engine.limits.prediction import decode_phase
-from tokamac.engine.options import Sampling, TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.price import Price
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class ScriptedEngine:
         sampling: Sampling,
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Iterator[Event]:
         """Yield the reply's events; of a script that is continued, those after what was said."""
         self._cancelled.clear()
@@ -113,7 +113,7 @@ class ScriptedEngine:
     def warm(
         self,
         messages: Sequence[Message],
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> None:
         """Know the conversation but for its last words, and note what it was."""
         del template  # it changes no length here
@@ -127,7 +127,7 @@ class ScriptedEngine:
         messages: Sequence[Message],
         *,
         continues: bool = False,
-        template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        template: TemplateOptions = NOTHING_TOLD,
     ) -> Price:
         """Tell what a reply would take."""
         del continues, template  # what was said is part of the prompt

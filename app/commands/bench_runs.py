@@ -16,7 +16,7 @@ from tokamac.engine.errors import ContextError, OptionError
 from tokamac.engine.events import Finished, Message
 from tokamac.engine.limits.limits import Limits
 from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.options import Sampling, TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -102,7 +102,7 @@ def measure(
     sampling: Sampling,
     peer: Peer | None,
     *,
-    template: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    template: TemplateOptions = NOTHING_TOLD,
 ) -> list[Measured]:
     """Return what was measured, point by point. ``sampling.max_tokens`` is set. Progress goes to stderr.
 
@@ -154,7 +154,7 @@ class Asks:
 
     def prompt(self, length: int, number: int) -> list[int]:
         """Return the prompt of a run."""
-        if self.template == TemplateOptions():
+        if self.template == NOTHING_TOLD:
             return prompt_ids(self.engine, length, number)
         return message_ids(self.engine, length, number, self.template)
 

@@ -19,7 +19,7 @@ from tokamac.app.tui.own import Own, as_settings, own_of
 from tokamac.app.tui.session import Session
 from tokamac.app.tui.steps import Step
 from tokamac.app.tui.tree import Tree
-from tokamac.engine.options import TemplateOptions
+from tokamac.engine.options import NOTHING_TOLD
 
 CHECKPOINT_S = 2.0
 LEFT = "What was not sent stays in the chat that was left."
@@ -73,7 +73,7 @@ class Recording:
         session, said = self._session, self._session.talk.said  # what a reply that is continued begins with
         model = session.load.model
         settings = {"sampling": asdict(session.sampling), "kv": asdict(session.load.kv), **_adapter(session)}
-        if session.template != TemplateOptions():
+        if session.template != NOTHING_TOLD:
             settings["template"] = asdict(session.template)
         self._ledger.ask(session.talk.tree, turn.reply_key, Asked(model, settings, said.text, said.thinking))
         self._owed.pop("head", None)
