@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from tokamac.app.exit_status import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
+from tokamac.app.output import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
 
 HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
@@ -79,7 +79,7 @@ def _run(arguments: list[str]) -> int:
     elif not first or first.startswith("-"):
         return _do("chat", arguments, named=False)
     if first not in COMMANDS:
-        from tokamac.app.mistyped import no_command
+        from tokamac.app.parser import no_command
 
         return _refuse(no_command(first, COMMANDS))
     return _do(first, rest)
@@ -87,7 +87,7 @@ def _run(arguments: list[str]) -> int:
 
 def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
     """Run the command. named: it was written, and is not only what ``tokamac`` alone does."""
-    from tokamac.engine.open_files import raise_open_files
+    from tokamac.engine.files import raise_open_files
 
     raise_open_files()
     command = import_module(f"tokamac.app.commands.{name}")
@@ -140,10 +140,9 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
 
         traceback.print_exception(error)
     from tokamac.app.output import json_line, note
-    from tokamac.engine.compute_errors import engine_error
     from tokamac.engine.device import cannot_import
-    from tokamac.engine.errors import TokamacError, access_hint
-    from tokamac.engine.limits.address_space import LEAST, space_left, too_little
+    from tokamac.engine.errors import TokamacError, access_hint, engine_error
+    from tokamac.engine.perf.memory import LEAST, space_left, too_little
 
     if not isinstance(error, TokamacError) and (left := space_left()) is not None and left < LEAST // 4:
         error = too_little(left)  # whatever it was that could not be loaded or started

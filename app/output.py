@@ -7,6 +7,8 @@ every tenth elsewhere.
 
 Where stdout can't be written any more, every command ends alike, and says nothing of the file or folder it was at: with status 141,
 in silence, where the reader of a pipe has left, and with status 1 and one line on stderr where the disk under it is full.
+
+Exit statuses that mean more than that a command failed: 0 is done, 1 failed.
 """
 
 import json
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
-from tokamac.app.tui.units import seconds, size
+from tokamac.app.units import seconds, size
 from tokamac.engine.errors import shortened
 
 BAR_CELLS = 20
@@ -151,3 +153,11 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+WRONG_USAGE = 2
+"""What argparse ends with."""
+INTERRUPTED = 130
+"""128 + SIGINT: what a shell reports of a program that Ctrl-C ended."""
+PIPE_CLOSED = 141
+"""128 + SIGPIPE: what a shell reports of a program that SIGPIPE ended."""

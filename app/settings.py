@@ -23,29 +23,81 @@
     [adapters]          # a model, as it is named, and the folder or Hugging Face id of the adapter that it is loaded with
     "mlx-community/Qwen3-4B-4bit" = "/home/me/adapters/letters"
 
-    [keys]              # an action's id (app/tui/actions.py) and its keys; [] takes them away
+    [keys]              # an action's id (app/chat/actions.py) and its keys; [] takes them away
     explain = "f8"
     new_chat = ["ctrl+n", "f9"]
 
 Nothing in the file is dropped in silence: an unknown key is named and written back, a value that can't be used is named and
-its default taken, and a file that is not TOML is moved aside, not overwritten. Whether keys can be had is for app/tui/keymap.py to
-say.
+its default taken, and a file that is not TOML is moved aside, not overwritten. Whether keys can be had,
+app/chat/actions.py says.
+
+A change is written into the file as it is now: other windows change it too, and so does its user's editor. A lock on a file beside
+it keeps two changes apart: the settings' own file is replaced whole, so that a lock on it holds nobody off.
 """
 
+import datetime
+import fcntl
 import os
+import re
 import tempfile
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from tokamac.app.backend.shapes import ShapeError, build
-from tokamac.app.toml import toml
-from tokamac.engine.durable import to_disk
+from tokamac.app.backend.protocol import ShapeError, build
 from tokamac.engine.errors import OptionError
+from tokamac.engine.files import read_text, to_disk
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
-from tokamac.engine.regular_files import read_text
+from tokamac.engine.perf import measurement_store
+
+
+def toml(table: dict[str, Any], prefix: str = "") -> str:
+    """Return a table as TOML: plain values first, then sub-tables, whose names begin with ``prefix``."""
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            name = f"{prefix}{_key(key)}"
+            lines.append(f"\n[{name}]\n{toml(value, f'{name}.')}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if key.isascii() and key.replace("_", "a").replace("-", "a").isalnum() else f'"{_escaped(key)}"'
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return repr(value)
+
+
+def _string(text: str) -> str:
+    """Return a text as TOML; one of several lines as a person would write it. The newline after the quotes is not part of it."""
+    if "\n" not in text:
+        return f'"{_escaped(text)}"'
+    lines = "\n".join(_escaped(line) for line in text.split("\n"))
+    return f'"""\n{lines}"""'
+
+
+def _escaped(text: str) -> str:
+    return _SPECIAL.sub(lambda char: _ESCAPES.get(char[0]) or f"\\u{ord(char[0]):04x}", text)
+
+
+_SPECIAL = re.compile(r'["\\\x00-\x1f\x7f]')
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
 
 FILE = "settings.toml"
 MOST_ASIDE = 100
@@ -70,9 +122,9 @@ DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
 class Settings:
     """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
 
-    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, and None for the chat to say
-    (app/tui/idle.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake: whether
-    a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
+    unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
+    (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake:
+    whether a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
     Raises OptionError for what these can't be.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters: by model. keys: of actions
     by id, as they were written.
@@ -112,7 +164,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Settings, and in plain sentences what of the file could not be used."""
 
     settings: Settings
@@ -137,22 +189,22 @@ def default_path() -> Path:
     return user_config_path("tokamac") / FILE
 
 
-def load(path: Path) -> Loaded:
+def load(path: Path) -> LoadedSettings:
     """Read the settings; a missing file gives the defaults, and so does one that can't be used."""
     try:
         return read(path)
     except DAMAGED as error:
-        return Loaded(Settings(), (set_aside(path, error),))
+        return LoadedSettings(Settings(), (set_aside(path, error),))
     except OSError as error:
-        return Loaded(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
+        return LoadedSettings(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
 
 
-def read(path: Path) -> Loaded:
+def read(path: Path) -> LoadedSettings:
     """Read the settings; a missing file gives the defaults. Raises OSError, and ``DAMAGED`` for what is no TOML."""
     try:
         text = read_text(path, LARGEST_BYTES)
     except FileNotFoundError:
-        return Loaded(Settings())
+        return LoadedSettings(Settings())
     return _read(tomllib.loads(text), path)
 
 
@@ -209,7 +261,7 @@ def set_aside(path: Path, error: Exception) -> str:
     return f"{path} was damaged ({error}); it is now {aside.name}, and a new one takes its place."
 
 
-def _read(table: dict[str, Any], path: Path) -> Loaded:
+def _read(table: dict[str, Any], path: Path) -> LoadedSettings:
     warnings: list[str] = []
     settings = Settings()
     unknown: dict[str, Any] = {}
@@ -235,7 +287,7 @@ def _read(table: dict[str, Any], path: Path) -> Loaded:
         else:
             unknown[name] = value
             warnings.append(f"{path.name}: unknown key {name!r}; it is kept and not used.")
-    return Loaded(replace(settings, unknown=unknown), tuple(warnings))
+    return LoadedSettings(replace(settings, unknown=unknown), tuple(warnings))
 
 
 def _with(settings: Settings, name: str, value: object) -> Settings:
@@ -304,3 +356,93 @@ def _keys(value: object) -> tuple[str, ...]:
 
 _MAPS: dict[str, Callable[[object], Any]] = {"system_prompts": _text, "adapters": _text, "keys": _keys}
 """Tables whose keys are the user's, and how their values are read."""
+
+
+PATIENCE_S = 2.0
+"""How long another window may keep the lock; each change takes milliseconds."""
+_TABLES = ("system_prompts", "adapters", "keys", "unknown")
+T = TypeVar("T")
+
+
+def change(path: Path, held: Settings, wanted: Settings) -> tuple[str, ...]:
+    """Write what is other in ``wanted`` than in ``held`` into the file, and leave the rest of it; return what is to be said of it.
+
+    A file that is damaged by now is moved aside, and ``wanted`` written whole. Raises OSError where nothing could be written, and
+    where the damaged file can't be moved: it is not written over.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path.with_name(f".{path.name}.lock")):
+        try:
+            now = read(path)
+        except DAMAGED as error:
+            told = set_aside(path, error)
+            if path.exists():
+                raise OSError(None, told) from error
+            save(path, wanted)
+            return (told,)
+        save(path, merged(now.settings, held, wanted))
+        return now.warnings
+
+
+def merged(now: Settings, held: Settings, wanted: Settings) -> Settings:
+    """Return ``now`` with what is other in ``wanted`` than in ``held``: of tables, entry by entry."""
+    changes: dict[str, Any] = {}
+    for one in fields(Settings):
+        was, becomes, stands = (getattr(each, one.name) for each in (held, wanted, now))
+        if was == becomes:
+            continue
+        if one.name in _TABLES:
+            becomes = _merged_map(stands, was, becomes)
+        elif one.name in OPTIONS:
+            becomes = _merged_options(stands, was, becomes)
+        changes[one.name] = becomes
+    return replace(now, **changes)
+
+
+def _merged_map(now: Mapping[str, Any], held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {name: value for name, value in wanted.items() if name not in held or held[name] != value}
+    return {**{name: value for name, value in now.items() if name in wanted or name not in held}, **changed}
+
+
+def _merged_options(now: T, held: T, wanted: T) -> T:
+    names = [field.name for field in fields(wanted)]  # type: ignore[arg-type]  # a dataclass, as all OPTIONS are
+    changed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) != getattr(held, name)}
+    try:
+        return replace(now, **changed)  # type: ignore[type-var]
+    except OptionError:  # together with what another window chose it is not valid: what was chosen last holds whole
+        return wanted
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Keep other windows from changing the settings. Raises OSError where one of them doesn't end in time."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        until = time.monotonic() + PATIENCE_S
+        while not _locked(handle):
+            if time.monotonic() > until:
+                raise TimeoutError(None, "another tokamac keeps it busy")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+TOLD_FILE = "told.json"
+
+
+def is_new(text: str) -> bool:
+    """Whether this was never told, and remember that it is now. Where that can't be written, it is told again."""
+    file = measurement_store.store_file(TOLD_FILE)
+    if measurement_store.read(file, text) is not None:
+        return False
+    measurement_store.keep(file, {text: 1.0})
+    return True

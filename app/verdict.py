@@ -1,13 +1,26 @@
 """A reply's diagnosis in words, for the chat and for the command line: one line, or one sentence. No rate is computed here.
 
 Of what is unknown nothing is said, and nothing is promised that was not predicted.
+
+The whole of a diagnosis in words: each part of the time, each number with its formula and the numbers put in, each remedy.
+
+For ``ask -vv`` as lines; the chat's Explain screen takes the same pieces apart.
+
+One sentence for what was done where memory was short; the chat and the command line say it alike.
+
+How close a converted model is to its source, in a sentence that a person understands. No figure is computed here.
 """
 
-from tokamac.app.tui.units import count, percent, rate, seconds
-from tokamac.engine.limits.diagnosis import Diagnosis, Part, Waits
-from tokamac.engine.limits.gaps import Throttle
-from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.limits.remedies import Remedy, RemedyName
+import re
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from tokamac.app import units
+from tokamac.app.units import UNKNOWN, count, percent, rate, seconds
+from tokamac.engine.events import MemoryPressure
+from tokamac.engine.metrics import Metrics, Throttle
+from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Unit, Waits
+from tokamac.engine.perf.memory import giving_way
 
 BOUND: dict[Waits, str] = {
     "memory": "bound by memory",
@@ -64,7 +77,7 @@ def sentence(metrics: Metrics, diagnosis: Diagnosis | None) -> str:
     return f"{'; '.join(said)}."
 
 
-def _took(part: Part, metrics: Metrics) -> str:
+def _took(part: TimePart, metrics: Metrics) -> str:
     time = seconds(part.seconds)
     if part.name == "wait":
         return f"{time} went by before the prompt was read"
@@ -78,7 +91,7 @@ def _tokens(number: int, noun: str) -> str:
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
-def _how(part: Part) -> str:
+def _how(part: TimePart) -> str:
     """Return what a phase waited for and how near it came to what is possible, as far as that is known."""
     said = [] if part.bound is None else [BOUND[part.bound]]
     if reached := reached_text(part):
@@ -86,14 +99,14 @@ def _how(part: Part) -> str:
     return "".join(f", {each}" for each in said[:1]) + "".join(f": {each}" for each in said[1:])
 
 
-def reached_text(part: Part) -> str:
+def reached_text(part: TimePart) -> str:
     """Return how near a phase came to what the machine allows, and to what is expected there; empty where neither is known."""
     allowed = "" if part.of_ceiling is None else f"{percent(part.of_ceiling)} of what this machine allows"
     expected = "" if part.of_expected is None else f"{_only(part)}{percent(part.of_expected)} of what is expected"
     return " and ".join(each for each in (allowed, expected) if each)
 
 
-def _only(part: Part) -> str:
+def _only(part: TimePart) -> str:
     few = part.of_expected is not None and part.of_expected < 0.01
     return "only " if part.behind and not few else ""
 
@@ -150,3 +163,154 @@ THROTTLED: dict[Throttle, str] = {
 }
 RELIEF: dict[Throttle, RemedyName] = {"thermal": "cool chip", "low power": "full power"}
 """What ends it."""
+
+
+PLACE = re.compile(r"\{(\w+)\}")
+WAITED = "before the prompt was read: its turn, tokenizing, restoring the prompt cache"
+DOING: dict[PartName, str] = {"wait": WAITED, "prefill": "reading the prompt", "decode": "writing the reply"}
+
+
+def value_text(value: float | None, unit: Unit) -> str:
+    """Return a number with its unit; None is unknown."""
+    if value is None:
+        return units.UNKNOWN
+    match unit:
+        case "GB/s":
+            return units.bandwidth(value)
+        case "bytes":
+            return units.size(round(value))
+        case "s":
+            return units.milliseconds(value * 1e3) if value < 1 else f"{value:,.2f} s"
+        case "tok/s":
+            return units.rate(value)
+        case "TFLOP/s":
+            return f"{_scaled(value * 1e12)}/s"
+        case "FLOP":
+            return _scaled(value)
+        case "FLOP/byte":
+            return f"{value:,.1f} FLOP/byte"
+
+
+def words(term: Term, terms: Sequence[Term]) -> str:
+    """Return a term's formula with the names of the others in it."""
+    names = {each.key: each.name for each in terms}
+    return PLACE.sub(lambda found: names.get(found[1], found[0]), term.formula)
+
+
+def numbers(term: Term, terms: Sequence[Term]) -> str:
+    """Return a term's formula with the others' values put in; empty where it names none, or one of them is unknown."""
+    if term.value is None:
+        return ""
+    values = {each.key: value_text(each.value, each.unit) for each in terms}
+    return PLACE.sub(lambda found: values.get(found[1], found[0]), term.formula) if PLACE.search(term.formula) else ""
+
+
+def part_text(part: TimePart) -> str:
+    """Return what a part of the time was, what it waited for, and how near it came to what is possible."""
+    said = [DOING[part.name], "" if part.bound is None else BOUND[part.bound], reached_text(part)]
+    return "; ".join(each for each in said if each)
+
+
+def lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the whole, line by line."""
+    for part in diagnosis.parts:
+        yield f"{part.name:<9} {units.seconds(part.seconds)}: {part_text(part)}"
+    for term in diagnosis.terms:
+        yield f"{term.concern:<9} {_equation(term, diagnosis.terms)}"
+    for throttle in diagnosis.throttles:
+        yield f"machine   {THROTTLED[throttle]} ({HOW[RELIEF[throttle]]})"
+    for remedy in diagnosis.remedies:
+        yield f"remedy    {remedy_text(remedy)} ({HOW[remedy.name]})"
+
+
+def _equation(term: Term, terms: Sequence[Term]) -> str:
+    value = value_text(term.value, term.unit)
+    if not PLACE.search(term.formula):
+        return f"{term.name} = {value} ({term.formula})"
+    return " = ".join(each for each in (term.name, words(term, terms), numbers(term, terms), value) if each)
+
+
+def _scaled(operations: float) -> str:
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if operations >= size:
+            return f"{operations / size:,.3g} {prefix}FLOP"
+    return f"{operations:,.0f} FLOP"
+
+
+def squeezed_sentence(event: MemoryPressure) -> str:
+    """Return what was done, what it costs other programs, and the memory that is expected now, beside what may be used."""
+    done = ["a piece of the prompt did not fit and is computed again"] if event.failed else []
+    if event.pool_bytes:
+        done.append(f"{units.size(event.pool_bytes)} of unused buffers were given back")
+    if event.fused_bytes:
+        done.append(f"attention runs fused, which is slower and takes {units.size(event.fused_bytes)} less")
+    if event.chunk is not None:
+        done.append(f"the prompt is read {units.count(event.chunk)} tokens at a time")
+    if event.cache_bytes:
+        done.append(f"{units.size(event.cache_bytes)} of earlier prompts were let go of")
+    if event.from_others:
+        done.append(giving_way(event.from_others))
+    if event.ended:
+        done.append("the reply ends here, since more of it would not fit")
+    needed = units.size(event.predicted_bytes)
+    of = needed if event.budget_bytes is None else f"{needed} of {units.size(event.budget_bytes)}"
+    expected = f"that would take {of}" if event.ended else f"{of} are expected to be used"
+    short = "memory pressure is critical" if event.critical else "memory is short"
+    return f"{short}: {'; '.join([', '.join(done), expected] if done else [expected])}"
+
+
+class ModelComparison(Protocol):
+    """What two models said of a text; None is unknown. quant/report.py says what each figure is."""
+
+    @property
+    def kl(self) -> float | None:
+        """Nats a token."""
+
+    @property
+    def kl_se(self) -> float | None:
+        """Its standard error."""
+
+    @property
+    def top1(self) -> float | None:
+        """Share of places, 0 to 1."""
+
+    @property
+    def perplexity_ratio(self) -> float | None:
+        """Result ÷ source."""
+
+    @property
+    def positions(self) -> int | None:
+        """Places compared."""
+
+
+def closeness(found: ModelComparison | None, relative_error: float | None) -> str:
+    """Return what was found, the plainest first: the same choices, perplexity, KL divergence, the error of the weights."""
+    said = [] if found is None else [_choices(found), _perplexity(found), _divergence(found)]
+    return "; ".join(part for part in (*said, _weights(relative_error)) if part) or UNKNOWN
+
+
+def _choices(found: ModelComparison) -> str:
+    if found.top1 is None:
+        return ""
+    return f"its likeliest next token is the source's at {100 * found.top1:.1f} % of {count(found.positions)} places of a text"
+
+
+def _perplexity(found: ModelComparison) -> str:
+    """Return by how much the text surprises the result more than the source."""
+    if found.perplexity_ratio is None:
+        return ""
+    percent = 100 * (found.perplexity_ratio - 1)
+    if abs(percent) < 0.05:
+        return "perplexity is the same"
+    return f"perplexity is {abs(percent):.1f} % {'higher' if percent > 0 else 'lower'}"
+
+
+def _divergence(found: ModelComparison) -> str:
+    if found.kl is None:
+        return ""
+    spread = "" if found.kl_se is None else f" ± {found.kl_se:.2g}"
+    return f"KL divergence {found.kl:.3g}{spread} nats a token"
+
+
+def _weights(relative_error: float | None) -> str:
+    return "" if relative_error is None else f"relative error of its weights {100 * relative_error:.2g} %"

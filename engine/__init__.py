@@ -28,35 +28,40 @@ from tokamac.engine.errors import (
     TokamacError,
 )
 from tokamac.engine.events import (
+    Action,
     Alternative,
+    Branch,
+    Continue,
+    Edit,
     Event,
     Finished,
     Live,
     LoadProgress,
+    MemoryPressure,
     Message,
     PrefillProgress,
-    Squeezed,
+    Price,
+    Regenerate,
+    Send,
     TextChunk,
     TokenLogprob,
     Truncated,
 )
-from tokamac.engine.limits.metrics import Gaps, Metrics
+from tokamac.engine.metrics import Gaps, Metrics
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
-from tokamac.engine.price import Action, Branch, Continue, Edit, Price, Regenerate, Send
 
 if TYPE_CHECKING:
     from tokamac.engine.chat import Chat
-    from tokamac.engine.core import ModelSpec
-    from tokamac.engine.kv.quality import Trial, TrialProgress
-    from tokamac.engine.limits.limits import Limits
-    from tokamac.engine.limits.memory import Memory
-    from tokamac.engine.limits.prediction import Prediction
-    from tokamac.engine.perplexity import Perplexity
-    from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine.engine import Engine
+    from tokamac.engine.kv.divergence import Trial, TrialProgress
+    from tokamac.engine.perf.memory import Memory
+    from tokamac.engine.perf.roofline import Limits, Prediction
+    from tokamac.engine.prompt_cache.cache import Check
     from tokamac.engine.prompt_cache.exchange import Exchanged
-    from tokamac.engine.reply_stream import ReplyStream
-    from tokamac.engine.session import Engine
-    from tokamac.engine.tokens import Tokenizer
+    from tokamac.engine.runner import ModelSpec
+    from tokamac.engine.scoring import Perplexity
+    from tokamac.engine.text.tokenizer import Tokenizer
+    from tokamac.engine.worker import ReplyStream
 
 __all__ = [
     "Action",
@@ -82,6 +87,7 @@ __all__ = [
     "LoadProgress",
     "Memory",
     "MemoryLimitError",
+    "MemoryPressure",
     "Message",
     "Metrics",
     "ModelDamagedError",
@@ -99,7 +105,6 @@ __all__ = [
     "ReplyStream",
     "Sampling",
     "Send",
-    "Squeezed",
     "TemplateError",
     "TemplateOptions",
     "TextChunk",
@@ -113,10 +118,10 @@ __all__ = [
 
 
 _HOMES = {
-    "Chat": "chat", "Check": "prompt_cache.check", "Engine": "session", "Exchanged": "prompt_cache.exchange",
-    "Limits": "limits.limits", "Memory": "limits.memory", "ModelSpec": "core", "Perplexity": "perplexity",
-    "Prediction": "limits.prediction", "ReplyStream": "reply_stream", "Tokenizer": "tokens", "Trial": "kv.quality",
-    "TrialProgress": "kv.quality",
+    "Chat": "chat", "Check": "prompt_cache.cache", "Engine": "engine", "Exchanged": "prompt_cache.exchange",
+    "Limits": "perf.roofline", "Memory": "perf.memory", "ModelSpec": "runner", "Perplexity": "scoring",
+    "Prediction": "perf.roofline", "ReplyStream": "worker", "Tokenizer": "text.tokenizer", "Trial": "kv.divergence",
+    "TrialProgress": "kv.divergence",
 }  # fmt: skip
 """Which module defines a name that MLX is imported with, so that the screen and the command line stay light."""
 

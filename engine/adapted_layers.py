@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from tokamac.engine.cpu import DenseEmbedding, DenseLinear
+from tokamac.engine.model.cpu import DenseEmbedding, DenseLinear
 
 if TYPE_CHECKING:
     from tokamac.engine.adapters import Change

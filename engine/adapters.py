@@ -27,8 +27,8 @@ from tokamac.engine.errors import (
     ModelNotFoundError,
     ModelUnsupportedError,
 )
-from tokamac.engine.regular_files import CONFIG_BYTES, open_regular, read_bytes
-from tokamac.engine.shards import read_header
+from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
+from tokamac.engine.model.safetensors import read_header
 
 if TYPE_CHECKING:
     import mlx.core as mx

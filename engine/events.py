@@ -1,12 +1,14 @@
-"""What a reply is made of: messages go in, events come out. Only plain values, so they may cross threads and pipes."""
+"""What a reply is made of: messages go in, events come out. Only plain values, so they may cross threads and pipes.
+
+What an action on a conversation would cost, before it is taken.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.diagnosis import Diagnosis
-from tokamac.engine.limits.gaps import Outlier
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.perf.diagnosis import Diagnosis
 
 Role = Literal["system", "user", "assistant"]
 TextKind = Literal["answer", "thinking"]
@@ -51,7 +53,7 @@ class Truncated:
 
 
 @dataclass(frozen=True, slots=True)
-class Squeezed:
+class MemoryPressure:
     """Memory was short before a prefill or while decoding, and this was done about it. Bytes; 0 and None where nothing was.
 
     pool_bytes: given back by MLX's pool. chunk: tokens computed at once from here on. cache_bytes: of other prompts let go of.
@@ -135,7 +137,7 @@ class Finished:
     thinking_ended_at: int | None = None
 
 
-Event = Truncated | Squeezed | PrefillProgress | TextChunk | Finished
+Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +163,54 @@ class LoadProgress:
     stage: Literal["download", "weights", "warm-up"]
     done: int
     total: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Regenerate:
+    """Generate the last reply again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Go on with the last reply, which was cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Replace the text of message ``index``, and answer it again."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Go on from message ``index`` in a chat of its own, with a message that is still to be written."""
+
+    index: int
+
+
+Action = Send | Regenerate | Continue | Edit | Branch
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a prompt takes until its first token.
+
+    prompt_tokens: all of it. tokens: of them, to be computed. disk_bytes: keys and values to be read from disk. seconds: both
+    together, by what was measured since the model was loaded. estimated: no prompt of a good length was read since then, and the
+    seconds are what the arithmetic expects (``Engine.predict``); they are None until the machine's pace is known, too.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    disk_bytes: int
+    seconds: float | None
+    estimated: bool = False

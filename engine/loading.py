@@ -1,43 +1,73 @@
-"""Put an engine together: find the model, load it, plan its caches, find out what the machine allows."""
+"""Put an engine together: find the model, load it, plan its caches, find out what the machine allows.
 
+The first steps after loading, taken before anybody waits for them: a GPU makes its libraries and pipelines at their first use.
+
+On a plain CPU nothing is made at the first use that takes noticeable time, so there it is left out.
+"""
+
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine import hub
+import mlx.core as mx
+
 from tokamac.engine.adapters import Adapter, Change, attach, changes_of, read_adapter
-from tokamac.engine.context_length import context_length, pretraining_length
-from tokamac.engine.core import Core, ModelSpec, recommended_sampling
-from tokamac.engine.corrections import use_short_factors
-from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import DeviceKind, device_kind
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import LoadProgress
-from tokamac.engine.foresight import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
+from tokamac.engine.generation import Generation
+from tokamac.engine.hub import download
 from tokamac.engine.kv import install_seam, plan_caches
-from tokamac.engine.limits.bandwidth import with_bandwidth
-from tokamac.engine.limits.cost import cost_of_model, text_config
-from tokamac.engine.limits.family import leaves_out_senses
-from tokamac.engine.limits.fitted import Fitted, fitted
-from tokamac.engine.limits.hardware import detect
-from tokamac.engine.limits.host import HostLimited, measure_host
-from tokamac.engine.limits.kept import machine_key
-from tokamac.engine.limits.measuring import Measuring, Subject, can_measure
-from tokamac.engine.limits.neural import advice, attention_device
-from tokamac.engine.limits.prefill_chunk import Chunking
-from tokamac.engine.limits.situation import packed_layers
-from tokamac.engine.limits.wired import wired
-from tokamac.engine.limits.work import work_of
-from tokamac.engine.model import DTYPES, LoadedModel, load_model
+from tokamac.engine.model.config import context_length, pretraining_length
+from tokamac.engine.model.corrections import use_short_factors
+from tokamac.engine.model.cpu import is_unpacked
+from tokamac.engine.model.loader import DTYPES, LoadedModel, load_model, position_rows
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
-from tokamac.engine.pacing import Pacing
-from tokamac.engine.position_table import position_rows
-from tokamac.engine.prompt_cache.opening import open_cache
-from tokamac.engine.runtime import Machine, Runtime
-from tokamac.engine.tokens import Tokenizer, generation_config, load_tokenizer
-from tokamac.engine.warm_up import warm_up
+from tokamac.engine.perf.bandwidth import with_bandwidth
+from tokamac.engine.perf.cost import cost_of_model, text_config
+from tokamac.engine.perf.diagnosis import packed_layers
+from tokamac.engine.perf.footprint import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
+from tokamac.engine.perf.hardware import advice, attention_device, detect
+from tokamac.engine.perf.measurement_store import machine_key
+from tokamac.engine.perf.memory import wired
+from tokamac.engine.perf.mitigation import Chunking
+from tokamac.engine.perf.roofline import Fitted, HostLimited, fitted, measure_host
+from tokamac.engine.perf.timing import Measuring, TimedModel, can_measure
+from tokamac.engine.perf.workload import leaves_out_senses, work_of
+from tokamac.engine.prompt_cache.cache import open_cache
+from tokamac.engine.runner import Core, ModelSpec, Pacing, recommended_sampling
+from tokamac.engine.runtime import MachineSpeed, Runtime
+from tokamac.engine.sampling import Sampler
+from tokamac.engine.text.tokenizer import Tokenizer, generation_config, load_tokenizer
+
+TOKENS = 32
+"""Of the prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row."""
+
+STEPS = 2
+"""Tokens decoded: the second is launched while the first is on its way."""
+
+
+def warm_up(runtime: Runtime, sampling: Sampling) -> None:
+    """Read a few tokens, decode two with this resolved ``sampling``, and drop all of it: no cache, figure or seed knows of it.
+
+    What fails here fails again, and is told, when a prompt is sent.
+    """
+    room = runtime.room(0)
+    tokens = TOKENS if room is None else min(TOKENS, room - STEPS)
+    if tokens < 1:
+        return
+    with contextlib.suppress(TokamacError, RuntimeError, ValueError):
+        run = Generation(runtime.model, runtime.new_caches(None), [], ahead=runtime.ahead)
+        for _ in run.prefill([0] * tokens, tokens):
+            pass
+        for _ in run.decode(0, Sampler(sampling, [0]), STEPS):
+            pass
+    mx.clear_cache()
+    mx.reset_peak_memory()
+
 
 Progress = Callable[[LoadProgress], None]
 
@@ -59,9 +89,9 @@ def load(
     memory: bytes that arrays may take; None is the system's limit.
     """
     tell = progress or (lambda _: None)
-    folder = hub.resolve(model, progress=tell)
+    folder = download.resolve(model, progress=tell)
     device = device_kind()
-    added = None if adapter is None else read_adapter(hub.resolve_adapter(adapter, progress=tell), str(adapter))
+    added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=tell), str(adapter))
     more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
     # Of another type, weights take other memory than the files say.
     costs = check_fits(folder, kv, device, memory, more=more_bytes) if dtype is None else ()
@@ -89,7 +119,7 @@ def load(
     shape = shaped(loaded.config, plan, cost.weight_bytes, attends, value_bytes(loaded.config, device, dtype), order)
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
-    machine = Machine(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
+    machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
     machine.pace = fitted(machine.chip)
     capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace)
     rotation = _rotation_notes(loaded.config, short=short_factors)
@@ -155,7 +185,7 @@ def _measuring(runtime: Runtime) -> Measuring | None:
     if runtime.machine.pace is not None or not can_measure(runtime.plan):
         return None
     key = machine_key(runtime.machine.chip, runtime.device)
-    return Measuring(Subject(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
+    return Measuring(TimedModel(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
 
 
 def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:

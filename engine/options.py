@@ -1,15 +1,49 @@
-"""What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too."""
+"""What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too.
+
+Plain numbers out of what callers give, whatever library theirs come from. No MLX here.
+
+Bytes of keys and values, as pure arithmetic: no MLX here, so a plan can be made from a config alone.
+
+Affine groups (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html): ``group`` neighbouring
+values of one head of one token share a scale and a bias of ``scale_bytes`` each, beside ``bits`` per value.
+"""
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.values import real, whole
+
+
+def whole(value: Any, what: str) -> int:
+    """Return an integer of any library as an int. Raises OptionError for anything else; a bool counts as none."""
+    try:
+        return index(value)
+    except TypeError:
+        raise OptionError(f"{what} {value!r:.60} is not an integer", "Use a whole number.") from None
+
+
+def index(value: Any) -> int:
+    """Return an integer of any library as an int; raise TypeError for anything else. Python's truth values count as none."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number here")
+    return operator.index(value)
+
+
+def real(value: Any, what: str) -> float:
+    """Return a real number of any library as an int or a float. Raises OptionError for anything else; a bool counts as none."""
+    if type(value) in {int, float}:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise OptionError(f"{what} {value!r:.60} is not a number", "Use a number.")
+    return float(value)
+
 
 OnFull = Literal["roll", "stop", "truncate-middle", "error"]
 ON_FULL: tuple[OnFull, ...] = ("roll", "stop", "truncate-middle", "error")
@@ -491,3 +525,20 @@ def _as_json(name: object, value: object) -> str:
 
 NOTHING_TOLD = TemplateOptions()
 """A chat template as it is, and no end to the thinking but the model's."""
+
+
+def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
+    """Bytes that one key or value number takes. value_bytes: of the model's own type, which 16 bits mean, and of scale and bias."""
+    if bits == 16:
+        return float(value_bytes)
+    return bits / 8 + 2 * value_bytes / group_size
+
+
+def token_bytes(heads: int, dim: int, bits: int, group_size: int, scale_bytes: int) -> int:
+    """Bytes that the keys (or the values) of one token take in one layer: exact, since groups divide ``dim``."""
+    return round(heads * dim * bytes_per_value(bits, group_size, scale_bytes))
+
+
+def group_for(dim: int, wanted: int) -> int | None:
+    """Return the largest group size up to ``wanted`` that divides the head dimension, or None where none does."""
+    return max((size for size in GROUP_SIZES if size <= wanted and dim % size == 0), default=None)

@@ -5,32 +5,31 @@ from typing import Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.kv import CachePlan
-from tokamac.engine.limits import memory
-from tokamac.engine.limits.bandwidth import believed, learn
-from tokamac.engine.limits.hardware import Chip
-from tokamac.engine.limits.metrics import Metrics
-from tokamac.engine.limits.peak_shape import Shape
-from tokamac.engine.limits.prediction import Pace, decode_phase
-from tokamac.engine.limits.prefill_chunk import Chunking
-from tokamac.engine.limits.situation import Situation
-from tokamac.engine.limits.work import KVLayer, Work
+from tokamac.engine.metrics import Metrics, StepCost
 from tokamac.engine.options import KVSpec
-from tokamac.engine.recorder import StepCost
-from tokamac.engine.tokens import Tokenizer
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.bandwidth import believed, learn
+from tokamac.engine.perf.diagnosis import Situation
+from tokamac.engine.perf.hardware import Chip
+from tokamac.engine.perf.mitigation import Chunking
+from tokamac.engine.perf.peak_memory import ModelShape
+from tokamac.engine.perf.roofline import LatencyModel, decode_phase
+from tokamac.engine.perf.workload import KVUse, Workload
+from tokamac.engine.text.tokenizer import Tokenizer
 
 SETTLED_TOKENS = 16
 """Tokens after which a decode rate says something of the machine."""
 
 
 @dataclass(slots=True)
-class Machine:
+class MachineSpeed:
     """The chip, and its pace with this model, as far as they are known. A bandwidth that a reply proves too low is not believed.
 
     bytes_read: of a decode step's weights: the size for which the bandwidth was measured. None: what is learned is not kept.
     """
 
     chip: Chip
-    pace: Pace | None = None
+    pace: LatencyModel | None = None
     bytes_read: int | None = None
 
     def observe(self, metrics: Metrics) -> bool:
@@ -62,11 +61,11 @@ class Runtime:
     device: DeviceKind
     ahead: bool
     context_length: int | None
-    work: Work
-    machine: Machine
-    shape: Shape
+    work: Workload
+    machine: MachineSpeed
+    shape: ModelShape
     chunking: Chunking
-    packed_kv: tuple[KVLayer, ...] | None = None
+    packed_kv: tuple[KVUse, ...] | None = None
     bits_per_weight: float | None = None
     memory_limit: int | None = None
     doubts: tuple[str, ...] = ()

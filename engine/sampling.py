@@ -1,16 +1,165 @@
-"""Choose the next token on the device: logits in, one token id out, no host round trip."""
+"""Choose the next token on the device: logits in, one token id out, no host round trip.
+
+DRY, a penalty on repeating sequences of tokens ("don't repeat yourself"), computed on the device token by token.
+
+A token that would continue a sequence that stands earlier in the context, prompt included, loses multiplier × base^(n − allowed)
+from its logit, where n tokens, the allowed length or more, stand before both. Nothing is matched across a sequence breaker, and a
+breaker itself is never penalised. Definition by p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677; breakers are
+texts that may begin within a token and span several, as in koboldcpp's and llama.cpp's form of it
+(https://github.com/LostRuins/koboldcpp/pull/982, https://github.com/ggml-org/llama.cpp/pull/9702).
+
+Both search the context for every token on the host. Here nothing leaves the device. Let length[i] be how many tokens up to place i
+equal those up to the newest. Then a new token t changes it to
+
+    length'[i] = length[i − 1] + 1 where ids[i] = t, else 0        (all 0 after a breaker)
+
+which is one pass over the context, and the penalty of a token is the largest of the places that it follows. So decode stays a
+step ahead; a token costs a few passes over the context and two over the vocabulary.
+"""
 
 import math
+import re
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from tokamac.engine.dry import Breakers, Dry, token_mask
 from tokamac.engine.options import Sampling, Stage
+
+GROWS_BY = 512
+"""Places for new tokens that are made at once: the shapes of the arrays stay the same meanwhile."""
+MOST_BEYOND = 512
+"""Matched tokens beyond the allowed length that are counted: by then any base above 1 forbids the token."""
+LARGEST_LOG = 88.0
+"""ln of the largest power, a little below that of float32's largest number."""
+NOWHERE = -1
+"""In place of a token that is not there yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakers:
+    """What ends a sequence: single tokens, and a token of ``heads`` that a ``tail`` of others follows.
+
+    sequences: of each the heads and the tail, for breakers that several tokens spell.
+    """
+
+    single: frozenset[int] = frozenset()
+    sequences: tuple[tuple[frozenset[int], tuple[int, ...]], ...] = ()
+
+    def last(self, ids: Sequence[int]) -> int:
+        """Return how many tokens at the end of ``ids`` follow the last breaker; all of them where there is none."""
+        return next((since for since in range(len(ids)) if self._ends(ids, len(ids) - since)), len(ids))
+
+    def _ends(self, ids: Sequence[int], end: int) -> bool:
+        """Whether a breaker ends with the token before ``end``."""
+        if ids[end - 1] in self.single:
+            return True
+        for heads, tail in self.sequences:
+            begin = end - len(tail)
+            if begin > 0 and ids[begin - 1] in heads and tuple(ids[begin:end]) == tail:
+                return True
+        return False
+
+
+def find_breakers(
+    texts: Sequence[str], vocabulary: Sequence[str], encode: Callable[[str], Sequence[int]], marks: frozenset[int]
+) -> Breakers:
+    """Return what ends a sequence.
+
+    Args:
+        texts: The sequence breakers.
+        vocabulary: The text of every token, by id.
+        encode: Text to token ids.
+        marks: Tokens that are no text but end a turn: they break as well, so that no reply is kept from ending.
+    """
+    breaks = re.compile("|".join(map(re.escape, texts)) or r"(?!)").search  # quicker than text by text
+    single = {token for token, text in enumerate(vocabulary) if breaks(text)}
+    sequences: dict[tuple[int, ...], set[int]] = {}
+    for text in texts:
+        for cut in range(1, len(text)):
+            tail = tuple(encode(text[cut:]))
+            heads = {token for token, each in enumerate(vocabulary) if each.endswith(text[:cut])} - single
+            if tail and heads:
+                sequences.setdefault(tail, set()).update(heads)
+    return Breakers(frozenset(single) | marks, tuple((frozenset(heads), tail) for tail, heads in sequences.items()))
+
+
+def match_lengths(ids: Sequence[int], most: int) -> np.ndarray:
+    """Return for each place how many tokens up to it equal those at the end; ``most`` at most, and 0 at the last place."""
+    known = np.asarray(ids, dtype=np.int64)
+    lengths = np.zeros(len(known), dtype=np.int32)
+    places = np.arange(len(known) - 1)
+    for size in range(1, min(most, len(known)) + 1):
+        places = places[places >= size - 1]
+        places = places[known[places - size + 1] == known[len(known) - size]]
+        if not len(places):
+            break
+        lengths[places] = size
+    return lengths
+
+
+def token_mask(ids: frozenset[int], vocabulary: int) -> mx.array:
+    """Return (V,) bool, V = ``vocabulary``: which tokens are among ``ids``."""
+    mask = np.zeros(vocabulary, dtype=bool)
+    mask[[each for each in ids if each < vocabulary]] = True
+    return mx.array(mask)
+
+
+class Dry:
+    """The penalties of one reply to ``prompt``. vocabulary: how many logits there are."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], breakers: Breakers, vocabulary: int) -> None:
+        base = self._base = sampling.dry_base
+        self._multiplier, self._allowed = sampling.dry_multiplier, sampling.dry_allowed_length
+        most = MOST_BEYOND if base <= 1 else min(MOST_BEYOND, int(LARGEST_LOG / math.log(base)))
+        self._most = self._allowed + most
+        self._breaks = token_mask(breakers.single, vocabulary)
+        self._sequences = [(token_mask(heads, vocabulary), tail) for heads, tail in breakers.sequences]
+        self._count = len(prompt)
+        lengths = match_lengths(prompt, min(self._most, breakers.last(prompt[-self._most :])))
+        self._ids = _padded(mx.array(np.asarray(prompt, dtype=np.int32)), GROWS_BY, NOWHERE)  # (places,)
+        self._lengths = _padded(mx.array(lengths), GROWS_BY, 0)  # (places,)
+
+    def add(self, token: mx.array) -> None:
+        """Take the newest token of the context, (1,), which need not be evaluated."""
+        if self._count == len(self._ids):
+            self._ids, self._lengths = _padded(self._ids, GROWS_BY, NOWHERE), _padded(self._lengths, GROWS_BY, 0)
+        token = token.astype(mx.int32)
+        before = mx.concatenate([mx.zeros((1,), mx.int32), self._lengths[:-1]])
+        same = mx.logical_and(self._ids == token, mx.logical_not(self._broken_by(token)))
+        self._lengths = mx.where(same, mx.minimum(before + 1, self._most), 0)
+        self._ids = mx.slice_update(self._ids, token, mx.array([self._count]), axes=(0,))
+        self._count += 1
+
+    def penalise(self, logits: mx.array) -> mx.array:
+        """logits (1, V) → (1, V)."""
+        lengths = self._lengths[:-1]
+        following = mx.maximum(self._ids[1:], 0)  # where no token follows, the length is 0
+        beyond = mx.maximum(lengths - self._allowed, 0).astype(mx.float32)
+        spared = mx.logical_or(lengths < self._allowed, self._breaks[following])
+        penalties = mx.where(spared, 0, self._multiplier * mx.power(self._base, beyond))  # (places − 1,)
+        return logits - mx.zeros((logits.shape[-1],)).at[following].maximum(penalties)
+
+    def _broken_by(self, token: mx.array) -> mx.array:
+        """Whether a breaker ends with this token (1,), which is not among the ids yet."""
+        broken = self._breaks[token]
+        for heads, tail in self._sequences:
+            begin = self._count + 1 - len(tail)
+            if begin < 1:
+                continue
+            spelled = mx.concatenate([self._ids[begin : self._count], token])
+            whole = mx.all(spelled == mx.array(tail, mx.int32))
+            broken = mx.logical_or(broken, mx.logical_and(whole, heads[self._ids[begin - 1 : begin]]))
+        return broken
+
+
+def _padded(array: mx.array, count: int, value: int) -> mx.array:
+    return mx.concatenate([array.astype(mx.int32), mx.full((count,), value, mx.int32)])
+
 
 PENALTY_WINDOW = 64
 """Tokens looked back at by the repetition penalty."""
@@ -96,7 +245,7 @@ class TokenSets:
     """Tokens that are drawn by rules of their own.
 
     ends: those that end a reply, the model's and the caller's, which ``min_tokens`` withholds. kept: those that XTC does not
-    exclude. breakers: see dry.py.
+    exclude. breakers: see engine/sampling.py.
     """
 
     ends: frozenset[int] = frozenset()

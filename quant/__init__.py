@@ -14,20 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokamac.quant.conversion import Conversion, convert
-    from tokamac.quant.divergence import Quality
     from tokamac.quant.evaluation import quality
     from tokamac.quant.options import Options
     from tokamac.quant.plan import Plan, TensorPlan
-    from tokamac.quant.report import Outcome, StageDone
-    from tokamac.quant.writing import TensorDone
+    from tokamac.quant.report import Outcome, Quality, StageDone
+    from tokamac.quant.writer import TensorDone
 
 __all__ = [
-    "Conversion", "Options", "Outcome", "Plan", "Quality", "StageDone", "TensorDone", "TensorPlan", "convert", "quality",
+    "Conversion",
+    "Options",
+    "Outcome",
+    "Plan",
+    "Quality",
+    "StageDone",
+    "TensorDone",
+    "TensorPlan",
+    "convert",
+    "quality",
 ]  # fmt: skip
 
 _HOMES = {
     "Conversion": "conversion", "convert": "conversion", "Options": "options", "Plan": "plan", "TensorPlan": "plan",
-    "Quality": "divergence", "quality": "evaluation", "Outcome": "report", "StageDone": "report", "TensorDone": "writing",
+    "Quality": "report", "quality": "evaluation", "Outcome": "report", "StageDone": "report", "TensorDone": "writer",
 }  # fmt: skip
 """Which module of this package each public name is defined in."""
 

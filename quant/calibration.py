@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tokamac.engine.errors import OptionError, access_hint
-from tokamac.engine.regular_files import TooLargeError, read_bytes
-from tokamac.engine.tokens import Tokenizer, opening
+from tokamac.engine.files import TooLargeError, read_bytes
+from tokamac.engine.text.tokenizer import Tokenizer, opening
 
 LENGTH = 512
 """Tokens of a sequence, unless said otherwise."""

@@ -8,12 +8,11 @@ import shlex
 from collections.abc import Iterator
 
 from tokamac.engine.architectures import loads_in_mlx_lm
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant.divergence import with_error
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.options import Options
 from tokamac.quant.plan import Plan
 from tokamac.quant.provenance import Provenance
-from tokamac.quant.report import RECORD, Outcome, PartRow, by_part
+from tokamac.quant.report import RECORD, Outcome, PartRow, by_part, with_error
 
 CARD = "README.md"
 

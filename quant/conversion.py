@@ -1,53 +1,184 @@
 """Convert a model to a quantized MLX folder, one tensor in memory at a time.
 
 source folder ─ check ─▶ prepare: choices, plan ─▶ write: tensor by tensor ─▶ compare with the source ─▶ card, record ─▶ rename
+
+What a conversion finds out before it writes: inputs of layers, how much each tensor matters, what a calibrated method packs.
+
+Each stage's result is kept in the workplace, so that a run that goes on does not measure again, and goes on with the same values.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import mlx.core as mx
 
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import ModelError, OptionError
-from tokamac.engine.limits.address_space import check_address_space
-from tokamac.engine.limits.memory import device_total
-from tokamac.engine.shards import find_shards
-from tokamac.engine.spelling import nearest
+from tokamac.engine.hub.cache import nearest
+from tokamac.engine.model.config import context_length
+from tokamac.engine.model.safetensors import find_shards
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.memory import check_address_space, device_total
+from tokamac.engine.text.tokenizer import load_tokenizer
+from tokamac.quant import calibration
 from tokamac.quant.calibration import text
 from tokamac.quant.card import card
-from tokamac.quant.fingerprint import conversion_key
-from tokamac.quant.folder import (
+from tokamac.quant.choices import Choices, choose
+from tokamac.quant.evaluation import sample, verify
+from tokamac.quant.importance import moments
+from tokamac.quant.methods.method import Quantizer, Round, Search
+from tokamac.quant.options import BITS, Method, Options, Shipped
+from tokamac.quant.plan import CALIBRATED, SEQUENCES, Plan, make_plan
+from tokamac.quant.provenance import CARD, provenance, source_id
+from tokamac.quant.report import (
+    RECORD,
+    Outcome,
+    StageDone,
+    WeightError,
+    read_recorded,
+    read_sizes,
+    record,
+    relative_error,
+)
+from tokamac.quant.resume import (
+    WorkDir,
     check_space,
     check_target,
+    conversion_key,
     is_installed,
     partial_folder,
     remove_partial,
+    workplace,
     writing_to,
 )
-from tokamac.quant.options import Method, Options, Shipped
-from tokamac.quant.plan import Plan
-from tokamac.quant.preparing import check_method, foreseen, prepare
-from tokamac.quant.provenance import CARD, provenance, source_id
-from tokamac.quant.recorded import read_recorded, read_sizes
-from tokamac.quant.report import RECORD, Outcome, StageDone, WeightError, record, relative_error
 from tokamac.quant.source import Source, locate, open_adapter, open_source
-from tokamac.quant.streamed import Streamed, streamable_folder, streamable_source
-from tokamac.quant.verify import sample, verify
-from tokamac.quant.workplace import workplace
-from tokamac.quant.writing import TensorDone, write
+from tokamac.quant.streaming import Streamed, streamable_folder, streamable_source
+from tokamac.quant.writer import TensorDone, write
 
-__all__ = ["Asked", "Conversion", "TensorDone", "convert", "default_target"]
+if TYPE_CHECKING:
+    import numpy as np
+
+
+Tell = Callable[[StageDone], None]
+
+MOMENTS, CHOICES = "moments.safetensors", "choices.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that writing needs. source: what a calibrated method packed is packed in it."""
+
+    source: Source
+    quantizer: Quantizer
+    plan: Plan
+
+
+def check_method(source: Source, options: Options) -> None:
+    """Raise OptionError where the method can't do what ``options`` ask for with this model, or has no text to look at."""
+    if isinstance(options.calibration, Path):
+        calibration.text(options.calibration)
+    if options.how in CALIBRATED:
+        CALIBRATED[options.how].check(source.config, source.module, options)
+
+
+def foreseen(source: Source, options: Options) -> Plan:
+    """Return the plan as far as it is known before anything is measured.
+
+    A budget's choices are not: the plan is then that of the most bits for all that keep to it. Raises OptionError.
+    """
+    if options.target_bpw is None:
+        return make_plan(source, options, choose(source, options))
+    for bits in sorted(BITS, reverse=True):
+        alike = replace(options, target_bpw=None, bits=bits)
+        plan = make_plan(source, options, choose(source, alike))
+        if plan.bits_per_weight <= options.target_bpw:
+            told = f"which tensors get more than {bits} bits is measured when it runs; the whole has {options.target_bpw:g} at most"
+            return replace(plan, notes=(*plan.notes, told))
+    told = "all at 2 bits is still too large: whether larger groups bring it down far enough is found out when it runs"
+    return replace(plan, notes=(*plan.notes, told))
+
+
+def prepare(source: Source, options: Options, place: WorkDir, tell: Tell) -> Prepared:
+    """Return what is to be written, and how; ``source`` is used up. Raises OptionError, ModelError and ConversionError.
+
+    The plan's notes go into the finished folder, so none tells of this run alone.
+    """
+    quantizer = _quantizer(source, options, place, tell)
+    chosen, notes = _choices(source, options, quantizer, place, tell)
+    if options.how in CALIBRATED:
+        method = CALIBRATED[options.how]
+        packed = method.pack(source, options, chosen, sequences(source, options, method.SEQUENCES), tell)
+        source.weights.clear()  # arrays that both hold would stay in memory once they are read
+        source = packed
+    plan = make_plan(source, options, chosen)
+    return Prepared(source, quantizer, replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes)))))
+
+
+def sequences(source: Source, options: Options, count: int = SEQUENCES) -> list[list[int]]:
+    """Return token sequences of the calibration text, all equally long. Raises OptionError, and ModelError without a tokenizer."""
+    text = calibration.text(options.calibration if isinstance(options.calibration, Path) else None)
+    tokenizer = load_tokenizer(source.folder, source.config, source.folder.name)
+    length = min(calibration.LENGTH, context_length(source.config) or calibration.LENGTH)
+    return calibration.sequences(tokenizer, text, count, length)
+
+
+def _quantizer(source: Source, options: Options, place: WorkDir, tell: Tell) -> Quantizer:
+    if options.how == "round":
+        return Round()
+    weighed = options.how == "search" and options.calibration is not None
+    return Search(_moments(source, options, place, tell) if weighed else {})
+
+
+def _moments(source: Source, options: Options, place: WorkDir, tell: Tell) -> "dict[str, np.ndarray]":
+    from safetensors.numpy import load, save
+
+    kept = place.kept(MOMENTS)
+    if kept is None:
+        model = Streamed(
+            streamable_source(source), progress=lambda done, total: tell(StageDone("calibrating", done, total))
+        )
+        kept = place.keep(MOMENTS, save(moments(model, sequences(source, options))))
+    found: dict[str, np.ndarray] = load(kept.read_bytes())
+    return found
+
+
+def _choices(
+    source: Source, options: Options, quantizer: Quantizer, place: WorkDir, tell: Tell
+) -> tuple[Choices, tuple[str, ...]]:
+    if options.target_bpw is None:
+        return choose(source, options), ()
+    kept = place.kept(CHOICES)
+    if kept is None:
+        kept = place.keep(CHOICES, _spent(source, options, quantizer, tell))
+    found = json.loads(kept.read_bytes())
+    chosen = {path: None if packing is None else Packing(**packing) for path, packing in found["chosen"].items()}
+    return chosen, tuple(found["notes"])
+
+
+def _spent(source: Source, options: Options, quantizer: Quantizer, tell: Tell) -> bytes:
+    from tokamac.quant.mixed_precision import plan_budget
+
+    try:
+        ids = sequences(source, options, 1)[0]
+    except ModelError:  # no tokenizer that can be read: the budget is planned without a text, and says so
+        ids = None
+    chosen, notes = plan_budget(source, options, quantizer, ids, tell)
+    plain = {path: None if packing is None else asdict(packing) for path, packing in chosen.items()}
+    return json.dumps({"chosen": plain, "notes": notes}).encode()
+
+
+__all__ = ["Conversion", "ConversionRequest", "TensorDone", "convert", "default_target"]
 
 
 FINISHED = "this conversion was finished before, and its folder is in its place: nothing was to be done"
 
 
-class Asked(TypedDict, total=False):
+class ConversionRequest(TypedDict, total=False):
     """The options of a conversion, each as Options says."""
 
     bits: int | None
@@ -101,7 +232,7 @@ def convert(
     overwrite: bool = False,
     dry_run: Literal[False] = False,
     progress: Progress | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[ConversionRequest],
 ) -> Conversion: ...
 @overload
 def convert(
@@ -111,7 +242,7 @@ def convert(
     overwrite: bool = False,
     dry_run: Literal[True],
     progress: Progress | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[ConversionRequest],
 ) -> Plan: ...
 @overload
 def convert(
@@ -121,7 +252,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool,
     progress: Progress | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[ConversionRequest],
 ) -> Conversion | Plan: ...
 def convert(
     source: str | Path,
@@ -130,7 +261,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[ConversionRequest],
 ) -> Conversion | Plan:
     """Convert ``source`` (a folder or a Hugging Face id) to a quantized MLX folder ``out``, and say what came of it.
 

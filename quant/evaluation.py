@@ -1,25 +1,36 @@
-"""How far one model is from another on a text of any length: what ``tokamac quality`` prints, as values."""
+"""How far one model is from another on a text of any length: what ``tokamac quality`` prints, as values.
+
+Two models on one text: how far their distributions are apart, and how far their layers' outputs.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.config import read_config
-from tokamac.engine.context_length import context_length
-from tokamac.engine.errors import OptionError
-from tokamac.engine.perplexity import check_windows, windows
-from tokamac.engine.tokens import Tokenizer, load_tokenizer, opening
+from tokamac.engine.errors import ModelError, OptionError
+from tokamac.engine.model.config import context_length, read_config
+from tokamac.engine.perf.cost import text_config
+from tokamac.engine.scoring import check_windows, windows
+from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer, opening
 from tokamac.quant.calibration import first_ids, verification_ids
 from tokamac.quant.calibration import text as read_text
-from tokamac.quant.divergence import TOKENS, Gathered, Quality
+from tokamac.quant.report import TOKENS, Gathered, Quality, compare, concerns
 from tokamac.quant.source import locate
-from tokamac.quant.streamed import Streamed, streamable_folder
+from tokamac.quant.streaming import Streamed, streamable_folder
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import numpy as np
+
+    from tokamac.quant.streaming import Streamed
+
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedModels:
     """Models to compare: what messages call them, their folders and tokenizers, and the shortest of their contexts."""
 
     names: tuple[str, str]
@@ -28,17 +39,17 @@ class Compared:
     context: int | None
 
 
-def compared(names: Sequence[str], folders: Sequence[Path]) -> Compared:
+def compared(names: Sequence[str], folders: Sequence[Path]) -> ComparedModels:
     """Return two models to compare. Raises ModelError for a folder that is no model, or has no tokenizer."""
     (first, second), (one, other) = names, folders
     configs = [read_config(folder) for folder in folders]
     pair = zip(folders, configs, names, strict=True)
     tokenizers = [load_tokenizer(folder, config, name) for folder, config, name in pair]
     known = [length for config in configs if (length := context_length(config)) is not None]
-    return Compared((first, second), (one, other), (tokenizers[0], tokenizers[1]), min(known, default=None))
+    return ComparedModels((first, second), (one, other), (tokenizers[0], tokenizers[1]), min(known, default=None))
 
 
-def ids_of(models: Compared, text: str, tokens: int, *, from_start: bool) -> list[int]:
+def ids_of(models: ComparedModels, text: str, tokens: int, *, from_start: bool) -> list[int]:
     """Return at most so many tokens of a text: its first, or of ours those that no calibration reads.
 
     Raises OptionError where the models have different tokenizers.
@@ -91,7 +102,7 @@ def quality(
 
 
 def in_windows(
-    models: Compared, ids: list[int], window: int, stride: int | None, progress: Progress | None = None
+    models: ComparedModels, ids: list[int], window: int, stride: int | None, progress: Progress | None = None
 ) -> Quality:
     """Compare two models on ``ids``, which begin with what their tokenizer puts before every text, window by window."""
     before = opening(models.tokenizers[0])
@@ -113,3 +124,81 @@ def in_windows(
 
 def _told(progress: Progress | None, done: int, total: int) -> Progress | None:
     return None if progress is None else lambda layers, _: progress(done + layers, total)
+
+
+__all__ = ["Comparison", "ComparisonTokens", "Quality", "compare", "concerns", "sample", "verify"]
+
+CHECKED_TOKENS = 256
+"""Tokens of a text that are compared, at most. The log-probabilities of 150,000 words then take 150 MB a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What two models make of a text.
+
+    layers: ‖y − ŷ‖ ÷ ‖y‖ of every layer's output over all positions, each model fed by its own earlier layers, so that errors
+    add up from layer to layer; None where that is no finite number. Empty where the models' layers don't correspond.
+    """
+
+    quality: Quality
+    layers: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonTokens:
+    """Tokens to compare on; or none, and why: ``unable`` is None where there are some."""
+
+    ids: tuple[int, ...]
+    unable: str | None = None
+
+
+def sample(
+    folder: Path, config: dict[str, Any], name: str, text: str, *, tokens: int = CHECKED_TOKENS
+) -> ComparisonTokens:
+    """Return what ``calibration.verification_ids`` takes from ``text``, in the tokens of the model in ``folder``.
+
+    config: of that folder, normalised; name: what messages call it.
+    """
+    try:
+        ids = tuple(verification_ids(load_tokenizer(folder, config, name), text, tokens))
+    except ModelError as error:
+        return ComparisonTokens((), error.message)
+    known = text_config(config).get("vocab_size")
+    if isinstance(known, int) and any(token >= known for token in ids):
+        return ComparisonTokens((), f"the tokenizer of {name} has tokens that the model does not know")
+    return ComparisonTokens(ids) if len(ids) > 1 else ComparisonTokens((), "the text has fewer than two tokens")
+
+
+def verify(reference: "Streamed", other: "Streamed", ids: Sequence[int]) -> Comparison:
+    """Run ``ids`` through both, one layer in memory at a time, first all of ``reference``, and compare.
+
+    Held meanwhile: the log-probabilities of both, and the reference's layer outputs, float32 on the host: for 256 tokens about as
+    much as the weights of one layer in 16 bits. Raises OptionError where the vocabularies differ, ModelError.
+    """
+    outputs: list[np.ndarray] = []
+    expected = reference.run(ids, watch=lambda _, output: outputs.append(_on_host(output)))
+    errors: list[float | None] = []
+
+    def measure(number: int, output: "mx.array") -> None:
+        # A model that runs its layers several times over gives more outputs than it has layers.
+        if number < len(outputs) and outputs[number].size == output.size:
+            errors.append(_relative_error(outputs[number], _on_host(output)))
+
+    found = other.run(ids, watch=measure)
+    matching = reference.layers == other.layers == len(outputs) == len(errors)
+    return Comparison(compare(expected, found, ids), tuple(errors) if matching else ())
+
+
+def _on_host(output: "mx.array") -> "np.ndarray":
+    import mlx.core as mx
+    import numpy as np
+
+    return np.array(output.astype(mx.float32))
+
+
+def _relative_error(y: "np.ndarray", other: "np.ndarray") -> float | None:
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        error = np.linalg.norm((y - other).ravel()) / np.linalg.norm(y.ravel())
+    return float(error) if np.isfinite(error) else None

@@ -1,28 +1,259 @@
 """How much a model's words suffer from a relative squared error of one tensor: its α, found in one of three ways.
 
-measured: a text is read with that tensor alone packed coarsely (replay.py); needs the model in memory, in float32.
+measured: a text is read with that tensor alone packed coarsely; needs the model in memory, in float32.
 guessed: the share of what leaves a layer that the layer itself has added, times what is usual for the kind of tensor.
 by kind: what is usual for the kind of tensor, alone.
+
+A model in memory that reads a short text again and again, each time with another weight changed: what does that do to its words?
+
+The layers' outputs of the first reading are kept. When a weight in layer k is changed, the layers before k answer from memory, and
+only k and those behind it are computed.
+
+    ids ─▶ embedding ─▶ layer 0 ─▶ … ─▶ layer k−1 ─▶ │ layer k, changed ─▶ … ─▶ norm ─▶ head ─▶ KL against the first reading
+                        └──────── remembered ───────┘
+
+How far a tensor's packings are from it: the relative squared error of each, measured on some of its rows.
+
+Σ h (w − ŵ)² ÷ Σ h w²    h: the mean squared input of a weight's channel, where it is known; else 1
+
+The mean square of what each input channel of a linear layer carries over a text.
+
+A weight's rounding error matters as far as its channel is used: E‖(Ŵ − W) x‖² is Σ (ŵ − w)² E[x²] where channels are
+uncorrelated. So these moments are the weights of a least-squares search for the codes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_unflatten
 
 from tokamac.engine.device import device_kind
-from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.model.cpu import MEMORY_SHARE, DenseEmbedding, DenseLinear, unpack
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.cost import text_config
 from tokamac.quant.choices import packable, part
-from tokamac.quant.damage import coarse
-from tokamac.quant.method import Quantizer
+from tokamac.quant.methods.method import Quantizer
+from tokamac.quant.modules import check_finite, clone, leaves, not_finite, override
 from tokamac.quant.options import Options
-from tokamac.quant.replay import Replay, fits, layer_numbers
 from tokamac.quant.report import StageDone
-from tokamac.quant.source import Source
-from tokamac.quant.streamed import Streamed, streamable_source
+from tokamac.quant.source import Source, fresh
+from tokamac.quant.streaming import Inputs, Streamed, streamable_source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+FLOAT_BYTES = 4
+"""Everything is computed in float32: the differences looked for are smaller than half precision's rounding."""
+
+GPU_SHARE = 0.6
+"""The share of what MLX may use that the model may take, where a GPU computes."""
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What the layers answered in the first reading, call by call; layers before ``first`` answer so again."""
+
+    first: int = 0
+    answers: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _calls: Counter[int] = field(default_factory=Counter)
+
+    def rewind(self, first: int) -> None:
+        """Begin another reading, in which the layers from ``first`` on are computed."""
+        self.first = first
+        self._calls.clear()
+
+    def call(self, number: int, own: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Answer the call of a layer."""
+        key = (number, self._calls[number])
+        self._calls[number] += 1
+        if number < self.first:
+            return self.answers[key]
+        answer = own(layer, *args, **kwargs)
+        if key not in self.answers:
+            mx.eval(answer)
+            self.answers[key] = answer
+        return answer
+
+
+class Replay:
+    """Reads ``ids`` once when it is made. Check ``fits`` before: the whole model is loaded, in float32.
+
+    Raises ConversionError for weights that are not finite.
+    """
+
+    def __init__(self, source: Source, ids: Sequence[int]) -> None:
+        self._ids = mx.array([list(ids)])
+        self._model = _loaded(source)
+        self._tape = _Tape()
+        self._layer_of = layer_numbers(self._model)
+        self._layers = len(self._model.layers)
+        for number, layer in enumerate(self._model.layers):
+            override(layer, __call__=partial(self._tape.call, number, type(layer).__call__))
+        self._modules = dict(leaves(self._model))
+        self._exact = self._read(0)
+
+    def weight(self, path: str) -> mx.array:
+        """Return the weight of the module at ``path``, float32."""
+        weight: mx.array = self._modules[path].weight
+        return weight
+
+    def divergence(self, path: str, weight: mx.array) -> float:
+        """Return KL(first reading ‖ reading with ``weight`` at ``path``), the mean over the text, in nats a token."""
+        module = self._modules[path]
+        # What stands outside the layers may be used before them (an embedding): then everything is computed again.
+        before = self._layers if _is_head(module, path) else 0
+        first = self._layer_of.get(id(module), before)
+        self._put(path, _with_weight(module, weight))
+        try:
+            mean: Any = mx.mean(_divergences(self._exact, self._read(first))).item()
+            return float(mean)
+        finally:
+            self._put(path, module)
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        self._model.update_modules(tree_unflatten([(path, module)]))
+
+    def _read(self, first: int) -> mx.array:
+        self._tape.rewind(first)
+        logits = self._model(self._ids)[0].astype(mx.float32)
+        found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)  # (n, vocabulary)
+        mx.eval(found)
+        return found
+
+
+def peak_bytes(source: Source, tokens: int) -> int:
+    """Return about the most memory of a Replay of so many tokens: the model in float32, outputs of layers, chances of words."""
+    text, sizes = text_config(source.config), [array.size for array in source.weights.values()]
+    outputs = tokens * int(text.get("hidden_size") or 0) * len(source.module.layers)
+    chances = 6 * tokens * int(text.get("vocab_size") or 0)  # two readings, and what comparing them takes
+    return FLOAT_BYTES * (sum(sizes) + 3 * max(sizes) + outputs + chances)
+
+
+def fits(source: Source, tokens: int) -> bool:
+    """Return whether a Replay of so many tokens fits the memory. On a CPU engine/model/cpu.py must agree to unpack the model."""
+    needed, budget = peak_bytes(source, tokens), memory.array_budget()
+    if device_kind() != "cpu":
+        return budget is not None and needed <= GPU_SHARE * budget
+    total, weights = memory.machine_total(), FLOAT_BYTES * sum(array.size for array in source.weights.values())
+    return total is not None and budget is not None and needed <= budget and weights <= MEMORY_SHARE * total
+
+
+def layer_numbers(model: Any) -> dict[int, int]:
+    """Return the number of the layer that each module is part of, by the module's identity."""
+    numbered = reversed(list(enumerate(model.layers)))  # the first layer counts, where several share a module
+    return {id(part): number for number, layer in numbered for part in layer.modules()}
+
+
+def _divergences(exact: mx.array, other: mx.array) -> mx.array:
+    """Return KL(exact ‖ other) (n,) of log-probabilities (n, vocabulary).
+
+    As Σ p (eᵈ − 1 − d) with d = log q − log p, which equals Σ p log (p ÷ q) because both add up to 1: no term is negative, so small
+    divergences are not lost among large terms that cancel.
+    """
+    d = other - exact
+    return mx.sum(mx.exp(exact) * (mx.expm1(d) - d), axis=-1)
+
+
+def _loaded(source: Source) -> Any:
+    model, weights = clone(source.module).eval(), fresh(source)
+    for name in list(weights):
+        array = weights.pop(name)
+        if mx.issubdtype(array.dtype, mx.floating):
+            array = array.astype(mx.float32)
+            check_finite(name, array)
+        mx.eval(array)
+        model.update(tree_unflatten([(name, array)]))
+    if device_kind() == "cpu":
+        unpack(model)
+        _multiply_rows(model)
+    return model
+
+
+def _multiply_rows(model: nn.Module) -> None:
+    """Let NumPy multiply many rows at a tied head too: engine/model/cpu.py leaves that to MLX, as prefill never asks for it."""
+    for _, module in leaves(model):
+        if isinstance(module, DenseEmbedding):
+            _head_by_rows(module)
+
+
+def _head_by_rows(embedding: DenseEmbedding) -> None:
+    head = DenseLinear(embedding.weight, None)
+    override(embedding, as_linear=lambda _, x: head(x))
+
+
+def _with_weight(module: Any, weight: mx.array) -> nn.Module:
+    """Return a copy of a leaf with another weight."""
+    if isinstance(module, DenseLinear | DenseEmbedding):
+        weight = mx.contiguous(weight.T).T
+        mx.eval(weight)
+        if isinstance(module, DenseLinear):
+            return DenseLinear(weight, module.get("bias"))
+        embedding = DenseEmbedding(weight)
+        _head_by_rows(embedding)
+        return embedding
+    copied: nn.Module = clone(module)
+    copied.weight = weight
+    return copied
+
+
+def _is_head(module: nn.Module, path: str) -> bool:
+    return path.endswith("lm_head") and not isinstance(module, nn.Embedding | DenseEmbedding)
+
+
+SAMPLE_WEIGHTS = 1 << 18
+"""Packed of each tensor, in whole rows, evenly spread: rows of a matrix are alike enough to know the error to about a per cent."""
+
+
+def sample(weight: mx.array) -> mx.array:
+    """Return evenly spread rows of (…, out, in), about SAMPLE_WEIGHTS weights in all: of a stack of experts, some rows of each."""
+    step = max(1, min(weight.shape[-2], weight.size // SAMPLE_WEIGHTS))
+    return weight[..., ::step, :]
+
+
+def relative_errors(
+    path: str,
+    weight: mx.array,
+    packings: Sequence[Packing],
+    quantizer: Quantizer,
+    importance: "np.ndarray | None" = None,
+) -> dict[Packing, float]:
+    """Return the relative squared error of each packing; 0 of a tensor that is all zeros.
+
+    weight: (out, in), or (experts, out, in), of the type it will be packed in. importance: h, finite, (in,) or (experts, in).
+    Raises ConversionError for weights that are not finite.
+    """
+    exact = weight.astype(mx.float32)
+    weighed = mx.ones(1) if importance is None else mx.expand_dims(mx.array(importance, mx.float32), -2)
+    whole = _sum(weighed * mx.square(exact))
+    if not math.isfinite(whole):
+        raise not_finite(f"{path}.weight")
+    found = {}
+    for packing in packings:
+        error = _sum(weighed * mx.square(coarse(path, weight, packing, quantizer) - exact))
+        found[packing] = error / whole if whole else 0.0
+    return found
+
+
+def coarse(path: str, weight: mx.array, packing: Packing, quantizer: Quantizer) -> mx.array:
+    """Return what ``weight`` is worth once it is packed: (…, out, in) float32."""
+    words, scales, *biases = quantizer.pack(path, weight, packing)
+    made: mx.array = mx.dequantize(words, scales, biases[0] if biases else None, **asdict(packing))
+    return made.astype(mx.float32)
+
+
+def _sum(values: mx.array) -> float:
+    found: Any = mx.sum(values).item()
+    return float(found)
+
 
 How = Literal["measured", "guessed", "by kind"]
 Errors = dict[str, dict[Packing | None, float]]
@@ -57,7 +288,7 @@ HEAD = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ErrorTrial:
     """What is measured on: a model, what it shall become, the method that will pack it, and tokens of a text (none: there is none).
 
     tell: is called as the work goes on.
@@ -107,7 +338,7 @@ def way(source: Source, ids: Sequence[int]) -> How:
     return "measured" if bearable and fits(source, tokens) else "guessed"
 
 
-def find_alphas(how: How, trial: Trial, errors: Errors) -> dict[str, Alpha]:
+def find_alphas(how: How, trial: ErrorTrial, errors: Errors) -> dict[str, Alpha]:
     """Return α of every tensor in ``errors``. Raises ConversionError for weights that are not finite."""
     if how == "measured":
         return _measured(trial, errors)
@@ -131,7 +362,7 @@ def references(packings: Sequence[Packing | None]) -> tuple[Packing, ...]:
     return tuple(dict.fromkeys(nearest))
 
 
-def _measured(trial: Trial, errors: Errors) -> dict[str, Alpha]:
+def _measured(trial: ErrorTrial, errors: Errors) -> dict[str, Alpha]:
     replay, found = Replay(trial.source, trial.ids[:TOKENS]), dict[str, Alpha]()
     for done, (path, by_packing) in enumerate(errors.items(), start=1):
         taken = tuple(
@@ -146,13 +377,13 @@ def _measured(trial: Trial, errors: Errors) -> dict[str, Alpha]:
     return {path: alpha.at_least(floor) for path, alpha in found.items()}
 
 
-def _divergence(replay: Replay, trial: Trial, path: str, packing: Packing) -> float:
+def _divergence(replay: Replay, trial: ErrorTrial, path: str, packing: Packing) -> float:
     # Packed from the type it will be packed from: a scale's rounding may send a token to another expert.
     weight = replay.weight(path).astype(packed_type(trial.source, trial.options, path))
     return replay.divergence(path, coarse(path, weight, packing, trial.quantizer))
 
 
-def _shares(trial: Trial) -> dict[int | None, float]:
+def _shares(trial: ErrorTrial) -> dict[int | None, float]:
     """Return, by layer, the squared size of what it adds to what runs through it, relative to what leaves it."""
     before, found = mx.zeros(()), dict[int | None, float]()
 
@@ -180,3 +411,55 @@ def _usual(source: Source, path: str, *, tied: bool) -> float:
     if place == "head" or (place == "embedding" and tied):
         return HEAD
     return next((value for ending, value in KINDS if path.endswith(ending)), 1.0)
+
+
+def moments(model: Streamed, sequences: Sequence[Sequence[int]]) -> "dict[str, np.ndarray]":
+    """Return the mean of squared inputs, by module path: float32 (in,), and (experts, in) of a stack of experts.
+
+    An expert's are those of the tokens that were sent to it; where there were none, the mean over all rows of its stack.
+    sequences: token ids, of equal length, run side by side, so that each weight is read once. Layers that ``observe`` tells nothing
+    of have no entry, nor have those whose inputs were not finite: a weight that is no number is refused by its own name later.
+    Raises ModelError, and OptionError for tokens the model does not know.
+    """
+    sums: dict[str, _Sum] = {}
+
+    def note(inputs: Inputs) -> None:
+        if inputs.path not in sums:
+            sums[inputs.path] = _Sum(inputs)
+        sums[inputs.path].add(inputs)
+
+    model.observe(sequences, note)
+    means = {path: each.mean() for path, each in sums.items()}
+    return {path: mean for path, mean in means.items() if math.isfinite(float(mean.sum(dtype="float64")))}
+
+
+class _Sum:
+    """Squares added up, on the host in float64. Where the layer is no stack of experts, all rows are those of one expert."""
+
+    def __init__(self, first: Inputs) -> None:
+        import numpy as np
+
+        experts, self._stacked = first.stack or 1, first.stack is not None
+        self._squares = np.zeros((experts, first.rows.shape[-1]))
+        self._rows = np.zeros(experts, np.int64)
+
+    def add(self, inputs: Inputs) -> None:
+        """Add the rows of one call."""
+        import numpy as np
+
+        squares = mx.square(inputs.rows.astype(mx.float32))
+        if inputs.experts is None:
+            self._squares += np.asarray(mx.sum(squares, axis=0))
+            self._rows += len(squares)
+        else:
+            self._squares += np.asarray(mx.zeros(self._squares.shape).at[inputs.experts].add(squares))
+            self._rows += np.bincount(np.asarray(inputs.experts), minlength=len(self._rows))
+
+    def mean(self) -> "np.ndarray":
+        """Return the means. Something was added."""
+        import numpy as np
+
+        overall = self._squares.sum(axis=0) / self._rows.sum()
+        own = self._squares / np.maximum(self._rows, 1)[:, None]
+        means = np.where(self._rows[:, None] > 0, own, overall).astype(np.float32)
+        return means if self._stacked else means.reshape(-1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.values import real, whole
+from tokamac.engine.options import real, whole
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -40,7 +40,7 @@ class Options:
     bits, group_size: of affine groups along a weight's last axis; each group adds a scale and a bias of the weight's type. None:
     4 and 64, or what the mode says. mode: affine, or a microscaling format.
     method: how the codes are found; None: by search, where the mode has one.
-    recipe: the name of a rule (quant/recipes.py) that gives some tensors other bits.
+    recipe: the name of a rule (quant/choices.py) that gives some tensors other bits.
     target_bpw: bits per weight of the whole model, scales included, spent where they help most.
     calibration: a text to look at, or "shipped"; gptq and awq always look at one, and search then weighs errors by its inputs.
     dtype: of what is not packed, scales and biases included; None keeps each tensor's own.

@@ -1,23 +1,134 @@
-"""What a conversion will do, exactly, before it does any of it: every tensor's bits, every file's bytes."""
+"""What a conversion will do, exactly, before it does any of it: every tensor's bits, every file's bytes.
+
+About how long a conversion will take: a small piece of it is done for real, and the rest is taken to go at that rate.
+
+Only reading, packing and writing are foreseen. What else a conversion does (looking at a text, measuring sensitivity, verifying)
+takes as long as the model's own arithmetic, which nothing here has timed.
+
+The memory that a conversion takes at most, foreseen from shapes: what MLX holds at once in its most expensive moment.
+
+Bytes a weight were measured on MLX's CPU backend, where each stage was run alone on one large tensor; a GPU takes no more.
+"""
 
 import json
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.cost import Tensor
-from tokamac.engine.tokens import TOKENIZER_FILES
+from tokamac.engine.metrics import rate
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.cost import Tensor, text_config
+from tokamac.engine.text.tokenizer import TOKENIZER_FILES
+from tokamac.quant import importance
+from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices, left_out
-from tokamac.quant.options import Options
-from tokamac.quant.peak import peak_bytes
+from tokamac.quant.evaluation import CHECKED_TOKENS
+from tokamac.quant.importance import TOKENS as MEASURED
+from tokamac.quant.methods import awq, gptq
+from tokamac.quant.methods.method import BLOCK_WEIGHTS, Quantizer, Round, Search
+from tokamac.quant.modules import layer_paths
+from tokamac.quant.options import SEARCHED, Method, Options
 from tokamac.quant.report import in_vain
+from tokamac.quant.search import blocks, implementation
 from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
-from tokamac.quant.source import Source
+from tokamac.quant.source import Source, open_source
+
+CALIBRATED: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
+"""Methods that pack by what goes through the model; each module has ``check``, ``pack`` and ``peak_bytes``."""
+
+SEQUENCES = 8
+"""Of ``calibration.LENGTH`` tokens: what search looks at. Second moments of 4,000 tokens are known to a few per cent."""
+
+ROUNDING = {"affine": 8, "mxfp4": 41, "nvfp4": 77, "mxfp8": 8}
+"""Bytes a weight beside the weight itself, while a block is rounded."""
+
+SEARCHING = 3
+"""Bytes a weight beside the weight itself, while a tensor is searched by numba, which holds few arrays."""
+
+UNPACKING = 18
+"""Bytes a weight while a packed one is unpacked, at 3 bits; other bits take less."""
+
+LAYER_WEIGHT = 12
+"""Bytes a weight of the layer that is computed: in float32, as it is unpacked, and of the layer before it, not yet let go."""
+
+PLACE_WORD = 16
+"""Bytes for each word of the vocabulary at each place of a text: logits of two models, and what is computed of them."""
+
+
+def peak_bytes(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> int:
+    """Return an upper estimate, in bytes, of what MLX will hold at once."""
+    return max(_stages(source, options, chosen, tensors))
+
+
+def _stages(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> Iterator[int]:
+    yield max(_of_tensor(tensor, source, options) for tensor in tensors)
+    if options.how in CALIBRATED:
+        yield CALIBRATED[options.how].peak_bytes(source, options, chosen)
+    if options.target_bpw is not None and importance.fits(source, MEASURED):
+        yield importance.peak_bytes(source, MEASURED)
+    runs_text = options.target_bpw is not None or (options.how == "search" and options.calibration is not None)
+    heads = text_config(source.config).get("num_attention_heads")
+    known, paths = heads if isinstance(heads, int) else 1, frozenset(layer_paths(source.module))
+    if runs_text:
+        yield _of_run(paths, tensors, known, SEQUENCES, LENGTH, logits=False)
+    if options.verify:
+        yield _of_run(paths, tensors, known, 1, CHECKED_TOKENS, logits=True)
+
+
+def _of_tensor(tensor: "TensorPlan", source: Source, options: Options) -> int:
+    """Return the bytes for one tensor: as read and put together by mlx-lm, as cast, while it is packed, and packed."""
+    packed_before = tensor.name.rpartition(".")[0] in source.packed
+    read = UNPACKING * tensor.parameters if packed_before else 2 * tensor.source_bytes
+    cast = tensor.parameters * type_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
+    return read + cast + _packing(tensor.packing, tensor.parameters, options) + 2 * tensor.nbytes
+
+
+def _packing(packing: Packing | None, weights: int, options: Options) -> int:
+    if packing is None:
+        return weights
+    if options.how == "round" or packing.mode not in SEARCHED:
+        return ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
+    if packing.mode != "affine":
+        return blocks.SEARCHING_SCALES * min(weights, blocks.block_here(blocks.SEARCHING_SCALES))
+    if implementation().name == "mlx":
+        return blocks.SEARCHING * min(weights, blocks.block_here(blocks.SEARCHING))
+    return SEARCHING * weights
+
+
+def _of_run(
+    paths: frozenset[str], tensors: "tuple[TensorPlan, ...]", heads: int, sequences: int, length: int, *, logits: bool
+) -> int:
+    """Return the bytes for sequences of so many tokens, run side by side with one layer's weights in memory.
+
+    paths: of the layers. Attention's scores are counted as they are where no kernel fuses them.
+    """
+    layers: dict[str, int] = {}
+    ends, widest, words = 0, 0, 0
+    for tensor in tensors:
+        layer = _layer(paths, tensor.name)
+        if layer is not None:
+            layers[layer] = layers.get(layer, 0) + tensor.parameters
+            widest = max((widest, *tensor.shape[-2:]))
+        else:
+            ends += tensor.source_bytes + tensor.nbytes
+            words = max(words, tensor.shape[0])
+    tokens = sequences * length
+    activations = 4 * 4 * tokens * widest + 2 * 4 * heads * tokens * length
+    largest = LAYER_WEIGHT * max(layers.values(), default=0)
+    return largest + 2 * ends + activations + (PLACE_WORD * tokens * words if logits else 0)
+
+
+def _layer(paths: frozenset[str], name: str) -> str | None:
+    """Return which of the layers a tensor is part of."""
+    parts = name.split(".")
+    return next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in paths), None)
+
 
 COPIED = (
     "tokenizer*.json", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -203,3 +314,75 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _tagged(entry) for key, entry in value.items()}
     return [_tagged(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+SAMPLE_S = 0.3
+"""Packing is timed for no longer than this, once it has been set up."""
+
+FIRST_VALUES = 1 << 16
+GROWTH = 4
+"""Each piece that is packed is so many times larger than the one before: small ones cost more a value."""
+
+ENOUGH_VALUES = 1 << 18
+"""A tensor of so many weights is packed at the rate of large ones, and read in a moment."""
+
+_PACKERS: Mapping[Method, Callable[[], Quantizer]] = {"round": Round, "search": Search}
+"""Methods that work tensor by tensor; the others run the model."""
+
+
+def conversion_s(plan: Plan) -> float | None:
+    """Return about how many seconds reading, packing and writing will take; None where a sample can't tell.
+
+    Reads one tensor of the source and packs a piece of it. Writing is taken to be as fast as reading. Raises ModelError.
+    """
+    if plan.options.how not in _PACKERS or plan.options.target_bpw is not None:
+        return None
+    tensor = _sample(plan)
+    weight = open_source(plan.source).weights[tensor.name]
+    moved_bps = _reading_bps(weight, tensor)
+    if moved_bps is None:
+        return None
+    moving_s = sum(each.source_bytes + each.nbytes for each in plan.tensors) / moved_bps
+    values = sum(each.parameters for each in plan.tensors if each.packing is not None and not each.kept)
+    if not values:
+        return moving_s
+    packed_vps = _packing_vps(weight, tensor, _PACKERS[plan.options.how]())
+    return None if packed_vps is None else moving_s + values / packed_vps
+
+
+def _sample(plan: Plan) -> TensorPlan:
+    """Return the tensor to try: the smallest of those that are large enough, packed ones first."""
+    packed = [tensor for tensor in plan.tensors if tensor.packing is not None and not tensor.kept]
+    among = packed or list(plan.tensors)
+    large = [tensor for tensor in among if tensor.parameters >= ENOUGH_VALUES]
+    return min(large, key=_parameters) if large else max(among, key=_parameters)
+
+
+def _parameters(tensor: TensorPlan) -> int:
+    return tensor.parameters
+
+
+def _reading_bps(weight: mx.array, tensor: TensorPlan) -> float | None:
+    began_s = time.perf_counter()
+    mx.eval(weight)
+    return rate(tensor.source_bytes, time.perf_counter() - began_s)
+
+
+def _packing_vps(weight: mx.array, tensor: TensorPlan, quantizer: Quantizer) -> float | None:
+    """Return the values packed a second, of the largest piece there was time for."""
+    assert tensor.packing is not None
+    rows = weight.reshape(-1, weight.shape[-1])
+    path = tensor.name.rpartition(".")[0]
+    # What is compiled at the first call is not the tensor's doing.
+    mx.eval(*quantizer.pack(path, rows[:1], tensor.packing))
+    taken, left_s, found = max(1, FIRST_VALUES // rows.shape[1]), SAMPLE_S, None
+    while True:
+        began_s = time.perf_counter()
+        piece = rows[:taken]
+        mx.eval(*quantizer.pack(path, piece, tensor.packing))
+        elapsed_s = time.perf_counter() - began_s
+        found = rate(piece.size, elapsed_s)
+        left_s -= elapsed_s
+        if taken >= rows.shape[0] or left_s < GROWTH * elapsed_s:
+            return found
+        taken *= GROWTH

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
-from tokamac.engine.hub_names import id_of
-from tokamac.engine.regular_files import CONFIG_BYTES, open_regular, read_bytes
-from tokamac.engine.shards import find_shards
+from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
+from tokamac.engine.hub.cache import id_of
+from tokamac.engine.model.safetensors import find_shards
 from tokamac.quant.options import Options
 
 PACKAGES = ("tokamac", "mlx", "mlx-lm")

@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 
 from tokamac.engine.errors import ConversionError
-from tokamac.engine.limits.cost import Tensor
-from tokamac.quant.files import append
+from tokamac.engine.perf.cost import Tensor
+from tokamac.quant.resume import append
 
 SHARD_BYTES = 1_000_000_000
 INDEX = "model.safetensors.index.json"

@@ -51,8 +51,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def bandwidth_file() -> Path:
     """Where this machine's memory bandwidth is kept, measured once: a busy machine keeps none, and every load would measure."""
-    from tokamac.engine.limits import bandwidth
-    from tokamac.engine.limits.hardware import detect
+    from tokamac.engine.perf import bandwidth
+    from tokamac.engine.perf.hardware import detect
 
     chip, size = detect(), bandwidth.SMALLEST
     if chip.bandwidth_gbs is None and (gbs := bandwidth.measure_bandwidth(size)) is not None:

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from tokamac.engine import device
-from tokamac.engine.limits import macos
-from tokamac.engine.limits.macos import Pages
+from tokamac.engine.perf import macos
+from tokamac.engine.perf.macos import Pages
 
 GIB = 1 << 30
 

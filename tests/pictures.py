@@ -12,14 +12,13 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from tokamac.app.backend.whatif import Figures
-from tokamac.app.backend.wire import Loaded, WhatIf
+from tokamac.app.backend.protocol import Figures, Loaded, WhatIf
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.chat.what_if_form import first_question
 from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
 from tokamac.app.tui.app import TokamacApp
-from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.run import ChatOptions, build
-from tokamac.app.tui.whatif_form import first_question
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0
@@ -32,9 +31,9 @@ QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 
 async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
     """Wait until the engine is ready and nothing runs."""
-    while app.chat.session.phase is not Phase.IDLE:
+    while app.chat.session.phase is not EnginePhase.IDLE:
         await asyncio.sleep(0.05)
-        if app.chat.session.phase is Phase.FAILED and app.chat.session.problem:
+        if app.chat.session.phase is EnginePhase.FAILED and app.chat.session.problem:
             raise RuntimeError(app.chat.session.problem)
     await asyncio.sleep(0.8)  # the screen's own timers
     await pilot.pause()

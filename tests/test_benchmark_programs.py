@@ -2,7 +2,7 @@
 
 from tests.benchmarks import long_child
 from tests.benchmarks.texts import SHOWN_PROSE
-from tokamac.app.backend.wire import Load
+from tokamac.app.backend.protocol import Load
 from tokamac.engine.events import Finished, Message
 from tokamac.engine.options import Sampling
 

@@ -9,8 +9,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from tokamac.assets.guide.corpus import CorpusError, Entry, Turn, normalised, read_corpus
-from tokamac.assets.guide.dataset import Conversations
+from tokamac.assets.guide.dataset import Conversations, CorpusEntry, CorpusError, CorpusTurn, normalised, read_corpus
 
 MODEL = Path(__file__).parent.parent / "assets" / "guide" / "model"
 DIALOGUE = [
@@ -25,25 +24,25 @@ DIALOGUE = [
 
 
 @pytest.fixture(scope="module")
-def entries() -> list[Entry]:
+def entries() -> list[CorpusEntry]:
     return read_corpus()
 
 
-def single(entries: list[Entry]) -> list[Entry]:
+def single(entries: list[CorpusEntry]) -> list[CorpusEntry]:
     return [entry for entry in entries if len(entry.turns) == 1 and not entry.out_of_scope]
 
 
-def test_there_are_enough_questions_with_enough_phrasings(entries: list[Entry]) -> None:
+def test_there_are_enough_questions_with_enough_phrasings(entries: list[CorpusEntry]) -> None:
     rich = [entry for entry in single(entries) if len(entry.turns[0].phrasings) >= 8]
     assert len(rich) >= 250
     assert len({entry.turns[0].answer for entry in rich}) == len(rich)
 
 
-def test_every_turn_has_a_phrasing_to_learn_and_one_to_score(entries: list[Entry]) -> None:
+def test_every_turn_has_a_phrasing_to_learn_and_one_to_score(entries: list[CorpusEntry]) -> None:
     assert all(turn.trained and turn.held_out for entry in entries for turn in entry.turns)
 
 
-def test_a_fifth_is_held_out_and_never_trained(entries: list[Entry]) -> None:
+def test_a_fifth_is_held_out_and_never_trained(entries: list[CorpusEntry]) -> None:
     turns = [turn for entry in entries for turn in entry.turns]
     held, all_ = sum(len(turn.held_out) for turn in turns), sum(len(turn.phrasings) for turn in turns)
     assert 0.17 <= held / all_ <= 0.23  # about a fifth
@@ -53,12 +52,12 @@ def test_a_fifth_is_held_out_and_never_trained(entries: list[Entry]) -> None:
         assert sorted((*turn.trained, *turn.held_out)) == sorted((*turn.phrasings, *turn.patterns))
 
 
-def test_no_phrasing_asks_for_two_answers(entries: list[Entry]) -> None:
+def test_no_phrasing_asks_for_two_answers(entries: list[CorpusEntry]) -> None:
     asked = Counter(phrasing for entry in entries for phrasing in {normalised(p) for p in entry.turns[0].phrasings})
     assert [phrasing for phrasing, times in asked.items() if times > 1] == []
 
 
-def test_out_of_scope_questions_share_one_answer_that_names_the_way_on(entries: list[Entry]) -> None:
+def test_out_of_scope_questions_share_one_answer_that_names_the_way_on(entries: list[CorpusEntry]) -> None:
     answers = {entry.turns[0].answer for entry in entries if entry.out_of_scope}
     assert len(answers) == 1
     answer = answers.pop()
@@ -66,21 +65,21 @@ def test_out_of_scope_questions_share_one_answer_that_names_the_way_on(entries: 
     assert "tokamac chat" in answer
 
 
-def test_there_are_dialogues_and_each_later_question_has_its_own_answer(entries: list[Entry]) -> None:
+def test_there_are_dialogues_and_each_later_question_has_its_own_answer(entries: list[CorpusEntry]) -> None:
     dialogues = [entry for entry in entries if len(entry.turns) > 1]
     assert len(dialogues) >= 50
     for entry in dialogues:
         assert len({turn.answer for turn in entry.turns}) == len(entry.turns)
 
 
-def test_text_is_ascii_and_answers_are_short(entries: list[Entry]) -> None:
+def test_text_is_ascii_and_answers_are_short(entries: list[CorpusEntry]) -> None:
     for entry in entries:
         for turn in entry.turns:
             assert "".join((*turn.phrasings, turn.answer)).isascii(), entry.id
             assert len(turn.answer.split()) <= 60, entry.id
 
 
-def test_training_never_draws_a_held_out_phrasing(entries: list[Entry]) -> None:
+def test_training_never_draws_a_held_out_phrasing(entries: list[CorpusEntry]) -> None:
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     conversations = Conversations(entries, tokenizer, seed=1)
     held_out = {normalised(text) for entry in entries for turn in entry.turns for text in turn.held_out}
@@ -91,7 +90,7 @@ def test_training_never_draws_a_held_out_phrasing(entries: list[Entry]) -> None:
 
 
 def test_facts_are_alternatives_found_in_any_case() -> None:
-    turn = Turn(("why",), "Memory bus.", (("bandwidth", "memory bus"), ("weights",)))
+    turn = CorpusTurn(("why",), "Memory bus.", (("bandwidth", "memory bus"), ("weights",)))
     assert turn.is_right("The MEMORY BUS and the Weights.")
     assert not turn.is_right("The memory bus.")
 
@@ -139,7 +138,7 @@ def test_a_conversation_is_a_token_prefix_of_its_continuation(tokenizer: Tokeniz
             assert longer[: len(asked)] == asked
 
 
-def test_a_reply_read_back_is_the_same_tokens(tokenizer: Tokenizer, entries: list[Entry]) -> None:
+def test_a_reply_read_back_is_the_same_tokens(tokenizer: Tokenizer, entries: list[CorpusEntry]) -> None:
     for entry in entries[::7]:
         answer = entry.turns[-1].answer
         ids = tokenizer.encode(answer, add_special_tokens=False).ids

@@ -16,7 +16,11 @@ MAY_IMPORT = {
     "quant": {"quant", "engine", "assets"},
     "assets": {"assets"},
 }
+MOST_FILES = 20
+SHARED_NAMES = {"Attention", "FeedForward", "Mixture", "Model", "ModelArgs", "Router"} | {"Notice", "Send"}
+"""What the files of mlx-lm's form call their parts; and two that are said on the wire as well."""
 SCREEN_FREE = (
+    "app/chat",
     "app/tui",
     "app/plain",
     "app/cli.py",
@@ -56,7 +60,7 @@ def test_quant_is_used_by_the_commands_about_conversion_alone() -> None:
         for file in sources("app")
         if any(n.startswith("tokamac.quant") for n in imports(file))
     }
-    about = ("app/commands/convert", "app/commands/inspect", "app/commands/quality", "app/fidelity.py")
+    about = ("app/commands/convert", "app/commands/inspect", "app/commands/quality", "app/verdict.py")
     assert all(user.startswith(about) for user in users), users
 
 
@@ -75,7 +79,81 @@ def test_the_screen_never_touches_mlx() -> None:
         if name.startswith(SCREEN_FREE):
             heavy = {module for module in imports(file) if module.split(".")[0] in {"mlx", "mlx_lm", "transformers"}}
             assert not heavy, f"{name} imports {heavy}"
-            assert "tokamac.engine.session" not in imports(file), name
+            assert "tokamac.engine.engine" not in imports(file), name
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("tokamac", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def imported_at_runtime(file: Path) -> set[str]:
+    """What a file imports, at its top or inside a function; not what only a type checker reads."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    typed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in typed:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import) and id(node) not in typed:
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a ring; none where there is none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        found = next((ring for ring in map(visit, sorted(graph[module])) if ring), [])
+        path.pop()
+        done.add(module)
+        return found
+
+    return next((ring for ring in map(visit, graph) if ring), [])
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    files = {module_of(file): file for package in PACKAGES for file in sources(package)}
+    graph = {}
+    for module, file in files.items():
+        names = imported_at_runtime(file)
+        # ``from package import module`` names the package too: what is meant is the module.
+        meant = {name for name in names if name in files} - {module}
+        whole = {name for name in meant if any(other.startswith(name + ".") for other in names)}
+        graph[module] = meant - {name for name in whole if files[name].name == "__init__.py"}
+    assert circle(graph) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_folder_shows_its_subject_at_a_glance(package: str) -> None:
+    for folder in {file.parent for file in sources(package)}:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
+
+
+def test_a_name_is_one_class() -> None:
+    seen: dict[str, list[str]] = {}
+    for file in (file for package in PACKAGES for file in sources(package)):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                seen.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert {name for name, files in seen.items() if len(files) > 1} == SHARED_NAMES
 
 
 def run_python(code: str) -> str:

@@ -6,6 +6,8 @@
 The main thread alone asks the engine for replies; prices and counts are asked on threads of their own (``answerer``). The
 file descriptor of stdout is taken away at the start, so that a stray print of any library lands in the log and can't break
 the protocol. When stdin closes (the screen is gone, however it went) the process ends.
+
+Questions answered aside: the engine answers once it is free, and the child's main thread must not wait for that.
 """
 
 import argparse
@@ -15,21 +17,21 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
-from tokamac.app import told
-from tokamac.app.backend.advisor import Advisor
-from tokamac.app.backend.answerer import counter, pricer
+from tokamac.app import settings
+from tokamac.app.backend.advice import Advisor
 from tokamac.app.backend.outbox import Outbox, Pulse
 from tokamac.app.backend.port import EnginePort
-from tokamac.app.backend.wire import (
+from tokamac.app.backend.protocol import (
     LONGEST_LINE,
     AskCount,
     AskPrice,
     AskWhatIf,
     Cancel,
+    Counted,
     Done,
     Failed,
     LeftOut,
@@ -37,7 +39,9 @@ from tokamac.app.backend.wire import (
     Loading,
     Notice,
     Prefill,
+    Priced,
     Quit,
+    Reply,
     Request,
     Send,
     ShortOfMemory,
@@ -48,20 +52,98 @@ from tokamac.app.backend.wire import (
     WireError,
     decode_request,
 )
-from tokamac.engine.durable import FLUSH_S
 from tokamac.engine.errors import TokamacError, panic_error
 from tokamac.engine.events import (
     Event,
     Finished,
     LoadProgress,
+    MemoryPressure,
     Message,
     PrefillProgress,
-    Squeezed,
     TextChunk,
     Truncated,
 )
-from tokamac.engine.open_files import raise_open_files
+from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.options import TemplateOptions
+
+Asked = TypeVar("Asked")
+
+
+class Answerer(Generic[Asked]):
+    """A thread that answers questions of one kind. unknown: what is said where there is no answer."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        answer: Callable[[EnginePort, Asked], Reply],
+        unknown: Callable[[Asked], Reply],
+        *,
+        replaces: Callable[[Asked], Hashable] | None = None,
+    ) -> None:
+        """Begin the thread. replaces: of the questions that wait and have this in common, only the last is answered."""
+        self._outbox = outbox
+        self._answer, self._unknown = answer, unknown
+        self._replaces = replaces
+        self._asked: queue.SimpleQueue[tuple[EnginePort, Asked]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="answerer", daemon=True).start()
+
+    def ask(self, engine: EnginePort | None, question: Asked) -> None:
+        """Have ``question`` answered by ``engine``; None: nothing is loaded. Returns at once."""
+        if engine is None:
+            self._outbox.put(self._unknown(question))
+        else:
+            self._asked.put((engine, question))
+
+    def _run(self) -> None:
+        while True:
+            for engine, question in self._waiting():
+                self._tell(engine, question)
+
+    def _waiting(self) -> list[tuple[EnginePort, Asked]]:
+        """Wait for a question; return those that wait by then, less those that were replaced."""
+        asked = [self._asked.get()]
+        if self._replaces is None:
+            return asked
+        while not self._asked.empty():
+            asked.append(self._asked.get())
+        return list({self._replaces(question): (engine, question) for engine, question in asked}.values())
+
+    def _tell(self, engine: EnginePort, question: Asked) -> None:
+        reply = self._unknown(question)
+        try:
+            reply = self._answer(engine, question)
+        except TokamacError:
+            pass  # too long, no Unicode, or closed meanwhile: that is told when the prompt is sent
+        except BaseException as error:
+            if not isinstance(error, Exception) and panic_error(error) is None:
+                raise
+            traceback.print_exc()
+        self._outbox.put(reply)
+
+
+def counter(outbox: Outbox) -> Answerer[AskCount]:
+    """Return what counts texts in tokens, each in its turn."""
+    return Answerer(
+        outbox,
+        lambda engine, asked: Counted(asked.id, engine.count(asked.text)),
+        lambda asked: Counted(asked.id, None),
+    )
+
+
+def pricer(outbox: Outbox) -> Answerer[AskPrice]:
+    """Return what tells prices, to each asker the last one alone.
+
+    Asked for while something is read ahead, a price comes when that is done, which is how the screen learns of it.
+    """
+    return Answerer(
+        outbox,
+        lambda engine, asked: Priced(
+            asked.asker, asked.id, engine.price(asked.messages, continues=asked.continues, template=asked.template)
+        ),
+        lambda asked: Priced(asked.asker, asked.id, None),
+        replaces=lambda asked: asked.asker,
+    )
+
 
 T = TypeVar("T")
 Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
@@ -118,7 +200,7 @@ class Child:
                     loaded = self._engine.loaded()
                     self._outbox.suit(loaded.info.device)
                     self._outbox.put(loaded)
-                    if (advice := loaded.info.advice) is not None and told.is_new(advice):
+                    if (advice := loaded.info.advice) is not None and settings.is_new(advice):
                         self._outbox.put(Notice(advice))
                 case Send():
                     self._reply(request)
@@ -177,7 +259,7 @@ class Child:
             match event:
                 case Truncated(_, tokens):
                     self._outbox.put(LeftOut(request, tokens))
-                case Squeezed():
+                case MemoryPressure():
                     self._outbox.put(ShortOfMemory(request, event))
                 case PrefillProgress(done, total, cached):
                     self._outbox.put(Prefill(request, done, total, cached))

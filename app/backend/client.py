@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tokamac.app.backend.killed import killed_by
-from tokamac.app.backend.wire import LONGEST_LINE, Notice, Quit, Reply, Request, WireError, decode_reply, encode
+from tokamac.app.backend.protocol import LONGEST_LINE, Notice, Quit, Reply, Request, WireError, decode_reply, encode
+from tokamac.app.backend.subprocess import killed_by
 from tokamac.app.sanitise import sanitise_line
-from tokamac.engine.durable import FLUSH_S
+from tokamac.engine.files import FLUSH_S
 
 SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
 GRACE_S = FLUSH_S + 3.0

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tokamac.app.backend.wire import Heartbeat, Reply, Stats, Text, encode
+from tokamac.app.backend.protocol import Heartbeat, Reply, Stats, Text, encode
 from tokamac.engine.events import TextKind
 
 FLUSH_S = 1 / 15

@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo
 from tokamac.engine.errors import OptionError
-from tokamac.engine.events import Event, Live, LoadProgress, Message
-from tokamac.engine.limits.memory import SOURCES
+from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
 from tokamac.engine.options import NOTHING_TOLD, KVSpec, PromptCacheSpec, Sampling, TemplateOptions
-from tokamac.engine.price import Price
+from tokamac.engine.perf.memory import SOURCES
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -3,6 +3,10 @@
 The model's name picks the scenario (``scenarios.SCENARIOS``). It keeps the real engine's promises (order of events, cancelling
 within a token, metrics from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so.
 What is read ahead it notes on stderr, the log, where a test can see it.
+
+What the scripted engine can be asked to play: a name, as of a model, and how it behaves. Plain values.
+
+What the scripted engine pretends to run: four billion weights at 4.5 bits on a chip of the table, as arithmetic alone.
 """
 
 import os
@@ -11,20 +15,154 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tokamac.app.backend.port import EnginePort
-from tokamac.app.backend.scenarios import SCENARIOS, Scenario
-from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
-from tokamac.app.backend.wire import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.engine import metrics as rates
 from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError
-from tokamac.engine.events import Event, Finished, FinishReason, Live, LoadProgress, Message, PrefillProgress, TextChunk
-from tokamac.engine.limits import metrics as rates
-from tokamac.engine.limits.diagnosis import diagnose
-from tokamac.engine.limits.prediction import decode_phase
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Live,
+    LoadProgress,
+    Message,
+    PrefillProgress,
+    Price,
+    TextChunk,
+)
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
-from tokamac.engine.price import Price
+from tokamac.engine.perf.diagnosis import Situation, diagnose
+from tokamac.engine.perf.hardware import lookup
+from tokamac.engine.perf.roofline import decode_phase, fitted
+from tokamac.engine.perf.workload import Attention, Heads, KVUse, Workload
+
+ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
+
+1. Prefill multiplies the whole prompt at once: *bound by arithmetic*.
+2. Decode multiplies one token: *bound by bandwidth*.
+
+```python
+ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step
+```
+
+| phase | bound by | helped by |
+| --- | --- | --- |
+| prefill | arithmetic | a prompt cache |
+| decode | bandwidth | 4-bit weights, a smaller `KV` cache |
+
+> The first question about a slow reply is which phase was slow.
+"""
+THOUGHT = (
+    "The user asks about decode. Each step reads all weights, so bandwidth is the limit. Explain with the two phases. "
+)
+
+LINES = (
+    "Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic. The chip waits for bytes.",
+    "Prefill is the other way round: the whole prompt goes through at once, and the *arithmetic* units are the ones that are busy.",
+    "Between the two stands the cache of keys and values. It is read whole at every step, and can be packed into `8` or `4` bits.",
+)
+PROSE = "\n\n".join(LINES * 24)
+"""Paragraphs of some 30 tokens each, 2,200 tokens in all."""
+FUNCTION = '''def decode_{0}(weights: list[float], width: int = {0}) -> float:
+    """Multiply, add, and say how long it took; case {0}."""
+    total, began = 0.0, time.monotonic()
+    for index, weight in enumerate(weights):
+        if index % width == 0 and weight > {0}.5:
+            total += weight * math.sqrt(index + 1)  # what travels is read once
+    return total / max(1e-9, time.monotonic() - began)
+'''
+CODE = "```python\n" + "\n\n".join(FUNCTION.format(number) for number in range(20)) + "```\n"
+"""One long block, 2,000 tokens."""
+LIST = "".join(f"- item **{i}** of a long list, with a few words in it\n" for i in range(300))
+"""4,000 tokens."""
+TITLE = "Title: **Where decode spends its time.**"
+"""Also what it says after its first word, with which the chat has it begin when it asks for a title."""
+FAST_S = 1 / 500
+"""Between tokens, at the rate that the benchmarks ask the screen to keep up with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a scripted model does; all delays in seconds."""
+
+    answer: str = ANSWER
+    thinking: str = ""
+    gap_s: float = 0.004
+    prefill_steps: int = 4
+    prefill_step_s: float = 0.01
+    prompt_tokens: int = 0  # besides those of the conversation
+    load_steps: int = 0
+    load_step_s: float = 0.1
+    load_error: str = ""
+    packs: bool = True  # keys and values; else loading with them packed fails
+    dies_on: str = ""  # load, send, decode, idle
+    freezes_on: str = ""  # send: the whole process stops, its heartbeat too
+    deaf: bool = False  # does not hear cancel
+    context: int = 32_768
+    rolls: bool = False
+    trouble: str = ""  # with the prompt cache, after the first reply or what was read ahead
+    advice: str | None = None  # on the installation, with the model
+
+
+SCENARIOS = {
+    "guide": Scenario(),
+    "fast": Scenario(gap_s=0.0, prefill_step_s=0.0),
+    "slow": Scenario(gap_s=0.08, prefill_step_s=0.05),
+    "steady": Scenario(gap_s=0.02),
+    "thinking": Scenario(thinking=THOUGHT * 2, gap_s=0.03),
+    "prefill": Scenario(prefill_steps=40, prefill_step_s=0.1, prompt_tokens=20_000),
+    "prose": Scenario(answer=PROSE, gap_s=FAST_S),
+    "code": Scenario(answer=CODE, gap_s=FAST_S),
+    "list": Scenario(answer=LIST, gap_s=FAST_S),
+    "hostile": Scenario(answer="before \x1b]52;c;ZWNobw==\x07 [bold]not markup[/] \x1b[2J\u202eafter <b>html</b>"),
+    "slow-load": Scenario(load_steps=20),
+    "entitles": Scenario(answer=TITLE, gap_s=0.0, prefill_step_s=0.0),
+    "entitles-slowly": Scenario(answer=TITLE, gap_s=0.3, prefill_step_s=0.0),
+    "missing": Scenario(load_error="no model is called 'missing'"),
+    "unpackable": Scenario(packs=False),
+    "dies-loading": Scenario(load_steps=2, dies_on="load"),
+    "dies-idle": Scenario(dies_on="idle"),
+    "dies-sending": Scenario(dies_on="send"),
+    "dies-decoding": Scenario(gap_s=0.01, dies_on="decode"),
+    "freezes": Scenario(freezes_on="send"),
+    "deaf": Scenario(gap_s=0.05, deaf=True, answer=ANSWER * 10),
+    "tiny-context": Scenario(context=8),
+    "rolling": Scenario(context=64, rolls=True),
+    "old-wheel": Scenario(gap_s=0.0, prefill_step_s=0.0, advice="The installed MLX leaves the accelerators unused."),
+    "full-disk": Scenario(
+        gap_s=0.0, prefill_step_s=0.0, trouble="the prompt cache can't be written \x1b[2J(disk full)"
+    ),
+}
+
+
+WEIGHT_BYTES = 2_263_000_000
+KV_BYTES_PER_TOKEN = 147_456
+LAYERS = 36
+HEADS = Heads(queries=32, keys=8, key_dim=128, value_dim=128)
+CHIP = lookup("Apple M2 Ultra", 76)
+PACE = fitted(CHIP)
+WORK = Workload(
+    traits=("dense",),
+    layers=LAYERS,
+    hidden=2560,
+    launches=600,
+    shared_bytes=WEIGHT_BYTES,
+    expert_bytes=0,
+    active=0.0,
+    prefill_parameters=3_633_000_000,
+    head_parameters=389_000_000,
+    kv=(KVUse(KV_BYTES_PER_TOKEN // LAYERS, None, 0, HEADS),) * LAYERS,
+    attention=(Attention(32 * 256, None),) * LAYERS,
+    products=(),
+    query_heads=32,
+    vocabulary=151_936,
+)
+PACKED_KV = tuple(replace(layer, bytes_per_token=round(layer.bytes_per_token * 8.5 / 16)) for layer in WORK.kv)
+SITUATION = Situation(packed_kv=PACKED_KV, bits_per_weight=4.5, keeps_prompts=True, chunk=512)
+
 
 T = TypeVar("T")
 
@@ -258,7 +396,7 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> En
     """Play the loading of the scenario that ``request`` names."""
     scenario = SCENARIOS.get(request.model)
     if scenario is None:
-        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See tokamac.app.backend.scenarios.")
+        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See tokamac.app.backend.scripted.")
     for step in range(scenario.load_steps):
         progress(LoadProgress("weights", WEIGHT_BYTES * step // scenario.load_steps, WEIGHT_BYTES))
         time.sleep(scenario.load_step_s)

@@ -2,17 +2,21 @@
 
 stdout carries the answer alone (or JSON lines); progress, metrics and the model's thinking go to stderr. Thinking is shown, faint,
 only where stderr is a terminal: in a script it would be noise.
+
+The prompt of ``tokamac ask``: the files, what is piped in, each in a block of its own, and then the question.
+
+The question comes last, so that another one about the same file begins with what is computed already.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
+from tokamac.app.chat.attachments import fence_for
 from tokamac.app.commands import loading
-from tokamac.app.commands.prompt import compose
-from tokamac.app.exit_status import INTERRUPTED
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     adapter_of,
@@ -32,12 +36,89 @@ from tokamac.app.options import (
     template_options,
     with_logprobs,
 )
-from tokamac.app.output import ModelText, Progress, dim, is_terminal, json_line, note
+from tokamac.app.output import INTERRUPTED, ModelText, Progress, dim, is_terminal, json_line, note
 from tokamac.app.parser import Parser
 from tokamac.app.sanitise import Sanitiser
-from tokamac.engine.events import Event, Finished, Message, PrefillProgress, Squeezed, TextChunk, Truncated
-from tokamac.engine.limits.gaps import Outlier
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.errors import TokamacError, access_hint
+from tokamac.engine.events import Event, Finished, MemoryPressure, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.files import NotRegularError, open_regular
+from tokamac.engine.metrics import Metrics, Outlier
+
+STDIN = "-"
+
+HANDED_OVER = (Path("/dev/fd"), Path("/proc/self/fd"))
+
+LONGEST_INPUT = 64_000_000
+"""Bytes of a file or a pipe; a context of a million tokens is about 5 MB of text."""
+
+
+class InputError(TokamacError):
+    """A file or standard input can't be used as text."""
+
+
+def compose(argument: str | None, files: Sequence[str]) -> str:
+    """Return the whole prompt; "" when there is nothing to ask.
+
+    A pipe is read whether or not ``-`` stands for it. Raises InputError for what is missing, unreadable or not text.
+    """
+    piped = _standard_input(wanted=argument == STDIN)
+    said = "" if argument is None or argument == STDIN else argument.strip()
+    blocks = [_block(f"File {name}:", _read_file(name)) for name in files]
+    if piped.strip():
+        # Alone it is the prompt itself; beside one it is what the prompt is about.
+        blocks.append(_block("Input:", piped) if said or blocks else piped.strip())
+    return "\n\n".join([*blocks, said] if said else blocks)
+
+
+def _standard_input(*, wanted: bool) -> str:
+    if sys.stdin is None or (sys.stdin.isatty() and not wanted):
+        return ""
+    buffer = getattr(sys.stdin, "buffer", None)
+    return _text(buffer.read(LONGEST_INPUT + 1), "standard input") if buffer is not None else sys.stdin.read()
+
+
+def _read_file(name: str) -> str:
+    try:
+        path = Path(name).expanduser()
+        with path.open("rb") if _is_handed_over(path) else open_regular(path) as file:
+            return _text(file.read(LONGEST_INPUT + 1), name)
+    except NotRegularError as error:
+        raise InputError(
+            f"{name} can't be read: {error.strerror}", f"Pipe it in instead: tokamac ask PROMPT < {name}"
+        ) from error
+    except IsADirectoryError as error:
+        raise InputError(f"{name} is a folder", "Name the files in it, each with -f.") from error
+    except FileNotFoundError as error:
+        raise InputError(f"there is no file {name}", "Check the path given to -f.") from error
+    except OSError as error:
+        raise InputError(
+            f"{name} can't be read: {error.strerror}", access_hint(error, "Check its permissions.")
+        ) from error
+
+
+def _is_handed_over(path: Path) -> bool:
+    """Whether a path is a descriptor that this process was started with, as a shell's ``<(command)`` is: somebody writes to it."""
+    return path.parent in HANDED_OVER or path == Path("/dev/stdin")
+
+
+def _text(data: bytes, name: str) -> str:
+    if len(data) > LONGEST_INPUT:
+        raise InputError(
+            f"{name} has more than {LONGEST_INPUT // 10**6} MB", "No context holds that: give a part of it."
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text", "Only text can be read; convert it first.") from error
+    if "\0" in text:
+        raise InputError(f"{name} is a binary file", "Only text can be read; convert it first.")
+    return text
+
+
+def _block(title: str, text: str) -> str:
+    """Return text under its title, fenced by more backticks than it holds in a row, so that it can't end its own block."""
+    fence = fence_for(text)
+    return f"{title}\n{fence}\n{text.strip(chr(10))}\n{fence}"
 
 
 def parser() -> Parser:
@@ -116,7 +197,7 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
             writer.text(event)
         elif isinstance(event, Truncated):
             writer.truncated(event)
-        elif isinstance(event, Squeezed):
+        elif isinstance(event, MemoryPressure):
             writer.squeezed(event)
         else:
             writer.finished(event)
@@ -142,11 +223,11 @@ class TextWriter:
         """Say what of the prompt the model does not see."""
         note(f"note: the prompt does not fit the context; {event.tokens:,} tokens of its middle were left out")
 
-    def squeezed(self, event: Squeezed) -> None:
+    def squeezed(self, event: MemoryPressure) -> None:
         """Say what was done where memory was short."""
-        from tokamac.app.tui.squeezed import sentence
+        from tokamac.app.verdict import squeezed_sentence
 
-        note(f"note: {sentence(event)}")
+        note(f"note: {squeezed_sentence(event)}")
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""
@@ -165,7 +246,7 @@ class TextWriter:
         for doubt in event.doubts:
             note(f"unchecked: {doubt}; this text may be wrong")
         if event.thinking_ended_at is not None:
-            from tokamac.app.tui.thinking import budget_spent
+            from tokamac.app.chat.preferences import budget_spent
 
             note(f"note: thinking {budget_spent(event.thinking_ended_at)}")
         if self._verbose:
@@ -204,7 +285,7 @@ class JsonWriter:
         """Write what of the prompt the model does not see."""
         json_line({"event": "truncated", **asdict(event)})
 
-    def squeezed(self, event: Squeezed) -> None:
+    def squeezed(self, event: MemoryPressure) -> None:
         """Write what was done where memory was short."""
         json_line({"event": "squeezed", **asdict(event)})
 
@@ -247,27 +328,27 @@ def _tokens(event: TextChunk | Finished) -> dict[str, Any]:
 
 def report(event: Finished, *, whole: bool) -> Iterator[str]:
     """Yield what was measured, the gaps that stand out, the diagnosis in one sentence, and where it is wanted the whole of it."""
-    from tokamac.app import verdict, verdict_full
-    from tokamac.app.tui.units import size
+    from tokamac.app import verdict
+    from tokamac.app.units import size
 
     yield from describe(event.metrics)
     yield f"expected  a peak of {size(event.predicted_peak_bytes)}"
     yield from describe_gaps(event.outliers)
     yield verdict.sentence(event.metrics, event.diagnosis)
     if whole and event.diagnosis is not None:
-        yield from verdict_full.lines(event.diagnosis)
+        yield from verdict.lines(event.diagnosis)
 
 
 def describe_gaps(outliers: Sequence[Outlier]) -> list[str]:
     """Return the gaps between tokens that stand out, in lines."""
-    from tokamac.app.tui.measures import gap_and_cause
+    from tokamac.app.chat.figures import gap_and_cause
 
     return [f"slow gap  {gap_and_cause(outlier)}" for outlier in outliers]
 
 
 def describe(metrics: Metrics) -> list[str]:
     """Return what was measured, in lines."""
-    from tokamac.app.tui.units import count, milliseconds, rate, seconds, size
+    from tokamac.app.units import count, milliseconds, rate, seconds, size
 
     gaps = metrics.itl_ms
     p50, p95 = (gaps.p50, gaps.p95) if gaps else (None, None)

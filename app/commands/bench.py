@@ -3,18 +3,20 @@
 Every run reads a prompt of its own, so nothing is cached, and prefill is measured whole. Every run makes as many tokens as it is
 asked for: what marks the end of a reply is not obeyed. ``--kv-quality`` compares ways to keep keys and values (kv_quality.py).
 
-    flags (here) → runs (bench_runs.py, peer.py) → medians (bench_stats.py) ┬▶ tables, JSON (bench_report.py)
-                                                                            └▶ picture (bench_plot.py, bench_svg.py)
+    flags (here) → runs (bench_runs.py, peer.py) → medians, then tables, JSON and a picture (bench_report.py)
+
+``tokamac bench --machine``: what this machine's memory and arithmetic reach, beside the chip table, and a model's pace on it.
 """
 
 import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import bench_machine, bench_plot, bench_report, kv_quality, loading, peer
-from tokamac.app.commands.bench_runs import Measured, Point, check_room, measure, points
+from tokamac.app import settings
+from tokamac.app.commands import bench_report, kv_quality, loading, peer
+from tokamac.app.commands.bench_runs import BenchPoint, MeasuredPoint, check_room, measure, points
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import (
     SAMPLING_FLAGS,
@@ -33,12 +35,99 @@ from tokamac.app.options import (
     sampling,
     template_options,
 )
-from tokamac.app.output import json_line, note
+from tokamac.app.output import json_line, note, table
 from tokamac.app.parser import Parser
+from tokamac.app.units import bandwidth, count, rate, seconds, tflops
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
+    from tokamac.engine.perf.bandwidth import MachineReport
+    from tokamac.engine.perf.roofline import Prediction
+
+
+CONTEXTS = (64, 1024, 4096)
+
+
+def run_machine(
+    model: str,
+    kv: KVSpec,
+    *,
+    memory: int | None,
+    json_wanted: bool,
+    unchecked: bool = False,
+    adapter: str | None = None,
+) -> int:
+    """Measure the machine and the parts of the model's steps, and return the exit status."""
+    from tokamac.engine.hub import download
+    from tokamac.engine.perf.bandwidth import measure_machine
+    from tokamac.engine.perf.hardware import advice
+
+    loading.fetch(model, download.resolve)  # first: seconds of measuring are not spent on a model that is not there
+    note("measuring the machine, then the parts of a step of the model: a few seconds")
+    report = measure_machine()
+    if report.busy:
+        note("note: other programs use this machine, so what it can do comes out too low; it is not kept")
+    if (said := advice()) is not None:
+        note(f"note: {said}")
+        settings.is_new(said)  # loading need not say it again
+    with loading.load(model, kv=kv, prompt_cache=None, memory=memory, unchecked=unchecked, adapter=adapter) as engine:
+        engine.measure()
+        most = engine.spec.capacity or max(CONTEXTS)
+        found = [engine.predict(context, context) for context in CONTEXTS if context <= most]
+    if json_wanted:
+        json_line(_to_json(report, model, found))
+    else:
+        print(_text(report, model, found))
+    return 0
+
+
+def _text(report: "MachineReport", model: str, found: "list[Prediction]") -> str:
+    chip = report.table
+    cores = "" if chip.gpu_cores is None else f", {chip.gpu_cores} GPU cores"
+    kind = "float32" if report.device == "cpu" else "half precision"
+    rows = [
+        ["", "measured", "chip table"],
+        ["copy, read and written", bandwidth(report.copy_gbs), bandwidth(chip.bandwidth_gbs)],
+        ["matrix × vector, read", bandwidth(report.read_gbs), bandwidth(chip.bandwidth_gbs)],
+        [f"matrix product, {kind}", tflops(report.tflops), tflops(chip.fp16_tflops)],
+    ]
+    head = ["context", "ceiling", "expected decode", "expected first token"]
+    lines = [
+        [count(each.context), rate(each.ceiling_tps), rate(each.expected_tps), seconds(each.ttft_s)] for each in found
+    ]
+    parts = [f"{chip.name}{cores}, computing on {report.device}", table(rows, right=(1, 2)), f"{model} here:"]
+    return "\n\n".join([*parts, table([head, *lines], right=(0, 1, 2, 3))])
+
+
+def _to_json(report: "MachineReport", model: str, found: "list[Prediction]") -> dict[str, Any]:
+    chip = report.table
+    return {
+        "chip": {
+            "name": chip.name,
+            "gpu_cores": chip.gpu_cores,
+            "bandwidth_gbs": chip.bandwidth_gbs,
+            "fp16_tflops": chip.fp16_tflops,
+        },
+        "device": report.device,
+        "measured": {
+            "copy_gbs": report.copy_gbs,
+            "read_gbs": report.read_gbs,
+            "tflops": report.tflops,
+            "busy": report.busy,
+        },
+        "model": model,
+        "expected": [
+            {
+                "context": each.context,
+                "ceiling_tps": each.ceiling_tps,
+                "expected_tps": each.expected_tps,
+                "ttft_s": each.ttft_s,
+            }
+            for each in found
+        ],
+    }
+
 
 PROMPT_TOKENS = 512
 NEW_TOKENS = 128
@@ -46,7 +135,7 @@ RUNS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What is asked for. ``sampling.max_tokens`` is set. memory: bytes the model may take; None is the system's limit.
 
     unchecked, adapter: as for loading.
@@ -54,7 +143,7 @@ class Plan:
     """
 
     model: str
-    points: list[Point]
+    points: list[BenchPoint]
     runs: int
     sampling: Sampling
     kv: KVSpec
@@ -159,12 +248,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         limit, kv = memory_limit(options), kv_spec(parser, options)
         model = options.model or default_model()
         added = adapter_of(options, model)
-        return bench_machine.run(
+        return run_machine(
             model, kv, memory=limit, json_wanted=options.json, unchecked=options.unchecked, adapter=added
         )
     plan = _plan(parser, options)
     if options.plot is not None:
-        bench_plot.check_writable(options.plot)  # now, not after minutes of measuring
+        bench_report.check_writable(options.plot)  # now, not after minutes of measuring
     with loading.load(
         plan.model,
         kv=plan.kv,
@@ -175,7 +264,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     ) as engine:
         measured, version = _measured(engine, plan)
         record = bench_report.of_model(engine.spec)
-        chart = None if options.plot is None else bench_plot.chart(engine, measured, version)
+        chart = None if options.plot is None else bench_report.chart(engine, measured, version)
     if any(run.generated_tokens < (plan.sampling.max_tokens or 0) for each in measured for run in each.runs):
         note("note: --stop ended some replies early, so their decode rates come from fewer tokens")
     if options.json:
@@ -187,12 +276,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     for doubt in record.get("doubts", ()):
         note(f"unchecked: {doubt}; these replies may be wrong, and so may their speed")
     if chart is not None:  # last: figures are not lost with a picture that can't be written after all
-        bench_plot.write(options.plot, chart)
+        bench_report.write(options.plot, chart)
         note(f"note: the picture is in {options.plot}")
     return 0
 
 
-def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
+def _plan(parser: Parser, options: argparse.Namespace) -> BenchPlan:
     """Return what is asked for; end with exit status 2 at a bad flag."""
     wanted, kv = sampling(parser, options), kv_spec(parser, options)
     new = wanted.max_tokens or NEW_TOKENS
@@ -206,7 +295,7 @@ def _plan(parser: Parser, options: argparse.Namespace) -> Plan:
             parser.error(f"--thinking-budget has no effect on {peer.NAME}, so --compare can't be fair with it")
     depths = options.depth or ()
     prompts = options.prompt or (() if depths else (PROMPT_TOKENS,))
-    return Plan(
+    return BenchPlan(
         model=model,
         points=points(prompts, depths),
         runs=options.runs or RUNS,
@@ -232,7 +321,7 @@ def _greedy(parser: Parser, options: argparse.Namespace) -> Sampling:
     return Sampling(temperature=0)
 
 
-def _measured(engine: "Engine", plan: Plan) -> tuple[list[Measured], str | None]:
+def _measured(engine: "Engine", plan: BenchPlan) -> tuple[list[MeasuredPoint], str | None]:
     """Return what was measured, and the peer's version where there is one."""
     new = plan.sampling.max_tokens or 0
     check_room(engine.spec, plan.points, new)
@@ -248,8 +337,8 @@ def _measured(engine: "Engine", plan: Plan) -> tuple[list[Measured], str | None]
 
 def _start_peer(engine: "Engine", kv: KVSpec) -> peer.PeerProcess:
     """Return mlx-lm with the same folder loaded. Raises PeerError, also where the weights don't fit twice."""
-    from tokamac.engine.limits.memory import giving_way, taken_from_others
-    from tokamac.engine.shards import find_shards
+    from tokamac.engine.model.safetensors import find_shards
+    from tokamac.engine.perf.memory import giving_way, taken_from_others
 
     memory = engine.memory()
     stored = sum(shard.stat().st_size for shard in find_shards(engine.spec.path))

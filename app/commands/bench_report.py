@@ -1,25 +1,81 @@
-"""What ``tokamac bench`` says of its runs: tables for people, one object for programs."""
+"""What ``tokamac bench`` says of its runs: tables for people, one object for programs.
 
+Several runs become medians, field by field, with how far the runs lie apart. ``--plot`` draws the decode rate over the context, as
+measured, beside the ceiling and the expected rate: a stand-alone SVG without scripts, fonts or links to elsewhere. It follows the
+reader's light or dark scheme, and series differ by shape and dash as well as by colour.
+"""
+
+import math
+import secrets
+import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from tokamac.app.commands import peer
-from tokamac.app.commands.bench_runs import Measured
-from tokamac.app.commands.bench_stats import Spread, medians, pair_ratios, spread
+from tokamac.app.commands.bench_runs import MeasuredPoint
 from tokamac.app.output import table
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import UNKNOWN, count, milliseconds, rate, seconds, size
-from tokamac.engine.limits.metrics import share
+from tokamac.app.units import UNKNOWN, count, milliseconds, rate, seconds, size
+from tokamac.engine.errors import TokamacError, access_hint
+from tokamac.engine.files import to_disk
+from tokamac.engine.metrics import share
 
 if TYPE_CHECKING:
-    from tokamac.engine.core import ModelSpec
+    from tokamac.engine import Engine
+    from tokamac.engine.runner import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The middle of some values, and the smallest and the largest of them: all of the runs, none left out as an outlier."""
+
+    median: float
+    low: float
+    high: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return it as the JSON has it."""
+        return {"median": self.median, "min": self.low, "max": self.high}
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Return the spread of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return Spread(statistics.median(known), min(known), max(known)) if known else None
+
+
+def pair_ratios(above: Sequence[float | None], below: Sequence[float | None]) -> Spread | None:
+    """Return the spread of the quotients pair by pair: what slows the machine for a while slows both of a pair.
+
+    A pair with an unknown side is left out. Raises ValueError for sequences of different lengths.
+    """
+    pairs = zip(above, below, strict=True)
+    return spread(a / b if a is not None and b else None for a, b in pairs)
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return field by field the median of what is known; None where no run knows it."""
+    middle: dict[str, Any] = {}
+    for name in runs[0]:
+        known = [run[name] for run in runs if run[name] is not None]
+        if known and isinstance(known[0], dict):
+            middle[name] = medians(known)
+        elif known and all(isinstance(value, int) for value in known):
+            middle[name] = statistics.median_low(known)  # a count stays whole
+        else:
+            middle[name] = statistics.median(known) if known else None
+    return middle
+
 
 RATES = ("ttft_s", "prefill_tps", "decode_tps")
 """What is compared with a peer, by the names of both sides' fields."""
 
 
-def to_json(measured: Sequence[Measured], peer_version: str | None) -> dict[str, Any]:
+def to_json(measured: Sequence[MeasuredPoint], peer_version: str | None) -> dict[str, Any]:
     """Return the contract's object: that of the first point; ``sweep`` has one for each point, where there are several."""
     first = _point_json(measured[0], peer_version)
     found = {name: first[name] for name in ("runs", "median", "ceiling_tps", "expected_tps", "peer")}
@@ -38,7 +94,7 @@ def of_model(spec: "ModelSpec") -> dict[str, Any]:
     return found
 
 
-def text(model: str, measured: Sequence[Measured], peer_version: str | None) -> str:
+def text(model: str, measured: Sequence[MeasuredPoint], peer_version: str | None) -> str:
     """Return the report for people."""
     one = len(measured) == 1
     parts = [_alone(model, measured[0]) if one else _sweep(model, measured)]
@@ -47,7 +103,7 @@ def text(model: str, measured: Sequence[Measured], peer_version: str | None) -> 
     return "\n\n".join([*parts, *warnings(measured)])
 
 
-def warnings(measured: Sequence[Measured]) -> list[str]:
+def warnings(measured: Sequence[MeasuredPoint]) -> list[str]:
     """Return a sentence for each point with a run that was measured above its ceiling, which nothing can be."""
     return [
         f"{each.point.label}: decode was measured above the ceiling: the bandwidth figure must be wrong "
@@ -59,17 +115,17 @@ def warnings(measured: Sequence[Measured]) -> list[str]:
     ]
 
 
-def decode_spread(each: Measured) -> Spread | None:
+def decode_spread(each: MeasuredPoint) -> Spread | None:
     """Return the spread of the decode rates at a point, in tokens a second."""
     return spread(run.decode_tps for run in each.runs)
 
 
-def _highest(each: Measured) -> float | None:
+def _highest(each: MeasuredPoint) -> float | None:
     found = decode_spread(each)
     return None if found is None else found.high
 
 
-def _point_json(each: Measured, peer_version: str | None) -> dict[str, Any]:
+def _point_json(each: MeasuredPoint, peer_version: str | None) -> dict[str, Any]:
     middle = medians([asdict(run) for run in each.runs])
     spreads = {name: spread(getattr(run, name) for run in each.runs) for name in RATES}
     return {
@@ -86,7 +142,7 @@ def _point_json(each: Measured, peer_version: str | None) -> dict[str, Any]:
     }
 
 
-def _peer_json(each: Measured, version: str) -> dict[str, Any]:
+def _peer_json(each: MeasuredPoint, version: str) -> dict[str, Any]:
     runs = [asdict(run) for run in each.peer_runs]
     middle = medians(runs)
     return {
@@ -102,12 +158,12 @@ def _json(found: Spread | None) -> dict[str, float] | None:
     return None if found is None else found.to_json()
 
 
-def _ratio(each: Measured, name: str) -> Spread | None:
+def _ratio(each: MeasuredPoint, name: str) -> Spread | None:
     """Return ours ÷ the peer's, round by round."""
     return pair_ratios([getattr(run, name) for run in each.runs], [getattr(run, name) for run in each.peer_runs])
 
 
-def _alone(model: str, each: Measured) -> str:
+def _alone(model: str, each: MeasuredPoint) -> str:
     middle = medians([asdict(run) for run in each.runs])
     decode, gaps = middle["decode_tps"], middle["itl_ms"] or {}
     shown = [f"{name} {milliseconds(gaps.get(name))}" for name in ("p50", "p95", "p99")]
@@ -128,7 +184,7 @@ def _reached(decode: float | None, limit: float | None) -> str:
     return UNKNOWN if limit is None else f"{rate(limit)}; decode reached {_percent(share(decode, limit))} of it"
 
 
-def _sweep(model: str, measured: Sequence[Measured]) -> str:
+def _sweep(model: str, measured: Sequence[MeasuredPoint]) -> str:
     head = ["", "TTFT", "prefill", "decode", "min–max", "ceiling", "expected", "of ceiling"]
     new = count(measured[0].runs[0].generated_tokens)
     rows = [_sweep_row(each) for each in measured]
@@ -136,7 +192,7 @@ def _sweep(model: str, measured: Sequence[Measured]) -> str:
     return f"{title}\n\n{table([head, *rows], right=range(1, len(head)))}"
 
 
-def _sweep_row(each: Measured) -> list[str]:
+def _sweep_row(each: MeasuredPoint) -> list[str]:
     decode = decode_spread(each)
     middle = None if decode is None else decode.median
     return [
@@ -151,7 +207,7 @@ def _sweep_row(each: Measured) -> list[str]:
     ]
 
 
-def _beside(measured: Sequence[Measured], title: str) -> str:
+def _beside(measured: Sequence[MeasuredPoint], title: str) -> str:
     """Return the peer's medians, and how many times its figures ours are."""
     head = [title, "TTFT", "prefill", "decode", "TTFT ratio", "prefill ratio", "decode ratio"]
     rows = [
@@ -168,7 +224,7 @@ def _beside(measured: Sequence[Measured], title: str) -> str:
     return f"{table([head, *rows], right=range(1, len(head)))}\n{told}"
 
 
-def _runs(each: Measured) -> str:
+def _runs(each: MeasuredPoint) -> str:
     if len(each.runs) == 1:
         return "one run, so no spread is known"
     return f"medians of {len(each.runs)} runs (smallest–largest)"
@@ -203,3 +259,278 @@ def _percent(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+WIDTH, HEIGHT = 760, 460
+LEFT, RIGHT, TOP, BOTTOM = 96, 24, 96, 60
+"""Margins around the field, in pixels."""
+DOT, CAP = 4.5, 6.0
+LETTER, LEGEND_GAP = 7.2, 56.0
+LONGEST_TEXT = 110
+LOG_FROM = 10.0
+"""Rates that lie this far apart are drawn over a logarithm: a linear axis would press the lower ones onto its line."""
+
+STYLE = """
+.page { fill: #ffffff } text { fill: #1f2328; font: 13px system-ui, sans-serif } .title { font-size: 16px; font-weight: 600 }
+.faint { fill: #59636e } .grid { stroke: #d9dee3; stroke-width: 1 } .axis { stroke: #59636e; stroke-width: 1 }
+.line { fill: none; stroke-width: 2 } .ceiling { stroke: #b3261e } .expected { stroke: #8250df; stroke-dasharray: 7 5 }
+.measured { stroke: #0550ae; fill: #0550ae; stroke-width: 1.5 } .peer { stroke: #8a5300; fill: none; stroke-width: 2 }
+@media (prefers-color-scheme: dark) {
+.page { fill: #0d1117 } text { fill: #e6edf3 } .faint { fill: #9198a1 } .grid { stroke: #2b323b } .axis { stroke: #9198a1 }
+.ceiling { stroke: #ff8b80 } .expected { stroke: #c4a1ff } .measured { stroke: #79b8ff; fill: #79b8ff }
+.peer { stroke: #f0b04f } }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Values from ``low`` to ``high`` over pixels from ``begin`` to ``end``; ``ticks`` are labelled. ``log``: over a logarithm."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Return the pixel of a value; above 0 where the axis is logarithmic."""
+        if self.log:
+            part = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return self.begin + (self.end - self.begin) * part
+
+
+def linear_axis(highest: float, begin: float, end: float, most_ticks: int) -> Axis:
+    """Return an axis from 0 to a little above ``highest`` (above 0), with round ticks: steps of 1, 2 or 5 times a power of ten."""
+    high = 1.06 * highest
+    power = 10.0 ** math.floor(math.log10(high / most_ticks))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most_ticks >= high * (1 - 1e-9))
+    return Axis(0.0, high, begin, end, tuple(i * step for i in range(int(high / step) + 1)))
+
+
+def log_axis(lowest: float, highest: float, begin: float, end: float) -> Axis:
+    """Return a logarithmic axis around two values above 0, with ticks at powers of ten; over few of them also at 2 and 5 times."""
+    low, high = lowest / 1.5, 1.3 * highest
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = (factor * 10.0**power for power in range(first, last + 1) for factor in factors)
+    return Axis(low, high, begin, end, tuple(tick for tick in ticks if low <= tick <= high), log=True)
+
+
+def render(chart: "Chart") -> bytes:
+    """Return the picture as a file's bytes."""
+    drawing = _Drawing(chart)
+    drawing.draw()
+    ElementTree.indent(drawing.root)
+    written: bytes = ElementTree.tostring(drawing.root, encoding="utf-8", xml_declaration=True)
+    return written + b"\n"
+
+
+class _Drawing:
+    """Turns a Chart into the elements below ``root``."""
+
+    def __init__(self, chart: "Chart") -> None:
+        self._chart = chart
+        curves, dots = (*chart.ceiling, *chart.expected), (*chart.measured, *chart.peer_measured)
+        contexts = [x for x, _ in curves] + [dot.context for dot in dots]
+        rates = [y for _, y in curves] + [rate for dot in dots for rate in (dot.tps.low, dot.tps.high)]
+        self._x = linear_axis(max(contexts, default=1.0), LEFT, WIDTH - RIGHT, 8)
+        self._y = _rate_axis(rates)
+        view = f"0 0 {WIDTH} {HEIGHT}"
+        self.root = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=view, role="img")
+
+    def draw(self) -> None:
+        """Add everything, what is on top last."""
+        chart = self._chart
+        ElementTree.SubElement(self.root, "title").text = _safe(chart.title)
+        ElementTree.SubElement(self.root, "desc").text = _safe(chart.subtitle)
+        ElementTree.SubElement(self.root, "style").text = STYLE
+        self._add("rect", "page", width=WIDTH, height=HEIGHT)
+        self._write(LEFT, 28, chart.title, "title")
+        self._write(LEFT, 48, chart.subtitle, "faint")
+        self._legend()
+        self._axes()
+        self._curve(chart.ceiling, "ceiling")
+        self._curve(chart.expected, "expected")
+        for dot in chart.measured:
+            self._whisker(dot, "measured")
+            self._mark(self._x.at(dot.context), self._y.at(dot.tps.median), "measured")
+        for dot in chart.peer_measured:
+            self._whisker(dot, "peer")
+            self._mark(self._x.at(dot.context), self._y.at(dot.tps.median), "peer")
+
+    def _axes(self) -> None:
+        bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+        for tick in self._y.ticks:
+            y = self._y.at(tick)
+            self._line(LEFT, y, right, y, "grid")
+            self._write(LEFT - 8, y + 4, f"{tick:,.10g}", "faint", anchor="end")
+        for tick in self._x.ticks:
+            x = self._x.at(tick)
+            self._line(x, bottom, x, bottom + 5, "axis")
+            self._write(x, bottom + 20, f"{tick:,.10g}", "faint", anchor="middle")
+        self._line(LEFT, bottom, right, bottom, "axis")
+        self._line(LEFT, TOP, LEFT, bottom, "axis")
+        self._write((LEFT + right) / 2, HEIGHT - 14, "context (tokens)", anchor="middle")
+        middle, scale = (TOP + bottom) / 2, ", logarithmic" if self._y.log else ""
+        turned = f"rotate(-90 20 {middle:g})"
+        self._write(20, middle, f"decode (tokens per second{scale})", anchor="middle", transform=turned)
+
+    def _legend(self) -> None:
+        chart, x, y = self._chart, float(LEFT), TOP - 24
+        labels = {"measured": "measured"}
+        for kind, curve in (("ceiling", chart.ceiling), ("expected", chart.expected)):
+            labels[kind] = kind if curve else f"{kind}: {UNKNOWN}"
+        if chart.peer is not None:
+            labels["peer"] = _safe(chart.peer)
+        for kind, label in labels.items():
+            if kind in ("measured", "peer"):
+                self._mark(x + 12, y - 4, kind)
+            else:
+                self._line(x, y - 4, x + 24, y - 4, f"line {kind}")
+            self._write(x + 32, y, label)
+            x += LEGEND_GAP + LETTER * len(label)
+
+    def _curve(self, curve: "Curve", kind: str) -> None:
+        if curve:
+            path = "L".join(f"{self._x.at(x):.1f} {self._y.at(y):.1f}" for x, y in curve)
+            self._add("path", f"line {kind}", d=f"M{path}")
+
+    def _whisker(self, dot: "Dot", kind: str) -> None:
+        x, low, high = self._x.at(dot.context), self._y.at(dot.tps.low), self._y.at(dot.tps.high)
+        self._line(x, low, x, high, kind)
+        for y in (low, high):
+            self._line(x - CAP, y, x + CAP, y, kind)
+
+    def _mark(self, x: float, y: float, kind: str) -> None:
+        if kind == "measured":
+            self._add("circle", kind, cx=x, cy=y, r=DOT)
+        else:
+            self._add("rect", kind, x=x - DOT, y=y - DOT, width=2 * DOT, height=2 * DOT)
+
+    def _line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+        self._add("line", kind, x1=x1, y1=y1, x2=x2, y2=y2)
+
+    def _write(self, x: float, y: float, text: str, kind: str = "", **attributes: str) -> None:
+        attributes = {"text-anchor" if name == "anchor" else name: value for name, value in attributes.items()}
+        self._add("text", kind, x=x, y=y, **attributes).text = _safe(text)
+
+    def _add(self, name: str, kind: str, **attributes: float | str) -> ElementTree.Element:
+        written = {key: value if isinstance(value, str) else f"{value:.6g}" for key, value in attributes.items()}
+        return ElementTree.SubElement(self.root, name, {"class": kind, **written} if kind else written)
+
+
+def _rate_axis(rates: Sequence[float]) -> Axis:
+    lowest, highest = min(rates, default=1.0), max(rates, default=1.0)
+    if highest > LOG_FROM * lowest:
+        return log_axis(lowest, highest, HEIGHT - BOTTOM, TOP)
+    return linear_axis(highest, HEIGHT - BOTTOM, TOP, 6)
+
+
+def _safe(text: str) -> str:
+    """Return foreign text as XML can hold it, on one line, cut where it would leave the picture."""
+    safe = sanitise_line(text).encode("utf-8", "replace").decode()
+    safe = "".join(char for char in safe if char not in "\ufffe\uffff")
+    return safe if len(safe) <= LONGEST_TEXT else f"{safe[: LONGEST_TEXT - 1]}…"
+
+
+SAMPLES = 64
+BEYOND = 1.1
+"""How far the limits' curves reach, in times of the deepest point; one point alone is drawn in the middle."""
+
+Curve = Sequence[tuple[float, float]]
+"""(context in tokens, tokens a second)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """Decode rates (tokens a second) around a context of so many tokens."""
+
+    context: int
+    tps: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What is drawn. An empty curve is unknown. ``peer`` is its name and version, None without one."""
+
+    title: str
+    subtitle: str
+    measured: Sequence[Dot]
+    ceiling: Curve
+    expected: Curve
+    peer: str | None = None
+    peer_measured: Sequence[Dot] = ()
+
+
+def check_writable(path: Path) -> None:
+    """Raise TokamacError where ``path`` could not be written now. Leaves nothing behind."""
+    try:
+        if path.is_dir():
+            raise TokamacError(f"--plot: {path} is a folder", "Name a file in it.")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write(path: Path, chart: Chart) -> None:
+    """Write the picture, whole or not at all. Raises TokamacError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(render(chart))
+                file.flush()
+                to_disk(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def chart(engine: "Engine", measured: Sequence[MeasuredPoint], peer_version: str | None) -> Chart:
+    """Return the picture of what was measured."""
+    dots = [_dot(each, [run.decode_tps for run in each.runs]) for each in measured]
+    peers = [_dot(each, [run.decode_tps for run in each.peer_runs]) for each in measured]
+    limits = [engine.limits(context) for context in _contexts(engine, measured)]
+    first = measured[0].runs
+    told = f"{first[0].generated_tokens} new tokens, {len(first)} runs: the median, and a bar from the smallest to the largest"
+    return Chart(
+        title=f"Decode rate over context: {_name(engine.spec.name)}",
+        subtitle=f"{told}; {engine.spec.device}",
+        measured=[dot for dot in dots if dot is not None],
+        ceiling=[(each.context, each.ceiling_tps) for each in limits if each.ceiling_tps is not None],
+        expected=[(each.context, each.expected_tps) for each in limits if each.expected_tps is not None],
+        peer=None if peer_version is None else f"{peer.NAME} {peer_version}",
+        peer_measured=[dot for dot in peers if dot is not None],
+    )
+
+
+def _name(model: str) -> str:
+    """Return what a picture that is shown around calls the model: of a folder, its name alone."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def _dot(each: MeasuredPoint, rates: Sequence[float | None]) -> Dot | None:
+    tps = spread(rates)
+    return None if tps is None else Dot(each.limits.context, tps)
+
+
+def _contexts(engine: "Engine", measured: Sequence[MeasuredPoint]) -> list[int]:
+    """Return the contexts to ask the limits for: up to a little beyond the deepest point, and what the model's context holds."""
+    end = max(each.limits.context for each in measured) * (2 if len(measured) == 1 else BEYOND)
+    if engine.spec.capacity is not None and not engine.spec.rolls:
+        end = min(end, engine.spec.capacity)
+    return sorted({max(1, round(end * i / SAMPLES)) for i in range(SAMPLES + 1)})
+
+
+def _unwritable(path: Path, error: OSError) -> TokamacError:
+    return TokamacError(
+        f"--plot: {path} can't be written: {error.strerror}", access_hint(error, "Choose another path.")
+    )

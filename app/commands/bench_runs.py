@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokamac.app.commands.peer import PeerRun
 from tokamac.app.output import note
-from tokamac.app.tui.units import rate
+from tokamac.app.units import rate
 from tokamac.engine.errors import ContextError, OptionError
 from tokamac.engine.events import Finished, Message
-from tokamac.engine.limits.limits import Limits
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
+from tokamac.engine.perf.roofline import Limits
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
-    from tokamac.engine.core import ModelSpec
+    from tokamac.engine.runner import ModelSpec
 
 TEXT = (
     "The river had risen in the night, and by morning the lower fields were a lake with fences standing in it. Nobody in the "
@@ -40,7 +40,7 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BenchPoint:
     """A prompt of ``tokens`` tokens that is read whole, and the reply after it.
 
     as_prompt: asked for with --prompt, for how fast it is read. as_depth: with --depth, for how fast tokens come behind it.
@@ -61,27 +61,27 @@ class Point:
 class Series:
     """What was measured at a point: our runs and the peer's, round by round."""
 
-    point: Point
+    point: BenchPoint
     runs: list[Metrics] = field(default_factory=list)
     peer_runs: list[PeerRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPoint:
     """A point's runs, and what the machine allows at the context in the middle of its replies. Without a peer, no peer_runs."""
 
-    point: Point
+    point: BenchPoint
     runs: tuple[Metrics, ...]
     limits: Limits
     peer_runs: tuple[PeerRun, ...] = ()
 
 
-def points(prompts: Sequence[int], depths: Sequence[int]) -> list[Point]:
+def points(prompts: Sequence[int], depths: Sequence[int]) -> list[BenchPoint]:
     """Return a point for each size, prompts first, each size once."""
-    return [Point(tokens, tokens in prompts, tokens in depths) for tokens in dict.fromkeys((*prompts, *depths))]
+    return [BenchPoint(tokens, tokens in prompts, tokens in depths) for tokens in dict.fromkeys((*prompts, *depths))]
 
 
-def check_room(spec: "ModelSpec", wanted: Sequence[Point], new: int) -> None:
+def check_room(spec: "ModelSpec", wanted: Sequence[BenchPoint], new: int) -> None:
     """Raise ContextError where the model's context can't hold a point and the ``new`` tokens after it."""
     deepest = max(wanted, key=lambda point: point.tokens)
     if spec.capacity is None or spec.rolls or deepest.tokens + new <= spec.capacity:
@@ -97,13 +97,13 @@ def check_room(spec: "ModelSpec", wanted: Sequence[Point], new: int) -> None:
 
 def measure(
     engine: "Engine",
-    wanted: Sequence[Point],
+    wanted: Sequence[BenchPoint],
     rounds: int,
     sampling: Sampling,
     peer: Peer | None,
     *,
     template: TemplateOptions = NOTHING_TOLD,
-) -> list[Measured]:
+) -> list[MeasuredPoint]:
     """Return what was measured, point by point. ``sampling.max_tokens`` is set. Progress goes to stderr.
 
     template: where it tells the chat template anything, prompts are a user's messages. Raises PeerError, and OptionError for what
@@ -194,7 +194,7 @@ def _line(series: Series, number: int, *, alone: bool, peer: Peer | None) -> str
     return f"{where}: prefill {rate(run.prefill_tps)}, decode {rate(run.decode_tps)}{beside}"
 
 
-def _finished(engine: "Engine", series: Series) -> Measured:
+def _finished(engine: "Engine", series: Series) -> MeasuredPoint:
     """Ask for the limits only now: a reply may have shown that the bandwidth was measured too low."""
     middle = series.runs[0].prompt_tokens + series.runs[0].generated_tokens // 2
-    return Measured(series.point, tuple(series.runs), engine.limits(middle), tuple(series.peer_runs))
+    return MeasuredPoint(series.point, tuple(series.runs), engine.limits(middle), tuple(series.peer_runs))

@@ -1,14 +1,19 @@
-"""``tokamac cache``: the prompt cache on disk. What is stored, remove it, compute it again and compare."""
+"""``tokamac cache``: the prompt cache on disk. What is stored, remove it, compute it again and compare.
+
+``tokamac cache export`` and ``import``: one computed prompt as a file.
+"""
 
 import argparse
 import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.action_parser import ActionParser
 from tokamac.app.commands import loading
+from tokamac.app.commands.ask import compose
 from tokamac.app.options import (
     adapter_of,
     add_adapter_flag,
@@ -20,16 +25,20 @@ from tokamac.app.options import (
     kv_spec,
     memory_limit,
 )
-from tokamac.app.output import Progress, json_line, note, table
-from tokamac.app.parser import Parser
+from tokamac.app.output import INTERRUPTED, Progress, json_line, note, table
+from tokamac.app.parser import ActionParser, Parser
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import UNKNOWN, count, size
+from tokamac.app.units import UNKNOWN, count, size
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import Message, PrefillProgress
 from tokamac.engine.options import KVSpec, PromptCacheSpec
 
 if TYPE_CHECKING:
-    from tokamac.engine.prompt_cache.check import Check
+    from tokamac.engine import Engine
+    from tokamac.engine.prompt_cache.cache import Check
+    from tokamac.engine.prompt_cache.exchange import Exchanged
     from tokamac.engine.prompt_cache.folder import Folder
+
 
 ACTIONS = {
     "show": "where it lies and what it takes",
@@ -90,11 +99,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Show, clear or check; return the exit status."""
     _refuse(parser, options)
     if options.action in ("export", "import"):
-        from tokamac.app.commands import cache_file
-
         if not options.subject:
             parser.error(f"name the file: tokamac cache {options.action} prompt.kv -m MODEL")
-        return cache_file.run(parser, options)
+        return run_file(parser, options)
     if options.action == "check":
         return _check(options, kv_spec(parser, options))
     return _show(json_wanted=options.json) if options.action == "show" else _clear(json_wanted=options.json)
@@ -255,3 +262,71 @@ def _saying(folder: "Folder", done: str) -> Iterator[None]:
             f"the prompt cache in {folder.root} can't be {done}: {error.strerror or error}",
             "Check the folder and its permissions, or set TOKAMAC_CACHE_DIR to another.",
         ) from error
+
+
+def run_file(parser: Parser, options: argparse.Namespace) -> int:
+    """Export or import; return the exit status."""
+    file, model = Path(options.subject).expanduser(), options.model or default_model()
+    found = _export(parser, options, file, model) if options.action == "export" else _import(options, file, model)
+    if found is None:
+        return INTERRUPTED
+    if options.json:
+        json_line({**asdict(found), "path": str(found.path)})
+    elif options.action == "export":
+        print(f"{count(found.tokens)} tokens in {sanitise_line(str(file))}: {size(found.nbytes)}")
+    else:
+        new = f"{size(found.new_bytes)} stored" if found.new_bytes else "it was stored already"
+        print(f"{count(found.tokens)} tokens of {sanitise_line(model)}: {new}")
+    return 0
+
+
+def _export(parser: Parser, options: argparse.Namespace, file: Path, model: str) -> "Exchanged | None":
+    """Return what was exported; None where Ctrl-C ended it, and nothing was written."""
+    kv = kv_spec(parser, options)
+    prompt = compose(options.prompt, options.file)
+    if not prompt and not options.system:
+        parser.error("there is nothing to compute: give a PROMPT, --system or -f")
+    messages = [Message("system", options.system)] if options.system else []
+    messages.append(Message("user", prompt))
+    with (
+        loading.load(
+            model,
+            kv=kv,
+            prompt_cache=PromptCacheSpec(),
+            memory=memory_limit(options),
+            adapter=adapter_of(options, model),
+        ) as engine,
+        loading.interrupting(engine.cancel),
+    ):
+        return _computed(engine, messages, file, goes_on=options.prompt is None)
+
+
+def _computed(engine: "Engine", messages: list[Message], file: Path, *, goes_on: bool) -> "Exchanged | None":
+    from tokamac.engine.prompt_cache.exchange import Exchanged
+
+    bar = Progress("computing the prompt", unit="tokens", plain=False)
+    found = None
+    try:
+        with closing(engine.export_prompt(messages, file, goes_on=goes_on)) as events:
+            for event in events:
+                if isinstance(event, PrefillProgress):
+                    bar.update(event.done, event.total)
+                elif isinstance(event, Exchanged):
+                    found = event
+    finally:
+        bar.clear()
+    return found
+
+
+def _import(options: argparse.Namespace, file: Path, model: str) -> "Exchanged":
+    from tokamac.engine.prompt_cache.portable import read_portable
+
+    kv = read_portable(file).kv  # before seconds are spent on loading
+    with loading.load(
+        model,
+        kv=kv,
+        prompt_cache=PromptCacheSpec(),
+        memory=memory_limit(options),
+        adapter=adapter_of(options, model),
+    ) as engine:
+        return engine.import_prompt(file)

@@ -26,7 +26,7 @@ from tokamac.app.parser import Parser
 from tokamac.engine.errors import TokamacError
 
 if TYPE_CHECKING:
-    from tokamac.app.settings import Loaded
+    from tokamac.app.settings import LoadedSettings
 
 _KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
@@ -98,7 +98,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _warned(read: "Loaded | None") -> Iterator[None]:
+def _warned(read: "LoadedSettings | None") -> Iterator[None]:
     """Where no chat begins that would say it: say what of the settings can't be used."""
     try:
         yield

@@ -1,23 +1,26 @@
-"""``tokamac chats``: the conversations that are kept. List and search them, read one, take one out, bring one in, mend."""
+"""``tokamac chats``: the conversations that are kept. List and search them, read one, take one out, bring one in, mend.
+
+``tokamac chats search``: the chats whose titles hold some words, and the messages in which they were said, newest first.
+"""
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.action_parser import ActionParser
+from tokamac.app.chat.listing import part
 from tokamac.app.output import ModelText, json_line, note, table
-from tokamac.app.parser import Parser
+from tokamac.app.parser import ActionParser, Parser
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import count
+from tokamac.app.units import count
 
 if TYPE_CHECKING:
-    from tokamac.app.store.questions import Questions
-    from tokamac.app.store.store import Store
-    from tokamac.app.store.values import Archive, Chat
+    from tokamac.app.store.store import Questions, Store
+    from tokamac.app.store.values import Archive, Hit, StoredChat
+
 
 TARGETS = {
     "list": "",
@@ -110,10 +113,9 @@ def _on_store(options: argparse.Namespace, target: str) -> Done:
 
 def _to_read() -> "Questions":
     """Return the chats, as they are where nothing may be written there. Raises StoreError."""
-    from tokamac.app.store.errors import StoreDamagedError, StoreError
-    from tokamac.app.store.files import default_path
-    from tokamac.app.store.questions import Questions
-    from tokamac.app.store.store import Store
+    from tokamac.app.store.database import default_path
+    from tokamac.app.store.store import Questions, Store
+    from tokamac.app.store.values import StoreDamagedError, StoreError
 
     try:
         return Store.open()
@@ -130,7 +132,7 @@ def _to_read() -> "Questions":
 
 def _purge(store: "Store") -> None:
     """Remove what was deleted long ago; what was asked for is done, whether that fails or not."""
-    from tokamac.app.store.errors import StoreError
+    from tokamac.app.store.values import StoreError
 
     try:
         store.purge()
@@ -140,9 +142,9 @@ def _purge(store: "Store") -> None:
 
 def _repair(*, set_aside: bool) -> Done:
     """Mend a file that may be too broken to be opened as it is. set_aside: one that is beyond that is moved away."""
-    from tokamac.app.store.errors import StoreDamagedError
-    from tokamac.app.store.files import default_path
+    from tokamac.app.store.database import default_path
     from tokamac.app.store.store import Store
+    from tokamac.app.store.values import StoreDamagedError
 
     path = default_path()
     try:
@@ -163,32 +165,30 @@ def _list(store: "Questions", _: str, options: argparse.Namespace) -> Done:
 
 
 def _search(store: "Questions", words: str, _: argparse.Namespace) -> Done:
-    from tokamac.app.commands import chats_search
 
-    chats, hits = chats_search.search(store, words)
-    plain = {"chats": [_plain(chat) for chat in chats], "messages": chats_search.to_json(hits)}
-    return plain, chats_search.text(chats, hits)
+    chats, hits = search(store, words)
+    plain = {"chats": [_plain(chat) for chat in chats], "messages": to_json(hits)}
+    return plain, text(chats, hits)
 
 
 def _show(store: "Questions", target: str, _: argparse.Namespace) -> Done:
-    from tokamac.app.store.export import to_json
-    from tokamac.app.store.portable import loads
+    from tokamac.app.store.export import loads, to_json
 
     archive = store.archive(_chat(store, target).id)
     return {"id": archive.chat.id, **loads(to_json(archive))}, _read(archive)
 
 
 def _export(store: "Questions", target: str, options: argparse.Namespace) -> Done:
-    from tokamac.app.export.formats import export, free_name
+    from tokamac.app.export.formats import export_chat, free_name
 
     chat = _chat(store, target)
     path = Path(options.output).expanduser() if options.output else free_name(chat.title, Path.cwd())
-    export(store.archive(chat.id), path)
+    export_chat(store.archive(chat.id), path)
     return {**_plain(chat), "path": str(path)}, f"exported {chat.id} to {sanitise_line(str(path))}"
 
 
 def _import(store: "Store", target: str, _: argparse.Namespace) -> Done:
-    from tokamac.app.export.incoming import bring
+    from tokamac.app.export.formats import bring
 
     chat = store.adopt(bring(Path(target).expanduser(), now=time.time()))
     return _plain(chat), f"imported as {chat.id}: {_title(chat)}"
@@ -204,9 +204,9 @@ def _restore(store: "Store", target: str, _: argparse.Namespace) -> Done:
     return _plain(chat), f"restored {chat.id}: {_title(chat)}"
 
 
-def _chat(store: "Questions", target: str, lists: str = "tokamac chats") -> "Chat":
+def _chat(store: "Questions", target: str, lists: str = "tokamac chats") -> "StoredChat":
     """Return the chat that an id, or its beginning, names. lists: what shows such ids. Raises StoreError."""
-    from tokamac.app.store.errors import NoChatError
+    from tokamac.app.store.values import NoChatError
 
     try:
         return store.chat(target)
@@ -228,15 +228,15 @@ WRITE: "dict[str, Callable[[Store, str, argparse.Namespace], Done]]" = {
 """Actions that change what is kept: what was deleted long ago goes with them. Not repair: what is broken is not thinned out."""
 
 
-def _plain(chat: "Chat") -> dict[str, Any]:
+def _plain(chat: "StoredChat") -> dict[str, Any]:
     """Return a chat as the JSON has it."""
-    from tokamac.app.store.portable import chat_record
+    from tokamac.app.store.export import chat_record
 
     record = chat_record(chat)
     return {"id": chat.id, **{key: record[key] for key in ("title", "created", "updated", "model")}}
 
 
-def _listed(chats: "list[Chat]", *, deleted: bool) -> str:
+def _listed(chats: "list[StoredChat]", *, deleted: bool) -> str:
     if not chats:
         return "no chat was deleted" if deleted else "no chats yet; begin one with: tokamac"
     rows = [["id", "last used", "model", "title"]]
@@ -246,13 +246,13 @@ def _listed(chats: "list[Chat]", *, deleted: bool) -> str:
     return f"{table(rows)}\n\n{count(len(chats))} chat{'' if len(chats) == 1 else 's'}"
 
 
-def _title(chat: "Chat") -> str:
+def _title(chat: "StoredChat") -> str:
     return sanitise_line(chat.title) or "untitled"
 
 
 def _read(archive: "Archive") -> str:
     """Return the branch on which the chat stands, to be read."""
-    from tokamac.app.export.entries import entries, title_of
+    from tokamac.app.export.html import entries, title_of
 
     said = [f"# {title_of(archive)}"]
     for entry in entries(archive):
@@ -260,3 +260,31 @@ def _read(archive: "Archive") -> str:
         parts = (f"## {entry.who}", entry.text, *files, f"({entry.ending})" if entry.ending else "")
         said += (part for part in parts if part)
     return "\n\n".join(said)
+
+
+def search(store: "Questions", words: str) -> "tuple[list[StoredChat], list[Hit]]":
+    """Return all that is found. Raises StoreError."""
+    return store.chats(words, limit=sys.maxsize), store.search(words, limit=sys.maxsize)
+
+
+def to_json(hits: "Sequence[Hit]") -> list[dict[str, Any]]:
+    """Return the messages as the JSON has them: ``text`` is a part of each, and ``marks`` where in it the words are."""
+    return [
+        {"chat": hit.chat, "title": hit.title, "role": hit.role, "text": hit.snippet, "marks": hit.marks}
+        for hit in hits
+    ]
+
+
+def text(chats: "Sequence[StoredChat]", hits: "Sequence[Hit]") -> str:
+    """Return a row for each."""
+    if not chats and not hits:
+        return "nothing was found"
+    rows = [["id", "when", "where", "text"]]
+    rows += [[chat.id, _day(chat.updated_at), "title", sanitise_line(chat.title)] for chat in chats]
+    rows += [[hit.chat, _day(hit.created_at), hit.role, part(hit)] for hit in hits]
+    number = len(rows) - 1
+    return f"{table(rows)}\n\n{count(number)} place{'' if number == 1 else 's'}; tokamac chats show ID prints a chat"
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(seconds))

@@ -1,22 +1,99 @@
-"""``tokamac inspect``: what a model weighs, what a token costs, and what this machine, or another one, makes of it."""
+"""``tokamac inspect``: what a model weighs, what a token costs, and what this machine, or another one, makes of it.
+
+What ``tokamac inspect`` prints for people: a model's parts, what a token costs, what a machine makes of it; what-if tables.
+
+How a speed that is only predicted can be measured, said at the end of why it is.
+
+Flags that name another machine, and the place they come to. Shared by ``inspect`` and ``models suggest``.
+
+Pictures in the terminal, no wider than it: decode rate over context, and the roofline with both phases on it.
+"""
 
 import argparse
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
-from tokamac.app.commands.measuring import measure_it
-from tokamac.app.commands.place import add_place_flags, place_of
-from tokamac.app.options import add_adapter_flag, add_kv_flags, given_adapter, kv_spec, positive
-from tokamac.app.output import json_line, note
+from tokamac.app.options import (
+    add_adapter_flag,
+    add_kv_flags,
+    gigabytes,
+    given_adapter,
+    kv_spec,
+    memory_limit,
+    positive,
+)
+from tokamac.app.output import is_terminal, json_line, note, table
 from tokamac.app.parser import Parser
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
+from tokamac.app.verdict import closeness
+from tokamac.engine import metrics
 from tokamac.engine.options import GROUP_SIZES, KVSpec
 
 if TYPE_CHECKING:
-    from tokamac.engine.limits.inspect import Inspection
-    from tokamac.engine.limits.outcomes import Case, Outcome
-    from tokamac.engine.limits.places import Place
-    from tokamac.engine.limits.subject import Subject
+    from pathlib import Path
+
+    from tokamac.engine.options import KVSpec
+    from tokamac.engine.perf.cost import Form
+    from tokamac.engine.perf.footprint import KVRow, KVTable
+    from tokamac.engine.perf.hardware import Chip
+    from tokamac.engine.perf.inspection import Inspection, ModelRef
+    from tokamac.engine.perf.machine import Machine
+    from tokamac.engine.perf.memory import MemoryFit
+    from tokamac.engine.perf.roofline import Phase, Prediction
+    from tokamac.engine.perf.what_if import DecodePoint, WhatIfCase, WhatIfOutcome
+
+
+def add_place_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--chip``, ``--gpu-cores`` and ``--memory``."""
+    group = parser.add_argument_group("another machine (what is left out is this one)")
+    group.add_argument("--chip", metavar="NAME", help='a chip, such as "Apple M4 Max"')
+    group.add_argument(
+        "--gpu-cores", type=positive, metavar="N", help="its GPU cores, which tell bins of one name apart"
+    )
+    group.add_argument(
+        "--memory",
+        type=gigabytes,
+        metavar="GB",
+        help="its memory, as its maker says it; without --chip, what may be used of this machine's",
+    )
+
+
+def place_of(parser: Parser, options: argparse.Namespace) -> "Machine | None":
+    """Return the machine that is named; None is this one, as it is. Ends with exit status 2 for flags without effect.
+
+    Raises OptionError.
+    """
+    if options.chip is None:
+        if options.gpu_cores is not None:
+            parser.error("--gpu-cores has no effect without --chip")
+        if (limit := memory_limit(options)) is None:
+            return None
+        from tokamac.engine.perf.machine import here
+
+        return here(limit=limit)
+    from tokamac.engine.errors import OptionError
+    from tokamac.engine.perf.machine import elsewhere
+
+    try:
+        return elsewhere(options.chip, options.gpu_cores, options.memory)
+    except OptionError as error:
+        parser.error(f"--chip: {error.one_line().rstrip('.')}")
+
+
+def measure_it(model: str, *, here: bool) -> str:
+    """Return what to run, so that this machine's speed with ``model`` is known. here: it need not be downloaded first."""
+    name = shlex.quote(model)
+    pull = "" if here else f"tokamac models pull {name}, then "
+    return f"; measure it: {pull}tokamac bench {name} --machine"
+
 
 CONTEXT = 4096
 
@@ -74,19 +151,18 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     _check(parser, options)
     place = _place(parser, options)
     case = _case(parser, options, kv)
-    from tokamac.engine.limits.address_space import LEAST_TO_INSPECT, check_address_space
+    from tokamac.engine.perf.memory import LEAST_TO_INSPECT, check_address_space
 
     check_address_space(LEAST_TO_INSPECT)  # before the libraries that end the process where there is none
-    from tokamac.engine.limits.inspect import inspect
-    from tokamac.engine.limits.subject import subject_of
+    from tokamac.engine.perf.inspection import inspect, subject_of
 
     subject = subject_of(options.model)
     if given_adapter(options.adapter or ""):
-        from tokamac.engine import hub
         from tokamac.engine.adapters import read_adapter
+        from tokamac.engine.hub import download
 
         name = given_adapter(options.adapter)
-        subject = replace(subject, adapter=read_adapter(loading.fetch(name, hub.resolve_adapter), name))
+        subject = replace(subject, adapter=read_adapter(loading.fetch(name, download.resolve_adapter), name))
     found = inspect(subject, case, place)
     if options.json:
         json_line({**_json(options, subject, found), **_adapter(subject)})
@@ -109,24 +185,24 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
                 parser.error(f"--{name} is of the model alone, so it does not go with --adapter")
 
 
-def _place(parser: Parser, options: argparse.Namespace) -> "Place | None":
+def _place(parser: Parser, options: argparse.Namespace) -> "Machine | None":
     """Return the machine that is named; None is this one. With --chips alone, --memory is of the table's, and not of this one."""
     of_table = options.chips and options.chip is None
     return place_of(parser, argparse.Namespace(**{**vars(options), "memory": None}) if of_table else options)
 
 
-def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "Case":
+def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCase":
     from tokamac.engine.errors import OptionError
-    from tokamac.engine.limits.outcomes import Case
+    from tokamac.engine.perf.what_if import WhatIfCase
 
     context = options.context or max(CONTEXT, options.prompt or 0)
     try:
-        return Case(options.bits, options.group_size or 64, kv, context, options.prompt or context)
+        return WhatIfCase(options.bits, options.group_size or 64, kv, context, options.prompt or context)
     except OptionError as error:
         parser.error(f"--prompt: {error.one_line().rstrip('.')}")
 
 
-def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> dict[str, Any]:
+def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> dict[str, Any]:
     """Return the contract's object; with --table and --chips what else is known, and their rows."""
     everything = {**found.to_json(), "quality": _quality(subject)}
     if not (options.table or options.chips):
@@ -138,21 +214,21 @@ def _json(options: argparse.Namespace, subject: "Subject", found: "Inspection") 
     return everything
 
 
-def _adapter(subject: "Subject") -> dict[str, Any]:
+def _adapter(subject: "ModelRef") -> dict[str, Any]:
     """Return what is added to the model; nothing where nothing is."""
     added = subject.adapter
     return {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
 
 
-def _quality(subject: "Subject") -> dict[str, Any] | None:
+def _quality(subject: "ModelRef") -> dict[str, Any] | None:
     """Return what was recorded of the model's quality when it was converted; None where nothing can be said."""
-    from tokamac.quant.recorded import read_recorded
+    from tokamac.quant.report import read_recorded
 
     recorded = None if subject.folder is None else read_recorded(subject.folder)
     return None if recorded is None or isinstance(recorded, str) else recorded.to_json()
 
 
-def _row(found: "Outcome") -> dict[str, Any]:
+def _row(found: "WhatIfOutcome") -> dict[str, Any]:
     case, chip = found.case, found.place.chip
     return {
         "bits": case.bits,
@@ -173,26 +249,24 @@ def _row(found: "Outcome") -> dict[str, Any]:
     }
 
 
-def _print(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> None:
-    from tokamac.app.commands import inspect_report as reports
+def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> None:
 
     as_it_is = subject.folder if found.case.bits is None else None
-    print(reports.report(found, reports.quality(as_it_is)))
+    print(report(found, quality(as_it_is)))
     planned = found.kv_table
     if planned is not None and (found.case.kv != KVSpec() or len(planned.rows) > 1):
-        print(f"\n{reports.kv_report(planned, found.context)}")
+        print(f"\n{kv_report(planned, found.context)}")
     if options.table:
-        print(f"\n{reports.cases_report(_table(subject, found), found.form)}")
+        print(f"\n{cases_report(_table(subject, found), found.form)}")
     if options.chips:
         of_table = _chips(options, subject, found)
-        print(f"\n{reports.chips_report(of_table, memory=options.memory is not None)}")
+        print(f"\n{chips_report(of_table, memory=options.memory is not None)}")
     if options.plot:
         _plot(subject, found)
 
 
-def _plot(subject: "Subject", found: "Inspection") -> None:
-    from tokamac.app.commands.plots import decode_plot, roofline_plot
-    from tokamac.engine.limits.whatif import UNBOUNDED_CONTEXT, curve
+def _plot(subject: "ModelRef", found: "Inspection") -> None:
+    from tokamac.engine.perf.what_if import UNBOUNDED_CONTEXT, curve
 
     last = max(found.context_length or UNBOUNDED_CONTEXT, found.context)
     contexts = sorted({max(1, round(last * step / POINTS)) for step in range(POINTS + 1)})
@@ -205,8 +279,7 @@ def _plot(subject: "Subject", found: "Inspection") -> None:
 
 def _remarks(found: "Inspection") -> None:
     """Say on stderr what is not as it may seem."""
-    from tokamac.engine.limits.fitted import units_of
-    from tokamac.engine.limits.neural import FROM, advice
+    from tokamac.engine.perf.hardware import FROM, advice, units_of
 
     if found.place.local and (said := advice()) is not None:
         note(f"note: {said}")
@@ -224,13 +297,300 @@ def _remarks(found: "Inspection") -> None:
         note(f"note: the model was made for {found.context_length:,} tokens of context")
 
 
-def _table(subject: "Subject", found: "Inspection") -> "tuple[Outcome, ...]":
-    from tokamac.engine.limits.whatif import table
+def _table(subject: "ModelRef", found: "Inspection") -> "tuple[WhatIfOutcome, ...]":
+    from tokamac.engine.perf.what_if import table
 
     return table(subject.config, found.case, found.place, own=subject.packing)
 
 
-def _chips(options: argparse.Namespace, subject: "Subject", found: "Inspection") -> "tuple[Outcome, ...]":
-    from tokamac.engine.limits.whatif import everywhere, on_chips
+def _chips(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "tuple[WhatIfOutcome, ...]":
+    from tokamac.engine.perf.what_if import everywhere, on_chips
 
     return on_chips(subject.config, found.case, everywhere(options.memory), own=subject.packing)
+
+
+RUNS_SHOWN = 3
+"""Runs of layers named in a row of the table: models that mix kinds of layers have many short ones."""
+
+FORMS = {"stored": "as stored", "float32": "in float32", "unpacked": "unpacked to float32"}
+
+KNOWN = {
+    "files": "",
+    "config": "there are no weights in this folder: predicted from its config alone",
+    "catalogue": "not downloaded: predicted from the catalogue",
+}
+
+
+def report(found: "Inspection", recorded: str | None = None) -> str:
+    """Return what is known of a model, and of one case of it, as text. recorded: of its quality; None leaves that out."""
+    parts = [[part.part, short(part.parameters), size(part.bytes), bits(part.bits_per_weight)] for part in found.parts]
+    whole = ["all", short(found.parameters), size(found.weight_bytes), bits(found.bits_per_weight)]
+    counted = table([["part", "weights", "bytes", "bits"], *parts, whole], right=(1, 2, 3))
+    figures = [*_figures(found), *([] if recorded is None else [["quality", recorded]])]
+    return "\n\n".join([_title(found), counted, table(figures)])
+
+
+def quality(folder: "Path | None") -> str | None:
+    """Return how close a converted model was to its source when it was made, or why that is unknown; None for no folder."""
+    from tokamac.quant.report import read_recorded
+
+    if folder is None:
+        return None
+    found = read_recorded(folder)
+    if isinstance(found, str):
+        return f"{UNKNOWN}: {found}"
+    return sanitise_line(" ".join([closeness(found.quality, found.relative_error), *found.concerns]))
+
+
+def kv_report(planned: "KVTable", context: int) -> str:
+    """Return a row for each kind of layer, their sum, and what the plan notes."""
+    head = ["layers", "kind", "keys", "values", "window", "a token", f"at {context:,}"]
+    rows = [_kv_row(row) for row in planned.rows]
+    whole = ["all", "", "", "", "", size(planned.bytes_per_token), size(planned.bytes_at_context)]
+    notes = [sanitise_line(remark) for remark in planned.notes]
+    return "\n".join([table([head, *rows, whole], right=(2, 3, 5, 6)), *notes])
+
+
+def cases_report(found: "Sequence[WhatIfOutcome]", form: "Form" = "stored") -> str:
+    """Return a row for each case of one model at one place, the first what was asked for, and what is to be known of them all.
+
+    form: how the model's weights are held there.
+    """
+    from tokamac.engine.perf.what_if import notes
+
+    head = ["weights", "KV", "context", "stored", "memory", "fits", "ceiling", "expected", "first token"]
+    rows = table([head, *map(_case_row, found)], right=(2, 3, 4, 6, 7, 8))
+    return "\n".join([rows, *(sanitise_line(each) for each in notes(found, form))])
+
+
+def chips_report(found: "Sequence[WhatIfOutcome]", *, memory: bool = False) -> str:
+    """Return a row for each chip, of one case. memory: whether it is said if it fits, as where the Macs' memory was named."""
+    head = ["chip", "bandwidth", "ceiling", "expected", "prefill", "first token", *(["fits"] if memory else [])]
+    rows = [
+        [
+            chip_name(each.place.chip),
+            bandwidth(each.place.chip.bandwidth_gbs),
+            rate(each.ceiling_tps),
+            rate(each.expected_tps),
+            rate(each.prefill_tps),
+            seconds(each.ttft_s),
+            *([fits(each.memory)] if memory else []),
+        ]
+        for each in found
+    ]
+    return table([head, *rows], right=(1, 2, 3, 4, 5))
+
+
+def chip_name(chip: "Chip") -> str:
+    """Return a chip's name, with its GPU cores where they are known."""
+    return sanitise_line(chip.name if chip.gpu_cores is None else f"{chip.name}, {chip.gpu_cores} GPU cores")
+
+
+def fits(memory: "MemoryFit | None") -> str:
+    """Return whether something fits, in a word or two."""
+    verdict = None if memory is None else memory.fits
+    if verdict and memory is not None and memory.from_others:
+        return "tight"
+    return {True: "fits", False: "does not fit", None: UNKNOWN}[verdict]
+
+
+def bits(value: float | None) -> str:
+    """Return bits per weight."""
+    return UNKNOWN if value is None else f"{value:.2f}"
+
+
+def _title(found: "Inspection") -> str:
+    active = found.active_parameters
+    used = f" ({short(active)} a token)" if active is not None and "mixture" in found.traits else ""
+    kinds = ", ".join(found.traits)
+    named = f"{sanitise_line(found.model)}  {sanitise_line(found.architecture)}, {kinds}, {short(found.parameters)} weights{used}"
+    title = f"{named}, context {short(found.context_length)}"
+    known = KNOWN[found.known]
+    return f"{title}\n{known}" if known else title
+
+
+def _figures(found: "Inspection") -> list[list[str]]:
+    memory, prompt, phases = found.memory, found.case.prompt, found.prediction
+    decode, prefill = (None, None) if phases is None else (phases.decode, phases.prefill)
+    kept = f"{size(found.kv_bytes_per_token)} a token, {size(found.kv_bytes)} at {found.context:,} tokens"
+    return [
+        ["KV cache", kept],
+        ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
+        ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {_source(found.chip)}"],
+        ["ceiling", f"{rate(found.ceiling_tps)}: no kernel can be faster"],
+        ["expected", f"{rate(found.expected_tps)}{_bound(decode)}"],
+        ["prefill", f"{rate(found.prefill_tps)}{_bound(prefill)}"],
+        [
+            "first token",
+            f"after {seconds(found.ttft_s)}, for a prompt of {prompt:,} tokens" if found.ttft_s else UNKNOWN,
+        ],
+        ["memory", f"{size(memory.total)} of {size(memory.budget)}: {_verdict(memory, found.place)}"],
+        ["", f"weights {size(memory.weights)}, KV cache {size(memory.kv)}, temporaries {size(memory.working)}"],
+    ]
+
+
+def _bound(phase: "Phase | None") -> str:
+    """Return what a phase waits for, where that is known."""
+    if phase is None or phase.bound is None:
+        return ""
+    if phase.by_host:
+        return ", waits for the host (Python, launching kernels)"
+    return f", waits for {'memory' if phase.bound == 'memory' else 'arithmetic'}"
+
+
+def _verdict(memory: "MemoryFit", place: "Machine") -> str:
+    if memory.fits is not None:
+        from tokamac.engine.perf.memory import giving_way
+
+        return f"{fits(memory)}{f': {giving_way(memory.from_others)}' if memory.fits and memory.from_others else ''}"
+    return f"unknown whether it fits{'' if place.budget_rule is None else f': {place.budget_rule}'}"
+
+
+def _source(chip: "Chip") -> str:
+    return UNKNOWN if chip.bandwidth_gbs is None else f"{bandwidth(chip.bandwidth_gbs)} ({chip.source})"
+
+
+def _case_row(found: "WhatIfOutcome") -> list[str]:
+    case, memory = found.case, found.memory
+    weights = "as it is" if case.bits is None else f"{case.bits} bits"
+    speeds = [rate(found.ceiling_tps), rate(found.expected_tps), seconds(found.ttft_s)]
+    taken = size(None if memory is None else memory.total)
+    return [weights, _kv_bits(case.kv), f"{case.context:,}", size(found.weight_bytes), taken, fits(memory), *speeds]
+
+
+def _kv_bits(kv: "KVSpec") -> str:
+    return str(kv.key_bits) if kv.key_bits == kv.value_bits else f"{kv.key_bits},{kv.value_bits}"
+
+
+def _kv_row(row: "KVRow") -> list[str]:
+    kept = ["-" if value is None else str(value) for value in (row.key_bits, row.value_bits)]
+    window = "-" if row.window is None else f"{row.window:,}"
+    if row.keep:
+        window += f", {row.keep} pinned"
+    return [_layers(row.layers), row.kind, *kept, window, size(row.bytes_per_token), size(row.bytes_at_context)]
+
+
+def _layers(layers: tuple[int, ...]) -> str:
+    """Return "0-5", or the first few runs of more and how many layers they are in all."""
+    from tokamac.engine.perf.footprint import runs
+
+    found = [f"{first}-{last}" if last > first else str(first) for first, last in runs(layers)]
+    if len(found) <= RUNS_SHOWN:
+        return ", ".join(found)
+    return f"{', '.join(found[:RUNS_SHOWN])} … ({len(layers)})"
+
+
+WIDEST, NARROWEST, HEIGHT = 100, 40, 18
+TICKS = 5
+HEADROOM = 1.2
+"""The axis ends so far above the highest point that the legend covers no curve."""
+
+LEGEND_SHARE = 0.3
+"""The same on a logarithmic axis, as a share of the powers of ten below."""
+
+
+def decode_plot(points: "Sequence[DecodePoint]", title: str) -> str | None:
+    """Return tokens a second over context: the ceiling, and what is expected. None where neither is known anywhere."""
+    ceiling = [(at.context, at.ceiling_tps) for at in points if at.ceiling_tps is not None]
+    expected = [(at.context, at.expected_tps) for at in points if at.expected_tps is not None]
+    if not ceiling:
+        return None
+
+    def draw(plot: Any) -> None:
+        _line(plot, ceiling, "ceiling, tok/s", "blue", braille=True)
+        if expected:
+            _line(plot, expected, "expected, tok/s", "green", braille=False)
+        last = max(context for context, _ in ceiling)
+        ticks = [round(last * part / (TICKS - 1)) for part in range(TICKS)]
+        plot.xticks(ticks, [short(tick) for tick in ticks])
+        plot.xlim(0, last)
+        plot.ylim(0, HEADROOM * max(tps for _, tps in ceiling))
+        plot.xlabel("context, tokens")
+
+    return _picture(f"{title}: decode over context", draw)
+
+
+def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
+    """Return operations a second over operations a byte: the roof, and where both phases are under it. None without a roof.
+
+    A phase is drawn at its expected speed, or, where that is unknown, on the roof.
+    """
+    if chip.bandwidth_gbs is None or predicted.ridge is None:
+        return None
+    gbs, ridge = chip.bandwidth_gbs, predicted.ridge
+    peak_tflops = ridge * gbs / 1e3
+    both = (("decode", predicted.decode), ("prefill", predicted.prefill))
+    phases = [(name, phase) for name, phase in both if phase.intensity]
+    reach = [phase.intensity for _, phase in phases if phase.intensity is not None]
+    left, right = min([*reach, ridge]) / 4, max([*reach, ridge]) * 4
+    low = lowest(left * gbs / 1e3, (_reached_tflops(phase) for _, phase in phases))
+
+    def draw(plot: Any) -> None:
+        plot.xscale("log")
+        plot.yscale("log")
+        roof = [(left, left * gbs / 1e3), (ridge, peak_tflops), (right, peak_tflops)]
+        _line(plot, roof, f"roof: {gbs:,.3g} GB/s, {peak_tflops:,.3g} TFLOP/s", "blue", braille=True)
+        for (name, phase), colour in zip(phases, ("green", "magenta"), strict=False):
+            _mark(plot, name, phase, colour)
+        for set_ticks, begin, end in ((plot.xticks, left, right), (plot.yticks, low, peak_tflops)):
+            powers = list(_powers(begin, end))
+            set_ticks(powers, [f"{power:g}" for power in powers])
+        # On a logarithmic axis plotext takes limits as exponents.
+        plot.ylim(math.log10(low), math.log10(peak_tflops) + LEGEND_SHARE * math.log10(peak_tflops / low))
+        plot.xlabel("operations a byte")
+
+    return _picture(f"{sanitise_line(chip.name)}: roofline, TFLOP/s", draw)
+
+
+def _mark(plot: Any, name: str, phase: "Phase", colour: str) -> None:
+    reached = _reached_tflops(phase)
+    if reached is None or phase.intensity is None:
+        return
+    roof = "the host" if phase.by_host else "memory" if phase.bound == "memory" else "arithmetic"
+    side = f", waits for {roof}" if phase.bound else ""
+    plot.scatter([phase.intensity], [reached], marker=name[0].upper(), label=f"{name}{side}", **_coloured(colour))
+
+
+def _reached_tflops(phase: "Phase") -> float | None:
+    """Return what a phase is expected to reach, or else its roof."""
+    took_s = phase.ceiling_s if phase.expected_s is None else phase.expected_s
+    reached = None if phase.operations is None else metrics.rate(phase.operations, took_s)
+    return None if reached is None else reached / 1e12
+
+
+def _line(plot: Any, points: Sequence[tuple[float, float]], label: str, colour: str, *, braille: bool) -> None:
+    xs, ys = zip(*points, strict=True)
+    marker = "braille" if braille and _draws_braille() else "*" if braille else "."
+    plot.plot(list(xs), list(ys), marker=marker, label=label, **_coloured(colour))
+
+
+def _picture(title: str, draw: Callable[[Any], None]) -> str:
+    import plotext as plot
+
+    plot.clear_figure()
+    plot.theme("clear")
+    plot.plotsize(max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns)), HEIGHT)
+    plot.title(sanitise_line(title))
+    draw(plot)
+    text = str(plot.build())
+    plot.clear_figure()
+    lines = text if _colours() else plot.uncolorize(text)
+    return "\n".join(line.rstrip() for line in lines.splitlines())
+
+
+def _coloured(colour: str) -> dict[str, str]:
+    return {"color": colour} if _colours() else {}
+
+
+def _colours() -> bool:
+    return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+
+
+def _draws_braille() -> bool:
+    return "utf" in (sys.stdout.encoding or "").casefold()
+
+
+def _powers(low: float, high: float) -> Iterator[float]:
+    """Yield the powers of ten within."""
+    for exponent in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
+        yield 10.0**exponent

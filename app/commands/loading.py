@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app import told
-from tokamac.app.exit_status import INTERRUPTED
-from tokamac.app.output import Progress, note
+from tokamac.app import settings
+from tokamac.app.output import INTERRUPTED, Progress, note
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import KVSpec, PromptCacheSpec
@@ -36,11 +35,11 @@ def load(
     status 130, ``on_interrupt`` called first: MLX can't be stopped in the middle of a load, and there is nothing to save.
     Raises TokamacError.
     """
-    from tokamac.engine import hub
+    from tokamac.engine.hub import download
 
-    fetch(model, hub.resolve)
+    fetch(model, download.resolve)
     if adapter is not None:
-        fetch(adapter, hub.resolve_adapter)
+        fetch(adapter, download.resolve_adapter)
     from tokamac.engine import Engine
 
     bar = Progress("loading", plain=False)
@@ -68,7 +67,7 @@ def load(
         note(remark)
     if adapter is not None and kv == KVSpec():
         note(f"note: {next(remark for remark in engine.spec.notes if remark.startswith('adapter '))}")
-    if (advice := engine.spec.advice) is not None and told.is_new(advice):
+    if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine
 
@@ -78,9 +77,9 @@ def on_disk(model: str) -> Path:
 
     Raises ModelNotFoundError.
     """
-    from tokamac.engine import hub
+    from tokamac.engine.hub import download
 
-    folder = hub.find(model)
+    folder = download.find(model)
     if folder is None:
         raise ModelNotFoundError(f"{model} is not whole on this disk", f"Download it: tokamac models pull {model}.")
     return folder

@@ -1,11 +1,36 @@
-"""``tokamac models``: what is in the Hugging Face cache; bring a model there, take it away; which ones would run well."""
+"""``tokamac models``: what is in the Hugging Face cache; bring a model there, take it away; which ones would run well.
+
+``tokamac models pull`` and ``remove``. With --json the chat's picker reads the lines (app/backend/subprocess.py).
+
+``tokamac models list``: what is on disk, and what this machine would make of it.
+
+``tokamac models suggest``: which models of the catalogue would run well here, or on another machine, best first.
+"""
 
 import argparse
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tokamac.app.action_parser import ActionParser
-from tokamac.app.commands.place import add_place_flags
-from tokamac.app.options import any_given, positive
-from tokamac.app.parser import Parser
+from tokamac.app.commands import loading
+from tokamac.app.commands.inspect import add_place_flags, chip_name, measure_it, place_of
+from tokamac.app.keep_awake import awake
+from tokamac.app.options import any_given, limit_of_settings, positive
+from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.parser import ActionParser, Parser
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size
+from tokamac.engine.perf.memory import giving_way
+
+if TYPE_CHECKING:
+    from tokamac.engine.hub.download import ModelOnDisk
+    from tokamac.engine.perf.inspection import Prospect
+    from tokamac.engine.perf.machine import Machine
+    from tokamac.engine.perf.what_if import Suggestion
+
+CONTEXT = 8192
+
 
 ACTIONS = {
     "list": "how large each is, whether it fits and how fast it should be here",
@@ -45,20 +70,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     _check(parser, options)
     match options.action:
         case "list":
-            from tokamac.app.commands.models_list import list_
-
             return list_(json=options.json)
         case "suggest":
-            from tokamac.app.commands.models_suggest import suggest
-
             return suggest(parser, options)
         case "pull":
-            from tokamac.app.commands.models_change import pull
-
             return pull(options.id, json=options.json)
         case _:
-            from tokamac.app.commands.models_change import remove
-
             return remove(options.id, unfinished=options.unfinished, json=options.json)
 
 
@@ -73,3 +90,216 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         parser.error(f"{action} takes no ID")
     if action in ("pull", "remove") and not options.id:
         parser.error(f"{action} needs an ID, such as mlx-community/Qwen3-4B-Instruct-2507-4bit")
+
+
+LINES_APART_S = 0.25
+"""Lines of progress: a reader draws each, and needs no more of them."""
+
+
+@awake
+def pull(model: str, *, json: bool) -> int:
+    """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
+    from tokamac.engine.hub import download
+
+    if model == download.GUIDE:
+        note("note: guide is the embedded model: it is always here, and as new as the program")
+    if not json:
+        print(loading.fetch(model, download.pull))
+        return 0
+    lines = _Lines()
+    folder = download.pull(model, progress=lambda at: lines.tell(at.done, at.total))
+    json_line({"event": "pulled", "id": model, "path": str(folder), "bytes": _bytes(folder)})
+    return 0
+
+
+def remove(model: str, *, unfinished: bool, json: bool) -> int:
+    """Take a model off the disk, or only what a download left that did not end; return the exit status."""
+    from tokamac.engine.hub import cache
+
+    freed = cache.discard_unfinished(model) if unfinished else cache.remove_model(model)
+    if json:
+        json_line({"event": "removed", "id": model, "freed_bytes": freed})
+    elif unfinished and not freed:
+        print(f"nothing of {sanitise_line(model)} is unfinished on this disk")
+    else:
+        print(f"removed {sanitise_line(model)}: {size(freed)} freed")
+    return 0
+
+
+class _Lines:
+    """Progress as JSON lines, a few a second."""
+
+    def __init__(self) -> None:
+        self._told_s: float | None = None
+
+    def tell(self, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if self._told_s is None or now - self._told_s >= LINES_APART_S or done == total:
+            self._told_s = now
+            line: dict[str, Any] = {"event": "progress", "done": done, "total": total}
+            json_line(line)
+
+
+def _bytes(folder: Path) -> int:
+    """Return the bytes of a snapshot's files, which are links into the cache."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+"""Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter."""
+
+
+def list_(*, json: bool) -> int:
+    """Print the models in the Hugging Face cache; return the exit status."""
+    from tokamac.engine.hub import download
+
+    found = download.list_models()
+    weighed = _weigh(found) if found else []
+    if json:
+        json_line({"context": CONTEXT, "models": [_plain(*each) for each in weighed]})
+    elif found:
+        print(
+            table(
+                [["model", "size", "bits", "", "expected", "last used"], *(_row(*each) for each in weighed)],
+                right=(1, 2, 4),
+            )
+        )
+        print(
+            f"\nFit and expected speed are for {count(CONTEXT)} tokens held, or all that a model's own context holds."
+        )
+    else:
+        print("no models on disk; get one with: tokamac models pull ID")
+    return 0
+
+
+def _weigh(models: "tuple[ModelOnDisk, ...]") -> "list[tuple[ModelOnDisk, Prospect | None]]":
+    """Return each with what this machine makes of it; None where it is not whole."""
+    from tokamac.engine.perf.inspection import prospect
+    from tokamac.engine.perf.machine import here
+    from tokamac.engine.perf.what_if import WhatIfCase
+
+    place, case = here(limit=limit_of_settings()), WhatIfCase(context=CONTEXT, prompt=CONTEXT)
+    bar = Progress("weighing", unit="models", plain=False)
+    found: list[tuple[ModelOnDisk, Prospect | None]] = []
+    try:
+        for model in models:
+            bar.update(len(found), len(models))
+            found.append((model, prospect(model.id, case, place) if model.whole else None))
+    finally:
+        bar.clear()
+    return found
+
+
+def _row(model: "ModelOnDisk", found: "Prospect | None") -> list[str]:
+    used = time.strftime("%Y-%m-%d", time.localtime(model.last_used_s))
+    if found is None:
+        return [sanitise_line(model.id), size(model.nbytes), "", "not whole: pull it again", "", used]
+    bits = found.outcome.bits_per_weight
+    figures = [UNKNOWN if bits is None else f"{bits:.2f}", found.verdict, rate(found.outcome.expected_tps)]
+    return [sanitise_line(model.id), size(model.nbytes), *figures, used]
+
+
+def _plain(model: "ModelOnDisk", found: "Prospect | None") -> dict[str, Any]:
+    outcome = None if found is None else found.outcome
+    memory = None if outcome is None else outcome.memory
+    return {
+        "id": model.id,
+        "path": str(model.path),
+        "bytes": model.nbytes,
+        "whole": model.whole,
+        "last_used_s": model.last_used_s,
+        "bits_per_weight": None if outcome is None else outcome.bits_per_weight,
+        "memory_bytes": None if memory is None else memory.total,
+        "fits": None if memory is None else memory.fits,
+        "ceiling_tps": None if outcome is None else outcome.ceiling_tps,
+        "expected_tps": None if outcome is None else outcome.expected_tps,
+        "verdict": None if found is None else found.verdict,
+        "reason": "not whole on this disk" if found is None else found.reason,
+    }
+
+
+def suggest(parser: Parser, options: argparse.Namespace) -> int:
+    """Print the suggestions; return the exit status."""
+    place = place_of(parser, options)
+    from tokamac.engine.perf.what_if import here, suggestions
+
+    context = options.context or CONTEXT
+    place = place or here()
+    bar = Progress("weighing", unit="models", plain=False)
+    try:
+        found = suggestions(place, context, progress=bar.update)
+    finally:
+        bar.clear()
+    if options.json:
+        json_line({"context": context, "suggestions": [_suggested_plain(each) for each in found]})
+        return 0
+    _print(found, place, context)
+    return 0
+
+
+def _print(found: "tuple[Suggestion, ...]", place: "Machine", context: int) -> None:
+    possible = [each for each in found if each.verdict != "does not fit"]
+    print(f"{chip_name(place.chip)}, with a prompt of {context:,} tokens, best first\n")
+    head = ["model", "weights", "download", "memory", "ceiling", "expected", "first token", ""]
+    print(table([head, *map(_suggested_row, possible)], right=(1, 2, 3, 4, 5, 6)))
+    if not possible:
+        print("none of the catalogue fits")
+    for line in _notes(found, possible, place):
+        note(f"note: {line}")
+
+
+def _notes(found: "tuple[Suggestion, ...]", possible: "list[Suggestion]", place: "Machine") -> list[str]:
+    notes: list[str] = []
+    if len(found) > len(possible):
+        notes.append(f"{len(found) - len(possible)} more of the catalogue do not fit")
+    if place.budget_rule is not None:
+        notes.append(place.budget_rule)
+    if place.budget_bytes is None:
+        notes.append("whether a model fits is unknown without --memory")
+    if (first := next((each for each in possible if _from_others(each)), None)) is not None:
+        notes.append(f"tight for now: for {first.id} {giving_way(_from_others(first))}")
+    best: dict[str, str] = {}
+    for each in possible:
+        if each.outcome.reason:
+            best.setdefault(each.outcome.reason, each.id)
+    notes.extend(reason + (measure_it(model, here=False) if place.local else "") for reason, model in best.items())
+    return notes
+
+
+def _from_others(each: "Suggestion") -> int:
+    """Return what other programs have to give way by for a model that fits."""
+    memory = each.outcome.memory
+    return memory.from_others if memory is not None and each.verdict == "tight" else 0
+
+
+def _suggested_row(each: "Suggestion") -> list[str]:
+    outcome, memory = each.outcome, each.outcome.memory
+    mixture = "mixture" in each.traits and each.active_parameters is not None
+    return [
+        each.id,
+        short(each.parameters) + (f", {short(each.active_parameters)} a token" if mixture else ""),
+        size(each.download_bytes),
+        size(None if memory is None else memory.total),
+        rate(outcome.ceiling_tps),
+        rate(outcome.expected_tps),
+        seconds(outcome.ttft_s),
+        each.verdict,
+    ]
+
+
+def _suggested_plain(each: "Suggestion") -> dict[str, Any]:
+    outcome = each.outcome
+    return {
+        "id": each.id,
+        "model": each.name,
+        "download_bytes": each.download_bytes,
+        "parameters": each.parameters,
+        "active_parameters": each.active_parameters,
+        "weight_bytes": outcome.weight_bytes,
+        "memory": None if outcome.memory is None else asdict(outcome.memory),
+        "ceiling_tps": outcome.ceiling_tps,
+        "expected_tps": outcome.expected_tps,
+        "prefill_tps": outcome.prefill_tps,
+        "ttft_s": outcome.ttft_s,
+        "verdict": each.verdict,
+        "reason": each.reason,
+    }

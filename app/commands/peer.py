@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tokamac.app.backend.killed import how_ended
+from tokamac.app.backend.subprocess import how_ended
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.units import size
+from tokamac.app.units import size
+from tokamac.engine import metrics
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.limits import metrics
 
 NAME = "mlx-lm"
 GRACE_S = 3.0

@@ -15,7 +15,7 @@ import traceback
 from importlib import metadata
 from typing import Any, BinaryIO
 
-from tokamac.engine.open_files import import_mlx_lm
+from tokamac.engine.files import import_mlx_lm
 
 
 class MlxLm:

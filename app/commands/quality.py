@@ -11,16 +11,15 @@ from tokamac.app.keep_awake import awake
 from tokamac.app.options import limit_of_settings, positive
 from tokamac.app.output import Progress, json_line, note, table
 from tokamac.app.parser import Parser
-from tokamac.app.tui.units import UNKNOWN, count
+from tokamac.app.units import UNKNOWN, count
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
-from tokamac.quant.divergence import TOKENS, with_error
+from tokamac.quant.report import TOKENS, with_error
 
 if TYPE_CHECKING:
-    from tokamac.quant.divergence import Quality
-    from tokamac.quant.evaluation import Compared
-    from tokamac.quant.streamed import LayersDone, Streamable
-    from tokamac.quant.verify import Comparison
+    from tokamac.quant.evaluation import ComparedModels, Comparison
+    from tokamac.quant.report import Quality
+    from tokamac.quant.streaming import LayersDone, Streamable
 
 LAYERS_A_ROW = 8
 
@@ -62,7 +61,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.stride is not None and options.window is None:
         parser.error("--stride has no effect without --window")
     from tokamac.engine.device import check_backends, installed_backends, multiply_in_float32
-    from tokamac.engine.limits.address_space import check_address_space
+    from tokamac.engine.perf.memory import check_address_space
     from tokamac.quant import calibration
 
     check_backends(installed_backends())
@@ -74,12 +73,12 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _two(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
-    from tokamac.engine import hub
+    from tokamac.engine.hub import download
     from tokamac.quant.evaluation import compared, ids_of
-    from tokamac.quant.streamed import streamable_folder
+    from tokamac.quant.streaming import streamable_folder
 
     names = (options.a, options.b)
-    folders = [loading.fetch(name, hub.resolve) for name in names]
+    folders = [loading.fetch(name, download.resolve) for name in names]
     models = [streamable_folder(folder) for folder in folders]
     known, window = compared(names, folders), options.window
     if window is not None and known.context is not None and window > known.context:
@@ -104,9 +103,8 @@ def _two(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
     return 0
 
 
-def _in_windows(models: "Compared", ids: list[int], window: int, stride: int | None) -> "Comparison":
-    from tokamac.quant.evaluation import in_windows
-    from tokamac.quant.verify import Comparison
+def _in_windows(models: "ComparedModels", ids: list[int], window: int, stride: int | None) -> "Comparison":
+    from tokamac.quant.evaluation import Comparison, in_windows
 
     bar = Progress("comparing", unit="layers")
     try:
@@ -169,8 +167,8 @@ def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bo
 
 
 def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison":
-    from tokamac.quant.streamed import Streamed
-    from tokamac.quant.verify import verify
+    from tokamac.quant.evaluation import verify
+    from tokamac.quant.streaming import Streamed
 
     bar = Progress("comparing", unit="layers")
     first, second = (Streamed(model).layers for model in models)

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from tokamac.app.export.entries import Entry, entries, title_of
+from tokamac.app.export.html import ExportEntry, entries, title_of
 from tokamac.app.store.values import Archive
-from tokamac.app.tui.prose.parse import tokens
+from tokamac.app.tui.markdown.parse import tokens
 
 COLUMNS = 88
 _FRAME = """\
@@ -77,7 +77,7 @@ def _named(token: Token) -> Token:
     return Token("text", "", 0, content=f"{token.content or 'image'} ({token.attrs.get('src', '')})")
 
 
-def _drawn(entry: Entry) -> Iterator[RenderableType]:
+def _drawn(entry: ExportEntry) -> Iterator[RenderableType]:
     yield Text(entry.who, style="bold cyan" if entry.role == "assistant" else "bold yellow")
     if entry.thinking:
         yield Text(entry.thought.lower(), style="italic bright_black")

@@ -1,11 +1,20 @@
-"""Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed."""
+"""Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed.
+
+Ctrl-C as something that is heard: an exception could come in the middle of a step.
+
+What is written and not sent: what the next line begins with and what goes with it, and while a prompt is edited, that one.
+"""
 
 import codecs
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
+from tokamac.app.chat.attachments import Draft, joined
 from tokamac.app.output import dim, is_terminal, note
 from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.engine.events import TextKind
@@ -184,3 +193,92 @@ def _completer(complete: Complete) -> Callable[[str, int], str | None]:
         return fits[state] if state < len(fits) else None
 
     return completion
+
+
+@contextmanager
+def heard(act: Callable[[], object]) -> Iterator[None]:
+    """Let every Ctrl-C call ``act``, on the main thread and between two steps of whatever runs there.
+
+    Without effect on another thread, and where the shell asked for Ctrl-C to be ignored (a job in the background).
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Hold Ctrl-C back until this is over, so that a change is made whole; it comes then as it would have come."""
+    came: list[bool] = []
+    try:
+        with heard(lambda: came.append(True)):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def noticed() -> Iterator[Callable[[], bool]]:
+    """Yield what tells whether Ctrl-C has come since, whoever heard it. To be used on the main thread, and in here."""
+    ear, mouth = os.pipe()
+    for end in (ear, mouth):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+
+    def came() -> bool:
+        with suppress(BlockingIOError):  # nothing came
+            return signal.SIGINT in os.read(ear, 4096)
+        return False
+
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(ear)
+        os.close(mouth)
+
+
+class LineComposer:
+    """draft: what the next line begins with, and what goes with it. editing: the prompt it is asked in place of; None: of none."""
+
+    def __init__(self) -> None:
+        self.draft = Draft()
+        self.editing: int | None = None
+        self._aside = Draft()  # what is for the next prompt, while one is edited
+        self._edited = Draft()  # that one as it was
+
+    @property
+    def unsent(self) -> Draft:
+        """All that is written and not sent. An edit that has changed nothing is not."""
+        if self.editing is None:
+            return self.draft
+        return joined([self._aside, *([] if self.draft == self._edited else [self.draft])])
+
+    def begin_edit(self, key: int, draft: Draft) -> None:
+        """Have the next line asked in place of the prompt ``key``, which was ``draft``; what was there waits for the one after."""
+        if self.editing is None:
+            self._aside = self.draft
+        self.editing, self.draft, self._edited = key, draft, draft
+
+    def end_edit(self) -> None:
+        """Give back what waited while a prompt was edited, if one was."""
+        if self.editing is not None:
+            self.hold(self._aside)
+
+    def hold(self, draft: Draft) -> None:
+        """Hold ``draft`` in place of all that was held, an edit too."""
+        self.draft, self.editing, self._aside = draft, None, Draft()
+
+    def give_back(self, draft: Draft) -> None:
+        """Take a prompt that was not sent, before what is there for the next one."""
+        if self.editing is None:
+            self.draft = joined([draft, self.draft])
+        else:
+            self._aside = joined([draft, self._aside])

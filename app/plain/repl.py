@@ -2,30 +2,356 @@
 
 Ctrl-C stops a reply, or a command; twice at the prompt it leaves with 130, and at once where nobody types. The end of input leaves
 with 0, or with 1 where nobody types and a reply, or loading a model, failed.
+
+    session ─ steps ─▶ Driver ─▶ process, console, recording        process ─ reader's thread ─▶ events ─▶ Driver ─▶ session
+
+The main thread steps the session; while it waits for a line, and only then, another one does, which lets an unused model go and
+asks for a title. The store is the main thread's: it is asked before the wait, and the title is written after it.
 """
 
+import os
+import queue
+import select
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
-from tokamac.app.exit_status import INTERRUPTED
-from tokamac.app.output import note
-from tokamac.app.plain.composer import Composer
-from tokamac.app.plain.console import Console
-from tokamac.app.plain.driver import Driver
-from tokamac.app.plain.interrupts import heard, noticed, unbroken
-from tokamac.app.plain.naming import NoKeys
-from tokamac.app.plain.outline import Outline
-from tokamac.app.plain.reading import last_turn
-from tokamac.app.plain.waiting import Meanwhile
-from tokamac.app.store.errors import StoreError
-from tokamac.app.tui.attachments import Draft, apart, joined
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.code import Back
-from tokamac.app.tui.purging import purge
-from tokamac.app.tui.recording import LEFT, Recording
-from tokamac.app.tui.run import Begun, ChatOptions, begin, open_store
-from tokamac.app.tui.steps import TurnBegun
+from tokamac.app import units
+from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
+from tokamac.app.chat.actions import ACTIONS, Keymap
+from tokamac.app.chat.attachments import Draft, apart, joined
+from tokamac.app.chat.conversation import ENDINGS, Reply
+from tokamac.app.chat.preferences import budget_spent
+from tokamac.app.chat.recording import LEFT, Recording, purge
+from tokamac.app.chat.steps import (
+    Ask,
+    DraftReturned,
+    EndEngine,
+    EnginePhase,
+    Moved,
+    Notice,
+    Opened,
+    ReplyEnded,
+    ReplyGrew,
+    StartEngine,
+    Step,
+    Titled,
+    TurnBegun,
+)
+from tokamac.app.output import INTERRUPTED, note
+from tokamac.app.plain.commands import Outline, last_turn
+from tokamac.app.plain.console import Console, LineComposer, heard, noticed, unbroken
+from tokamac.app.plain.processes import Rarely
+from tokamac.app.store.values import StoreError
+from tokamac.app.tui.markdown.parse import Back
+from tokamac.app.tui.run import ChatOptions, ChatStart, begin, open_store
+from tokamac.app.verdict import brief
+
+
+class Titling:
+    """allowed: whether the chat may have a title, as it was when the wait began."""
+
+    def __init__(self) -> None:
+        self.allowed = False
+        self._title = ""
+
+    def look(self, recording: Recording | None) -> None:
+        """Look whether the chat may have a title by the model."""
+        self.allowed = recording is not None and recording.may_be_entitled()
+
+    def heard(self, title: str) -> None:
+        """The model gave this title."""
+        self._title = title
+
+    def keep(self, recording: Recording | None) -> None:
+        """Write the title that was heard, if there is one."""
+        title, self._title = self._title, ""
+        if title and recording is not None:
+            recording.entitled(title)
+
+
+TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Interrupt:
+    """Ctrl-C."""
+
+
+class Driver:
+    """Does what the session asks. returned: a prompt that was not sent. failed: whether a reply, or loading a model, failed."""
+
+    def __init__(self, begun: ChatStart, console: Console) -> None:
+        self.session = begun.session
+        self.memory = begun.memory
+        self.recording: Recording | None = None
+        self.returned = Draft()
+        self.failed = False
+        self._begun = begun
+        self._console = console
+        self._process: EngineProcess | None = None
+        self._life = 0
+        self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Interrupt] = queue.SimpleQueue()
+        self._rarely = Rarely()
+        self._titling = Titling()
+
+    @unbroken()
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what the session asks, in order."""
+        for step in steps:
+            self._perform(step)
+        if self._process is not None:
+            self._process.set_busy(self.session.busy)
+        self._begun.keep_awake.tell(self, busy=self.session.busy)
+
+    def _perform(self, step: Step) -> None:
+        match step:
+            case StartEngine():
+                self._start()
+            case EndEngine():
+                self._end()
+            case Ask(request):
+                if self._process is not None:
+                    self._process.send(request)
+            case TurnBegun(turn):
+                self._record(lambda recording: recording.begun(turn))
+                info = self.session.info
+                self._console.begin(info.name if info is not None else self.session.load.model)
+            case ReplyGrew(text, kind):
+                self._record(lambda recording: recording.grew())
+                self._console.grow(text, kind)
+            case ReplyEnded(reply):
+                self._record(lambda recording: recording.ended(reply))
+                self._ended(reply)
+            case Moved():
+                self._record(lambda recording: recording.moved())
+            case Opened():
+                self._record(lambda recording: recording.left())
+            case Titled(title):
+                self._titling.heard(title)
+            case DraftReturned(text, attachments):
+                self._give_back(Draft(text, attachments))
+            case Notice(text, severity):
+                self.failed = self.failed or severity == "error"
+                self._console.note(text)
+
+    def _give_back(self, draft: Draft) -> None:
+        if not self._console.typed:
+            return  # nobody is there to write it anew, and what is attached to it would go with the next line
+        self.returned = draft
+        if draft.attachments:
+            names = ", ".join(each.name for each in draft.attachments)
+            self._console.note(f"Still attached, for the next prompt: {names}. /detach lets go of the last one.")
+
+    def _record(self, write: Callable[[Recording], None]) -> None:
+        if self.recording is not None:
+            write(self.recording)
+
+    def _ended(self, reply: Reply) -> None:
+        self._console.end()
+        self.failed = self.failed or reply.ending in ("lost", "failed")
+        cost = "" if reply.metrics is None else brief(reply.metrics, reply.diagnosis)
+        spent = "" if reply.thinking_ended_at is None else f"thinking {budget_spent(reply.thinking_ended_at)}"
+        said = ", ".join(part for part in (ENDINGS[reply.ending], spent, cost) if part)
+        if said:
+            self._console.aside(f"({said})")
+
+    # The engine's process -------------------------------------------------------------------------------------------------
+
+    def settle(self, *, loaded: bool = False) -> None:
+        """Take what the engine says until nobody waits for a reply. Ctrl-C stops it.
+
+        loaded: wait for a model that is being loaded, too; one that was unloaded is loaded.
+        """
+        if loaded and self.session.phase is EnginePhase.UNLOADED:
+            self.perform(self.session.start())
+        self._rarely.begin()
+        with heard(lambda: self._events.put(_Interrupt())):
+            while self.session.replying or (self.session.busy and (loaded or self.session.queued)):
+                match self._next():
+                    case None:
+                        self.perform(self.session.tick())
+                    case _Interrupt():
+                        self.perform(self.session.stop())
+                    case (life, event):
+                        self._take(life, event)
+                self._tell_progress()
+
+    def stop(self) -> None:
+        """Stop what is waited for, if anything is."""
+        if self.session.replying or self.session.queued:
+            self.perform(self.session.stop())
+
+    def before_wait(self) -> None:
+        """Take what the engine has said by now, and see what may be done while a line is waited for."""
+        self._catch_up()
+        self.after_wait()
+        self._titling.look(self.recording)
+
+    def after_wait(self) -> None:
+        """Keep what came of that."""
+        self._titling.keep(self.recording)
+
+    def _catch_up(self) -> None:
+        while not self._events.empty():
+            match self._events.get():
+                case (life, event):
+                    self._take(life, event)
+
+    def rest(self) -> None:
+        """Take what the engine has said, and have an unused model give its memory back, or the chat a title.
+
+        To be called now and then while a line, or a command's process, is waited for, from any thread: no reply runs then, so
+        that nothing is recorded. An engine that nobody hears for long seems to be busy and to hang.
+        """
+        self._catch_up()
+        if steps := self.session.rest():
+            self.perform(steps)
+            self._console.note(
+                "The model was not used for a while and gave its memory back; it loads again when you ask."
+            )
+        elif self._titling.allowed:
+            self.perform(self.session.entitle())
+
+    def another(self, on_event: Callable[[BackendEvent], object]) -> EngineProcess:
+        """Start another process of the same kind; its log stands beside this one's. Raises OSError."""
+        log = self._begun.log
+        return EngineProcess(self._begun.command, log.with_stem(f"{log.stem}-guide"), on_event)
+
+    def close(self) -> None:
+        """End the engine's process."""
+        self._begun.keep_awake.close()
+        process, self._process = self._process, None
+        self._life += 1
+        if process is not None:
+            process.close()
+
+    def _next(self) -> tuple[int, BackendEvent] | _Interrupt | None:
+        try:
+            return self._events.get(timeout=TICK_S)
+        except queue.Empty:
+            return None
+
+    def _take(self, life: int, event: BackendEvent) -> None:
+        if life == self._life:  # else it comes from a process that is no more
+            self.perform(self.session.on_event(event))
+
+    def _start(self) -> None:
+        self._end()
+        life = self._life
+        try:
+            self._process = EngineProcess(
+                self._begun.command, self._begun.log, lambda event: self._events.put((life, event))
+            )
+        except OSError as error:
+            self._events.put((life, Died(f"it could not be started: {error}", "")))
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        self._life += 1
+        if process is not None:
+            process.kill()
+
+    def _tell_progress(self) -> None:
+        if not self._rarely.due():
+            return
+        session = self.session
+        if session.phase is EnginePhase.LOADING and (loading := session.loading) is not None:
+            if loading.stage == "warm-up":
+                self._console.note(f"warming up {session.load.model}")
+                return
+            of = "" if loading.total is None else f" of {units.size(loading.total)}"
+            verb = "downloading" if loading.stage == "download" else "loading"
+            self._console.note(f"{verb} {session.load.model}: {units.size(loading.done)}{of}")
+        elif session.phase is EnginePhase.PREFILL and (prefill := session.prefill) is not None:
+            done, total = units.count(prefill.done), units.count(prefill.total)
+            self._console.note(f"reading the prompt: {done} of {total} tokens")
+
+
+HEARD_S = 0.2
+"""A thread that is woken by Ctrl-C has stopped waiting by then."""
+
+
+class Meanwhile:
+    """Has ``work`` done on a thread about every ``every_s`` seconds while the main one is ``waiting`` or lets it be
+    ``working``, and at no other time.
+
+    Ctrl-C is lost on readline where it comes between the prompt and the wait for a key: Python has noted it, and nothing wakes the
+    thread that waits. So this one hears of it too, and sends it again where the other goes on waiting.
+    """
+
+    def __init__(self, every_s: float, work: Callable[[], None]) -> None:
+        self._every_s = every_s
+        self._work = work
+        self._waits = 0  # how many have begun
+        self._over = threading.Event()
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._ear, self._mouth = os.pipe()
+        for end in (self._ear, self._mouth):
+            os.set_blocking(end, False)
+        threading.Thread(target=self._run, name="meanwhile", daemon=True).start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let work be done, and see to it that Ctrl-C wakes this thread. Called on the main thread."""
+        with self.working():
+            before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let work be done; what has begun is over when this ends. Called on the main thread, whatever Ctrl-C does there."""
+        with suppress(BlockingIOError):  # what an earlier wait was woken by
+            os.read(self._ear, 4096)
+        self._waits += 1
+        self._turn.release()
+        try:
+            yield
+        finally:
+            with unbroken():  # without its turn back, this thread could not give it away again
+                self._turn.acquire()
+
+    def close(self) -> None:
+        """Do no more. The two ends of the pipe stay open: a wait may still name one to the signal's handler."""
+        self._over.set()
+        os.write(self._mouth, b"\0")
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must wake the thread that waits
+        while not self._over.is_set():
+            if not select.select([self._ear], [], [], self._every_s)[0]:
+                with self._turn:
+                    self._work()
+                continue
+            with suppress(BlockingIOError):
+                if signal.SIGINT in os.read(self._ear, 4096):
+                    self._see_that_it_woke(self._waits)
+
+    def _see_that_it_woke(self, wait: int) -> None:
+        threading.Event().wait(HEARD_S)
+        if self._turn.acquire(blocking=False):  # nobody took it back: the wait goes on
+            self._turn.release()
+            if wait == self._waits:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+class NoKeys(Keymap):
+    """The registry without keys."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(replace(action, keys=(), shown="") for action in ACTIONS))
+
+    def key(self, action: str) -> str:
+        """Return how a text names what the action of this id is done with."""
+        return "Ctrl-C" if action == "stop" else super().key(action)
+
 
 MOST_SENT = 200
 LOOK_S = 2.0
@@ -64,10 +390,10 @@ class Repl:
     planned: the flags and the model of the conversion that was planned last. leaving: the user has had enough.
     """
 
-    def __init__(self, begun: Begun, console: Console) -> None:
+    def __init__(self, begun: ChatStart, console: Console) -> None:
         self.driver = Driver(begun, console)
         self.console = console
-        self.composer = Composer()
+        self.composer = LineComposer()
         self.code_back = Back()
         self.listed: tuple[str, ...] = ()
         self.outline: Outline | None = None
@@ -100,7 +426,7 @@ class Repl:
                 commanded = self._do(obey, text)
                 if interrupted() and not self.console.typed:
                     return INTERRUPTED
-            if not self.console.typed and self.driver.session.phase is Phase.FAILED:
+            if not self.console.typed and self.driver.session.phase is EnginePhase.FAILED:
                 self.driver.failed = True
                 if not commanded:
                     self.console.note(ENDED)

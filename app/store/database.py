@@ -1,17 +1,240 @@
-"""The connection to the file: durable, patient with other processes, and with errors a person can read."""
+"""The connection to the file: durable, patient with other processes, and with errors a person can read.
 
+The file of chats: where it is, that only its user can read it, and how it is moved aside. A folder of its own, mode 0700.
+
+The version of the file, and the way to ours. A newer file is never written; an older one is copied first.
+
+The tables, as the list of steps that lead to them. A step that has been released is never changed: a new one is added.
+
+    chats ──head──▶ messages ──parent──▶ messages        search: an index of the words of every message that is not partial
+                        ▲── attachments
+
+That a parent is older than its child makes a ring impossible; that keys hold the chat too keeps every tree within its chat.
+"""
+
+import datetime
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokamac.app.store import files
-from tokamac.app.store.errors import StoreError, damaged, told
-from tokamac.app.store.migrate import check_version, migrate
-from tokamac.app.store.schema import STEPS, Step
-from tokamac.app.store.text import fold
+from tokamac.app.store.values import StoreError, damaged, fold, refused, told
+from tokamac.engine.files import check_regular
+
+Step = tuple[str, ...]
+"""SQL statements that lead from one version to the next."""
+
+APPLICATION_ID = 0x546B4D63
+"""Says in the file's header that it is ours: "TkMc"."""
+
+_CHATS = """
+CREATE TABLE chats (
+    id           TEXT PRIMARY KEY,
+    title        TEXT NOT NULL,
+    title_origin TEXT NOT NULL CHECK (title_origin IN ('words', 'model', 'user')),
+    created_at   REAL NOT NULL,
+    updated_at   REAL NOT NULL,
+    deleted_at   REAL,
+    head         INTEGER,
+    model        TEXT NOT NULL,
+    settings     TEXT NOT NULL CHECK (json_valid(settings)),
+    draft        TEXT NOT NULL,
+    FOREIGN KEY (id, head) REFERENCES messages (chat, id) DEFERRABLE INITIALLY DEFERRED
+) STRICT"""
+
+_MESSAGES = """
+CREATE TABLE messages (
+    id         INTEGER PRIMARY KEY AUTOINCREMENT,
+    chat       TEXT NOT NULL REFERENCES chats (id) DEFERRABLE INITIALLY DEFERRED,
+    parent     INTEGER CHECK (parent < id),
+    role       TEXT NOT NULL CHECK (role IN ('system', 'user', 'assistant')),
+    state      TEXT NOT NULL CHECK (state IN ('complete', 'partial', 'stopped', 'failed')),
+    owner      TEXT CHECK ((owner IS NOT NULL) = (state = 'partial')),
+    created_at REAL NOT NULL,
+    model      TEXT NOT NULL,
+    settings   TEXT NOT NULL CHECK (json_valid(settings)),
+    metrics    TEXT CHECK (metrics IS NULL OR json_valid(metrics)),
+    text       TEXT NOT NULL,
+    thinking   TEXT NOT NULL,
+    UNIQUE (chat, id),
+    FOREIGN KEY (chat, parent) REFERENCES messages (chat, id) DEFERRABLE INITIALLY DEFERRED
+) STRICT"""
+
+_ATTACHMENTS = """
+CREATE TABLE attachments (
+    message  INTEGER NOT NULL REFERENCES messages (id) DEFERRABLE INITIALLY DEFERRED,
+    position INTEGER NOT NULL,
+    kind     TEXT NOT NULL,
+    name     TEXT NOT NULL,
+    text     TEXT NOT NULL,
+    PRIMARY KEY (message, position)
+) STRICT"""
+
+# A finished text never changes, so its words are indexed once, when it is finished, and not at each checkpoint of a reply.
+_SEARCH = (
+    "CREATE VIEW finished AS SELECT id, text FROM messages WHERE state <> 'partial'",
+    """
+CREATE VIRTUAL TABLE search USING fts5 (
+    text, content = 'finished', content_rowid = 'id', tokenize = "unicode61 remove_diacritics 2", prefix = '1 2'
+)""",
+    """
+CREATE TRIGGER message_added AFTER INSERT ON messages WHEN new.state <> 'partial' BEGIN
+    INSERT INTO search (rowid, text) VALUES (new.id, new.text);
+END""",
+    """
+CREATE TRIGGER message_finished AFTER UPDATE ON messages WHEN old.state = 'partial' AND new.state <> 'partial' BEGIN
+    INSERT INTO search (rowid, text) VALUES (new.id, new.text);
+END""",
+    """
+CREATE TRIGGER message_removed AFTER DELETE ON messages WHEN old.state <> 'partial' BEGIN
+    INSERT INTO search (search, rowid, text) VALUES ('delete', old.id, old.text);
+END""",
+    """
+CREATE TRIGGER finished_stays BEFORE UPDATE ON messages WHEN old.state <> 'partial' BEGIN
+    SELECT RAISE(ABORT, 'a finished message is never changed');
+END""",
+)
+
+EMPTY_INDEX = "REPLACE INTO search_data (id, block) VALUES (1, x''), (10, x'00000000000000')"
+"""FTS5's own rows of totals and of structure, as in an index of nothing: with broken ones SQLite opens none, even to mend it."""
+
+STEPS: tuple[Step, ...] = (
+    (
+        _CHATS,
+        _MESSAGES,
+        _ATTACHMENTS,
+        "CREATE INDEX chats_by_age ON chats (updated_at)",
+        "CREATE INDEX messages_by_parent ON messages (chat, parent)",
+        "CREATE INDEX messages_being_written ON messages (owner) WHERE owner IS NOT NULL",
+        *_SEARCH,
+    ),
+)
+"""What leads to each version, from 1; the program's version is their number."""
+
+
+NAME = "chats.db"
+LARGEST_BYTES = 1 << 44
+"""SQLite reads what it needs of a file, however large: this is no bound but its own."""
+COMPANIONS = ("-wal", "-shm", "-journal")
+"""What SQLite keeps beside a file. The log holds what is not yet in the file itself."""
+
+
+def default_path() -> Path:
+    """Return where chats are kept: below ``TOKAMAC_DATA_DIR``, else below the user's data folder."""
+    import platformdirs
+
+    given = os.environ.get("TOKAMAC_DATA_DIR")
+    return (Path(given) if given else platformdirs.user_data_path("tokamac")) / "chats" / NAME
+
+
+def prepare(path: Path) -> None:
+    """Make the folder and the file, for their user alone, where they are missing, and close them to others where they are not.
+
+    SQLite gives its log and index files the mode of the file, so there is no moment at which another user could read them.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _close_to_others(path.parent, 0o700)
+        check_regular([path, *(path.with_name(path.name + tail) for tail in COMPANIONS)], LARGEST_BYTES)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for file in (path, *(path.with_name(path.name + tail) for tail in COMPANIONS)):
+            if file.exists():
+                _close_to_others(file, 0o600)
+    except OSError as problem:
+        raise refused(path, problem) from problem
+
+
+def new_private_file(path: Path) -> None:
+    """Make an empty file for its user alone; raise FileExistsError where there is one."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def set_aside(path: Path, now: datetime.datetime) -> Path:
+    """Move the file and what belongs to it into a new folder beside it; return the file there. Nothing is removed or replaced."""
+    if not path.exists():
+        raise StoreError(
+            f"There is no {path} to set aside", "Nothing needs to be done: a new one is made when it is opened."
+        )
+    try:
+        folder = _new_folder(path.parent, f"set-aside-{now:%Y%m%d-%H%M%S}")
+        for name in [*(path.name + tail for tail in COMPANIONS), path.name]:
+            # The log goes before the file: one left behind would be played into the new file.
+            if (file := path.with_name(name)).exists():
+                file.rename(folder / name)
+    except OSError as problem:
+        raise refused(path, problem) from problem
+    return folder / path.name
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _close_to_others(path: Path, mode: int) -> None:
+    at = path.stat()
+    if at.st_uid == os.geteuid() and at.st_mode & 0o077:
+        path.chmod(mode)
+
+
+def check_version(connection: sqlite3.Connection, path: Path, known: int) -> int:
+    """Return the file's version, 0 for an empty one, inside the caller's transaction.
+
+    Raises StoreError where the file is newer than ``known``, or not ours.
+    """
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    empty = connection.execute("SELECT NOT EXISTS (SELECT 1 FROM sqlite_master)").fetchone()[0]
+    if not empty and owner != APPLICATION_ID:
+        raise StoreError(f"{path} is a database of another program", "Move it away, or set TOKAMAC_DATA_DIR.")
+    if version > known:
+        raise StoreError(
+            f"{path} was written by a newer tokamac (version {version}; this one knows {known})",
+            "Update tokamac; the file was left as it is.",
+        )
+    return version
+
+
+def migrate(connection: sqlite3.Connection, path: Path, steps: tuple[Step, ...]) -> None:
+    """Bring the file to version ``len(steps)``, inside the caller's writing transaction, after copying what it held."""
+    version = check_version(connection, path, len(steps))  # another process may have done it while we waited
+    if version == len(steps):
+        return
+    if version > 0:
+        back_up(path, version)
+    for step in steps[version:]:
+        for statement in step:
+            connection.execute(statement)
+    if connection.execute("PRAGMA foreign_key_check").fetchone() is not None:
+        raise damaged(path, f"version {version} can't be brought to {len(steps)}: a message belongs to nothing")
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {len(steps)}")
+
+
+def back_up(path: Path, version: int) -> Path:
+    """Copy the file as it is committed, log included, to a new one beside it; return that. The caller keeps writers out."""
+    copy = path.with_name(f"{path.stem}.v{version}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}")
+    try:
+        new_private_file(copy)
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+    except BaseException as problem:
+        copy.unlink(missing_ok=True)  # half a copy is none
+        if isinstance(problem, OSError):
+            raise refused(copy, problem) from problem
+        raise
+    return copy
+
 
 PATIENCE_S = 10.0
 """How long another process may keep the file busy; each of ours takes milliseconds."""
@@ -37,7 +260,7 @@ class Database:
         self._version = len(steps)
         self._patience_s = patience_s
         if not read_only:
-            files.prepare(path)
+            prepare(path)
         with told(path):
             self._connection = _to_read(path, patience_s) if read_only else _connected(str(path), patience_s)
         try:

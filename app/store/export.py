@@ -5,20 +5,511 @@
     store.adopt(export.read(Path("chat.json"), now=time.time()))                   either, or another program's Markdown
 
 What is read is data: it is checked, stored as it is, and nothing in it is followed or run.
+
+Markdown holds the branch on which a conversation stands; it reads well anywhere and comes back exactly. What the text alone can't
+say stands in comments, each on a line of its own. What a comment opens reaches to the next one:
+
+    <!-- tokamac-chat {"version": 1, "title": "Bandwidth", …} -->
+    # Bandwidth
+
+    <!-- tokamac-message {"role": "user", …} -->
+    ## You
+
+    <!-- tokamac-text -->
+    Why is decode memory-bound?
+
+    <!-- tokamac-end -->
+
+``tokamac-thinking`` holds folded text and ``tokamac-attachment`` a fenced one. A line of a message that begins like such a comment
+gets a backslash before it, which Markdown does not show. Markdown that other programs wrote is read as well: a heading, or a bold
+line, with a known name begins each message.
+
+JSON holds all branches. It is read strictly: an unknown key is an error that names it. Moments are ISO 8601 in UTC. Ids of chats
+and drafts stay behind: the one is the store's, the other was never sent.
+
+    {"format": "tokamac-chat", "version": 1, "chat": {…, "head": 4},
+     "messages": [{"id": 1, "parent": null, "role": "user", "created": "…", "state": "complete", "text": "…"}, …]}
+
+Messages come parents first; ``thinking``, ``model``, ``settings``, ``metrics`` and ``attachments`` may be missing.
 """
 
+import json
 import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
-from tokamac.app.backend.shapes import ShapeError
-from tokamac.app.store.errors import StoreError
-from tokamac.app.store.foreign_markdown import from_foreign_markdown
-from tokamac.app.store.json_file import from_json, to_json
-from tokamac.app.store.markdown_file import from_markdown, is_ours, to_markdown
-from tokamac.app.store.values import Archive
-from tokamac.engine.durable import to_disk
+from tokamac.app.backend.protocol import ShapeError, build
+from tokamac.app.store.values import (
+    Archive,
+    Attachment,
+    Json,
+    State,
+    StoredChat,
+    StoredMessage,
+    StoreError,
+    TitleOrigin,
+    one_line,
+    title_of,
+)
 from tokamac.engine.errors import access_hint
-from tokamac.engine.regular_files import TooLargeError, read_bytes
+from tokamac.engine.events import Role
+from tokamac.engine.files import TooLargeError, read_bytes, to_disk
+
+VERSION = 1
+T = TypeVar("T")
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRecord:
+    """What a file says about a chat."""
+
+    title: str
+    title_origin: TitleOrigin
+    created: str
+    updated: str
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRecord:
+    """What a file says about a message, but for its texts and its place."""
+
+    role: Role
+    created: str
+    state: State = "complete"
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentRecord:
+    """What a file says about an attachment, but for its text."""
+
+    name: str
+    kind: str = "text"
+
+
+def chat_record(chat: StoredChat) -> dict[str, Any]:
+    """Return what a file keeps of a chat."""
+    return {
+        "title": chat.title,
+        "title_origin": chat.title_origin,
+        "created": _moment(chat.created_at),
+        "updated": _moment(chat.updated_at),
+        "model": chat.model,
+        "settings": dict(chat.settings),
+    }
+
+
+def chat_from(record: object, where: str) -> StoredChat:
+    """Return the chat of a record, without messages. Raises ShapeError."""
+    table, (settings,) = _without(record, where, "settings")
+    read = build(ChatRecord, table, where)
+    return StoredChat(
+        id="",
+        title=read.title,
+        title_origin=read.title_origin,
+        created_at=_seconds(read.created, f"{where}.created"),
+        updated_at=_seconds(read.updated, f"{where}.updated"),
+        model=read.model,
+        settings=_table(settings, f"{where}.settings") or {},
+    )
+
+
+def message_record(message: StoredMessage) -> dict[str, Any]:
+    """Return what a file keeps of a message, but for its texts and its place."""
+    record: dict[str, Any] = {"role": message.role, "created": _moment(message.created_at), "state": message.state}
+    if message.model:
+        record["model"] = message.model
+    if message.settings:
+        record["settings"] = dict(message.settings)
+    if message.metrics is not None:
+        record["metrics"] = dict(message.metrics)
+    return record
+
+
+def message_from(record: object, where: str, blank: StoredMessage) -> StoredMessage:
+    """Return ``blank`` with what the record says. Raises ShapeError."""
+    table, (settings, metrics) = _without(record, where, "settings", "metrics")
+    read = build(MessageRecord, table, where)
+    return replace(
+        blank,
+        role=read.role,
+        created_at=_seconds(read.created, f"{where}.created"),
+        state=read.state,
+        model=read.model,
+        settings=_table(settings, f"{where}.settings") or {},
+        metrics=_table(metrics, f"{where}.metrics"),
+    )
+
+
+def attachment_from(record: object, where: str, text: str) -> Attachment:
+    """Return the attachment of a record. Raises ShapeError."""
+    read = build(AttachmentRecord, record, where)
+    return Attachment(read.name, text, read.kind)
+
+
+def blank(number: int, parent: int | None) -> StoredMessage:
+    """Return an empty message at this place."""
+    return StoredMessage(number, "", parent, "user", "", "", "complete", 0.0)
+
+
+def dumps(value: object, *, indent: int | None = None) -> str:
+    """Return a value as JSON that a UTF-8 file can hold."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)  # they stand inside strings only
+
+
+def loads(text: str) -> Any:
+    """Return the value of a JSON text, in which no key stands twice and every number is one. Raises ValueError."""
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def taken(table: Mapping[str, Any], where: str, key: str, kind: type[T]) -> T:
+    """Return a value that must be there and of that type. Raises ShapeError."""
+    if key not in table:
+        raise ShapeError(f"{where}: no field {key!r}")
+    value: T = build(kind, table[key], f"{where}.{key}")
+    return value
+
+
+def _without(record: object, where: str, *keys: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return the record without these keys, and their values, None for those that are missing."""
+    if not isinstance(record, dict):
+        raise ShapeError(f"{where}: not an object")
+    return {k: v for k, v in record.items() if k not in keys}, [record.get(key) for key in keys]
+
+
+def _table(value: object, where: str) -> Json | None:
+    if value is not None and not isinstance(value, dict):
+        raise ShapeError(f"{where}: not an object")
+    return value
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")
+
+
+def _seconds(moment: str, where: str) -> float:
+    try:
+        read = datetime.fromisoformat(moment)
+    except ValueError:
+        raise ShapeError(f"{where}: {moment!r:.40} is no date and time") from None
+    if read.tzinfo is None:
+        raise ShapeError(f"{where}: {moment!r:.40} has no time zone")
+    return read.timestamp()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r:.40} stands twice")
+    return table
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+FORMAT = "tokamac-chat"
+
+
+def to_json(archive: Archive) -> str:
+    """Return the conversation as JSON."""
+    messages = [_record(message) for message in archive.messages]
+    chat = {**chat_record(archive.chat), "head": archive.chat.head}
+    return dumps({"format": FORMAT, "version": VERSION, "chat": chat, "messages": messages}, indent=2) + "\n"
+
+
+def from_json(text: str) -> Archive:
+    """Return the conversation in a JSON text. Raises ValueError (ShapeError) that says what is wrong, and where."""
+    value = loads(text)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise ShapeError(f'it has no "format": "{FORMAT}"')
+    if taken(value, "file", "version", int) != VERSION:
+        raise ShapeError(f"it is of version {value['version']}, and this tokamac reads version {VERSION}")
+    if unknown := value.keys() - {"format", "version", "chat", "messages"}:
+        raise ShapeError(f"unknown field {min(unknown)!r}")
+    messages = _messages(value.get("messages"))
+    return _with_head(value.get("chat"), messages)
+
+
+def _record(message: StoredMessage) -> dict[str, Any]:
+    record = {"id": message.id, "parent": message.parent, **message_record(message)}
+    if message.attachments:
+        record["attachments"] = [{"name": a.name, "kind": a.kind, "text": a.text} for a in message.attachments]
+    if message.thinking:
+        record["thinking"] = message.thinking
+    return {**record, "text": message.text}
+
+
+def _messages(records: object) -> tuple[StoredMessage, ...]:
+    if not isinstance(records, list):
+        raise ShapeError("messages: not a list")
+    made: dict[int, StoredMessage] = {}
+    for index, record in enumerate(records):
+        message = _message_of(record, f"messages[{index}]")
+        if message.id in made:
+            raise ShapeError(f"messages[{index}].id: {message.id} stands twice")
+        if message.parent is not None and message.parent not in made:
+            raise ShapeError(f"messages[{index}].parent: no message {message.parent} comes before it")
+        made[message.id] = message
+    return tuple(made.values())
+
+
+def _message_of(record: object, where: str) -> StoredMessage:
+    if not isinstance(record, dict):
+        raise ShapeError(f"{where}: not an object")
+    rest = {
+        key: value for key, value in record.items() if key not in ("id", "parent", "text", "thinking", "attachments")
+    }
+    parent = None if record.get("parent", 0) is None else taken(record, where, "parent", int)
+    message = message_from(rest, where, blank(taken(record, where, "id", int), parent))
+    return replace(
+        message,
+        text=taken(record, where, "text", str),
+        thinking=taken(record, where, "thinking", str) if "thinking" in record else "",
+        attachments=_attachments(record.get("attachments", []), f"{where}.attachments"),
+    )
+
+
+def _attachments(records: object, where: str) -> tuple[Attachment, ...]:
+    if not isinstance(records, list):
+        raise ShapeError(f"{where}: not a list")
+    out = []
+    for index, record in enumerate(records):
+        at = f"{where}[{index}]"
+        if not isinstance(record, dict):
+            raise ShapeError(f"{at}: not an object")
+        rest = {key: value for key, value in record.items() if key != "text"}
+        out.append(attachment_from(rest, at, taken(record, at, "text", str)))
+    return tuple(out)
+
+
+def _with_head(record: object, messages: tuple[StoredMessage, ...]) -> Archive:
+    if not isinstance(record, dict):
+        raise ShapeError("chat: not an object")
+    chat = chat_from({key: value for key, value in record.items() if key != "head"}, "chat")
+    if not messages:
+        return Archive(chat, ())
+    head = taken(record, "chat", "head", int)
+    if head not in {message.id for message in messages}:
+        raise ShapeError(f"chat.head: there is no message {head}")
+    return Archive(replace(chat, head=head), messages)
+
+
+_MARK = re.compile(r"^<!-- tokamac-([a-z]+)(?: (\{.*\}))? -->$\n?", re.MULTILINE)
+_ESCAPABLE = re.compile(r"^(?=\\*<!-- tokamac-)", re.MULTILINE)
+_ESCAPED = re.compile(r"^\\(?=\\*<!-- tokamac-)", re.MULTILINE)
+_FOLDED = re.compile(r"\A<details><summary>Thinking</summary>\n\n(.*)\n\n</details>\n*\Z", re.DOTALL)
+_FENCED = re.compile(r"\A[^\n]*\n\n(`{3,})\n(.*)\n\1\n*\Z", re.DOTALL)
+_WHO = {"system": "System", "user": "You", "assistant": "Assistant"}
+
+
+def is_ours(text: str) -> bool:
+    """Return whether the text was written by ``to_markdown``, whatever was edited since."""
+    return bool(re.match(r"\ufeff?\s*<!-- tokamac-chat ", text))
+
+
+def to_markdown(archive: Archive) -> str:
+    """Return the messages from the chat's beginning to its head as Markdown."""
+    chat = {"version": VERSION, **chat_record(archive.chat)}
+    parts = [f"{_mark('chat', chat)}# {_plain(archive.chat.title or 'Chat')}\n\n"]
+    parts += [_message(message) for message in _branch(archive)]
+    return "".join([*parts, _mark("end")])
+
+
+def from_markdown(text: str) -> Archive:
+    """Return the conversation in what ``to_markdown`` wrote. Raises ValueError (ShapeError) that says what is wrong, and where."""
+    text = text.removeprefix("\ufeff").lstrip()
+    if text.partition("\n")[0].endswith("\r"):  # an editor has changed all line ends
+        text = text.replace("\r\n", "\n")
+    sections = list(_sections(text))
+    if not sections or sections[0].kind != "chat":
+        raise ShapeError("line 1: the comment tokamac-chat is damaged")
+    if sections[-1].kind != "end":
+        raise ShapeError("its end is missing")
+    _require_heading(sections[0], 1)
+    _require_heading(sections[-1], 0)
+    messages: list[StoredMessage] = []
+    for section in sections[1:-1]:
+        _take(section, messages)
+    record = dict(sections[0].record)
+    if build(int, record.pop("version", None), "line 1: version") != VERSION:
+        raise ShapeError(f"it is not of version {VERSION}, which this tokamac reads")
+    return Archive(replace(chat_from(record, "line 1"), head=messages[-1].id if messages else None), tuple(messages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A comment, what it says, what follows it, and the number of its line."""
+
+    kind: str
+    record: dict[str, object]
+    body: str
+    line: int
+
+
+def _sections(text: str) -> Iterator[_Section]:
+    marks = list(_MARK.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    line, at = 1, 0
+    for mark, end in zip(marks, ends, strict=True):
+        line, at = line + text.count("\n", at, mark.start()), mark.start()
+        try:
+            record = loads(mark[2]) if mark[2] else {}
+        except ValueError as error:
+            raise ShapeError(f"line {line}: {error}") from None
+        yield _Section(mark[1], record, text[mark.end() : end], line)
+
+
+def _take(section: _Section, messages: list[StoredMessage]) -> None:
+    """Add what the section says to the messages, or to the last of them."""
+    where = f"line {section.line}"
+    if section.kind == "message":
+        _require_heading(section, 1)
+        number = len(messages) + 1
+        messages.append(message_from(section.record, where, blank(number, number - 1 or None)))
+        return
+    if not messages:
+        raise ShapeError(f"{where}: tokamac-{section.kind} belongs to no message")
+    message = messages[-1]
+    if section.kind == "text":
+        message = replace(message, text=_unescaped(_body(section.body)))
+    elif section.kind == "thinking":
+        message = replace(message, thinking=_unescaped(_inside(_FOLDED, section, 1)))
+    elif section.kind == "attachment":
+        attachment = attachment_from(section.record, where, _unescaped(_inside(_FENCED, section, 2)))
+        message = replace(message, attachments=(*message.attachments, attachment))
+    else:
+        raise ShapeError(f"{where}: tokamac-{section.kind} is not known")
+    messages[-1] = message
+
+
+def _message(message: StoredMessage) -> str:
+    who = _plain(message.model) if message.role == "assistant" and message.model else _WHO[message.role]
+    out = f"{_mark('message', message_record(message))}## {who}\n\n"
+    if message.thinking:
+        folded = f"<details><summary>Thinking</summary>\n\n{_escaped(message.thinking)}\n\n</details>"
+        out += f"{_mark('thinking')}{folded}\n\n"
+    out += f"{_mark('text')}{_escaped(message.text)}\n\n"
+    return out + "".join(_attachment(each) for each in message.attachments)
+
+
+def _attachment(attachment: Attachment) -> str:
+    longest = max((len(run) for run in re.findall("`+", attachment.text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    record: dict[str, object] = {"name": attachment.name, "kind": attachment.kind}
+    shown = f"**{_plain(attachment.name)}**\n\n{fence}\n{_escaped(attachment.text)}\n{fence}"
+    return f"{_mark('attachment', record)}{shown}\n\n"
+
+
+def _mark(kind: str, record: dict[str, object] | None = None) -> str:
+    """Return a comment. No text in it can end it: angle brackets stand in strings only, where JSON may escape them."""
+    said = "" if record is None else " " + dumps(record).replace("<", "\\u003c").replace(">", "\\u003e")
+    return f"<!-- tokamac-{kind}{said} -->\n"
+
+
+def _branch(archive: Archive) -> list[StoredMessage]:
+    by_id = {message.id: message for message in archive.messages}
+    out, at = [], archive.chat.head
+    while at is not None:
+        out.append(by_id[at])
+        at = by_id[at].parent
+    return out[::-1]
+
+
+def _plain(name: str) -> str:
+    """Return a name that begins no comment: it is only shown, and read back from the comment before it."""
+    return one_line(name).replace("<", "‹")
+
+
+def _body(body: str) -> str:
+    return body[:-2] if body.endswith("\n\n") else body.removesuffix("\n")
+
+
+def _require_heading(section: _Section, lines: int) -> None:
+    """Raise ShapeError where more stands under a comment than its heading: it would be lost."""
+    if sum(bool(line.strip()) for line in section.body.split("\n")) > lines:
+        raise ShapeError(f"line {section.line}: there is text after tokamac-{section.kind} that belongs to no message")
+
+
+def _inside(shape: re.Pattern[str], section: _Section, group: int) -> str:
+    match = shape.match(section.body)
+    if match is None:
+        raise ShapeError(f"line {section.line}: the block of tokamac-{section.kind} is not whole")
+    return match[group]
+
+
+def _escaped(text: str) -> str:
+    return _ESCAPABLE.sub(r"\\", text)
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub("", text)
+
+
+_NAMES: dict[str, Role] = {
+    **dict.fromkeys(("user", "you", "human", "me", "prompt", "question"), "user"),
+    **dict.fromkeys(("assistant", "ai", "model", "bot", "response", "answer"), "assistant"),
+    "system": "system",
+}
+_SPEAKER = re.compile(r"(?:#{1,6} +|\*\*)(\w+):?(?:\*\*)?:?\s*")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+
+
+def from_foreign_markdown(text: str, now: float) -> Archive:
+    """Return the conversation, dated ``now`` (seconds since 1970). Raises ShapeError where no message begins."""
+    title, parts = _parts(text.removeprefix("\ufeff").replace("\r\n", "\n"))
+    if not parts:
+        raise ShapeError("no message begins in it: a line such as ## User or ## Assistant must stand before each")
+    messages = tuple(
+        StoredMessage(number, "", number - 1 or None, role, body, "", "complete", now)
+        for number, (role, body) in enumerate(parts, 1)
+    )
+    if not title:
+        title = title_of(next((body for role, body in parts if role == "user"), ""))
+    return Archive(StoredChat("", title, "words", now, now, "", head=len(messages)), messages)
+
+
+def _parts(text: str) -> tuple[str, list[tuple[Role, str]]]:
+    """Return the title before the first message, and of each message who speaks and what is said."""
+    before: list[str] = []
+    parts: list[tuple[Role, list[str]]] = []
+    fence = ""
+    for line in text.split("\n"):
+        fence = _fence_after(line, fence)
+        role = None if fence else _speaker(line)
+        if role is not None:
+            parts.append((role, []))
+        else:
+            (parts[-1][1] if parts else before).append(line)
+    return title_of("\n".join(before)), [(role, "\n".join(lines).strip("\n")) for role, lines in parts]
+
+
+def _speaker(line: str) -> Role | None:
+    match = _SPEAKER.fullmatch(line)
+    return _NAMES.get(match[1].casefold()) if match else None
+
+
+def _fence_after(line: str, fence: str) -> str:
+    """Return the fence that is open after a line: a longer or equal one of the same kind ends it."""
+    match = _FENCE.match(line)
+    if match is None:
+        return fence
+    if not fence:
+        return match[1]
+    ends = match[1].startswith(fence) and not line[match.end() :].strip()
+    return "" if ends else fence
+
 
 __all__ = ["parse", "read", "to_json", "to_markdown", "write"]
 

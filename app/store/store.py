@@ -10,6 +10,8 @@
 
 Several programs may use one file at once. A finished message never changes, and what two of them add to the same message become
 siblings; a title, a draft and the head are those set last.
+
+What can be asked of the store without changing it. Each answer is of one moment.
 """
 
 import time
@@ -21,14 +23,131 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tokamac.app.store import chats, claims, files, messages, search, tree
-from tokamac.app.store.database import Database
-from tokamac.app.store.errors import StoreDamagedError, StoreError, beyond_repair
-from tokamac.app.store.questions import Questions
-from tokamac.app.store.schema import EMPTY_INDEX
-from tokamac.app.store.text import storable
-from tokamac.app.store.values import Archive, Attachment, Chat, FinalState, Json, Message, TitleOrigin
+from tokamac.app.store import database, messages, search
+from tokamac.app.store.database import EMPTY_INDEX, Database
+from tokamac.app.store.search import parse
+from tokamac.app.store.values import (
+    Archive,
+    Attachment,
+    BranchPreview,
+    FinalState,
+    Hit,
+    Json,
+    StoreDamagedError,
+    StoredChat,
+    StoredMessage,
+    StoreError,
+    TitleOrigin,
+    beyond_repair,
+    storable,
+)
 from tokamac.engine.events import Role
+
+
+class Questions:
+    """The reading half of ``Store``. Every method may raise StoreError."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open_to_read(cls, path: Path) -> Self:
+        """Open a file that may not be written, or whose folder may not. Raises StoreError."""
+        return cls(Database(path, read_only=True))
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._database.close()
+
+    @property
+    def file(self) -> Path:
+        """The file of the store."""
+        return self._database.path
+
+    def chats(self, words: str = "", *, limit: int = 50, offset: int = 0, deleted: bool = False) -> list[StoredChat]:
+        """Return chats, last used first, whose titles hold all the words, whatever their case and accents.
+
+        Chats with neither message nor draft are left out. deleted: those that were deleted, instead of the others.
+        """
+        with self._database.reading() as connection:
+            return messages.listed(connection, words, limit, offset, deleted=deleted)
+
+    def chat(self, name: str) -> StoredChat:
+        """Return the chat of this id, or the only one whose id begins so; a deleted one too."""
+        with self._database.reading() as connection:
+            return messages.find(connection, name)
+
+    def known(self, chat: str) -> StoredChat | None:
+        """Return the chat of exactly this id, a deleted one too; None where there is none, or none any more."""
+        rows = self._database.read("SELECT * FROM chats WHERE id = ?", (chat,))
+        return messages.chat_of(rows[0]) if rows else None
+
+    def latest(self) -> StoredChat | None:
+        """Return the chat that was used last; None where there is none."""
+        return next(iter(self.chats(limit=1)), None)
+
+    def message(self, name: int) -> StoredMessage:
+        """Return one message."""
+        with self._database.reading() as connection:
+            return messages.message(connection, name)
+
+    def path(self, chat: str, head: int | None = None) -> list[StoredMessage]:
+        """Return the messages from the chat's beginning to ``head``, or to where the chat stands."""
+        with self._database.reading() as connection:
+            end = head or messages.get(connection, chat).head
+            if end is None:
+                return []
+            messages.require_within(connection, chat, end)
+            return messages.path(connection, end)
+
+    def siblings(self, message: int) -> list[StoredMessage]:
+        """Return the messages with the same parent, and this one among them, oldest first."""
+        with self._database.reading() as connection:
+            return messages.siblings(connection, message)
+
+    def children(self, chat: str, parent: int | None) -> list[StoredMessage]:
+        """Return what continues ``parent``, or with None, what the chat begins with; oldest first."""
+        with self._database.reading() as connection:
+            messages.get(connection, chat)
+            return messages.children(connection, chat, parent)
+
+    def tip(self, message: int) -> int:
+        """Return the newest message at or below this one: where to go on when its branch is chosen."""
+        with self._database.reading() as connection:
+            return messages.tip(connection, message)
+
+    def tree(self, chat: str) -> list[BranchPreview]:
+        """Return every message of a chat without its text, parents first."""
+        with self._database.reading() as connection:
+            messages.get(connection, chat)
+            return messages.branches(connection, chat)
+
+    def archive(self, chat: str) -> Archive:
+        """Return a chat with all of its messages, for export."""
+        with self._database.reading() as connection:
+            return Archive(messages.get(connection, chat), tuple(messages.all_of(connection, chat)))
+
+    def search(self, typed: str, limit: int = 50) -> list[Hit]:
+        """Return the newest finished messages that hold all the words typed, the last of which may be a beginning.
+
+        Whatever is typed is looked for, never obeyed: there are no operators. Messages of deleted chats are left out.
+        """
+        with self._database.reading() as connection:
+            return search.search(connection, parse(typed), limit)
+
+    def searchable(self) -> int:
+        """Return how many messages a search looks through, those of deleted chats among them."""
+        return int(self._database.read(f"SELECT count(*) FROM messages m WHERE {search.SEARCHED}")[0][0])
+
+    def history(self, limit: int = 100, chat: str | None = None) -> list[str]:
+        """Return what the user sent, newest first, each text once; with ``chat``, in that chat alone."""
+        with self._database.reading() as connection:
+            return messages.history(connection, limit, chat)
+
+    def check(self) -> None:
+        """Read the whole file and raise StoreDamagedError if it is not whole: half a second for a hundred thousand messages."""
+        self._database.check()
+
 
 Clock = Callable[[], float]
 _MERGED_PAGES = 500
@@ -46,7 +165,7 @@ class Store(Questions):
     def __init__(self, database: Database, clock: Clock) -> None:
         super().__init__(database)
         self._clock = clock
-        self._claim: claims.Claim | None = None
+        self._claim: messages.Claim | None = None
 
     @classmethod
     def open(cls, path: Path | None = None, *, clock: Clock = time.time) -> Self:
@@ -55,7 +174,7 @@ class Store(Questions):
         path: None is the user's own (``files.default_path``). clock: seconds since 1970. Raises StoreError where the file is of a
         newer version, of another program, or can't be used; StoreDamagedError where it is broken.
         """
-        store = cls(Database(path or files.default_path()), clock)
+        store = cls(Database(path or database.default_path()), clock)
         try:
             store.recover()
         except BaseException:
@@ -71,7 +190,7 @@ class Store(Questions):
         """
         try:
             with cls(
-                Database(path or files.default_path()), clock
+                Database(path or database.default_path()), clock
             ) as store:  # not ``open``: a reply that is ended is indexed
                 store.repair_search()
                 store.check()  # after it: SQLite from 3.44 on finds a broken index here
@@ -83,7 +202,7 @@ class Store(Questions):
     @staticmethod
     def set_aside(path: Path | None = None) -> Path:
         """Move a file that can't be used out of the way, whole, into a folder beside it; return where it is now."""
-        return files.set_aside(path or files.default_path(), datetime.now())
+        return database.set_aside(path or database.default_path(), datetime.now())
 
     def close(self) -> None:
         """End as stopped what is still being written here, and close the file. May be called again."""
@@ -111,51 +230,51 @@ class Store(Questions):
 
     # Chats
 
-    def new_chat(self, *, model: str = "", settings: Json | None = None) -> Chat:
+    def new_chat(self, *, model: str = "", settings: Json | None = None) -> StoredChat:
         """Begin a chat. It is listed once it has a message or a draft, and titled by the first words the user sends."""
         now = self._now()
         with self._database.writing() as connection:
-            return chats.insert(connection, Chat("", "", "words", now, now, model, settings or {}))
+            return messages.insert_chat(connection, StoredChat("", "", "words", now, now, model, settings or {}))
 
-    def rename(self, chat: str, title: str, origin: TitleOrigin = "user") -> Chat:
+    def rename(self, chat: str, title: str, origin: TitleOrigin = "user") -> StoredChat:
         """Give a chat a title; one that the user gave stays, unless the user gives another."""
         with self._database.writing() as connection:
-            return chats.rename(connection, chat, title, origin)
+            return messages.rename(connection, chat, title, origin)
 
     def set_draft(self, chat: str, text: str) -> None:
         """Keep what stands in the prompt and was not sent."""
         with self._database.writing() as connection:
-            chats.update(connection, chat, draft=storable(text))
+            messages.update(connection, chat, draft=storable(text))
 
-    def set_model(self, chat: str, model: str) -> Chat:
+    def set_model(self, chat: str, model: str) -> StoredChat:
         """Note which model the chat goes on with."""
         with self._database.writing() as connection:
-            return chats.update(connection, chat, model=storable(model))
+            return messages.update(connection, chat, model=storable(model))
 
-    def set_settings(self, chat: str, changes: Mapping[str, Any]) -> Chat:
+    def set_settings(self, chat: str, changes: Mapping[str, Any]) -> StoredChat:
         """Change these keys of the chat's settings and leave the others; None takes a key away."""
         with self._database.writing() as connection:
-            return chats.change_settings(connection, chat, changes)
+            return messages.change_settings(connection, chat, changes)
 
-    def delete(self, chat: str) -> Chat:
+    def delete(self, chat: str) -> StoredChat:
         """Take a chat out of lists and searches; ``undelete`` brings it back until it is purged."""
         with self._database.writing() as connection:
-            return chats.update(connection, chat, deleted_at=self._now())
+            return messages.update(connection, chat, deleted_at=self._now())
 
-    def undelete(self, chat: str) -> Chat:
+    def undelete(self, chat: str) -> StoredChat:
         """Bring a deleted chat back."""
         with self._database.writing() as connection:
-            return chats.update(connection, chat, deleted_at=None)
+            return messages.update(connection, chat, deleted_at=None)
 
-    def last_deleted(self) -> Chat | None:
+    def last_deleted(self) -> StoredChat | None:
         """Return the chat that was deleted last, of those that ``undelete`` can bring back; None where there is none."""
         with self._database.reading() as connection:
-            return chats.last_deleted(connection)
+            return messages.last_deleted(connection)
 
     def purge(self, older_than_s: float = UNDO_S) -> int:
         """Remove for ever the chats deleted so many seconds ago or more, and overwrite their bytes; return how many."""
         with self._database.writing() as connection:
-            gone = chats.purge(connection, self._now() - older_than_s)
+            gone = messages.purge(connection, self._now() - older_than_s)
         if gone:
             self._merge_index()
             self._database.merge_log()
@@ -182,12 +301,12 @@ class Store(Questions):
         attachments: Sequence[Attachment] = (),
         model: str = "",
         settings: Json | None = None,
-    ) -> Message:
+    ) -> StoredMessage:
         """Add a whole message after ``parent``, or with None as a beginning; the chat then stands at it.
 
         To edit a message is to add another after the same parent.
         """
-        draft = Message(
+        draft = StoredMessage(
             0,
             chat,
             parent,
@@ -212,14 +331,16 @@ class Store(Questions):
         settings: Json | None = None,
         text: str = "",
         thinking: str = "",
-    ) -> Message:
+    ) -> StoredMessage:
         """Add a reply that is still being written here; the chat then stands at it.
 
         text, thinking: what it begins with, to continue another that was stopped.
         """
         if self._claim is None:
-            self._claim = claims.Claim(self.file.parent)
-        draft = Message(0, chat, parent, "assistant", text, thinking, "partial", self._now(), model, settings or {})
+            self._claim = messages.Claim(self.file.parent)
+        draft = StoredMessage(
+            0, chat, parent, "assistant", text, thinking, "partial", self._now(), model, settings or {}
+        )
         with self._database.writing() as connection:
             return messages.add(connection, draft, owner=self._claim.token)
 
@@ -236,7 +357,7 @@ class Store(Questions):
         *,
         state: FinalState = "complete",
         metrics: Json | None = None,
-    ) -> Message:
+    ) -> StoredMessage:
         """End a reply, with all of its text. It never changes again."""
         with self._database.writing() as connection:
             return messages.finish(
@@ -268,24 +389,24 @@ class Store(Questions):
         if gone:
             with self._database.writing() as connection:
                 stopped = sum(messages.stop_all_by(connection, owner) for owner in gone)
-        claims.tidy(folder)
+        messages.tidy(folder)
         return stopped
 
-    def set_head(self, chat: str, message: int) -> Chat:
+    def set_head(self, chat: str, message: int) -> StoredChat:
         """Let the chat stand at another of its messages."""
         with self._database.writing() as connection:
             return messages.set_head(connection, chat, message)
 
-    def fork(self, chat: str, message: int) -> Chat:
+    def fork(self, chat: str, message: int) -> StoredChat:
         """Copy the messages that lead to this one, and it, into a new chat; return that."""
         with self._database.writing() as connection:
-            old = chats.get(connection, chat)
-            tree.require_within(connection, chat, message)
+            old = messages.get(connection, chat)
+            messages.require_within(connection, chat, message)
             now = self._now()
             copy = replace(old, title=f"{old.title} (fork)", created_at=now, updated_at=now, draft="", head=message)
-            return messages.adopt(connection, Archive(copy, tuple(tree.path(connection, message))))
+            return messages.adopt(connection, Archive(copy, tuple(messages.path(connection, message))))
 
-    def adopt(self, archive: Archive) -> Chat:
+    def adopt(self, archive: Archive) -> StoredChat:
         """Store a conversation that comes from elsewhere as a new chat, under ids of its own, and return that."""
         with self._database.writing() as connection:
             return messages.adopt(connection, archive)

@@ -1,29 +1,92 @@
-"""The Textual application: themes, palette and the chat screen. Everything else is elsewhere."""
+"""The Textual application: themes, palette and the chat screen. Everything else is elsewhere.
+
+Textual's driver for Terminal.app, which prints the last letter of a question that it does not know.
+
+Textual 8.2.8 leaves out the question after synchronized output there (DECRQM, ``CSI ? 2026 $ p``), and asks the one after in-band
+resizing (2048) all the same: a "p" would stand on the screen until it is drawn over.
+
+The last thing that every row passes on its way to the terminal, whatever widget drew it.
+
+The title of the terminal's window or tab: which chat is open in it, while it is.
+
+A key that Textual does not know: Alt+Enter as terminals without extended keys send it, ESC and a carriage return.
+"""
 
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
+from typing import Any, cast
 
+from rich.segment import Segment
 from textual import on
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.app import App, SystemCommand
+from textual.color import Color
 from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
-from tokamac.app.sanitise import sanitise
-from tokamac.app.tui.apple_terminal import AppleTerminalDriver, is_apple_terminal
+from tokamac.app.chat.external_programs import through_tmux
+from tokamac.app.chat.listing import excerpt
+from tokamac.app.chat.preferences import Preferences
+from tokamac.app.chat.session import Session
+from tokamac.app.sanitise import bare, sanitise
+from tokamac.app.tui.actions.chats import delete_open
 from tokamac.app.tui.bridge import Bridge
-from tokamac.app.tui.clipboard import through_tmux
-from tokamac.app.tui.last_gate import LastGate
-from tokamac.app.tui.memory import Memory
 from tokamac.app.tui.screens.chat import ChatScreen, OpenStore
 from tokamac.app.tui.screens.chats import DeleteOpen
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.terminal_title import RESTORE, SAVE, entitled
 from tokamac.app.tui.theme import DARK, FIRST, LIGHT, TERMINAL, text_colours
-from tokamac.app.tui.wishes.deleting import delete_open
+
+
+def is_apple_terminal() -> bool:
+    """Whether this runs in Terminal.app itself: tmux and others in it answer by themselves, and have another name."""
+    return os.environ.get("TERM_PROGRAM") == "Apple_Terminal"
+
+
+class AppleTerminalDriver(LinuxDriver):
+    """A terminal that is not asked whether it tells of its size: the signal of a new one is enough."""
+
+    def _query_in_band_window_resize(self) -> None:
+        """Ask nothing."""
+
+
+class LastGate(LineFilter):
+    """Lets no control character and no link through. What is foreign was made safe long before; this is for what was forgotten.
+
+    Textual writes its own escape sequences after it, from the rows' styles.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Return the segments of a row, the same objects where there is nothing to take away."""
+        del background  # Textual's signature
+        return [_safe(segment) for segment in segments]
+
+
+def _safe(segment: Segment) -> Segment:
+    text, style = bare(segment.text), segment.style
+    if style is not None and style.link is not None:
+        style = style.update_link(None)
+    return segment if text == segment.text and style is segment.style else Segment(text, style)
+
+
+NAME = "tokamac"
+SAVE = "\x1b[22;2t"
+"""Has the terminal remember the title that it has."""
+RESTORE = "\x1b]2;\a\x1b[23;2t"
+"""Takes ours away and has it take up again what it remembers, if it does."""
+
+
+def entitled(chat: str) -> str:
+    """Return the sequence (OSC 2) that names the chat of the title ``chat`` and the app; "" names the app alone.
+
+    A title may be a model's: it is made safe, cut to one short line, and passes what every row passes last, so that nothing in it
+    can end the sequence.
+    """
+    title = f"{excerpt(chat)} · {NAME}" if chat else NAME
+    return f"\x1b]2;{bare(title)}\a"
 
 
 class TokamacApp(App[int]):
@@ -45,7 +108,7 @@ class TokamacApp(App[int]):
         self,
         session: Session,
         bridge: Bridge,
-        memory: Memory,
+        memory: Preferences,
         open_store: OpenStore = lambda: None,
         warnings: Iterable[str] = (),
     ) -> None:
@@ -145,3 +208,12 @@ class TokamacApp(App[int]):
             problem = self._memory.keep(replace(self._memory.settings, theme=self.theme))
             if problem:
                 self.notify(problem, severity="warning", markup=False)
+
+
+class _Keys(Enum):
+    ALT_ENTER = "alt+enter"
+
+
+def teach_alt_enter() -> None:
+    """Make ``ESC CR`` the key ``alt+enter``; Textual drops the Alt and would send the prompt. Terminal.app is such a terminal."""
+    cast(dict[str, Any], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (_Keys.ALT_ENTER,)

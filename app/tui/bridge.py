@@ -6,7 +6,7 @@ from pathlib import Path
 from textual.message import Message
 
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.wire import Request
+from tokamac.app.backend.protocol import Request
 from tokamac.app.keep_awake import KeepAwake
 
 

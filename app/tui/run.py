@@ -12,12 +12,12 @@ from tokamac.app.keep_awake import KeepAwake
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
+    from tokamac.app.chat.preferences import Preferences
+    from tokamac.app.chat.session import Session
     from tokamac.app.store.store import Store
     from tokamac.app.tui.app import TokamacApp
     from tokamac.app.tui.bridge import Bridge
-    from tokamac.app.tui.memory import Memory
     from tokamac.app.tui.screens.chats import Pick
-    from tokamac.app.tui.session import Session
 
 
 FRAMES_PER_S = 160
@@ -49,21 +49,21 @@ class ChatOptions:
     scripted: bool = False
     chat: str | None = None
     resume: bool = False
-    read: settings.Loaded | None = None
+    read: settings.LoadedSettings | None = None
     store_path: Path | None = None
     settings_path: Path | None = None
     log_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class ChatStart:
     """A chat that is about to begin, on a screen or without. command: starts the engine's process; log: where that writes.
 
     keep_awake: keeps the machine from sleeping while that works. warnings: what was wrong with the settings.
     """
 
     session: "Session"
-    memory: "Memory"
+    memory: "Preferences"
     command: list[str]
     log: Path
     keep_awake: KeepAwake
@@ -94,9 +94,8 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     """Return the app and its bridge, not yet running."""
     os.environ.setdefault("TEXTUAL_FPS", str(FRAMES_PER_S))  # read when Textual is imported
     # Textual takes 0.2 s to import: not before it is known that a screen is wanted.
-    from tokamac.app.tui.app import TokamacApp
+    from tokamac.app.tui.app import TokamacApp, teach_alt_enter
     from tokamac.app.tui.bridge import Bridge
-    from tokamac.app.tui.keys import teach_alt_enter
 
     teach_alt_enter()
     begun = begin(options)
@@ -106,14 +105,13 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     return app, bridge
 
 
-def begin(options: ChatOptions) -> Begun:
+def begin(options: ChatOptions) -> ChatStart:
     """Return what every chat begins with: its session, and the settings that hold in it."""
     from tokamac.app.backend.client import child_command
-    from tokamac.app.backend.wire import Load
-    from tokamac.app.tui.memory import Memory
-    from tokamac.app.tui.models import lasting
-    from tokamac.app.tui.own import Own
-    from tokamac.app.tui.session import Session
+    from tokamac.app.backend.protocol import Load
+    from tokamac.app.chat.models import lasting
+    from tokamac.app.chat.preferences import ChatOverrides, Preferences
+    from tokamac.app.chat.session import Session
 
     path = options.settings_path or settings.default_path()
     read = options.read or settings.load(path)
@@ -122,13 +120,13 @@ def begin(options: ChatOptions) -> Begun:
     model = lasting(options.model or known.model)
     adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
     load = Load(model, options.kv or known.kv, options.prompt_cache, limit, options.unchecked, adapter)
-    memory = Memory(known, path, Own(options.sampling, options.system, options.template), read.warnings)
+    memory = Preferences(known, path, ChatOverrides(options.sampling, options.system, options.template), read.warnings)
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.template = memory.template
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap
     command = child_command(scripted=options.scripted)
     awake = KeepAwake(keep_awake.program(), lambda: memory.settings.keep_awake)
-    return Begun(session, memory, command, options.log_path or _default_log(), awake, tuple(read.warnings))
+    return ChatStart(session, memory, command, options.log_path or _default_log(), awake, tuple(read.warnings))
 
 
 def found(options: ChatOptions) -> ChatOptions:
@@ -142,8 +140,8 @@ def found(options: ChatOptions) -> ChatOptions:
 
 def open_store(options: ChatOptions) -> "tuple[Store, str | None]":
     """Return the store of conversations, and the one to begin with; None is a new one. Raises StoreError."""
-    from tokamac.app.store.errors import StoreError
     from tokamac.app.store.store import Store
+    from tokamac.app.store.values import StoreError
 
     store = Store.open(options.store_path)
     try:

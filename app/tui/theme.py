@@ -7,14 +7,66 @@ nearly neutral, for of a bluer dark one the nearest is navy blue, or black like 
 
 What text is written in beside the foreground, ``text-muted``, ``text-primary`` and so on, and the colours of prose, is derived so
 that it can be read in every theme: many have accents, or greys, that are too near to their background for text.
+
+How well text stands out from what is behind it, by WCAG 2, and colours changed until it does. Pure.
+
+Text cut to a number of the terminal's cells: a letter of Chinese or an emoji takes two.
+
+Bars and sparklines as text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from textual.color import Color
+from rich.cells import cell_len
+from textual.color import BLACK, WHITE, Color
+from textual.content import Content
 from textual.theme import Theme
 
-from tokamac.app.tui.contrast import LEAST, contrast, muted, readable
+LEAST = 4.5
+"""The contrast that running text needs at least."""
+
+
+def contrast(one: Color, other: Color) -> float:
+    """Return the contrast of two colours that nothing shines through: 1 of equal ones, 21 of black and white."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: Color) -> float:
+    """Return the relative luminance, from 0 of black to 1 of white."""
+    red, green, blue = (_linear(part / 255) for part in colour.rgb)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def readable(colour: Color, grounds: Iterable[Color]) -> Color:
+    """Return ``colour``, made lighter or darker by as little as gives it ``LEAST`` on each of ``grounds``.
+
+    Grounds that no colour stands out from so well get the black or white that is best on them.
+    """
+    behind = tuple(grounds)
+    target = max((WHITE, BLACK), key=lambda end: _worst(end, behind))
+    steps = (colour.blend(target, percent / 100) for percent in range(101))
+    return next((step for step in steps if _worst(step, behind) >= LEAST), target)
+
+
+def muted(foreground: Color, grounds: Iterable[Color], floor: int) -> Color:
+    """Return the first of ``grounds`` with as little of ``foreground`` over it as gives it ``LEAST`` on each of them.
+
+    floor: the per cent of the foreground that there are at least, even where less would do. A colour of its own, with nothing
+    shining through: text on a screen that has its rows drawn ahead can't tell what will be behind it.
+    """
+    behind = tuple(grounds)
+    steps = (behind[0].blend(foreground, percent / 100) for percent in range(floor, 101))
+    return next((step for step in steps if _worst(step, behind) >= LEAST), readable(foreground, behind))
+
+
+def _worst(colour: Color, grounds: tuple[Color, ...]) -> float:
+    return min(contrast(colour, ground) for ground in grounds)
+
+
+def _linear(part: float) -> float:
+    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+
 
 _DARK = {
     "prose-code": "#8bd5ca",
@@ -136,3 +188,32 @@ def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
         found["text-muted"] = muted(foreground, rows, LEAST_MUTED).hex
         found["text-disabled"] = muted(foreground, boxes, LEAST_MUTED).hex  # what an empty box to write in says
     return {name: value for name, value in found.items() if name not in theme.variables}
+
+
+def end_of(name: str, most: int) -> str:
+    """Return ``name``, or as much of its end, after an ellipsis, as has room in ``most`` cells; two at least."""
+    if cell_len(name) <= most:
+        return name
+    end = name[1 - max(most, 2) :]
+    while cell_len(end) >= max(most, 2):
+        end = end[1:]
+    return f"…{end}"
+
+
+TICKS = "▁▂▃▄▅▆▇█"
+EMPTY = "$foreground 25%"
+
+
+def bar(share: float | None, width: int, style: str = "$primary") -> Content:
+    """Return a bar filled to ``share`` (0…1); empty where it is unknown. What is empty is a thin line, also without colours."""
+    filled = 0 if share is None else round(min(max(share, 0.0), 1.0) * width)
+    return Content.styled("━" * filled, style) + Content.styled("─" * (width - filled), EMPTY)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the last ``width`` values as a row of ticks, from zero to the largest."""
+    shown = values[-width:]
+    top = max(shown, default=0.0)
+    if top <= 0:
+        return ""
+    return "".join(TICKS[min(len(TICKS) - 1, int(value / top * len(TICKS)))] for value in shown)

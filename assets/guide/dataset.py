@@ -1,15 +1,389 @@
-"""From the corpus to training sequences: conversations of many shapes, as token ids with a mask of what is learned."""
+"""From the corpus to training sequences: conversations of many shapes, as token ids with a mask of what is learned.
 
+Vary how a question is written, so that the model learns what is asked and not how.
+
+The guide's tokenizer: byte-level BPE trained on the corpus, and the chat template that tells the roles apart.
+
+Read the guide's corpus: plain text that a person can edit.
+
+    [entry-id]
+    ? a phrasing of the question          several, one a line
+    ? another phrasing
+    ~ (stop|halt) the (reply|answer)      only trained on: one wording of each (a|b) is drawn each time
+    = the answer, on one line
+    + a key fact | another way to say it  each such line must be found in a right answer
+    ? the next question of the same conversation, in a dialogue
+    = ...
+
+Lines beginning with ``#`` are comments. Entries whose id begins with ``oos-`` are out of scope: their answer declines.
+"""
+
+import json
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokamac.assets.guide.augment import nonsense, vary
-from tokamac.assets.guide.corpus import Entry, normalised
-from tokamac.assets.guide.vocabulary import ASSISTANT, END, PAD, SYSTEM, USER, mark_id
+CORPUS = Path(__file__).parent / "corpus"
+HELD_OUT_EVERY, HELD_OUT_AT = 5, 3
+"""Phrasing i of a turn is held out of training when i % 5 == 3: a fifth, spread over all questions."""
+
+
+class CorpusError(ValueError):
+    """A line of the corpus is not in the format; the message begins with file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusTurn:
+    """One question in several phrasings, its answer, and the facts (each a tuple of alternatives) a right answer holds."""
+
+    phrasings: tuple[str, ...]
+    answer: str
+    facts: tuple[tuple[str, ...], ...]
+    patterns: tuple[str, ...] = ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Phrasings the model learns from, and patterns of more."""
+        kept = (text for i, text in enumerate(self.phrasings) if i % HELD_OUT_EVERY != HELD_OUT_AT)
+        return (*kept, *self.patterns)
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """Phrasings the model is scored on and never sees."""
+        return tuple(text for i, text in enumerate(self.phrasings) if i % HELD_OUT_EVERY == HELD_OUT_AT)
+
+    def is_right(self, reply: str) -> bool:
+        """Whether a reply holds every key fact, in one of its wordings."""
+        said = reply.casefold()
+        return all(any(wording.casefold() in said for wording in fact) for fact in self.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusEntry:
+    """A question with its answer, or a dialogue of several."""
+
+    id: str
+    file: str
+    turns: tuple[CorpusTurn, ...]
+
+    @property
+    def out_of_scope(self) -> bool:
+        """Whether the guide should decline."""
+        return self.id.startswith("oos-")
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A turn being read."""
+
+    phrasings: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+    answer: str = ""
+    facts: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def normalised(text: str) -> str:
+    """Return the words of a question, without case and punctuation: two questions of the same words are the same."""
+    return " ".join(re.sub(r"[^a-z0-9+\- ]", " ", text.lower()).split())
+
+
+def read_corpus(folder: Path = CORPUS) -> list[CorpusEntry]:
+    """Return every entry of every ``.txt`` file of the folder. Raises CorpusError."""
+    entries: dict[str, CorpusEntry] = {}
+    for path in sorted(folder.glob("*.txt")):
+        for entry in _read_file(path):
+            if entry.id in entries:
+                raise CorpusError(f"{path.name}: [{entry.id}] is also in {entries[entry.id].file}")
+            entries[entry.id] = entry
+    return list(entries.values())
+
+
+def _read_file(path: Path) -> Iterator[CorpusEntry]:
+    name, drafts = "", [_Draft()]
+    for number, raw in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("[") and line.endswith("]"):
+            if name:
+                yield _finish(path, name, drafts)
+            name, drafts = line[1:-1], [_Draft()]
+            continue
+        mark, _, text = line.partition(" ")
+        where = f"{path.name}:{number}"
+        if not name or mark not in {"?", "~", "=", "+"} or not text.strip():
+            raise CorpusError(f"{where}: expected [id], '? question', '~ pattern', '= answer' or '+ fact': {line[:60]}")
+        _take(where, mark, text.strip(), drafts)
+    if name:
+        yield _finish(path, name, drafts)
+
+
+def _take(where: str, mark: str, text: str, drafts: list[_Draft]) -> None:
+    draft = drafts[-1]
+    if mark == "?":
+        if draft.answer:
+            drafts.append(draft := _Draft())
+        draft.phrasings.append(text)
+    elif mark == "~":
+        if draft.answer or not draft.phrasings:
+            raise CorpusError(f"{where}: a pattern stands between the questions and their answer")
+        draft.patterns.append(text)
+    elif mark == "=":
+        if draft.answer or not draft.phrasings:
+            raise CorpusError(f"{where}: an answer follows its questions, and there is one of it")
+        draft.answer = text
+    else:
+        if not draft.answer:
+            raise CorpusError(f"{where}: a fact follows its answer")
+        draft.facts.append(tuple(wording.strip() for wording in text.split("|") if wording.strip()))
+
+
+def _finish(path: Path, name: str, drafts: list[_Draft]) -> CorpusEntry:
+    turns = tuple(CorpusTurn(tuple(d.phrasings), d.answer, tuple(d.facts), tuple(d.patterns)) for d in drafts)
+    for turn in turns:
+        if not turn.answer or not turn.facts:
+            raise CorpusError(f"{path.name}: [{name}] has a question without an answer or without a fact")
+        if not turn.is_right(turn.answer):
+            raise CorpusError(f"{path.name}: [{name}] its own answer lacks a fact: {turn.facts}")
+    return CorpusEntry(name, path.name, turns)
+
+
+SYNONYMS = Path(__file__).parent / "synonyms.txt"
+SWAP_SHARE = 0.35
+"""Of the words that have synonyms, how many are swapped, in the questions in which any are."""
+
+# Ways to begin a question that ask for the same thing: what a question begins with, and
+# what may stand there instead.
+OPENINGS = (
+    (
+        r"(?:how do I|how can I|how to|how could I|how would I) ",
+        "how do I |how can I |how to |what's the way to |I want to |is there a way to |I'd like to |steps to |help me |"
+        "show me how to |tell me how to ||what should I do to |I need to |can I ",
+    ),
+    (
+        r"(?:what is|what's|define|explain|tell me about|describe) (?!the difference)",
+        "what is |what's |define |explain |tell me about |describe |what do you know about ||what about |I keep reading about |"
+        "give me a short explanation of |what does one mean by |meaning of |teach me ",
+    ),
+    (r"(?:why is|why are|why does|why do) ", "why is |how come |why would |what makes |why does |reason why "),
+    (r"(?:which|what) (?=command|key|flag|option|setting)", "which |what |name the |tell me the |what's the "),
+    (r"(?:can I|could I|may I|is it possible to) ", "can I |could I |is it possible to |am I able to |may I "),
+    (r"does it ", "does it |does tokamac |does the app |will it "),
+)
+
+POLITE = (
+    "please tell me ",
+    "hey, ",
+    "hi, ",
+    "can you tell me ",
+    "I want to know ",
+    "quick question: ",
+    "so, ",
+    "um, ",
+    "ok: ",
+)
+KEPT_SHARE = 0.4
+"""Of nonsense questions that could, how many keep one telling word."""
+
+COINED_SHARE = 0.35
+"""Of foreign words, how many are coined."""
+
+THANKS = (" please", " thanks", ", thanks", " pls", " ?")
+FILLER_LINE = "a an the is are was do does did of in on for to it its my me i you your we that this there be can could would should"
+FILLERS = frozenset(FILLER_LINE.split())
+
+
+def vary(question: str, rng: random.Random) -> str:
+    """Return the question as another hand might type it: case, punctuation, fillers, a politeness, now and then a slip."""
+    text = wording(question, rng)
+    if rng.random() < 0.35:
+        text = reopen(text, rng)
+    if rng.random() < 0.6:
+        text = swap_synonyms(text, rng)
+    if rng.random() < 0.3:
+        text = drop_fillers(text, rng)
+    if rng.random() < 0.08:
+        text = drop_word(text, rng)
+    if rng.random() < 0.12:
+        text = slip(text, rng)
+    if rng.random() < 0.10:
+        text = rng.choice(POLITE) + text[:1].lower() + text[1:]
+    if rng.random() < 0.5:
+        text = text.rstrip("?.! ")
+    if rng.random() < 0.06:
+        text += rng.choice(THANKS)
+    case = rng.random()
+    if case < 0.35:
+        text = text.lower()
+    elif case < 0.6:
+        text = text[:1].upper() + text[1:]
+    elif case < 0.62:
+        text = text.upper()
+    return text
+
+
+def wording(pattern: str, rng: random.Random) -> str:
+    """Return one wording of a pattern: of each ``(a|b|)`` one alternative, which may be empty."""
+    text = re.sub(r"\(([^()]*\|[^()]*)\)", lambda group: rng.choice(group[1].split("|")), pattern)
+    return " ".join(text.split()).replace(" ,", ",")
+
+
+def reopen(text: str, rng: random.Random) -> str:
+    """Begin the question in another way that asks the same."""
+    for opening, others in OPENINGS:
+        if found := re.match(opening, text, re.IGNORECASE):
+            return rng.choice(others.split("|")) + text[found.end() :]
+    return text
+
+
+def swap_synonyms(text: str, rng: random.Random) -> str:
+    """Put other words of the same meaning for some, but leave alone what belongs to a flag, a path or code."""
+    pattern, others = synonyms()
+
+    def swapped(found: re.Match[str]) -> str:
+        return rng.choice(others[found[0].lower()]) if rng.random() < SWAP_SHARE else found[0]
+
+    return pattern.sub(swapped, text)
+
+
+@cache
+def synonyms() -> tuple[re.Pattern[str], dict[str, list[str]]]:
+    """Return a pattern that finds the words of synonyms.txt, and for each (in lower case) the others of its lines."""
+    others: dict[str, list[str]] = {}
+    for line in SYNONYMS.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            words = [word.strip() for word in line.split(",")]
+            for word in words:
+                others.setdefault(word.lower(), []).extend(other for other in words if other != word)
+    longest_first = sorted(others, key=len, reverse=True)
+    pattern = rf"(?<![\w./=`-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w/=(`-]|\.\w)"
+    return re.compile(pattern, re.IGNORECASE), others
+
+
+def drop_word(text: str, rng: random.Random) -> str:
+    """Leave out one word of a question of five or more."""
+    words = text.split()
+    if len(words) < 5:
+        return text
+    del words[rng.randrange(len(words))]
+    return " ".join(words)
+
+
+def drop_fillers(text: str, rng: random.Random) -> str:
+    """Leave out some of the words that carry little."""
+    words = [word for word in text.split() if word.lower() not in FILLERS or rng.random() < 0.5]
+    return " ".join(words) or text
+
+
+def slip(text: str, rng: random.Random) -> str:
+    """Make one typing error inside a word of five letters or more: a swap, a loss or a doubling."""
+    places = [match.start() for match in re.finditer(r"(?<=\w\w)\w(?=\w\w)", text)]
+    if not places:
+        return text
+    at = rng.choice(places)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]
+    return text[:at] + text[at + 1 :] if kind == 1 else text[:at] + text[at] + text[at:]
+
+
+def nonsense(question: str, words: Sequence[str], rng: random.Random) -> str:
+    """Replace a question's telling words by foreign ones: it looks asked, and is about nothing we know.
+
+    Now and then one of several telling words stays, since a word that we know doesn't make a question ours. A question of
+    little words only ("who are you?") gets two foreign ones.
+    """
+    asked = wording(question, rng).split()
+    telling = [at for at, word in enumerate(asked) if not is_little(word)]
+    kept = rng.choice(telling) if len(telling) > 1 and rng.random() < KEPT_SHARE else None
+    for at in telling:
+        if at != kept:
+            asked[at] = foreign_word(words, rng)
+    if not telling:
+        asked += [foreign_word(words, rng) for _ in range(2)]
+    return " ".join(asked)
+
+
+def foreign_word(words: Sequence[str], rng: random.Random) -> str:
+    """Return one of the words, or one coined from two of them: no list holds all the words that we don't know."""
+    word = rng.choice(words)
+    if rng.random() >= COINED_SHARE:
+        return word
+    other = rng.choice(words)
+    return word[: len(word) // 2 + 1] + other[len(other) // 2 :]
+
+
+def is_little(word: str) -> bool:
+    """Whether a word says nothing of what a question is about."""
+    return word.lower().strip("?,.") in FILLERS | QUESTION_WORDS
+
+
+QUESTION_WORDS = frozenset(["what", "why", "how", "which", "when", "where", "who", "tell", "explain", "show", "give"])
+
+
+VOCABULARY = 4096
+SYSTEM, USER, ASSISTANT, END, PAD = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
+SPECIAL = (SYSTEM, USER, ASSISTANT, END, PAD)
+
+# Each turn ends where the next begins, so a conversation's tokens are a prefix of its continuation's: caches can be kept.
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Return a BPE tokenizer of VOCABULARY tokens, the special ones first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = _decoder()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of an earlier checkpoint."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = _decoder()
+    return tokenizer
+
+
+def _decoder() -> decoders.Decoder:
+    # Every text is encoded with a space before it (so a word is one token wherever it stands); a reply is shown without it.
+    return decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+
+
+def mark_id(tokenizer: Tokenizer, mark: str) -> int:
+    """Return the token id of one of the SPECIAL marks. Raises ValueError when the tokenizer lacks it."""
+    token: int | None = tokenizer.token_to_id(mark)
+    if token is None:
+        raise ValueError(f"the tokenizer has no {mark}")
+    return token
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, its config and the chat template, as Hugging Face tools expect them."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+
 
 SYSTEM_PROMPTS = (
     "Answer briefly.",
@@ -45,7 +419,7 @@ Exchange = tuple[str, str]  # question, answer
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainingSample:
     """One conversation: token ids, for each how much predicting it counts, and where which answer begins.
 
     routes: (position of an assistant mark, number of the answer that follows it), for learned answers.
@@ -59,7 +433,7 @@ class Sample:
 class Conversations:
     """Makes the conversations of an epoch, another set each time."""
 
-    def __init__(self, entries: Sequence[Entry], tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, entries: Sequence[CorpusEntry], tokenizer: Tokenizer, seed: int) -> None:
         self.decline_weight = 1.0  # of the token that begins to decline: which way a doubtful question goes
         self._rng = random.Random(seed)
         self._tokenizer = tokenizer
@@ -78,7 +452,7 @@ class Conversations:
         """How many different answers there are."""
         return len(self._answers)
 
-    def epoch(self) -> list[Sample]:
+    def epoch(self) -> list[TrainingSample]:
         """Return one pass over all trained phrasings alone, the dialogues, and chains of unrelated questions."""
         rng = self._rng
         exchanges = list(self._all_exchanges())
@@ -121,13 +495,15 @@ class Conversations:
             for _ in range(max(len(turn.trained) for turn in entry.turns)):
                 yield [(self._draw(self._rng.choice(turn.trained)), turn.answer) for turn in entry.turns]
 
-    def _long(self, exchanges: Sequence[Exchange]) -> Sample:
+    def _long(self, exchanges: Sequence[Exchange]) -> TrainingSample:
         """One conversation that fills the context, so that far positions are learned too."""
         chosen = [self._rng.choice(exchanges) for _ in range(44)]
         sample = self._encode(chosen)
-        return Sample(sample.ids[:4096], sample.weights[:4096], [route for route in sample.routes if route[0] < 4095])
+        return TrainingSample(
+            sample.ids[:4096], sample.weights[:4096], [route for route in sample.routes if route[0] < 4095]
+        )
 
-    def _encode(self, exchanges: Sequence[Exchange], *, opening: bool = False) -> Sample:
+    def _encode(self, exchanges: Sequence[Exchange], *, opening: bool = False) -> TrainingSample:
         ids: list[int] = []
         weights: list[float] = []
         routes: list[tuple[int, int]] = []
@@ -147,10 +523,10 @@ class Conversations:
         if opening:  # cut inside the last answer
             end = routes[-1][0] + 1 + self._rng.randint(*OPENING_TOKENS)
             del ids[end:], weights[end:]
-        return Sample(ids, weights, routes)
+        return TrainingSample(ids, weights, routes)
 
 
-def foreign_words(entries: Sequence[Entry]) -> list[str]:
+def foreign_words(entries: Sequence[CorpusEntry]) -> list[str]:
     """Return the words that are trained on in out-of-scope questions and stand nowhere else in the corpus."""
     outside: set[str] = set()
     inside: set[str] = set()
@@ -162,10 +538,10 @@ def foreign_words(entries: Sequence[Entry]) -> list[str]:
     return sorted(outside - inside)
 
 
-def batches(samples: Sequence[Sample], tokens: int, rng: random.Random) -> list[list[Sample]]:
+def batches(samples: Sequence[TrainingSample], tokens: int, rng: random.Random) -> list[list[TrainingSample]]:
     """Group samples of like length into batches of about ``tokens`` padded tokens, in random order."""
     ordered = sorted(samples, key=lambda sample: len(sample.ids) + rng.random() * 8)
-    groups: list[list[Sample]] = [[]]
+    groups: list[list[TrainingSample]] = [[]]
     for sample in ordered:
         if groups[-1] and (len(groups[-1]) + 1) * len(sample.ids) > tokens:
             groups.append([])

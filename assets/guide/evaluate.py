@@ -3,6 +3,8 @@
 Asks the 4-bit model, through the product's own engine and at temperature 0, every phrasing that was held out of training: questions
 alone, questions inside dialogues (after the true turns before them), and out-of-scope questions. A reply is right when it holds
 all key facts of its answer. Writes the result into MODEL_CARD.md. Exits 1 below PASS, or when an out-of-scope question is answered.
+
+Write the measured part of the guide's MODEL_CARD.md; the prose around it is written by hand.
 """
 
 import argparse
@@ -11,9 +13,114 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokamac.assets.guide.card import Tally, write_card
-from tokamac.assets.guide.corpus import Entry, Turn, normalised, read_corpus
+from tokamac.assets.guide.dataset import CorpusEntry, CorpusTurn, normalised, read_corpus
 from tokamac.engine import Engine, Finished, Message, Sampling
+from tokamac.engine.runner import ModelSpec
+
+BEGIN, END = "<!-- measured: evaluate.py writes from here", "<!-- measured: to here -->"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTally:
+    """Replies counted: how many questions were asked, answered rightly, and declined though they are in scope."""
+
+    asked: int = 0
+    right: int = 0
+    refused: int = 0
+
+    @property
+    def share(self) -> float:
+        """Right replies of those asked; 1.0 when nothing was asked."""
+        return self.right / self.asked if self.asked else 1.0
+
+    def plus(self, *, right: bool, refused: bool) -> "AnswerTally":
+        """Return this with one more reply."""
+        return self + AnswerTally(1, int(right), int(refused))
+
+    def __add__(self, other: "AnswerTally") -> "AnswerTally":
+        return AnswerTally(self.asked + other.asked, self.right + other.right, self.refused + other.refused)
+
+
+def write_card(
+    card: Path,
+    *,
+    spec: ModelSpec,
+    folder: Path,
+    entries: Sequence[CorpusEntry],
+    counts: dict[str, AnswerTally],
+    total: AnswerTally,
+    logs: Sequence[Path],
+    skipped: int,
+) -> None:
+    """Replace what stands between the marks of ``card``. Raises ValueError when it has no marks."""
+    text = card.read_text(encoding="utf-8")
+    head, begun, rest = text.partition(BEGIN)
+    old, ended, tail = rest.partition(END)
+    if not begun or not ended:
+        raise ValueError(f"{card} lacks the lines '{BEGIN} ...' and '{END}'")
+    first_line = old.splitlines()[0]
+    training = _training(logs) if logs else _kept_training(old)
+    parts = [*_scores(counts, total, skipped), *_data(entries), *_size(spec, folder), *training]
+    card.write_text(f"{head}{BEGIN}{first_line}\n\n" + "\n".join(parts) + f"\n\n{END}{tail}", encoding="utf-8")
+
+
+def _scores(counts: dict[str, AnswerTally], total: AnswerTally, skipped: int) -> list[str]:
+    rows = [
+        f"| {group} | {count.asked:,} | {count.right:,} | {count.share:.1%} | {count.refused:,} |"
+        for group, count in (*counts.items(), ("**in scope, all**", total))
+    ]
+    head = ["| held-out questions | asked | right | share | wrongly declined |", "| --- | ---: | ---: | ---: | ---: |"]
+    note = [f"Left out: {skipped:,} held-out phrasings that training drew by chance.", ""] if skipped else []
+    return ["## Scores", "", "A right reply to an out-of-scope question is one that declines.", "", *note, *head, *rows]
+
+
+def _data(entries: Sequence[CorpusEntry]) -> list[str]:
+    turns = [turn for entry in entries for turn in entry.turns]
+    answered = sum(len(entry.turns) == 1 and not entry.out_of_scope for entry in entries)
+    dialogues = sum(len(entry.turns) > 1 for entry in entries)
+    outside = sum(len(turn.phrasings) for entry in entries if entry.out_of_scope for turn in entry.turns)
+    phrasings, held = sum(len(turn.phrasings) for turn in turns), sum(len(turn.held_out) for turn in turns)
+    patterns = sum(len(turn.patterns) for turn in turns)
+    return [
+        "",
+        "## Data",
+        "",
+        f"- {answered:,} questions with an answer, {dialogues:,} dialogues, {outside:,} out-of-scope questions.",
+        f"- {phrasings:,} phrasings: {phrasings - held:,} trained on, {held:,} ({held / phrasings:.1%}) held out.",
+        f"- {patterns:,} patterns that draw more wordings, trained on only.",
+    ]
+
+
+def _size(spec: ModelSpec, folder: Path) -> list[str]:
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    bits = "unknown" if spec.bits_per_weight is None else f"{spec.bits_per_weight:.2f}"
+    return [
+        "",
+        "## Size",
+        "",
+        f"- {spec.parameters:,} parameters, {spec.layers} layers, a vocabulary of {spec.vocabulary_size:,} tokens.",
+        f"- {bits} bits per weight, {spec.weight_bytes / 1e6:.1f} MB of weights; {size / 1e6:.1f} MB for the folder.",
+        f"- Context of {spec.context_length:,} tokens." if spec.context_length else "- Context: not stated.",
+    ]
+
+
+TRAINING = "## Last line of each round's training log"
+
+
+def _training(logs: Sequence[Path]) -> list[str]:
+    lines = [_last_step(log.read_text(encoding="utf-8")) for log in logs]
+    return ["", TRAINING, "", *(f"    {line}" for line in lines)]
+
+
+def _last_step(log: str) -> str:
+    steps = [line for line in log.splitlines() if line.startswith("step ")]
+    return steps[-1] if steps else "unknown"
+
+
+def _kept_training(old: str) -> list[str]:
+    _, found, rest = old.partition(TRAINING)
+    return ["", TRAINING, "", rest.strip("\n")] if found else []
+
 
 MODEL = Path(__file__).parent / "model"
 CARD = Path(__file__).parent / "MODEL_CARD.md"
@@ -28,13 +135,13 @@ OUT_OF_SCOPE = "out of scope"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class HeldOutCase:
     """A held-out question in its conversation, and the turn of the corpus that tells what is right."""
 
     group: str
     entry: str
     messages: tuple[Message, ...]
-    turn: Turn
+    turn: CorpusTurn
 
     @property
     def question(self) -> str:
@@ -46,13 +153,13 @@ class Case:
 class Verdict:
     """What the model replied to a case, and whether it may stand."""
 
-    case: Case
+    case: HeldOutCase
     reply: str
     right: bool
     declined: bool
 
 
-def held_out_cases(entries: Iterable[Entry], skip: frozenset[str] = frozenset()) -> Iterator[Case]:
+def held_out_cases(entries: Iterable[CorpusEntry], skip: frozenset[str] = frozenset()) -> Iterator[HeldOutCase]:
     """Yield a case for every held-out phrasing of every turn, but those to skip; a later turn follows the true ones before it."""
     entries = list(entries)
     refusal = refusal_of(entries)
@@ -63,16 +170,16 @@ def held_out_cases(entries: Iterable[Entry], skip: frozenset[str] = frozenset())
             for text in turn.held_out:
                 if normalised(text) in skip:
                     continue
-                yield Case(group, entry.id, (*history, Message("user", text)), turn)
+                yield HeldOutCase(group, entry.id, (*history, Message("user", text)), turn)
             history = (*history, Message("user", turn.trained[0]), Message("assistant", turn.answer))
 
 
-def refusal_of(entries: Iterable[Entry]) -> Turn:
+def refusal_of(entries: Iterable[CorpusEntry]) -> CorpusTurn:
     """Return the turn that all out-of-scope questions share: its answer declines, its facts tell a refusal from an answer."""
     return next(entry.turns[0] for entry in entries if entry.out_of_scope)
 
 
-def _group(entry: Entry, turn_number: int, declines: bool) -> str:
+def _group(entry: CorpusEntry, turn_number: int, declines: bool) -> str:
     if declines:
         return OUT_OF_SCOPE
     name = Path(entry.file).stem
@@ -81,7 +188,7 @@ def _group(entry: Entry, turn_number: int, declines: bool) -> str:
     return f"{name}, first question" if turn_number == 0 else f"{name}, later questions"
 
 
-def judge(engine: Engine, cases: Sequence[Case], refusal: Turn) -> Iterator[Verdict]:
+def judge(engine: Engine, cases: Sequence[HeldOutCase], refusal: CorpusTurn) -> Iterator[Verdict]:
     """Ask every case and yield its verdict."""
     for number, case in enumerate(cases, 1):
         reply = _reply(engine, case.messages)
@@ -97,16 +204,16 @@ def _reply(engine: Engine, messages: Sequence[Message]) -> str:
     raise RuntimeError("the engine ended a reply without Finished")
 
 
-def tally(verdicts: Iterable[Verdict]) -> dict[str, Tally]:
+def tally(verdicts: Iterable[Verdict]) -> dict[str, AnswerTally]:
     """Count the verdicts by group, in the order they came."""
-    counts: dict[str, Tally] = {}
+    counts: dict[str, AnswerTally] = {}
     for verdict in verdicts:
-        before = counts.get(verdict.case.group, Tally())
+        before = counts.get(verdict.case.group, AnswerTally())
         counts[verdict.case.group] = before.plus(right=verdict.right, refused=verdict.declined and not verdict.right)
     return counts
 
 
-def report(verdicts: Sequence[Verdict], counts: dict[str, Tally]) -> None:
+def report(verdicts: Sequence[Verdict], counts: dict[str, AnswerTally]) -> None:
     """Print what failed, then the scores."""
     for verdict in verdicts:
         if not verdict.right:
@@ -117,14 +224,14 @@ def report(verdicts: Sequence[Verdict], counts: dict[str, Tally]) -> None:
     print(f"{'in scope, all':32} {inside.right:5} of {inside.asked:5}  {inside.share:7.1%}")
 
 
-def in_scope(counts: dict[str, Tally]) -> Tally:
+def in_scope(counts: dict[str, AnswerTally]) -> AnswerTally:
     """Return the sum of all groups but the out-of-scope one."""
-    return sum((count for group, count in counts.items() if group != OUT_OF_SCOPE), Tally())
+    return sum((count for group, count in counts.items() if group != OUT_OF_SCOPE), AnswerTally())
 
 
-def passes(counts: dict[str, Tally]) -> bool:
+def passes(counts: dict[str, AnswerTally]) -> bool:
     """Whether the model may ship."""
-    outside = counts.get(OUT_OF_SCOPE, Tally())
+    outside = counts.get(OUT_OF_SCOPE, AnswerTally())
     return in_scope(counts).share >= PASS and outside.right == outside.asked
 
 

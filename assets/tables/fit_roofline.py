@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from tokamac.assets.tables.measurements import AttentionTiming, Measurement, read, read_attention
-from tokamac.assets.tables.prediction_errors import (
+from tokamac.assets.tables.measurements import (
     ENGINES,
     KINDS,
     All,
+    AttentionTiming,
     Error,
+    Measurement,
     Rate,
     attention_errors,
     attention_ratio,
@@ -45,10 +46,12 @@ from tokamac.assets.tables.prediction_errors import (
     log_ratio,
     model_of,
     prefill_rate,
+    read,
+    read_attention,
     summaries,
     tells,
 )
-from tokamac.engine.limits.fitted import Constants
+from tokamac.engine.perf.roofline import Constants
 
 HERE = Path(__file__).resolve().parent
 TARGET = HERE.parent / "roofline.json"

@@ -3,25 +3,35 @@ left out, and why is kept.
 
 A row's engine, bits and context are prose in its source; the rules below say how each form is read. Nothing is guessed: a chip
 whose bin is not told, a model whose shape is not in the catalogue, or speculative decoding leaves the row out.
+
+How far predictions are from published speeds: the errors of rows, by engine, phase and kind of model, and the rows far off.
+
+`python -m tokamac.assets.tables.measurements TABLE` prints those of other rows than the constants were fitted to: of a table
+like measured.csv, which may have a column more, ``config``, with the path of the model's config.json.
 """
 
 import csv
 import functools
 import json
+import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
-from tokamac.engine.config import normalise
-from tokamac.engine.kv.windows import ignored_windows
-from tokamac.engine.limits.attention_work import Heads
-from tokamac.engine.limits.catalogue import Entry, find
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.cost import text_config
-from tokamac.engine.limits.hardware import Chip, lookup
-from tokamac.engine.limits.work import KVLayer, Work, work_of_config
+import numpy as np
+
+from tokamac.engine.metrics import rate
+from tokamac.engine.model.config import ignored_windows, normalise
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.cost import text_config
+from tokamac.engine.perf.hardware import CatalogueEntry, Chip, find, lookup, units_of
+from tokamac.engine.perf.roofline import CHUNK, Constants, Fitted, constants_of, kind_of
+from tokamac.engine.perf.workload import Heads, KVUse, Workload, work_of_config
 
 SOURCE = Path(__file__).resolve().parent / "measured.csv"
 ATTENTION = SOURCE.with_name("attention.csv")
@@ -47,7 +57,7 @@ class Measurement:
     chip: Chip
     label: str
     model: str
-    work: Work
+    work: Workload
     prompt: int | None
     cached: int
     depth: int
@@ -56,7 +66,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class SkippedRow:
     """A row that is not compared, and why."""
 
     label: str
@@ -69,7 +79,7 @@ class AttentionTiming:
 
     chip: Chip
     label: str
-    layer: KVLayer
+    layer: KVUse
     context: int
     seconds: float
 
@@ -82,17 +92,17 @@ def read_attention(source: Path = ATTENTION) -> list[AttentionTiming]:
 
 def _read_timing(row: dict[str, str]) -> AttentionTiming:
     queries, keys, size, context = (int(row[name]) for name in ("query_heads", "key_heads", "head_size", "context"))
-    layer = KVLayer(2 * 2 * keys * size, None, 0, Heads(queries, keys, size, size))
+    layer = KVUse(2 * 2 * keys * size, None, 0, Heads(queries, keys, size, size))
     label = " · ".join(row[name] for name in ("chip", "query_heads", "key_heads", "head_size", "context", "mlx"))
     cores = int(row["gpu_cores"]) if row["gpu_cores"] else None
     seconds = layer.bytes_at(context) / (float(row["gb_per_s"]) * 1e9)
     return AttentionTiming(lookup(row["chip"], cores), label, layer, context, seconds)
 
 
-def read(source: Path = SOURCE) -> tuple[list[Measurement], list[LeftOut]]:
+def read(source: Path = SOURCE) -> tuple[list[Measurement], list[SkippedRow]]:
     """Return the rows that can be compared with a prediction, and the others."""
     kept: list[Measurement] = []
-    left: list[LeftOut] = []
+    left: list[SkippedRow] = []
     with source.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             found = _read_row(row)
@@ -100,20 +110,20 @@ def read(source: Path = SOURCE) -> tuple[list[Measurement], list[LeftOut]]:
     return kept, left
 
 
-def _read_row(row: dict[str, str]) -> Measurement | LeftOut:
+def _read_row(row: dict[str, str]) -> Measurement | SkippedRow:
     label = " · ".join(row[key] for key in ("chip", "gpu_cores", "model", "weights_bits_desc", "context", "engine"))
     engine = _engine(row["engine"])
     if engine is None:
-        return LeftOut(label, "another engine's kernels")
+        return SkippedRow(label, "another engine's kernels")
     if "wall" in row["context"]:
-        return LeftOut(label, "wall time, the prompt's included")
+        return SkippedRow(label, "wall time, the prompt's included")
     cores = re.match(r"\d+", row["gpu_cores"])
     chip = lookup(row["chip"], int(cores.group()) if cores else None)
     if chip.bandwidth_gbs is None:
-        return LeftOut(label, "the chip's bin is not given")
+        return SkippedRow(label, "the chip's bin is not given")
     name, work = _work(row, engine)
     if isinstance(work, str):
-        return LeftOut(label, work)
+        return SkippedRow(label, work)
     prompt, cached, depth = _lengths(row["context"])
     rates = [float(row[key]) if row[key] else None for key in ("prefill_tps", "decode_tps")]
     if row["engine"].startswith(OWN_PREFILL):
@@ -121,7 +131,7 @@ def _read_row(row: dict[str, str]) -> Measurement | LeftOut:
     if "speculative" in row["weights_bits_desc"]:
         rates[1] = None
     if rates == [None, None]:
-        return LeftOut(label, "speculative decoding, or kernels of its own")
+        return SkippedRow(label, "speculative decoding, or kernels of its own")
     return Measurement(engine, chip, label, name, work, prompt, cached, depth, *rates)
 
 
@@ -132,7 +142,7 @@ def _engine(text: str) -> str | None:
     return "mlx" if name.startswith(MLX) else None
 
 
-def _work(row: dict[str, str], engine: str) -> tuple[str, Work | str]:
+def _work(row: dict[str, str], engine: str) -> tuple[str, Workload | str]:
     """Return the model's name and its work, or why that is not known. A table of more rows may name the config.json itself."""
     entry, bits = find(row["model"]), _bits(row, engine)
     name = row["model"] if entry is None else entry.name
@@ -160,7 +170,7 @@ def _as_run(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "sliding_window": None} if ignored else dict(config)
 
 
-def _own(entry: Entry) -> Work | str:
+def _own(entry: CatalogueEntry) -> Workload | str:
     """Return the work of the model as its first repository packs it."""
     repository = entry.repositories[0]
     config = entry.config_of(repository)
@@ -169,7 +179,7 @@ def _own(entry: Entry) -> Work | str:
 
 
 @functools.cache
-def _of(config: str, packing: Packing | None) -> Work | str:
+def _of(config: str, packing: Packing | None) -> Workload | str:
     return work_of_config(json.loads(config), packing=packing)
 
 
@@ -219,10 +229,206 @@ def _after(text: str) -> tuple[int | None, int]:
     return None, SHORT
 
 
-def _scaled(work: Work | str, share: float) -> Work | str:
+def _scaled(work: Workload | str, share: float) -> Workload | str:
     """Return the work with 16-bit weights scaled to another format's bits."""
     from dataclasses import replace
 
     if isinstance(work, str):
         return work
     return replace(work, shared_bytes=round(work.shared_bytes * share), expert_bytes=round(work.expert_bytes * share))
+
+
+REASONS = Path(__file__).resolve().parent / "likely_reasons.csv"
+FAR = 0.25
+"""Relative error from which a row is listed by itself."""
+ENGINES = ("mlx", "llama.cpp 2023", "llama.cpp")
+"""llama.cpp's rows of one build of 2023 can't be compared with later ones, as their source says."""
+KINDS = ("dense", "mixture", "hybrid")
+
+DEPTHS = {
+    "under 2k tokens": (0, 2048),
+    "2k to 16k tokens": (2048, 16_384),
+    "16k to 64k tokens": (16_384, 65_537),
+    "beyond 64k tokens": (65_537, None),
+}
+"""Contexts in the middle of decoding, from the first up to below the second: attention's share of a step grows with them."""
+
+Phase = Literal["decode", "prefill"]
+
+Rate = Callable[[Measurement, "All"], float | None]
+
+All = Mapping[str, Constants]
+"""The constants of every engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Predicted ÷ published − 1 of one phase of a row."""
+
+    phase: Phase
+    row: Measurement
+    value: float
+
+
+def decode_rate(row: Measurement, constants: All) -> float | None:
+    """Return the tokens a second that decoding is predicted at. Constants are shares of what a chip allows, so no ceiling has to be
+    looked at."""
+    return rate(1, Fitted(row.chip, constants[row.engine]).decode_s(row.work, row.depth))
+
+
+def prefill_rate(row: Measurement, constants: All) -> float | None:
+    """Return the tokens a second that the prompt is predicted to be read at; None where its length or the peak is unknown."""
+    if row.prompt is None:
+        return None
+    return rate(row.prompt, Fitted(row.chip, constants[row.engine]).prefill_s(row.work, row.prompt, row.cached, CHUNK))
+
+
+def _published(row: Measurement, predicted: Rate) -> float:
+    published = row.decode_tps if predicted is decode_rate else row.prefill_tps
+    assert published is not None
+    return published
+
+
+def log_ratio(row: Measurement, predicted: Rate, constants: All) -> float:
+    """Return the logarithm of predicted ÷ published."""
+    found = predicted(row, constants)
+    assert found is not None
+    return math.log(found / _published(row, predicted))
+
+
+def attention_ratio(timing: AttentionTiming, constants: All) -> float:
+    """Return predicted ÷ published seconds of an attention kernel of MLX."""
+    bandwidth = timing.chip.bandwidth_gbs
+    assert bandwidth is not None
+    predicted = Fitted(timing.chip, constants["mlx"]).attending_s(timing.layer, timing.context, bandwidth)
+    return predicted / timing.seconds
+
+
+def attention_errors(timings: Iterable[AttentionTiming], constants: All) -> dict[str, Any]:
+    """Return how large the errors of the attention kernels' times are, as fitted."""
+    return _sizes(attention_ratio(timing, constants) - 1 for timing in timings)
+
+
+def fitted_errors(rows: Sequence[Measurement], constants: All) -> list[Error]:
+    """Return the errors of all rows that these constants predict."""
+    return [error for phase, row in given(rows) for error in error_of(phase, row, constants)]
+
+
+def given(rows: Iterable[Measurement]) -> Iterator[tuple[Phase, Measurement]]:
+    """Yield what the rows give speeds of, each row once for each phase."""
+    for row in rows:
+        if row.decode_tps is not None:
+            yield "decode", row
+        if row.prefill_tps is not None and row.prompt is not None:
+            yield "prefill", row
+
+
+def error_of(phase: Phase, row: Measurement, constants: All) -> Iterator[Error]:
+    """Yield the error of a phase, if these constants predict it."""
+    predicted = decode_rate if phase == "decode" else prefill_rate
+    if predicted(row, constants) is not None:
+        yield Error(phase, row, math.expm1(log_ratio(row, predicted, constants)))
+
+
+def tells(other: Measurement, row: Measurement, phase: Phase) -> bool:
+    """Whether another row tells anything of this row's constants: kinds of models share decoding, but prefill differs by kind and
+    by what multiplies."""
+    if other.engine != row.engine:
+        return False
+    same_units, same_kind = units_of(other.chip) == units_of(row.chip), kind_of(other.work) == kind_of(row.work)
+    return phase == "decode" or (same_units and same_kind)
+
+
+def chip_of(row: Measurement) -> str:
+    """Return the name of the chip, whose bins count as one."""
+    return row.chip.name
+
+
+def model_of(row: Measurement) -> str:
+    """Return the name of the model, whatever its bits."""
+    return row.model
+
+
+def summaries(by_how: Mapping[str, Sequence[Error]]) -> dict[str, dict[str, Any]]:
+    """Return how large errors are, by engine, then by phase and kind of model, then by how they came about.
+
+    Beside the kinds, each alone: all of them together, both builds of llama.cpp, and MLX's decoding by the context's length.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for engine, phase in product(ENGINES, ("decode", "prefill")):
+        groups: list[tuple[str, Sequence[str], Sequence[str]]] = [
+            ("dense", (engine,), ("dense",)),
+            ("mixture and hybrid", (engine,), ("mixture", "hybrid")),
+            ("all", (engine,), KINDS),
+        ]
+        if engine == "llama.cpp":
+            groups.append(("both builds", ("llama.cpp 2023", "llama.cpp"), KINDS))
+        for label, engines, kinds in groups:
+            for how, errors in by_how.items():
+                chosen = [
+                    each
+                    for each in errors
+                    if each.phase == phase and each.row.engine in engines and kind_of(each.row.work) in kinds
+                ]
+                if chosen:
+                    sizes = found.setdefault(engine, {}).setdefault(f"{phase}, {label}", {})
+                    sizes[how] = _sizes(chosen) | ({} if label in ("all", "both builds") else {"far": _far(chosen)})
+    for (label, (least, below)), (how, errors) in product(DEPTHS.items(), by_how.items()):
+        decoding = [each for each in errors if each.phase == "decode" and each.row.engine == "mlx"]
+        chosen = [each for each in decoding if least <= each.row.depth < (below or math.inf)]
+        if chosen:
+            found["mlx"].setdefault(f"decode, {label}", {})[how] = _sizes(chosen)
+    return found
+
+
+def _sizes(errors: Iterable[Error | float]) -> dict[str, Any]:
+    sizes = sorted(abs(each.value if isinstance(each, Error) else each) for each in errors)
+    return {
+        "rows": len(sizes),
+        "median": round(median(sizes), 4),
+        "p90": round(float(np.quantile(sizes, 0.9)), 4),
+    }
+
+
+def _far(errors: Iterable[Error]) -> dict[str, dict[str, Any]]:
+    """Return the rows that are far off, each with its likely reason."""
+    return {
+        each.row.label: {"error": round(each.value, 3), "likely": _reason(each.row)}
+        for each in errors
+        if abs(each.value) > FAR
+    }
+
+
+def _reason(row: Measurement) -> str:
+    """Return the likely reason why a row is far off. Raises KeyError for a row that nobody has looked at."""
+    with REASONS.open(encoding="utf-8", newline="") as file:
+        for marks, reason in list(csv.reader(file))[1:]:
+            if all(mark in row.label for mark in marks.split(" + ")):
+                return reason
+    raise KeyError(f"{row.label} is far off: find out why, and add the likely reason to {REASONS.name}")
+
+
+def main(table: Path) -> None:
+    """Print the errors of a table's rows with the shipped constants, by model and by the context's length."""
+    rows, left = read(table)
+    errors = fitted_errors(rows, {engine: constants_of(engine) for engine in ENGINES})
+    for phase in ("decode", "prefill"):
+        of_phase = [each for each in errors if each.phase == phase]
+        _print(f"{phase}, all", of_phase)
+        for label, (least, below) in DEPTHS.items():
+            _print(f"{phase}, {label}", [each for each in of_phase if least <= each.row.depth < (below or math.inf)])
+        for model in sorted({each.row.model for each in of_phase}):
+            _print(f"{phase}, {model}", [each for each in of_phase if each.row.model == model])
+    for each in sorted(errors, key=lambda error: -abs(error.value))[:10]:
+        print(f"    {each.value:+.1%}  {each.phase}, {each.row.label}")
+    print(f"left out: {len(left)} rows")
+
+
+def _print(label: str, errors: Sequence[Error]) -> None:
+    if errors:
+        sizes = _sizes(errors)
+        print(f"{label}: {sizes['rows']} rows, median {sizes['median']:.1%}, p90 {sizes['p90']:.1%}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

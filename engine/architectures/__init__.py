@@ -1,7 +1,7 @@
 """Which class computes a model type: one of ours where mlx-lm has none, else mlx-lm's.
 
 A file in this folder is one architecture, named as its ``model_type``. It holds what mlx-lm's model files hold:
-``ModelArgs``, a dataclass that takes what it knows of a normalised config (engine/config.py), and ``Model``, with
+``ModelArgs``, a dataclass that takes what it knows of a normalised config (engine/model/config.py), and ``Model``, with
 ``layers`` and, where they are needed, ``sanitize`` and ``make_cache``. Where mlx-lm's layers compute the same, they
 are composed or subclassed. Every one is proved by golden values (tests/golden). Nothing is registered with mlx-lm, so
 its other users see no change.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from tokamac.engine.open_files import import_mlx_lm
+from tokamac.engine.files import import_mlx_lm
 
 PREFIX = __name__ + "."
 MODEL_MODULES = ("mlx_lm.models.", PREFIX)

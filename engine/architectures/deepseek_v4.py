@@ -17,18 +17,18 @@ from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.deepseek_v41 import Experts, HyperConnection, SharedMLP
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from tokamac.engine.corrected_layers import ScaledRoPE, yarn
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.kv.attention_kernel import BLOCK_BYTES
-from tokamac.engine.kv.compressed import CompressedCache
-from tokamac.engine.weights import times_scales
+from tokamac.engine.kv.cache import CompressedCache
+from tokamac.engine.model.corrected_layers import ScaledRoPE, yarn
+from tokamac.engine.model.weights import times_scales
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """What a normalised config says (engine/config.py), which lists the layers as transformers 5 does."""
+    """What a normalised config says (engine/model/config.py), which lists the layers as transformers 5 does."""
 
     layer_types: list[str]
     mlp_layer_types: list[str]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokamac.engine.kv.attention import install_seam
-    from tokamac.engine.kv.cache import Cache
-    from tokamac.engine.kv.kit import bypassed, nbytes, offset, rewindable, trim
+    from tokamac.engine.kv.cache import Cache, bypassed, nbytes, offset, rewindable, trim
     from tokamac.engine.kv.plan import CachePlan, LayerPlan, plan_caches
 
 __all__ = [
@@ -32,8 +31,7 @@ __all__ = [
 
 _HOMES = {
     "attention": ("install_seam",),
-    "cache": ("Cache",),
-    "kit": ("bypassed", "nbytes", "offset", "rewindable", "trim"),
+    "cache": ("Cache", "bypassed", "nbytes", "offset", "rewindable", "trim"),
     "plan": ("CachePlan", "LayerPlan", "plan_caches"),
 }
 

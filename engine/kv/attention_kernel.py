@@ -2,7 +2,7 @@
 
 ``mx.fast.scaled_dot_product_attention`` either runs a fused kernel, which never writes the scores down, or falls back to two
 products and a softmax, which do: (heads, queries, keys) at once. What decides are the shapes, the mask, the type and the
-device. That decides in turn how much memory a call takes (limits/peak.py) and how fast it reads keys and values.
+device. That decides in turn how much memory a call takes (perf/peak_memory.py) and how fast it reads keys and values.
 
 The conditions are those of MLX 0.32.4, upstream in ``mlx/backend/{metal,cuda,no_gpu}``, ``ScaledDotProductAttention::
 use_fallback`` and ``eval_gpu``. They were read in the machine code of the shipped libraries (mlx-metal for macOS 15 and 26,

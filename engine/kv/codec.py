@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import OptionError
-from tokamac.engine.kv.size import token_bytes
+from tokamac.engine.options import token_bytes
 
 Encoded = tuple[mx.array, ...]
 """What a codec makes of (B, H, N, D): arrays whose first three axes are (B, H, N)."""

@@ -12,7 +12,7 @@ Number line of a ring (``size`` = window − keep + spare), after ``high`` token
     pinned      gone for ever               unseen,                             seen           taken back
                                             for rewinding
 
-Pinned tokens move along with the window, where their keys can be rotated further (pinned.py), so that nothing seen is ever further
+Pinned tokens move along with the window, where their keys can be rotated further (rotary.py), so that nothing seen is ever further
 back than the window is long. They move in steps of a ``block``, half of the slots that slide: to the query at position
 p ≥ window the pinned token at position q has the position q + shift(p), the next multiple of a block that is more than p − window.
 It depends on p alone, so neither cuts nor taking back change it.
@@ -53,7 +53,7 @@ class Span(NamedTuple):
     length: int
 
 
-class Part(NamedTuple):
+class ShiftedSpan(NamedTuple):
     """The tokens ``begin``…``stop`` of a call see the pinned ones ``shift`` positions further on."""
 
     begin: int
@@ -188,13 +188,13 @@ class Ring:
         """Return by how many positions the pinned tokens have moved for the query at ``position``: 0 until one is out of sight."""
         return 0 if position < self.window else ((position - self.window) // self.block + 1) * self.block
 
-    def parts(self, start: int, count: int) -> list[Part]:
+    def parts(self, start: int, count: int) -> list[ShiftedSpan]:
         """Return the parts of a call of ``count`` tokens after ``start`` that see the pinned tokens at the same positions."""
-        parts, begin, stop = list[Part](), start, start + count
+        parts, begin, stop = list[ShiftedSpan](), start, start + count
         while begin < stop:
             shift = self.shift(begin)
             end = min(stop, self.window + shift)
-            parts.append(Part(begin - start, end - start, shift))
+            parts.append(ShiftedSpan(begin - start, end - start, shift))
             begin = end
         return parts
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv.attention import Attending, fused, install_seam, recording
+from tokamac.engine.kv.attention import AttendingCache, fused, install_seam, recording
 from tokamac.engine.kv.layout import Mask
 
 TOKENS = 2
@@ -39,7 +39,7 @@ class Seen:
     reach: int | None
 
 
-class Watching(Attending):
+class Watching(AttendingCache):
     """Stands in for one of mlx-lm's caches in a first pass, and notes how it is used."""
 
     def __init__(self, own: Any) -> None:

@@ -1,18 +1,134 @@
-"""The prompt cache on disk, for one model: which stored segments continue a prompt, reading them, and writing new ones."""
+"""The prompt cache on disk, for one model: which stored segments continue a prompt, reading them, and writing new ones.
+
+A stored segment as bytes: a safetensors file of the tokens, what caches hold of them, and states at their end.
+
+Arrays ``t`` (tokens, int64: the widest type comes first in such a file), ``p.<cache>.<array>`` (pieces, caches that grow in
+order) and ``s.<cache>.<name>`` (states of the others); metadata ``start`` (position of the first token), ``numbers`` and
+``types`` (JSON). NumPy has no bfloat16, so it is stored as its bits.
+"""
 
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tokamac.engine.limits import metrics
-from tokamac.engine.prompt_cache.folder import Entry, Folder, FullError
-from tokamac.engine.prompt_cache.names import Identity, child_name, root_name
+import mlx.core as mx
+import numpy as np
+from safetensors.numpy import load, save
+
+from tokamac.engine import metrics
+from tokamac.engine.files import open_regular
+from tokamac.engine.kv.snapshot import Piece, State, States
+from tokamac.engine.prompt_cache.folder import Folder, FullError, Identity, SegmentEntry, child_name, root_name
 from tokamac.engine.prompt_cache.portable import Packet
-from tokamac.engine.prompt_cache.segment_file import DamagedError, HostSegment, Segment, from_bytes, to_bytes, tokens_of
-from tokamac.engine.prompt_cache.tree import common_prefix
-from tokamac.engine.regular_files import open_regular
+from tokamac.engine.prompt_cache.radix_tree import common_prefix
+
+Host = dict[str, np.ndarray[Any, Any]]
+
+
+class DamagedError(ValueError):
+    """A file whose checksum is right holds something else than a segment of this model."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSegment:
+    """A segment in memory that any thread may read: arrays of NumPy that look at MLX's, which they keep alive."""
+
+    start: int
+    tokens: list[int]
+    arrays: Host
+    types: dict[str, str]
+    numbers: list[dict[str, int | None]] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What was read: tokens from the position ``start`` on, their piece, and the states at their end, if it has any."""
+
+    start: int
+    tokens: list[int]
+    piece: Piece
+    states: States | None
+
+
+def to_host(start: int, tokens: Sequence[int], piece: Piece, states: States | None) -> HostSegment:
+    """Return what a writer needs; evaluates. Only for the thread that touches MLX."""
+    named = {f"p.{cache}.{number}": array for cache, arrays in enumerate(piece) for number, array in enumerate(arrays)}
+    for cache, state in enumerate(states or ()):
+        named |= {f"s.{cache}.{name}": array for name, array in state.arrays.items()}
+    mx.eval(list(named.values()))
+    types = {name: "bfloat16" for name, array in named.items() if array.dtype == mx.bfloat16}
+    arrays = {name: np.asarray(array.view(mx.uint16) if name in types else array) for name, array in named.items()}
+    numbers = None if states is None else [state.numbers for state in states]
+    return HostSegment(start, list(tokens), arrays, types, numbers)
+
+
+def to_bytes(segment: HostSegment) -> bytes:
+    """Return the file's bytes. Touches no MLX."""
+    about = {
+        "start": str(segment.start),
+        "caches": str(1 + max((int(name.split(".")[1]) for name in segment.arrays if name[0] == "p"), default=-1)),
+        "types": json.dumps(segment.types),
+        "numbers": json.dumps(segment.numbers),
+    }
+    data: bytes = save({"t": np.asarray(segment.tokens, np.int64), **segment.arrays}, metadata=about)
+    return data
+
+
+def tokens_of(head: bytes) -> list[int] | None:
+    """Return the tokens from the first bytes of a file, or None where they are not in them. Nothing is verified."""
+    try:
+        length = int.from_bytes(head[:8], "little")
+        begin, end = json.loads(head[8 : 8 + length])["t"]["data_offsets"]
+        data = head[8 + length + begin : 8 + length + end]
+        return None if len(data) < end - begin else np.frombuffer(data, np.int64).tolist()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def from_bytes(data: bytes) -> Segment:
+    """Return the segment of a file. Only for the thread that touches MLX. Raises DamagedError."""
+    try:
+        arrays, about = load(data), _about(data)
+        types, numbers = json.loads(about["types"]), json.loads(about["numbers"])
+        tokens = [int(token) for token in arrays.pop("t")]
+        made = {name: _array(value, types.get(name)) for name, value in arrays.items()}
+        piece = tuple(_numbered(made, f"p.{cache}.") for cache in range(int(about["caches"])))
+        states = None
+        if numbers is not None:
+            states = tuple(State(_named(made, f"s.{cache}."), each) for cache, each in enumerate(numbers))
+        return Segment(int(about["start"]), tokens, piece, states)
+    except Exception as error:  # whatever a file may hold
+        raise DamagedError(f"not a segment: {error}") from error
+
+
+def _about(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    about: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return about
+
+
+def _array(value: np.ndarray[Any, Any], kind: str | None) -> mx.array:
+    array = mx.array(value)
+    return array.view(mx.bfloat16) if kind == "bfloat16" else array
+
+
+def _named(arrays: dict[str, mx.array], prefix: str) -> dict[str, mx.array]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _numbered(arrays: dict[str, mx.array], prefix: str) -> tuple[mx.array, ...]:
+    found = _named(arrays, prefix)
+    return tuple(found[str(number)] for number in range(len(found)))
+
 
 HEAD_BYTES = 1 << 16
 """Read of a file to know its tokens: they come first, after a header of some kilobytes."""
@@ -73,7 +189,7 @@ class Rates:
 class Link:
     """A stored segment that continues a prefix: its first ``tokens`` tokens are wanted, from the position ``start`` on."""
 
-    entry: Entry
+    entry: SegmentEntry
     start: int
     tokens: int
     whole: bool
@@ -89,11 +205,11 @@ class _Known:
     """What is known of the model's folder: the segments that continue each name, and when the folder last changed."""
 
     changed: int = -1
-    children: dict[str, list[Entry]] = field(default_factory=dict)
+    children: dict[str, list[SegmentEntry]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
 
 
-class Disk:
+class DiskStore:
     """Stored segments of one model. ``trouble`` says what went wrong with the last write; None while all is well."""
 
     def __init__(
@@ -156,7 +272,7 @@ class Disk:
             return None
         return segment
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: SegmentEntry) -> None:
         """Remove a segment that is not what it should be."""
         self.folder.remove(entry)
         self._forget(entry)
@@ -227,7 +343,7 @@ class Disk:
         except Exception as error:  # or the thread would end in silence, and the next idle step write the same again
             self.fail(f"the prompt cache can't be written ({type(error).__name__}: {error}): it stays in memory")
 
-    def take_in(self, packet: Packet) -> Entry | None:
+    def take_in(self, packet: Packet) -> SegmentEntry | None:
         """Store a segment that was computed elsewhere, on this thread; None where it is here already. Raises OSError."""
         if self.has(packet.name):
             return None
@@ -246,7 +362,7 @@ class Disk:
             ):
                 self.discard(entry)
 
-    def _continued(self, entry: Entry) -> bool:
+    def _continued(self, entry: SegmentEntry) -> bool:
         return bool(self._known.children.get(entry.name))
 
     def _look(self) -> None:
@@ -265,7 +381,7 @@ class Disk:
         self._known = known
         self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in known.names}
 
-    def _best(self, parent: str, ids: list[int], at: int) -> tuple[Entry | None, int]:
+    def _best(self, parent: str, ids: list[int], at: int) -> tuple[SegmentEntry | None, int]:
         """Return the segment after ``parent`` that shares most with the ids from ``at`` on, and how many."""
         best, most = None, 0
         for entry in self._known.children.get(parent, []):
@@ -276,7 +392,7 @@ class Disk:
                 best, most = entry, shared
         return best, most
 
-    def _tokens_of(self, entry: Entry) -> list[int] | None:
+    def _tokens_of(self, entry: SegmentEntry) -> list[int] | None:
         if entry.name not in self._tokens:
             try:
                 with open_regular(entry.path) as file:
@@ -292,12 +408,12 @@ class Disk:
             self._tokens[entry.name] = tokens
         return self._tokens[entry.name]
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: SegmentEntry) -> None:
         self._known.changed = -1
         self._tokens.pop(entry.name, None)
 
 
-def _path(entry: Entry, entries: dict[str, Entry]) -> list[Entry]:
+def _path(entry: SegmentEntry, entries: dict[str, SegmentEntry]) -> list[SegmentEntry]:
     """Return the segments from the first down to this one; the first one's parent is not among them."""
     path = [entry]
     while (above := entries.get(path[-1].parent)) is not None and len(path) <= len(entries):

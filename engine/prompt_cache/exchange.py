@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.prompt_cache.disk import Disk
-from tokamac.engine.prompt_cache.folder import Entry
-from tokamac.engine.prompt_cache.names import Identity
+from tokamac.engine.prompt_cache.disk import DamagedError, DiskStore, Segment, from_bytes
+from tokamac.engine.prompt_cache.folder import Identity, SegmentEntry
+from tokamac.engine.prompt_cache.interface import CacheStore
 from tokamac.engine.prompt_cache.portable import (
     Packet,
     Portable,
@@ -21,8 +21,6 @@ from tokamac.engine.prompt_cache.portable import (
     read_portable,
     write_portable,
 )
-from tokamac.engine.prompt_cache.seam import Store
-from tokamac.engine.prompt_cache.segment_file import DamagedError, Segment, from_bytes
 
 if TYPE_CHECKING:
     from tokamac.engine.runtime import Runtime
@@ -41,7 +39,7 @@ class Exchanged:
     new_bytes: int = 0
 
 
-def export(runtime: "Runtime", store: Store, file: Path, ids: list[int], keep: int | None) -> Exchanged:
+def export(runtime: "Runtime", store: CacheStore, file: Path, ids: list[int], keep: int | None) -> Exchanged:
     """Write what the live caches hold, the keys and values of ``ids``, to a file that is not there yet. Raises TokamacError."""
     disk, identity = _place(store)
     packets = store.packets(disk)
@@ -58,7 +56,7 @@ def check_worth(ids: list[int]) -> None:
         )
 
 
-def take_in(runtime: "Runtime", store: Store, file: Path, vocabulary: int) -> Exchanged:
+def take_in(runtime: "Runtime", store: CacheStore, file: Path, vocabulary: int) -> Exchanged:
     """Put a computed prompt into the disk cache of the loaded model, all of it or, where something fails, nothing.
 
     All of the file is checked before anything is stored. Raises TokamacError.
@@ -67,7 +65,7 @@ def take_in(runtime: "Runtime", store: Store, file: Path, vocabulary: int) -> Ex
     of = read_portable(file)
     check_identity(file, of, identity, runtime.kv)
     _check(runtime, file, of, vocabulary)
-    written: list[Entry] = []
+    written: list[SegmentEntry] = []
     try:
         for packet in packets_of(file, of):
             if (entry := disk.take_in(packet)) is not None:
@@ -84,7 +82,7 @@ def take_in(runtime: "Runtime", store: Store, file: Path, vocabulary: int) -> Ex
     return Exchanged(file, of.tokens, file.stat().st_size, sum(entry.size for entry in written))
 
 
-def _place(store: Store) -> tuple[Disk, Identity]:
+def _place(store: CacheStore) -> tuple[DiskStore, Identity]:
     disk = store.disk
     if disk is None or disk.identity is None:
         raise OptionError(
@@ -121,12 +119,12 @@ def _segment(file: Path, packet: Packet) -> Segment:
 
 def _try(file: Path, segment: Segment, caches: list[object]) -> None:
     """Put the first segment into empty caches, as a prompt would."""
-    from tokamac.engine.kv import segments
+    from tokamac.engine.kv import snapshot
 
     try:
-        segments.extend(caches, segment.piece, room=len(segment.tokens))
+        snapshot.extend(caches, segment.piece, room=len(segment.tokens))
         if segment.states is not None:
-            segments.thaw(caches, segment.states)
+            snapshot.thaw(caches, segment.states)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
         raise damaged_segment(file) from error
 

@@ -6,25 +6,41 @@
 
 A name says what a file is, and the checksum in it whether that is still so: a file that was cut short, damaged or swapped is
 removed when it is read. Several processes may use the folder: files appear by renaming, and who finds one gone has a miss.
+
+What tells a model's weights apart from all others: a digest of every byte of them. No MLX here.
+
+Two models may differ in one layer alone, a merge or an edit, and keys and values of the one would be wrong for the other. In the
+hub's cache a file's name is its SHA-256 already. Any other file is read whole, once: its digest is remembered by device, inode,
+size and the times of its last changes, which no file keeps when something else is written into it. Where there is much to read, a
+thread does it, and the prompt cache has no disk until it is done.
+
+What stored segments are called: names that only the same model, settings and tokens can lead to. No MLX here.
 """
 
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 import re
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import xxhash
 
-from tokamac.engine.durable import sync, to_disk
-from tokamac.engine.regular_files import open_regular, read_bytes, read_text
+from tokamac.engine.files import TOKENIZER_BYTES, open_regular, read_bytes, read_text, sync, to_disk
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import measurement_store
 
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")
@@ -49,7 +65,7 @@ class FullError(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SegmentEntry:
     """A stored segment: the names of its parent and itself, its file and size, and when it was last of use (seconds)."""
 
     parent: str
@@ -127,16 +143,16 @@ class Folder:
             found.append(ModelUsage(folder.name, _label(folder), len(entries), size, used))
         return sorted(found, key=lambda usage: -usage.used)
 
-    def entries(self, model: str) -> Iterator[Entry]:
+    def entries(self, model: str) -> Iterator[SegmentEntry]:
         """Yield the segments of a model, in no order."""
         with contextlib.suppress(OSError), os.scandir(self.root / model) as files:
             for file in files:
                 if match := NAME.fullmatch(file.name):
                     with contextlib.suppress(OSError):  # removed meanwhile
                         at = file.stat()
-                        yield Entry(match[1], match[2], Path(file.path), at.st_size, at.st_mtime)
+                        yield SegmentEntry(match[1], match[2], Path(file.path), at.st_size, at.st_mtime)
 
-    def read(self, entry: Entry) -> bytes | None:
+    def read(self, entry: SegmentEntry) -> bytes | None:
         """Return a segment's bytes, and note its use; None, and the file is gone, if they are not what was written."""
         try:
             data = read_bytes(entry.path, self.total_budget)
@@ -150,7 +166,7 @@ class Folder:
             os.utime(entry.path)
         return data
 
-    def write(self, model: str, label: str, parent: str, name: str, data: bytes) -> Entry:
+    def write(self, model: str, label: str, parent: str, name: str, data: bytes) -> SegmentEntry:
         """Store a segment, making room for it. Raises FullError where a budget forbids it, OSError where the disk does."""
         if self.written_today() + len(data) > self.daily_budget:
             raise FullError("the daily budget for writing the prompt cache is used up")
@@ -171,9 +187,9 @@ class Folder:
             raise
         sync(folder)
         self._note(len(data))
-        return Entry(parent, name, path, len(data), path.stat().st_mtime)
+        return SegmentEntry(parent, name, path, len(data), path.stat().st_mtime)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: SegmentEntry) -> None:
         """Remove a segment, if it is still there."""
         with contextlib.suppress(OSError):
             entry.path.unlink()
@@ -245,13 +261,13 @@ class Folder:
             os.close(handle)
 
 
-def least_used_first(entries: list[Entry]) -> list[Entry]:
+def least_used_first(entries: list[SegmentEntry]) -> list[SegmentEntry]:
     """Sort segments by when they, or any that continue them, were last of use; what is continued comes after what continues it."""
     by_name = {entry.name: entry for entry in entries}
     used: dict[str, float] = {}
     depth: dict[str, int] = {}
     for entry in entries:
-        at: Entry | None = entry
+        at: SegmentEntry | None = entry
         levels = 0
         while at is not None and levels <= len(entries):
             used[at.name] = max(used.get(at.name, 0.0), entry.used)
@@ -284,3 +300,169 @@ def _is_abandoned(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+FORMAT = 2
+"""Of the stored files. Another number is another fingerprint, so what an older version wrote is never found."""
+
+TEXT_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What keys and values are computed by. fingerprint: 32 hexadecimal digits; facts: what they were made of, part by part."""
+
+    fingerprint: str
+    facts: Mapping[str, Any]
+
+
+def identity(folder: Path, kv: KVSpec, weights: str, **more: object) -> Identity:
+    """Return what tells a model with its settings apart, and in which part two of them differ. Takes what ``fingerprint`` takes."""
+    digest = blake2b(digest_size=16)
+    for name in TEXT_FILES:
+        if (folder / name).is_file():
+            _add(digest, name, (folder / name).read_bytes())
+    facts = {
+        "weights": weights,
+        "text": digest.hexdigest(),
+        "kv": _without_on_full(kv),
+        "versions": _versions(),
+        "more": {name: str(value) for name, value in more.items()},
+    }
+    return Identity(fingerprint(folder, kv, weights, **more), facts)
+
+
+def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
+    """Return 32 hexadecimal digits that tell a model with its settings apart from any other.
+
+    Goes by content: config, tokenizer and template; weights: a digest of theirs (weights.py). more: whatever else decides what keys
+    and values look like (number type, device). So do the versions of this package and of the libraries that compute them.
+    Raises OSError where a file can't be read.
+    """
+    digest = blake2b(digest_size=16)
+    spec = _without_on_full(kv)
+    digest.update(json.dumps([FORMAT, spec, _versions(), weights, more], sort_keys=True, default=str).encode())
+    for name in TEXT_FILES:
+        path = folder / name
+        if path.is_file():
+            _add(digest, name, read_bytes(path, TOKENIZER_BYTES))
+    return digest.hexdigest()
+
+
+def _without_on_full(kv: KVSpec) -> dict[str, Any]:
+    return {name: value for name, value in asdict(kv).items() if name != "on_full"}
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
+
+
+def root_name(model: str, keep: int | None) -> str:
+    """Return the name of the empty prefix: of a model's fingerprint, and the number of tokens that its caches pin."""
+    return blake2b(f"{model} {keep}".encode(), digest_size=16).hexdigest()
+
+
+def child_name(parent: str, tokens: Sequence[int]) -> str:
+    """Return the name of a prefix: of its parent's name, and the tokens that follow it."""
+    return blake2b(bytes.fromhex(parent) + array("i", tokens).tobytes(), digest_size=16).hexdigest()
+
+
+def _add(digest: "blake2b", name: str, data: bytes) -> None:
+    digest.update(f"{name} {len(data)} ".encode())
+    digest.update(data)
+
+
+FILE = "weights.json"
+"""In the prompt cache's folder: digests by file."""
+
+MOST_REMEMBERED = 2000
+
+AT_ONCE_BYTES = 256 << 20
+"""Up to so many unread bytes nobody waits noticeably for them; above, a thread reads them."""
+
+READ_BYTES = 8 << 20
+
+BLOB = re.compile(r"[0-9a-f]{64}")
+"""A file of the hub's cache: a link to ``blobs/<SHA-256>``."""
+
+
+def identify(folder: Path, root: Path, then: Callable[[str], None]) -> threading.Thread | None:
+    """Tell ``then`` the digest of a model folder's weights: before returning, or later from the thread that is returned.
+
+    root: where digests are remembered. What can't be read is never told. Raises OSError where that is found at once.
+    """
+    remembered = _remembered(root)
+    files = sorted(folder.glob("*.safetensors"))
+    unread = sum(file.stat().st_size for file in files if _known(file, remembered) is None)
+    if unread <= AT_ONCE_BYTES:
+        then(digest(files, root))
+        return None
+
+    def work() -> None:
+        with contextlib.suppress(OSError):
+            then(digest(files, root))
+
+    thread = threading.Thread(target=work, name="tokamac-weights", daemon=True)
+    thread.start()
+    return thread
+
+
+def digest(files: list[Path], root: Path) -> str:
+    """Return 32 hexadecimal digits for the bytes of these files, and for their names. Remembers what it reads.
+
+    Raises OSError for a file that can't be read, or is written to meanwhile.
+    """
+    remembered = _remembered(root)
+    whole, learned = blake2b(digest_size=16), {}
+    for file in files:
+        found = _known(file, remembered)
+        if found is None:
+            key, found = _key(file), _read(file)
+            if _key(file) != key:
+                raise OSError(f"{file} changed while it was read")
+            learned[key] = found
+        whole.update(f"{file.name} {found} ".encode())
+    if learned:
+        _remember(root, learned)
+    return whole.hexdigest()
+
+
+def _known(file: Path, remembered: dict[str, str]) -> str | None:
+    blob = Path(os.path.realpath(file))
+    if blob.parent.name == "blobs" and BLOB.fullmatch(blob.name):
+        return blob.name
+    return remembered.get(_key(file))
+
+
+def _key(file: Path) -> str:
+    at = file.stat()
+    return f"{at.st_dev} {at.st_ino} {at.st_size} {at.st_mtime_ns} {at.st_ctime_ns}"
+
+
+def _read(file: Path) -> str:
+    found = xxhash.xxh3_128()
+    with open_regular(file) as opened:
+        while part := opened.read(READ_BYTES):
+            found.update(part)  # lets other threads run
+    return found.hexdigest()
+
+
+def _remembered(root: Path) -> dict[str, str]:
+    return {key: found for key, found in measurement_store.load(root / FILE).items() if isinstance(found, str)}
+
+
+def _remember(root: Path, learned: dict[str, str]) -> None:
+    """Add what was learned, the newest last. Two processes may do so at once: one of them reads its files again next time."""
+    with contextlib.suppress(OSError):  # a read-only folder: they are read again next time
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = {key: found for key, found in _remembered(root).items() if key not in learned} | learned
+    measurement_store.write(root / FILE, dict(list(known.items())[-MOST_REMEMBERED:]))

@@ -2,7 +2,7 @@
 
     magic (16) | segment | segment | … | footer: JSON | its length, 8 bytes | checksum of magic, footer and length, 16 bytes
 
-The segments are the bytes that the prompt cache's folder holds (segment_file.py), and the footer has the name and the checksum of
+The segments are the bytes that the prompt cache's folder holds (disk.py), and the footer has the name and the checksum of
 each, so every byte of the file is covered. The footer says what the keys and values were computed by: they are right for nothing
 else.
 A file is somebody else's until proved: nothing of it is used before all of it was checked, and nothing in it is run.
@@ -19,11 +19,10 @@ from typing import Any
 
 import xxhash
 
-from tokamac.engine.durable import sync, to_disk
 from tokamac.engine.errors import OptionError, TokamacError, access_hint
+from tokamac.engine.files import open_regular, sync, to_disk
 from tokamac.engine.options import KVSpec
-from tokamac.engine.prompt_cache.names import Identity, child_name, root_name
-from tokamac.engine.regular_files import open_regular
+from tokamac.engine.prompt_cache.folder import Identity, child_name, root_name
 
 MAGIC = b"tokamac prompt 1"
 TAIL_BYTES = 24

@@ -7,20 +7,17 @@ what computes affine groups here. Importing this does no work: MLX is loaded by 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokamac.quant.search.choosing import implementation
-    from tokamac.quant.search.microscaling import search_scales
-    from tokamac.quant.search.packing import search, squared_error
+    from tokamac.quant.search.blocks import search_scales
+    from tokamac.quant.search.packing import implementation, search, squared_error
 
 __all__ = ["implementation", "search", "search_scales", "squared_error"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("search", "squared_error"):
+    if name in ("implementation", "search", "squared_error"):
         from tokamac.quant.search import packing as module
     elif name == "search_scales":
-        from tokamac.quant.search import microscaling as module  # type: ignore[no-redef]
-    elif name == "implementation":
-        from tokamac.quant.search import choosing as module  # type: ignore[no-redef]
+        from tokamac.quant.search import blocks as module  # type: ignore[no-redef]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(module, name)

@@ -12,11 +12,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant.search.blocks import SEARCHING, block_here, blocks_of, importance_of_groups
-from tokamac.quant.search.candidates import DRAWN_IN, ROUNDS
-from tokamac.quant.search.unpacking import unpacked_error
-from tokamac.quant.search.words import pack_codes
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.quant.search.blocks import (
+    DRAWN_IN,
+    ROUNDS,
+    SEARCHING,
+    block_here,
+    blocks_of,
+    importance_of_groups,
+    pack_codes,
+    unpacked_error,
+)
 
 Arrays = tuple[mx.array, mx.array, mx.array]
 
@@ -53,7 +59,7 @@ class Values(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class GroupValues:
     """Values, their ends, and what they were made with: x = weight × factor − mean."""
 
     values: Values
@@ -63,7 +69,7 @@ class Groups:
     mean: mx.array
 
 
-class Fit(NamedTuple):
+class BestFit(NamedTuple):
     """The best fit so far, on values. gain: by how much it lowers the squared error."""
 
     gain: mx.array
@@ -71,7 +77,7 @@ class Fit(NamedTuple):
     bias: mx.array
 
 
-class Answer(NamedTuple):
+class StoredFit(NamedTuple):
     """The best scale and bias so far, as stored, on weights, and their error on values."""
 
     error: mx.array
@@ -84,12 +90,12 @@ def _search(weight: mx.array, packing: Packing, importance: mx.array | None) -> 
     groups = _measure(weight, size, importance)
     fit = partial(_compiled(_fit), groups.values)
     steps = (groups.high - groups.low) / top
-    best = Fit(*(mx.zeros_like(groups.mean) for _ in range(3)))
+    best = BestFit(*(mx.zeros_like(groups.mean) for _ in range(3)))
     for low, high in DRAWN_IN:
         start, step = groups.low + low * steps, steps - (low + high) * steps / top
-        best = Fit(*fit(start, step, best, top))
+        best = BestFit(*fit(start, step, best, top))
     for _ in range(ROUNDS):
-        best = Fit(*fit(best.bias, best.scale, best, top))
+        best = BestFit(*fit(best.bias, best.scale, best, top))
     answer = _settle(groups, best, _mlx_answer(groups, weight, packing, top), top, weight.dtype)
     start, step = _aim(groups, answer.scale, answer.bias)
     words = pack_codes(_codes(groups.values.x, start, step, top), bits)
@@ -98,7 +104,7 @@ def _search(weight: mx.array, packing: Packing, importance: mx.array | None) -> 
     return words.reshape(rows, -1), scales, biases
 
 
-def _measure(weight: mx.array, size: int, importance: mx.array | None) -> Groups:
+def _measure(weight: mx.array, size: int, importance: mx.array | None) -> GroupValues:
     values = weight.astype(mx.float32).reshape(-1, size)
     low, high = values.min(axis=-1, keepdims=True), values.max(axis=-1, keepdims=True)
     exponent = mx.clip(mx.maximum(mx.abs(low), mx.abs(high)).view(mx.uint32) >> 23, 1, 253).astype(mx.uint32)
@@ -110,7 +116,7 @@ def _measure(weight: mx.array, size: int, importance: mx.array | None) -> Groups
         h = importance_of_groups(importance, size, weight.shape[0])
         total = h.sum(axis=-1, keepdims=True)
         mean = (h * x).sum(axis=-1, keepdims=True) / total
-    return Groups(Values(x - mean, h, total), low * factor - mean, high * factor - mean, factor, mean)
+    return GroupValues(Values(x - mean, h, total), low * factor - mean, high * factor - mean, factor, mean)
 
 
 @cache
@@ -124,7 +130,7 @@ def _codes(x: mx.array, start: mx.array, step: mx.array, top: float) -> mx.array
     return mx.round(mx.clip((x - start) * inverse, 0, top))
 
 
-def _fit(values: Values, start: mx.array, step: mx.array, best: Fit, top: float) -> Fit:
+def _fit(values: Values, start: mx.array, step: mx.array, best: BestFit, top: float) -> BestFit:
     """Fit scale and bias by least squares to the codes that a placement gives; return the better of this fit and the best."""
     x, h, total = values
     middle = (top + 1) / 2
@@ -134,8 +140,8 @@ def _fit(values: Values, start: mx.array, step: mx.array, best: Fit, top: float)
     spread = sum_qq - sum_q * sum_q / total
     scale = mx.where(spread > TINY, sum_xq / spread, 0)
     gain = sum_xq * scale
-    found = Fit(gain, scale, -scale * (sum_q / total + middle))
-    return Fit(*(mx.where(gain > best.gain, new, old) for new, old in zip(found, best, strict=True)))
+    found = BestFit(gain, scale, -scale * (sum_q / total + middle))
+    return BestFit(*(mx.where(gain > best.gain, new, old) for new, old in zip(found, best, strict=True)))
 
 
 def _error(values: Values, start: mx.array, step: mx.array, top: float) -> mx.array:
@@ -145,24 +151,24 @@ def _error(values: Values, start: mx.array, step: mx.array, top: float) -> mx.ar
     return error.sum(axis=-1, keepdims=True)
 
 
-def _aim(groups: Groups, scale: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
+def _aim(groups: GroupValues, scale: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
     """Return start and step on values of a stored scale and bias."""
     return bias * groups.factor - groups.mean, scale * groups.factor
 
 
-def _answer(groups: Groups, scale: mx.array, bias: mx.array, top: float) -> Answer:
-    return Answer(_compiled(_error)(groups.values, *_aim(groups, scale, bias), top), scale, bias)
+def _answer(groups: GroupValues, scale: mx.array, bias: mx.array, top: float) -> StoredFit:
+    return StoredFit(_compiled(_error)(groups.values, *_aim(groups, scale, bias), top), scale, bias)
 
 
-def _mlx_answer(groups: Groups, weight: mx.array, packing: Packing, top: float) -> Answer:
+def _mlx_answer(groups: GroupValues, weight: mx.array, packing: Packing, top: float) -> StoredFit:
     """Return mx.quantize's scale and bias, and their error with the nearest codes."""
     _, *stored = mx.quantize(weight, **asdict(packing))
     scale, bias = (each.astype(mx.float32).reshape(-1, 1) for each in stored)
     answer = _answer(groups, scale, bias, top)
-    return Answer(mx.where(mx.isfinite(answer.error), answer.error, mx.inf), scale, bias)
+    return StoredFit(mx.where(mx.isfinite(answer.error), answer.error, mx.inf), scale, bias)
 
 
-def _settle(groups: Groups, fit: Fit, answer: Answer, top: float, dtype: mx.Dtype) -> Answer:
+def _settle(groups: GroupValues, fit: BestFit, answer: StoredFit, top: float, dtype: mx.Dtype) -> StoredFit:
     """Round a fit to what can be stored, totaled from the lower and from the upper end; return the best, or ``answer``."""
     scale = _stored(fit.scale / groups.factor, dtype)
     step = scale * groups.factor
@@ -171,7 +177,7 @@ def _settle(groups: Groups, fit: Fit, answer: Answer, top: float, dtype: mx.Dtyp
         bias = _stored((begin + groups.mean) / groups.factor, dtype)
         found = _answer(groups, sign * scale, bias, top)
         better = found.error < answer.error * NO_WORSE
-        answer = Answer(*(mx.where(better, new, old) for new, old in zip(found, answer, strict=True)))
+        answer = StoredFit(*(mx.where(better, new, old) for new, old in zip(found, answer, strict=True)))
     return answer
 
 

@@ -15,11 +15,11 @@ from textual.widgets import Input, TextArea
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
-from tokamac.app.backend.scripted_model import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
+from tokamac.app.backend.scripted import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app.settings import Settings
 from tokamac.app.tui.screens import help
-from tokamac.engine.limits import metrics as rates
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine import metrics as rates
+from tokamac.engine.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "snapshots"
 FAILED = Path(__file__).parents[2] / "build" / "screens"

@@ -12,14 +12,14 @@ from textual.events import Paste
 from textual.pilot import Pilot
 from textual.screen import Screen
 
+from tokamac.app.chat.recording import Recording
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.app import TokamacApp
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.messages import ReplyMessage
-from tokamac.app.tui.prose.page import Page
-from tokamac.app.tui.recording import Recording
+from tokamac.app.tui.markdown.page import Page
+from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.run import ChatOptions, build
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.widgets.prompt import Prompt
+from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 
 Shown = TypeVar("Shown", bound=Screen[Any])
@@ -71,12 +71,12 @@ class Chat:
         assert isinstance(screen, kind)
         return screen
 
-    async def phase(self, phase: Phase) -> None:
+    async def phase(self, phase: EnginePhase) -> None:
         await self.until(lambda: self.session.phase is phase, phase.name)
 
     async def ready(self) -> None:
         """Wait until the model is loaded and the chats are open."""
-        await self.phase(Phase.IDLE)
+        await self.phase(EnginePhase.IDLE)
         await self.until(lambda: self.app.chat.recording is not None, "the chats")
 
     @property

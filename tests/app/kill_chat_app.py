@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.app.backend.client import EngineProcess
+from tokamac.app.chat import recording
 from tokamac.app.store.store import Store
-from tokamac.app.tui import recording
 from tokamac.app.tui.run import ChatOptions, run_chat
 
 NOTED = (

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tokamac.app.tui.actions import ACTIONS, bindings, by_slash
+from tokamac.app.chat.actions import ACTIONS, bindings, by_slash
+from tokamac.app.tui.screens.chat import WISHES
 from tokamac.app.tui.screens.help import help_text
-from tokamac.app.tui.widgets.prompt import NEWLINE_KEYS
-from tokamac.app.tui.wishes.table import WISHES
+from tokamac.app.tui.widgets.prompt_input import NEWLINE_KEYS
 
 PROMISED = {
     "send": {"enter"},

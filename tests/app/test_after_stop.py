@@ -3,12 +3,10 @@
 import pytest
 
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.wire import Cancel, Done, Load, Loaded, ModelInfo, Send, Text
-from tokamac.app.tui.hearing import IMPATIENT_S
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, DraftReturned, ReplyEnded, StartEngine, Step, TurnBegun
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.app.backend.protocol import Cancel, Done, Load, Loaded, ModelInfo, Send, Text
+from tokamac.app.chat.session import IMPATIENT_S, Session
+from tokamac.app.chat.steps import Ask, DraftReturned, EnginePhase, ReplyEnded, StartEngine, Step, TurnBegun
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
@@ -38,7 +36,7 @@ def stopping(clock: Clock) -> Session:
     session.submit("waited")
     assert session.stop() == [Ask(Cancel(1)), DraftReturned("waited")]
     assert session.submit("and now this") == []
-    assert session.phase is Phase.STOPPING
+    assert session.phase is EnginePhase.STOPPING
     return session
 
 

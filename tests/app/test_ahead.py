@@ -6,13 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tokamac.app.backend.answerer import pricer
-from tokamac.app.backend.child import Child
+from tokamac.app.backend.child import Child, pricer
 from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.requests import Asker
-from tokamac.app.backend.scenarios import SCENARIOS
-from tokamac.app.backend.scripted import ScriptedEngine
-from tokamac.app.backend.wire import (
+from tokamac.app.backend.protocol import (
+    Asker,
     AskPrice,
     Done,
     Failed,
@@ -29,14 +26,14 @@ from tokamac.app.backend.wire import (
     Warm,
     encode,
 )
-from tokamac.app.tui import steps
-from tokamac.app.tui.ahead import LEAST_CHARACTERS, READY_TOKENS
-from tokamac.app.tui.session import Session
+from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
+from tokamac.app.chat import steps
+from tokamac.app.chat.background import LEAST_CHARACTERS, READY_TOKENS
+from tokamac.app.chat.session import Session
 from tokamac.engine.errors import ContextError, EngineClosedError
-from tokamac.engine.events import Message
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.events import Message, Price
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling, TemplateOptions
-from tokamac.engine.price import Price
 
 LONG = "a question with many words " * 20
 MUCH, LITTLE = Price(900, 800, 0, 2.1), Price(900, READY_TOKENS, 0, 0.1)

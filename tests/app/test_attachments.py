@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokamac.app.chat import attachments
+from tokamac.app.chat.attachments import AttachError, Draft, apart, attachment, is_long, joined, pasted, read_file
 from tokamac.app.sanitise import sanitise
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui import attach
-from tokamac.app.tui.attach import AttachError, read_file
-from tokamac.app.tui.attachments import Draft, apart, attachment, is_long, joined, pasted
-from tokamac.app.tui.completion import Finder, Naming, naming, ranked
+from tokamac.app.tui.widgets.prompt_input import Finder, Naming, naming, ranked
 
 NAMES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zs", "Zl", "Zp"]), min_size=1)
 TEXTS = st.text() | st.text("`\n ab")
@@ -103,7 +102,7 @@ def test_what_is_no_text_is_refused_by_name_and_at_once(tmp_path: Path, name: st
     (tmp_path / "folder").mkdir()
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / "latin.txt").write_bytes("grüße".encode("latin-1"))
-    (tmp_path / "large.txt").write_bytes(b"x" * (attach.LARGEST_TEXT_BYTES + 1))
+    (tmp_path / "large.txt").write_bytes(b"x" * (attachments.LARGEST_TEXT_BYTES + 1))
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listening:
         here = Path.cwd()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiny import make_tiny
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess, Garbled, child_command
-from tokamac.app.backend.wire import (
+from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
     Cancel,
@@ -36,8 +36,8 @@ from tokamac.app.backend.wire import (
     Warm,
     encode,
 )
-from tokamac.engine.durable import FLUSH_S
 from tokamac.engine.events import Message
+from tokamac.engine.files import FLUSH_S
 from tokamac.engine.options import Sampling
 
 PATIENCE_S = 20.0

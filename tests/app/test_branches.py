@@ -12,12 +12,11 @@ from textual.widgets import Tree as TreeView
 from textual.widgets.tree import TreeNode
 
 from tests.app.conftest import PATIENCE_S, Chat
-from tokamac.app.backend.wire import AskPrice, Request
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.branches import BranchesScreen, fill
-from tokamac.app.tui.tree import Tree
-from tokamac.engine.price import Price
+from tokamac.app.backend.protocol import AskPrice, Request
+from tokamac.app.chat.conversation import Reply, Tree
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.screens.chats import BranchesScreen, fill
+from tokamac.engine.events import Price
 
 Start = Callable[..., Any]
 
@@ -86,7 +85,7 @@ def test_a_thousand_versions_deep_is_no_matter() -> None:
 
 async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
     async with chat("fast", size=(100, 40)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("f6")
         await c.until(lambda: "nothing to see yet" in c.notices)
         await c.ask("one")
@@ -108,7 +107,7 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
 async def test_each_version_says_what_going_on_there_would_take_and_so_does_the_line_of_a_message(chat: Start) -> None:
     long = "word " * 799 + "word"  # a thousand of the scripted tokens
     async with chat("fast", size=(120, 40)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask(long)
         await edited(c, long, "short")
         await c.pilot.press("f6")
@@ -151,20 +150,20 @@ async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monke
         bridge = c.app.chat.bridge
         ask = bridge.ask
         monkeypatch.setattr(bridge, "ask", lambda request: (asked.append(request), ask(request)))
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("one")
         await stopped(c)
         await written_anew(c, "one", "two")
         await stopped(c)
         await c.send("three")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         asked.clear()
         await c.pilot.press("f6")
         await c.until(lambda: "○ you ‹1 of 2›  one" in c.screen_text())
         screen = c.app.screen
         assert isinstance(screen, BranchesScreen)
         screen._look()  # as it does now and then
-        assert c.session.phase is Phase.DECODING
+        assert c.session.phase is EnginePhase.DECODING
         assert not any(isinstance(request, AskPrice) for request in asked)
         await stopped(c)
         await c.until(lambda: "○ you ‹1 of 2› · " in c.screen_text(), "it is asked for once the reply has ended")
@@ -174,7 +173,7 @@ async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monke
 @pytest.mark.parametrize("size", [(20, 5), (40, 12), (250, 80)])
 async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
     async with chat("fast", size=size) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.chat.perform(c.session.submit("hi"))
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         await c.pilot.press("f6")
@@ -203,7 +202,7 @@ def pointed(c: Chat) -> int | None:
 async def edited(c: Chat, old: str, new: str) -> None:
     """Write the last prompt anew, and wait for its reply."""
     await written_anew(c, old, new)
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
 
 
 async def written_anew(c: Chat, old: str, new: str) -> None:
@@ -217,6 +216,6 @@ async def written_anew(c: Chat, old: str, new: str) -> None:
 
 async def stopped(c: Chat) -> None:
     """Stop the reply once it is being written, and wait for its end."""
-    await c.phase(Phase.DECODING)
+    await c.phase(EnginePhase.DECODING)
     c.app.chat.perform(c.session.stop())
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)

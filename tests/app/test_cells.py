@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tokamac.app.tui.cells import end_of
+from tokamac.app.tui.theme import end_of
 
 NAMES = st.text(st.sampled_from("abc-/模型🙂"), max_size=30)
 

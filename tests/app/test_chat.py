@@ -13,10 +13,10 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from tests.tiny import make_tiny
 from tokamac.app.backend import client
-from tokamac.app.tui import clipboard
-from tokamac.app.tui.keys import teach_alt_enter
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.messages import ReplyMessage, UserMessage
+from tokamac.app.chat import external_programs
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.app import teach_alt_enter
+from tokamac.app.tui.markdown.turns import ReplyMessage, UserMessage
 from tokamac.app.tui.screens.help import HelpScreen
 from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.settings import SettingsScreen
@@ -30,12 +30,12 @@ async def test_it_paints_before_the_model_is_loaded(chat: Start) -> None:
         assert "Nothing leaves it" in c.screen_text()
         await c.until(lambda: c.session.loading is not None)
         await c.until(lambda: "loading slow-load" in c.screen_text(), "progress")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
 
 
 async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         text = await c.ask("Why is decode slow?")
         assert "every weight once per token" in text
         assert text.splitlines()[-1].strip().endswith("· /explain")
@@ -64,7 +64,7 @@ async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
         await c.send("hi")
         await c.until(lambda: c.session.live and c.session.live.metrics.generated_tokens > 3)
         await c.pilot.press("escape")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         text = c.shown(c.replies[-1])
         assert "stopped" in text
         assert "Deco" in text
@@ -103,7 +103,7 @@ def test_alt_enter_of_a_plain_terminal_is_known() -> None:
 
 async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("a", "enter", "b", "ctrl+j", "c")
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         assert c.prompt.text == "b\nc"
@@ -111,7 +111,7 @@ async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
 
 async def test_enter_sends(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("h", "i", "enter")
         await c.until(lambda: c.session.turns and c.session.turns[0].prompt == "hi")
 
@@ -127,7 +127,7 @@ async def test_the_prompt_grows_and_stops_growing(chat: Start) -> None:
 
 async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.type("  \n ")
         await c.pilot.press("enter")
         assert not c.session.turns
@@ -137,7 +137,7 @@ async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
 async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) -> None:
     async with chat("steady") as c:
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.send("two")
         await c.until(lambda: [draft.text for draft in c.session.queued] == ["two"])
         await c.until(lambda: "1 prompt waits" in c.screen_text())
@@ -164,7 +164,7 @@ async def test_prefill_shows_how_much_is_left(chat: Start) -> None:
         await c.until(lambda: c.session.prefill and c.session.prefill.done > 2000)
         await c.until(lambda: "tokens ·" in c.screen_text() and " s left" in c.screen_text(), "an ETA")
         await c.pilot.press("escape")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
 
 
 async def test_the_readers_scroll_is_not_moved(chat: Start) -> None:
@@ -209,12 +209,12 @@ async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
         await c.send("hi")
         await c.until(lambda: "Starting it again" in c.notices, "a notice")
         assert "scripted: the engine dies" in c.notices
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         text = c.shown(c.replies[-1])
         assert "lost with the engine" in text
         assert "Deco" in text
         await c.send("again")
-        await c.phase(Phase.FAILED)
+        await c.phase(EnginePhase.FAILED)
         assert "when you send a prompt" in c.notices
         assert [turn.prompt for turn in c.session.turns] == ["hi", "again"]
 
@@ -234,13 +234,13 @@ async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: S
         assert isinstance(c.app.screen, ModelScreen)
         c.app.screen.query_one(Input).value = "fast"
         await c.pilot.press("enter")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.prompt.text == "draft"
 
 
 async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         for model, kept in (("missing", False), ("steady", True)):
             await c.pilot.press("ctrl+o")
             await c.pilot.pause()
@@ -254,7 +254,7 @@ async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path:
 
 async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("ctrl+t")
         await c.pilot.pause()
         screen = c.app.screen
@@ -268,7 +268,7 @@ async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> Non
         screen.query_one("#temperature", Input).value = "0.5"
         screen.query_one("#key_bits", Input).value = "8"
         await c.pilot.press("enter")
-        await c.until(lambda: c.session.load.kv.key_bits == 8 and c.session.phase is Phase.IDLE)
+        await c.until(lambda: c.session.load.kv.key_bits == 8 and c.session.phase is EnginePhase.IDLE)
         assert c.session.sampling.temperature == 0.5
         written = (tmp_path / "settings.toml").read_text()
         assert "temperature = 0.5" in written
@@ -308,7 +308,7 @@ async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None
 
 
 async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipboard, "_tool", lambda: None)
+    monkeypatch.setattr(external_programs, "_tool", lambda: None)
     async with chat("fast") as c:
         await c.pilot.press("ctrl+c")
         await c.until(lambda: "Nothing is selected" in c.notices)
@@ -325,20 +325,20 @@ async def test_an_engine_that_cannot_be_started_is_said(
     monkeypatch.setattr(client, "child_command", lambda **_: [str(tmp_path / "nothing")])
     async with chat("fast") as c:
         await c.until(lambda: "could not be started" in c.notices)
-        await c.phase(Phase.FAILED)
+        await c.phase(EnginePhase.FAILED)
 
 
 async def test_a_log_that_can_not_be_written_is_said_and_the_engine_runs(chat: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with chat("fast", log_path=tmp_path / "file" / "engine.log") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.notices.count("The engine's log is not kept") == 1
 
 
 async def test_new_chat_forgets_the_conversation(chat: Start) -> None:
     async with chat("steady") as c:
         await c.send("hi")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.pilot.press("ctrl+n")
         await c.pilot.pause()
         assert "Nothing leaves it" in c.screen_text()
@@ -381,7 +381,7 @@ async def test_a_rolling_context_shows_what_rolled_out(chat: Start) -> None:
 async def test_resizing_while_a_reply_streams(chat: Start) -> None:
     async with chat("steady", size=(120, 40)) as c:
         await c.send("hi")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         for size in ((20, 5), (60, 15), (200, 50), (90, 24)):
             await c.pilot.resize_terminal(*size)
         await c.until(lambda: c.session.turns[-1].reply)
@@ -401,7 +401,7 @@ async def test_other_themes(chat: Start, theme: str, tmp_path: Path) -> None:
 async def test_quit_ends_the_child(chat: Start) -> None:
     async with chat("steady") as c:
         await c.send("hi")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.pilot.press("ctrl+q")
         assert c.app.return_code == 0
 
@@ -409,7 +409,7 @@ async def test_quit_ends_the_child(chat: Start) -> None:
 @pytest.mark.e2e
 async def test_the_real_engine_and_the_embedded_model(chat: Start) -> None:
     async with chat("guide", scripted=False) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert await c.ask("Which key stops a reply?")
         reply = c.session.turns[-1].reply
         assert reply.text
@@ -427,7 +427,7 @@ async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) ->
         assert c.session.turns[1].reply.metrics.cached_tokens > 0
         c.session.sampling = Sampling(temperature=0.0)
         await c.send("on and on")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         c.app.chat.do("stop")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.turns[2].reply.ending == "cancelled"

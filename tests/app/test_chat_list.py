@@ -12,10 +12,10 @@ from textual import events
 from textual.widgets import Input, OptionList
 
 from tests.app.conftest import Chat
+from tokamac.app.chat.actions import Keymap
+from tokamac.app.chat.listing import ChatMatches, Library
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.store import Store
-from tokamac.app.tui.keymap import Keymap
-from tokamac.app.tui.listing import Found, Library
 from tokamac.app.tui.screens.chats import ChatsScreen
 
 Start = Callable[..., Any]
@@ -40,7 +40,7 @@ class Slow(Library):
     asked: list[str] = field(default_factory=list)
     answers: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def find(self, text: str) -> Found:
+    def find(self, text: str) -> ChatMatches:
         found = super().find(text)
         self.asked.append(text)
         assert self.answers.acquire(timeout=60)

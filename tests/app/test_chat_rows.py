@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from tokamac.app.store.values import Chat, Hit
-from tokamac.app.tui.chat_rows import chat_row, hit_row
+from tokamac.app.store.values import Hit, StoredChat
+from tokamac.app.tui.screens.chats import chat_row, hit_row
 from tokamac.engine.events import Role
 
 ID = "0123456789ab"
 
 
-def chat(title: str, model: str = "org/model") -> Chat:
+def chat(title: str, model: str = "org/model") -> StoredChat:
     """A chat of this title."""
-    return Chat(ID, title, "words", 0.0, 0.0, model)
+    return StoredChat(ID, title, "words", 0.0, 0.0, model)
 
 
 @pytest.mark.parametrize(

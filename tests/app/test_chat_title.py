@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.app.conftest import Chat
 from tests.app.terminal_output import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
-from tokamac.app.tui.listing import Library
+from tokamac.app.chat.listing import Library
+from tokamac.app.tui.app import RESTORE, SAVE, entitled
 from tokamac.app.tui.screens.chats import ChatsScreen
-from tokamac.app.tui.terminal_title import RESTORE, SAVE, entitled
 
 Start = Callable[..., Any]
 

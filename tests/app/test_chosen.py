@@ -10,13 +10,13 @@ import pytest
 
 from tests.cli.plain_chat import piped
 from tokamac.app import settings
-from tokamac.app.backend.requests import Load
+from tokamac.app.backend.protocol import Load
+from tokamac.app.chat.models import lasting
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import CHAT_KV, Settings
-from tokamac.app.tui.models import lasting
-from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.actions import model as wishes
 from tokamac.app.tui.run import ChatOptions, begin
 from tokamac.app.tui.screens.settings import Chosen
-from tokamac.app.tui.wishes import model as wishes
 from tokamac.engine.options import KVSpec, Sampling
 
 Start = Callable[..., Any]
@@ -32,11 +32,11 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
     chat: Start, tmp_path: Path, model: str, remembered: KVSpec
 ) -> None:
     async with chat(model) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
-        assert c.session.phase is Phase.LOADING
+        assert c.session.phase is EnginePhase.LOADING
         assert kept(tmp_path) == CHAT_KV
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.load.kv == remembered
         assert kept(tmp_path) == remembered
     assert settings.load(tmp_path / "settings.toml").settings.unload_after_min == 7
@@ -44,28 +44,28 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 
 async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
-        assert c.session.phase is Phase.LOADING
-        await c.phase(Phase.IDLE)
+        assert c.session.phase is EnginePhase.LOADING
+        await c.phase(EnginePhase.IDLE)
         assert c.session.load.memory == 3_500_000_000
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb == 3.5
 
 
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
-        assert c.session.phase is Phase.IDLE
+        assert c.session.phase is EnginePhase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
 
 
 async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", kv=PACKED) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert kept(tmp_path) == CHAT_KV  # flags are for one run
         wishes._take(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
-        assert c.session.phase is Phase.IDLE
+        assert c.session.phase is EnginePhase.IDLE
         assert kept(tmp_path) == PACKED
 
 
@@ -94,7 +94,7 @@ async def test_a_folder_is_remembered_by_its_whole_path(
     begun = begin(ChatOptions(model="./models/mine", settings_path=tmp_path / "settings.toml"))
     assert begun.session.load.model == whole
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         wishes.take_model(c.app.chat, "models/mine")
         assert (c.app.chat.picked, c.session.load.model) == (whole, whole)
 
@@ -111,10 +111,10 @@ def test_another_model_is_checked_and_has_the_adapter_that_the_settings_have_for
 async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(chat: Start, tmp_path: Path) -> None:
     settings.save(tmp_path / "settings.toml", Settings(adapters={"guide": "poems"}))
     async with chat("fast", unchecked=True, adapter="letters") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert (c.session.load.unchecked, c.session.load.adapter) == (True, "letters")
         wishes.load_model(c.app.chat, "guide")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert (c.session.load.unchecked, c.session.load.adapter) == (False, "poems")
 
 
@@ -123,13 +123,13 @@ async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Star
         return settings.load(tmp_path / "settings.toml").settings.adapters
 
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         wishes.adapter(c.app.chat, "org/letters")
         assert held() == {}
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.load.adapter == "org/letters"
         assert held() == {"fast": "org/letters"}
         wishes.adapter(c.app.chat, "none")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.load.adapter is None
         assert held() == {}

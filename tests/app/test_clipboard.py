@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokamac.app.tui import clipboard
+from tokamac.app.chat import external_programs
 
 Start = Callable[..., Any]
 TEXT = "naïve\ttabs\r\nand lines 🙂"
@@ -18,14 +18,14 @@ TEXT = "naïve\ttabs\r\nand lines 🙂"
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the terminal is sent, beside rows."""
-    monkeypatch.setattr(clipboard, "_tool", lambda: None)
+    monkeypatch.setattr(external_programs, "_tool", lambda: None)
     monkeypatch.delenv("TMUX", raising=False)
     return []
 
 
 async def copied(c: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setattr(c.app._driver, "write", sent.append)
-    return clipboard.copy_text(c.app, TEXT, folder)
+    return external_programs.copy_text(c.app, TEXT, folder)
 
 
 def asked_for(sequence: str) -> str:
@@ -39,7 +39,7 @@ async def test_the_terminal_and_a_private_file_get_the_text_exactly(
 ) -> None:
     async with chat("fast") as c:
         said = await copied(c, written, monkeypatch, tmp_path / "home")
-    file = tmp_path / "home" / clipboard.FILE
+    file = tmp_path / "home" / external_programs.FILE
     assert f"Copied {len(TEXT)} characters through the terminal (OSC 52)" in said
     assert str(file) in said
     assert [asked_for(sequence) for sequence in written if "]52" in sequence] == [TEXT]
@@ -65,13 +65,13 @@ async def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_s
 ) -> None:
     precious = tmp_path / "precious.txt"
     precious.write_text("mine")
-    (tmp_path / clipboard.FILE).symlink_to(precious)
+    (tmp_path / external_programs.FILE).symlink_to(precious)
     async with chat("fast") as c:
         await copied(c, written, monkeypatch, tmp_path)
         assert precious.read_text() == "mine"
-        assert (tmp_path / clipboard.FILE).read_bytes().decode() == TEXT
-        (tmp_path / clipboard.FILE).unlink()
-        (tmp_path / clipboard.FILE).mkdir()
+        assert (tmp_path / external_programs.FILE).read_bytes().decode() == TEXT
+        (tmp_path / external_programs.FILE).unlink()
+        (tmp_path / external_programs.FILE).mkdir()
         said = await copied(c, written, monkeypatch, tmp_path)
     assert "could not be written" in said
 
@@ -84,6 +84,6 @@ def test_pbcopy_is_told_that_it_gets_utf_8_whatever_the_locale(tmp_path: Path, m
     monkeypatch.setenv("LC_ALL", "C")
     for name in ("WAYLAND_DISPLAY", "SSH_CONNECTION", "LC_CTYPE"):
         monkeypatch.delenv(name, raising=False)
-    assert clipboard.copy_by_tool(TEXT) == "pbcopy"
+    assert external_programs.copy_by_tool(TEXT) == "pbcopy"
     assert (tmp_path / "locale").read_text() == ",UTF-8"
     assert (tmp_path / "copied").read_bytes().decode() == TEXT

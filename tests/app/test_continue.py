@@ -7,17 +7,14 @@ import pytest
 
 from tests.app.conftest import Chat
 from tests.app.test_session import LOADED, Clock, asked, done, kinds
-from tokamac.app.backend.scenarios import SCENARIOS
-from tokamac.app.backend.wire import AskPrice, Cancel, Load, Loaded, ModelInfo, Priced, Send, Text
+from tokamac.app.backend.protocol import AskPrice, Cancel, Load, Loaded, ModelInfo, Priced, Send, Text
+from tokamac.app.backend.scripted import SCENARIOS
+from tokamac.app.chat.conversation import Reply, Tree
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, EnginePhase, Moved, Notice, Step, TurnBegun
 from tokamac.app.store.store import Store
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, Moved, Notice, Step, TurnBegun
-from tokamac.app.tui.tree import Tree
-from tokamac.engine.events import Message
+from tokamac.engine.events import Message, Price
 from tokamac.engine.options import Sampling
-from tokamac.engine.price import Price
 
 Start = Callable[..., Any]
 
@@ -106,7 +103,7 @@ def test_what_can_not_be_continued_is_said_and_nothing_is_sent(ready: Session, r
     steps = ready.continue_reply()
     assert why in said(steps)
     assert kinds(steps) == [Notice]
-    assert ready.phase is Phase.IDLE
+    assert ready.phase is EnginePhase.IDLE
 
 
 @pytest.mark.parametrize(
@@ -185,7 +182,7 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
     whole = SCENARIOS["fast"].answer
     cut = Sampling(max_tokens=12)
     async with chat("fast", sampling=cut) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         begun = c.session.turns[-1].reply
         assert begun is not None
@@ -194,14 +191,14 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
         await c.until(lambda: "go on: " in c.screen_text(), "prices")
         c.session.sampling = Sampling()
         await c.pilot.press("g")
-        await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].reply_place == (2, 2))
+        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
         assert c.session.turns[-1].reply is not None
         assert c.session.turns[-1].reply.text == whole
         assert "Decode reads" in c.shown(c.replies[-1])
         await c.pilot.press("tab", "[")  # the box has had the keys since
         await c.until(lambda: c.session.turns[-1].reply_place == (1, 2))
         await c.send("/continue")
-        await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].reply_place == (3, 3))
+        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
     with Store.open(tmp_path / "chats" / "chats.db") as store:
         latest = store.latest()
         assert latest is not None
@@ -213,7 +210,7 @@ async def test_what_is_continued_is_stored_with_its_beginning_before_anything_ne
     chat: Start, tmp_path: Any
 ) -> None:
     async with chat("slow", sampling=Sampling(max_tokens=2)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         c.session.sampling = Sampling()
         await c.send("/continue")
@@ -235,10 +232,10 @@ async def test_the_embedded_guide_goes_on_word_for_word(chat: Start) -> None:
         assert whole.ending == "stop"
         c.session.sampling = Sampling(temperature=0, max_tokens=6)
         c.app.chat.do("regenerate")
-        await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].reply_place == (2, 2))
+        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
         c.session.sampling = Sampling(temperature=0)
         c.app.chat.do("continue")
-        await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].reply_place == (3, 3))
+        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
         went_on = c.session.turns[-1].reply
         assert went_on is not None
         assert went_on.text == whole.text
@@ -247,4 +244,4 @@ async def test_the_embedded_guide_goes_on_word_for_word(chat: Start) -> None:
 
 
 async def _loaded(c: Chat) -> None:
-    await c.until(lambda: c.session.phase is Phase.IDLE, "the guide is loaded")
+    await c.until(lambda: c.session.phase is EnginePhase.IDLE, "the guide is loaded")

@@ -9,8 +9,8 @@ import pytest
 from textual.widgets import Input, OptionList
 
 from tests.app.conftest import Chat
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
-from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.chats import ChatsScreen
 
 Start = Callable[..., Any]
@@ -29,7 +29,7 @@ def kept(tmp_path: Path) -> Callable[[], Any]:
 
 
 async def ready(c: Chat) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
 
 
@@ -41,7 +41,7 @@ async def test_a_prompt_is_stored_before_its_reply_is_and_the_reply_with_its_fig
         _, messages = kept()
         assert [(m.role, m.state) for m in messages] == [("user", "complete"), ("assistant", "partial")]
         await c.pilot.press("escape")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         stored, messages = kept()
         assert stored.title == "What is decode?"
         assert [(m.role, m.state) for m in messages] == [("user", "complete"), ("assistant", "stopped")]
@@ -104,7 +104,7 @@ async def test_an_edit_stands_beside_and_the_versions_are_walked_by_keys(chat: S
         c.prompt.text = "two, but better"
         await c.pilot.press("enter")
         await c.until(lambda: [t.prompt for t in c.session.turns] == ["one", "two, but better"])
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "‹ 2 of 2 ›" in c.screen_text())
         await c.pilot.press("tab", "[")
         await c.until(lambda: [t.prompt for t in c.session.turns] == ["one", "two"])
@@ -197,7 +197,7 @@ async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) 
         c.prompt.text = "about cherries"
         await c.pilot.press("enter")
         await c.until(lambda: [t.prompt for t in c.session.turns] == ["about cherries"])
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("ctrl+n", "ctrl+l")
         await c.until(lambda: listed(c))
         await c.pilot.press(*"bananas")

@@ -17,12 +17,21 @@ from textual.app import App
 from textual.widgets import Button, Input, Select, Static
 
 from tests.tiny import make_tiny
-from tokamac.app.backend.conversion import Converted, LineError, Planned, Quality, Refused, Stage, decode
-from tokamac.app.backend.converter import Converter, Ended, converter_command
-from tokamac.app.tui.converting import BITS, Phase, Standing, Wish, plan_text, result_text
-from tokamac.app.tui.phase import Phase as ChatPhase
-from tokamac.app.tui.screens.convert import ConvertScreen
-from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.backend.subprocess import (
+    ConvertedLine,
+    Converter,
+    Ended,
+    LineError,
+    Planned,
+    QualityLine,
+    Refused,
+    StageLine,
+    converter_command,
+    decode,
+)
+from tokamac.app.chat.jobs import BITS, ConversionPhase, Standing, Wish, plan_text, result_text
+from tokamac.app.chat.steps import EnginePhase as ChatPhase
+from tokamac.app.tui.screens.model import ConvertScreen, ModelScreen
 
 SCREENS = Path(sys.modules[ConvertScreen.__module__].__file__ or "").parent
 
@@ -110,7 +119,7 @@ class Dialog:
             assert time.monotonic() < deadline, f"never: {what}; {self.screen.standing.phase} {self.text('#problem')}"
             await asyncio.sleep(0.01)
 
-    async def phase(self, phase: Phase) -> None:
+    async def phase(self, phase: ConversionPhase) -> None:
         await self.until(lambda: self.screen.standing.phase is phase, phase.name)
 
 
@@ -159,7 +168,7 @@ def test_the_bits_offered_are_those_that_convert_takes() -> None:
 
 def test_lines_are_read_strictly() -> None:
     assert isinstance(decode(json.dumps(PLAN).encode()), Planned)
-    assert isinstance(decode(json.dumps(DONE).encode()), Converted)
+    assert isinstance(decode(json.dumps(DONE).encode()), ConvertedLine)
     for wrong in (
         b"", b"[]", b"null", b"{}", b'{"event":"unknown"}', b'{"event":["plan"]}', b'{"event":"error","error":1,"hint":""}',
         json.dumps({**DONE, "seconds": "long"}).encode(), json.dumps({**PLAN, "more": 1}).encode(), b"\xff", b"[" * 100_000,
@@ -169,14 +178,14 @@ def test_lines_are_read_strictly() -> None:
 
 
 def test_what_the_quality_of_a_conversion_says_is_what_is_read() -> None:
-    from tokamac.quant.divergence import Quality as Measured
     from tokamac.quant.report import Outcome
+    from tokamac.quant.report import Quality as Measured
 
     measured = Measured(0.5, 0.01, 0.9, 9.0, 0.1, 9.9, 0.1, 1.1, 0.01, 255)
     for outcome in (Outcome(4.5), Outcome(4.5, 0.08, measured, (0.1, None)), Outcome(4.5, unable="no tokenizer")):
         found = decode(json.dumps({**DONE, "quality": outcome.to_json()}).encode())
-        assert isinstance(found, Converted)
-        assert isinstance(found.quality, Quality)
+        assert isinstance(found, ConvertedLine)
+        assert isinstance(found.quality, QualityLine)
         assert found.quality.concerns == outcome.concerns
 
 
@@ -188,11 +197,11 @@ def test_the_time_left_is_that_of_the_stage_at_hand() -> None:
     now = [100.0]
     at = standing(now)
     at.begin(dry_run=False)
-    at.take(Stage("calibrating", 1, 4, "steps", None))
+    at.take(StageLine("calibrating", 1, 4, "steps", None))
     now[0] = 130.0
-    at.take(Stage("converting", 0, 1000, "bytes", 5_000_000))
+    at.take(StageLine("converting", 0, 1000, "bytes", 5_000_000))
     now[0] = 140.0
-    at.take(Stage("converting", 250, 1000, "bytes", 5_000_000))
+    at.take(StageLine("converting", 250, 1000, "bytes", 5_000_000))
     assert "25 %" in at.text()
     assert "30 s left" in at.text()
     assert "5.00 MB" in at.text()
@@ -202,10 +211,10 @@ def test_nothing_is_promised_before_there_is_a_rate() -> None:
     now = [0.0]
     at = standing(now)
     at.begin(dry_run=False)
-    at.take(Stage("converting", 0, 1000, "bytes", None))
+    at.take(StageLine("converting", 0, 1000, "bytes", None))
     now[0] = 50.0
     assert "left" not in at.text()
-    at.take(Stage("downloading", 5_000, None, "bytes", None))
+    at.take(StageLine("downloading", 5_000, None, "bytes", None))
     assert "5.00 kB" in at.text()
 
 
@@ -238,7 +247,7 @@ def test_unknown_prints_as_unknown() -> None:
     plan = decode(json.dumps({**PLAN, "seconds": None}).encode())
     done = decode(json.dumps({**DONE, "quality": None}).encode())
     assert isinstance(plan, Planned)
-    assert isinstance(done, Converted)
+    assert isinstance(done, ConvertedLine)
     assert "unknown" in plan_text(plan)
     assert "unknown → unknown" in result_text(done, None)
     assert "Not compared" in result_text(done, None)
@@ -253,7 +262,7 @@ async def test_the_plan_comes_first_and_says_what_was_asked(dialog: Open) -> Non
         d.screen.query_one("#output", Input).value = "small"
         d.screen.query_one("#source", Input).focus()
         await pilot.press("enter")
-        await d.phase(Phase.PLANNED)
+        await d.phase(ConversionPhase.PLANNED)
         said = d.text("#said")
         assert "--dry-run" in said
         assert "--bits=3" in said
@@ -268,16 +277,16 @@ async def test_the_plan_comes_first_and_says_what_was_asked(dialog: Open) -> Non
 async def test_another_wish_takes_the_plan_away(dialog: Open) -> None:
     async with dialog("org/model") as (d, _):
         d.press("#plan")
-        await d.phase(Phase.PLANNED)
+        await d.phase(ConversionPhase.PLANNED)
         d.screen.query_one("#target_bpw", Input).value = "4.5"
-        await d.phase(Phase.FORM)
+        await d.phase(ConversionPhase.FORM)
         assert d.text("#said") == ""
 
 
 async def test_it_converts_and_the_result_is_used_at_once(dialog: Open) -> None:
     async with dialog("good") as (d, _):
         d.press("#convert")
-        await d.phase(Phase.DONE)
+        await d.phase(ConversionPhase.DONE)
         said = d.text("#said")
         assert "8.00 MB → 2.00 MB" in said
         assert "12.0 tok/s → unknown" in said
@@ -296,7 +305,7 @@ async def test_stop_interrupts_and_says_that_it_goes_on_from_there(dialog: Open)
         assert "25 %" in d.text("#said")
         assert all(box.disabled for box in d.screen.query(Input))
         await pilot.press("escape")  # stops first, closes then
-        await d.phase(Phase.FORM)
+        await d.phase(ConversionPhase.FORM)
         assert "goes on from there" in d.text("#problem")
         await pilot.press("escape")
         await d.until(lambda: d.results, "the end")
@@ -311,7 +320,7 @@ async def test_a_refusal_is_told(dialog: Open, source: str, said: str) -> None:
     async with dialog(source) as (d, _):
         d.press("#plan")
         await d.until(lambda: said in d.text("#problem"), "the reason")
-        await d.phase(Phase.FORM)
+        await d.phase(ConversionPhase.FORM)
 
 
 async def test_a_process_that_dies_is_told(dialog: Open) -> None:
@@ -323,7 +332,7 @@ async def test_a_process_that_dies_is_told(dialog: Open) -> None:
 async def test_a_line_that_is_not_understood_does_not_end_it(dialog: Open) -> None:
     async with dialog("garbled") as (d, _):
         d.press("#convert")
-        await d.phase(Phase.DONE)
+        await d.phase(ConversionPhase.DONE)
         assert "not understood" in d.text("#problem")
 
 
@@ -331,7 +340,7 @@ async def test_without_a_model_nothing_is_begun(dialog: Open) -> None:
     async with dialog(" ") as (d, pilot):
         d.press("#plan")
         await pilot.pause()
-        assert d.screen.standing.phase is Phase.FORM
+        assert d.screen.standing.phase is ConversionPhase.FORM
 
 
 async def test_leaving_the_app_leaves_no_process(dialog: Open) -> None:
@@ -356,7 +365,7 @@ async def test_a_process_that_ignores_the_interruption_is_ended(tmp_path: Path) 
     script.write_text(CHILD)
     converter, seen = Converter([sys.executable, str(script)]), []
     running = asyncio.create_task(converter.run(Wish("deaf").arguments(dry_run=False), seen.append))
-    while not any(isinstance(line, Stage) and line.stage == "deaf" for line in seen):
+    while not any(isinstance(line, StageLine) and line.stage == "deaf" for line in seen):
         await asyncio.sleep(0.01)
     await converter.interrupt(grace_s=0.1)
     assert (await running).status == -9
@@ -394,11 +403,11 @@ async def test_the_real_command_plans_converts_and_says_the_result(tmp_path: Pat
         screen.query_one("#output", Input).value = str(tmp_path / "small")
         await pilot.pause()
         d.press("#plan")
-        await d.phase(Phase.PLANNED)
+        await d.phase(ConversionPhase.PLANNED)
         assert "embedding" in d.text("#said")
         assert not (tmp_path / "small").exists()
         d.press("#convert")
-        await d.phase(Phase.DONE)
+        await d.phase(ConversionPhase.DONE)
         assert "bits per weight" in d.text("#said")
         assert (tmp_path / "small" / "config.json").exists()
         d.press("#use")

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from tests.app.test_session import Clock
-from tokamac.app.backend.answerer import counter
+from tokamac.app.backend.child import counter
 from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.scenarios import SCENARIOS
-from tokamac.app.backend.scripted import ScriptedEngine
-from tokamac.app.backend.wire import AskCount, Counted, Load, Loaded, ModelInfo, Reply
+from tokamac.app.backend.protocol import AskCount, Counted, Load, Loaded, ModelInfo, Reply
+from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
+from tokamac.app.chat.attachments import whole
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, EnginePhase, Step
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.attachments import whole
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, Step
 from tokamac.engine import Engine
 from tokamac.engine.errors import EngineClosedError
 from tokamac.engine.options import Sampling
@@ -120,12 +118,12 @@ async def test_the_chip_tells_characters_while_nothing_can_count_then_tokens(
     monkeypatch.chdir(tmp_path)
     tokens = -(-len(whole("", (Attachment("notes.md", "word " * 500, "markdown"),))) // 4)
     async with chat("slow") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("hi")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         c.app.chat.do("attach", "notes.md")
         await c.until(lambda: "+ notes.md 2,500 characters" in c.screen_text(), "the characters")
-        assert c.session.phase is Phase.DECODING
+        assert c.session.phase is EnginePhase.DECODING
         c.app.chat.perform(c.session.stop())
         await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")
 
@@ -139,6 +137,6 @@ async def test_a_real_engine_counts_what_its_tokenizer_makes_of_it(
     with Engine.load("guide", prompt_cache=None) as engine:
         tokens = len(engine.tokenizer.encode(whole("", (Attachment("notes.md", text.strip("\n"), "markdown"),))))
     async with chat("guide", scripted=False) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.chat.do("attach", "notes.md")
         await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")

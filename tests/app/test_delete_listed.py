@@ -7,7 +7,7 @@ from textual.widgets import OptionList
 
 from tests.app.conftest import Chat
 from tests.app.test_deleting import deleted, kept
-from tokamac.app.tui.phase import Phase
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.screens.chats import ChatsScreen
 
 Start = Callable[..., Any]
@@ -100,7 +100,7 @@ async def test_while_a_reply_is_written_to_it_it_stays_and_it_is_told_why(chat: 
     async with chat("slow", size=(100, 30)) as c:
         await c.ready()
         await c.send("about pears")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         c.app.chat.do("chats")
         await c.until(lambda: len(rows(c)) == 1)
         c.app.screen.action_delete()

@@ -6,9 +6,9 @@ from typing import Any
 from textual.widgets import OptionList
 
 from tests.app.conftest import Chat
+from tokamac.app.chat.recording import LEFT
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.recording import LEFT
 from tokamac.app.tui.screens.chats import ChatsScreen
 
 Start = Callable[..., Any]
@@ -110,7 +110,7 @@ async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: S
         first = c.held
         await c.pilot.press("ctrl+n")
         await c.send("about pears")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.send("/delete")
         await c.until(lambda: "A reply is being written: wait, or stop it with Esc, then delete." in c.notices)
         await c.send(f"/delete {first}")

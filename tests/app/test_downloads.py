@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.app.backend.puller import Progress, Pulled, Refused, Removed, understood
-from tokamac.app.tui.downloads import Download, Downloads, Stage
+from tokamac.app.backend.subprocess import Pulled, PullProgress, PullRefused, Removed, understood
+from tokamac.app.chat.jobs import Download, Downloads, DownloadStage
 
 # What the child does is in the name of its model; it waits for a file of its own, and what it was asked is noted.
 CHILD = """
@@ -76,7 +76,7 @@ class Bench:
             await asyncio.sleep(0.01)
         raise AssertionError(self.downloads.all)
 
-    async def stage(self, model: str, stage: Stage) -> Download:
+    async def stage(self, model: str, stage: DownloadStage) -> Download:
         await self.until(lambda: (known := self.downloads.of(model)) is not None and known.stage is stage)
         found = self.downloads.of(model)
         assert found is not None
@@ -111,7 +111,7 @@ async def test_a_paused_one_goes_on_when_it_is_asked_to(bench: Bench) -> None:
     bench.downloads.start("org/slow")
     await bench.begun("org/slow")
     bench.downloads.pause("org/slow")
-    paused = await bench.stage("org/slow", Stage.PAUSED)
+    paused = await bench.stage("org/slow", DownloadStage.PAUSED)
     assert (paused.done, paused.total, paused.rate_bps) == (100, 1000, None)
     (bench.folder / "go").touch()
     bench.downloads.start("org/slow")
@@ -123,7 +123,11 @@ async def test_one_after_the_other_and_a_waiting_one_can_be_paused(bench: Bench)
     for name in ("org/slow", "org/second", "org/third"):
         bench.downloads.start(name)
     await bench.begun("org/slow")
-    assert [each.stage for each in bench.downloads.all] == [Stage.RUNNING, Stage.WAITING, Stage.WAITING]
+    assert [each.stage for each in bench.downloads.all] == [
+        DownloadStage.RUNNING,
+        DownloadStage.WAITING,
+        DownloadStage.WAITING,
+    ]
     bench.downloads.pause("org/second")
     (bench.folder / "go").touch()
     await bench.until(lambda: len(bench.ended) == 2)
@@ -136,7 +140,7 @@ async def test_what_is_cancelled_is_removed_from_the_disk(bench: Bench) -> None:
     bench.downloads.cancel("org/slow")
     await bench.until(lambda: not bench.downloads.all)
     assert bench.asked == ["--json -- pull org/slow", "--unfinished --json -- remove org/slow"]
-    assert [(each.stage, each.freed) for each in bench.ended] == [(Stage.CANCELLING, 5)]
+    assert [(each.stage, each.freed) for each in bench.ended] == [(DownloadStage.CANCELLING, 5)]
 
 
 async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
@@ -164,7 +168,7 @@ async def test_one_that_waits_again_has_what_arrived_removed(bench: Bench) -> No
     bench.downloads.start("org/slow")
     await bench.begun("org/slow")
     bench.downloads.pause("org/slow")
-    await bench.stage("org/slow", Stage.PAUSED)
+    await bench.stage("org/slow", DownloadStage.PAUSED)
     bench.downloads.start("org/slow-too")
     await bench.begun("org/slow-too")
     bench.downloads.start("org/slow")
@@ -175,20 +179,20 @@ async def test_one_that_waits_again_has_what_arrived_removed(bench: Bench) -> No
 
 async def test_a_removal_that_ends_without_a_word_is_no_success(bench: Bench) -> None:
     bench.downloads.cancel("org/crash")
-    failed = await bench.stage("org/crash", Stage.FAILED)
+    failed = await bench.stage("org/crash", DownloadStage.FAILED)
     assert failed.problem == "it broke"
 
 
 async def test_what_an_earlier_run_left_can_be_cancelled_and_a_refusal_is_told(bench: Bench) -> None:
     bench.downloads.cancel("org/kept")
-    failed = await bench.stage("org/kept", Stage.FAILED)
+    failed = await bench.stage("org/kept", DownloadStage.FAILED)
     assert failed.problem == "it can't be deleted. Check its permissions."
 
 
 @pytest.mark.parametrize(("model", "why"), [("org/full", "9.00 GB"), ("org/mute", "the hub is gone")])
 async def test_what_fails_says_why_and_can_be_tried_again(bench: Bench, model: str, why: str) -> None:
     bench.downloads.start(model)
-    failed = await bench.stage(model, Stage.FAILED)
+    failed = await bench.stage(model, DownloadStage.FAILED)
     assert why in failed.problem
     assert bench.ended == [failed]
     bench.downloads.start(model)
@@ -201,7 +205,7 @@ async def test_the_rate_is_that_of_the_last_seconds_and_the_rest_follows(bench: 
     take = bench.downloads._take
     for second, done in ((10, 1100), (20, 3100)):  # ten seconds at 100 bytes a second, then ten at 200
         bench.now = float(second)
-        take("org/slow", Progress(done, 7100))
+        take("org/slow", PullProgress(done, 7100))
     running = bench.downloads.of("org/slow")
     assert running is not None
     assert (running.rate_bps, running.left_s) == (200.0, 20.0)
@@ -209,4 +213,4 @@ async def test_the_rate_is_that_of_the_last_seconds_and_the_rest_follows(bench: 
 
 @given(st.binary(max_size=60) | st.dictionaries(st.text(max_size=8), st.none() | st.integers()).map(json.dumps))
 def test_no_line_of_the_child_breaks_the_reader(line: Any) -> None:
-    assert isinstance(understood(line), Progress | Pulled | Removed | Refused)
+    assert isinstance(understood(line), PullProgress | Pulled | Removed | PullRefused)

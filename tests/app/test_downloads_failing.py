@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.downloads import AGAIN, ARRIVED, Download, Downloads, Stage
-from tokamac.app.tui.model_rows import detail
-from tokamac.app.tui.screens.model import ModelScreen
-from tokamac.app.tui.shelf import Row
-from tokamac.app.tui.wishes.model import choose_model, take_model
-from tokamac.engine.hub_errors import ADVICE
+from tokamac.app.chat.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
+from tokamac.app.chat.models import ModelRow
+from tokamac.app.tui.actions.model import choose_model, take_model
+from tokamac.app.tui.screens.model import ModelScreen, detail
+from tokamac.engine.hub.download import ADVICE
 
 Start = Callable[..., Any]
 UNREACHABLE = "no connection to https://huggingface.co ([Errno -2] Name or service not known)"
@@ -37,7 +36,7 @@ async def failed(folder: Path, *lines: dict[str, Any], last: str = "") -> Downlo
     downloads.start("nope/nope", loads=True)
     await asyncio.wait_for(tasks[0], 60)
     (end,) = ended
-    assert end.stage is Stage.FAILED
+    assert end.stage is DownloadStage.FAILED
     return end
 
 
@@ -58,7 +57,7 @@ async def test_one_that_ends_without_a_reason_can_be_tried_again_too(tmp_path: P
 async def test_a_notice_names_the_whole_id_and_what_was_wrong(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
-        c.app.chat.stock._ended(Download("nope/nope", Stage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
+        c.app.chat.stock._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
         said = f"nope/nope: {UNREACHABLE}. Enter on it in the list tries again."
         await c.until(lambda: said in c.notices, "the notice")
 
@@ -90,5 +89,5 @@ async def failing(c: Chat) -> None:
 
 
 def test_the_list_says_the_same_of_the_row() -> None:
-    row = Row("nope/nope", "typed", download=Download("nope/nope", Stage.FAILED, problem=AGAIN))
+    row = ModelRow("nope/nope", "typed", download=Download("nope/nope", DownloadStage.FAILED, problem=AGAIN))
     assert str(detail(row, "")) == f"nope/nope\n{AGAIN}"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.app.tmux import Size, Tmux
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Message
+from tokamac.app.store.values import StoredMessage
 
 pytestmark = [
     pytest.mark.e2e,
@@ -38,7 +38,7 @@ class Home:
         ours = dict.fromkeys((*names, "TOKAMAC_DATA_DIR", "TOKAMAC_CACHE_DIR"), str(self.folder))
         return ours | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LC_ALL": "C.UTF-8"}
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[StoredMessage]:
         """The path that is read in the newest chat."""
         with closing(Store.open(self.folder / "chats" / "chats.db")) as store:
             newest = store.latest()

@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.app.conftest import Chat
 from tokamac.app.backend.client import Died
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.bridge import EngineSaid
-from tokamac.app.tui.phase import Phase
 
 Start = Callable[..., Any]
 
@@ -15,7 +15,7 @@ async def waiting_and_editing(c: Chat) -> None:
     """A reply runs, a prompt waits, a draft is written, and the prompt that is answered is edited."""
     await c.until(lambda: c.app.chat.recording is not None)
     await c.send("one")
-    await c.phase(Phase.DECODING)
+    await c.phase(EnginePhase.DECODING)
     await c.send("queued")
     await c.until(lambda: c.session.queued)
     await c.type("a draft")
@@ -28,7 +28,7 @@ async def test_a_prompt_that_comes_back_waits_for_the_end_of_the_edit(chat: Star
     async with chat("slow") as c:
         await waiting_and_editing(c)
         await c.pilot.press("escape")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert (c.prompt.text, c.session.queued) == ("one, but better", [])
         assert "after the edit" in c.notices
         await c.pilot.press("escape")
@@ -41,7 +41,7 @@ async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
         c.app.chat.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.life))
         await c.until(lambda: "Starting it again" in c.notices)
         assert c.prompt.text == "one, but better"
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("escape")
         assert c.prompt.text == "queued\n\na draft"
 
@@ -65,7 +65,7 @@ async def test_an_edit_that_was_not_sent_is_a_draft_the_next_time(chat: Start) -
 
 async def test_an_edit_that_changed_nothing_is_none(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await c.type("a draft")
@@ -78,7 +78,7 @@ async def test_an_edit_that_changed_nothing_is_none(chat: Start) -> None:
 
 async def two_edits(c: Chat) -> None:
     """A draft is written, the first message edited, and then, before that was sent, the second one."""
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
     await c.ask("one")
     await c.ask("two")
@@ -114,7 +114,7 @@ async def test_sending_the_second_edit_keeps_the_first(chat: Start) -> None:
         await two_edits(c)
         c.prompt.text = "two, too"
         c.prompt.submit()
-        await c.until(lambda: c.session.turns[-1].place == (2, 2) and c.session.phase is Phase.IDLE)
+        await c.until(lambda: c.session.turns[-1].place == (2, 2) and c.session.phase is EnginePhase.IDLE)
         assert (c.session.turns[-1].prompt, c.prompt.text) == ("two, too", "a draft")
         edit(c, 1)
         assert c.prompt.text == "one, but better"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokamac.app.tui.editor import EditorError, edit_text, editor_command
+from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
 
 
 @pytest.fixture

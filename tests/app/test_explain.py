@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Static
 
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.explanation import explanation, shares
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.explain import ExplainScreen
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.screens.figure import ExplainScreen, explanation, shares
 from tokamac.app.tui.screens.whatif import WhatIfScreen
-from tokamac.engine.limits.gaps import Outlier
+from tokamac.engine.metrics import Outlier
 
 Start = Callable[..., Any]
 
@@ -33,7 +32,7 @@ async def explain(chat: Any) -> None:
 @pytest.mark.parametrize("size", [(120, 36), (60, 20), (40, 12)])
 async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start, size: tuple[int, int]) -> None:
     async with chat("steady", size=size) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("Why?")
         await explain(c)
         text = text_of(c)
@@ -52,7 +51,7 @@ async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start, 
 
 async def test_earlier_replies_are_explained_too(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await c.ask("two")
         await explain(c)
@@ -66,7 +65,7 @@ async def test_earlier_replies_are_explained_too(chat: Start) -> None:
 
 async def test_without_a_reply_it_says_so(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("f2")
         assert not isinstance(c.app.screen, ExplainScreen)
         assert "no reply to explain" in c.notices
@@ -74,7 +73,7 @@ async def test_without_a_reply_it_says_so(chat: Start) -> None:
 
 async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -> None:
     async with chat("steady") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await c.send("two")
         await c.until(lambda: c.session.replying, "a second reply")
@@ -84,7 +83,7 @@ async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -
 
 async def test_f3_leads_on_to_what_if(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await explain(c)
         await c.pilot.press("f3")
@@ -93,7 +92,7 @@ async def test_f3_leads_on_to_what_if(chat: Start) -> None:
 
 async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         reply = c.session.turns[-1].reply
         assert reply is not None

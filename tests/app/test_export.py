@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.app.conftest import Chat as Running
-from tokamac.app.export.formats import export, free_name
+from tokamac.app.chat.recording import tree_of
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.export.formats import export_chat, free_name, with_system_apart
 from tokamac.app.export.html import to_html
-from tokamac.app.export.incoming import with_system_apart
 from tokamac.app.export.svg import to_svg
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.export import parse, to_markdown
-from tokamac.app.store.values import Archive, Attachment, Chat, Message
-from tokamac.app.tui.kept import tree_of
-from tokamac.app.tui.phase import Phase
+from tokamac.app.store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError
 
 Start = Callable[..., Any]
 METRICS = {
@@ -52,9 +50,9 @@ HOSTILE = """<script>alert(1)</script> <img src=http://track.er/x.png onerror=al
 
 
 def conversation(reply: str, prompt: str = "Why?", **of_reply: Any) -> Archive:
-    chat = Chat("abcdefgh", "Bandwidth", "words", 1e9, 1e9, "org/model", head=2)
-    asked = Message(1, chat.id, None, "user", prompt, "", "complete", 1e9)
-    answered = Message(2, chat.id, 1, "assistant", reply, "", "complete", 1e9, model="org/model")
+    chat = StoredChat("abcdefgh", "Bandwidth", "words", 1e9, 1e9, "org/model", head=2)
+    asked = StoredMessage(1, chat.id, None, "user", prompt, "", "complete", 1e9)
+    answered = StoredMessage(2, chat.id, 1, "assistant", reply, "", "complete", 1e9, model="org/model")
     return Archive(chat, (asked, replace(answered, **of_reply)))
 
 
@@ -180,12 +178,12 @@ def test_a_picture_is_the_same_whatever_the_terminal(monkeypatch: pytest.MonkeyP
 def test_the_suffix_is_the_format_and_nothing_is_replaced(tmp_path: Path) -> None:
     made = conversation("ok")
     for suffix, begins in ((".md", "<!-- tokamac-chat"), (".json", "{"), (".html", "<!DOCTYPE"), (".SVG", "<svg")):
-        export(made, tmp_path / f"c{suffix}")
+        export_chat(made, tmp_path / f"c{suffix}")
         assert (tmp_path / f"c{suffix}").read_text().startswith(begins)
         with pytest.raises(StoreError, match="exists"):
-            export(made, tmp_path / f"c{suffix}")
+            export_chat(made, tmp_path / f"c{suffix}")
     with pytest.raises(StoreError, match="names no format") as refused:
-        export(made, tmp_path / "c.docx")
+        export_chat(made, tmp_path / "c.docx")
     assert ".md, .json, .html, .svg" in refused.value.hint
 
 
@@ -216,7 +214,7 @@ def test_a_system_message_becomes_the_chats_own_system_prompt() -> None:
 
 
 async def ready(c: Running) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
 
 

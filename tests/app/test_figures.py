@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 
 from tests.app.test_session import LOADED, Clock
-from tokamac.app.backend.scripted_model import CHIP, PACE, SITUATION, WORK
-from tokamac.app.backend.wire import Done, LeftOut, Load, Loaded, MemoryUse, ModelInfo, Prefill, Stats, Text
-from tokamac.app.tui import measures, units
-from tokamac.app.tui.figures import FIGURES, Explained, Figure, explain
-from tokamac.app.tui.gauge_rows import NONE_YET, WIDTH, rows
+from tokamac.app import units
+from tokamac.app.backend.protocol import Done, LeftOut, Load, Loaded, MemoryUse, ModelInfo, Prefill, Stats, Text
+from tokamac.app.backend.scripted import CHIP, PACE, SITUATION, WORK
+from tokamac.app.chat import figures
+from tokamac.app.chat.figures import FIGURES, Explained, Figure, explain
+from tokamac.app.chat.session import Session
 from tokamac.app.tui.screens.figure import figure_text
-from tokamac.app.tui.session import Session
+from tokamac.app.tui.widgets.gauges import NONE_YET, WIDTH, rows
 from tokamac.engine.events import Live
-from tokamac.engine.limits.diagnosis import diagnose
-from tokamac.engine.limits.gaps import Outlier
-from tokamac.engine.limits.metrics import Gaps, Metrics
+from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import Sampling
+from tokamac.engine.perf.diagnosis import diagnose
 
 METRICS = Metrics(
     prompt_tokens=150,
@@ -148,16 +148,16 @@ def test_an_unknown_pace_is_no_expectation() -> None:
 
 
 def test_the_context_is_what_was_cached_computed_and_written() -> None:
-    context = measures.context_of(ended(replace(INFO, capacity=1000)))
-    assert context == measures.Context(cached=100, computed=50, written=21, free=829, out_of_sight=0)
+    context = figures.context_of(ended(replace(INFO, capacity=1000)))
+    assert context == figures.Context(cached=100, computed=50, written=21, free=829, out_of_sight=0)
     assert context.held == 171
 
 
 def test_what_rolls_out_is_the_oldest_and_no_token_is_counted_twice() -> None:
-    context = measures.context_of(ended(replace(INFO, rolls=True)))
-    assert context == measures.Context(cached=89, computed=50, written=21, free=0, out_of_sight=11)
-    short = measures.context_of(ended(replace(INFO, capacity=40, rolls=True)))
-    assert short == measures.Context(cached=0, computed=19, written=21, free=0, out_of_sight=131)
+    context = figures.context_of(ended(replace(INFO, rolls=True)))
+    assert context == figures.Context(cached=89, computed=50, written=21, free=0, out_of_sight=11)
+    short = figures.context_of(ended(replace(INFO, capacity=40, rolls=True)))
+    assert short == figures.Context(cached=0, computed=19, written=21, free=0, out_of_sight=131)
 
 
 def test_what_was_left_out_of_the_prompt_is_out_of_sight_too() -> None:
@@ -165,7 +165,7 @@ def test_what_was_left_out_of_the_prompt_is_out_of_sight_too() -> None:
     at.submit("one")
     at.on_event(LeftOut(1, 30))
     at.on_event(Prefill(1, 60, 90, 20))
-    assert measures.context_of(at) == measures.Context(20, 40, 0, 100, 30)
+    assert figures.context_of(at) == figures.Context(20, 40, 0, 100, 30)
     assert inputs("out of sight", at) == {"left out": "30", "rolled out": "0"}
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from textual.geometry import Region
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.phase import Phase
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.screens.figure import FigureScreen
 from tokamac.app.tui.widgets.gauges import POINTER, Gauges
-from tokamac.app.tui.widgets.prompt import Prompt
+from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 
 Start = Callable[..., Any]
@@ -76,7 +76,7 @@ async def test_a_click_explains(chat: Start) -> None:
 
 async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None:
     async with chat("fast", size=SIZE) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.press("ctrl+b")
         await c.until(lambda: not c.app.chat.query_one("#panel").display)
         await c.send("/gauges")
@@ -86,7 +86,7 @@ async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None
 
 async def test_a_window_that_is_too_narrow_says_so(chat: Start) -> None:
     async with chat("fast", size=(80, 24)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("/gauges")
         await c.until(lambda: "too narrow for the gauges" in c.notices)
 
@@ -105,9 +105,9 @@ async def test_while_a_reply_streams_only_rows_that_changed_are_drawn_and_nothin
             return refresh(*regions, layout=layout, **more)
 
         await c.send("And then?")
-        await c.until(lambda: c.session.phase is Phase.DECODING and c.session.live is not None)
+        await c.until(lambda: c.session.phase is EnginePhase.DECODING and c.session.live is not None)
         gauges(c).refresh = watched  # type: ignore[method-assign]
-        await c.until(lambda: c.session.phase is Phase.IDLE)
+        await c.until(lambda: c.session.phase is EnginePhase.IDLE)
         assert drawn
         assert not laid_out
         titles = [y for y, row in enumerate(gauges(c)._rows) if row.figure is None]

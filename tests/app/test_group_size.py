@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import make_tiny
 from tokamac.app.backend.port import load_engine
-from tokamac.app.backend.wire import Load
+from tokamac.app.backend.protocol import Load
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
 

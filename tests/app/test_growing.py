@@ -5,13 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.app.test_prose import blocks
-from tokamac.app.tui.prose import tail as tails
-from tokamac.app.tui.prose.blocks import Block, Section, Table
-from tokamac.app.tui.prose.page import PageRow
-from tokamac.app.tui.prose.prose import Prose
-from tokamac.app.tui.prose.rows import Row, rows
-from tokamac.app.tui.prose.table import SHORT, Grid
-from tokamac.app.tui.prose.tail import Tail
+from tokamac.app.tui.markdown import page as tails
+from tokamac.app.tui.markdown.page import PageRow, Prose, Tail
+from tokamac.app.tui.markdown.parse import Block, Section, Table
+from tokamac.app.tui.markdown.rows import SHORT, Grid, Row, rows
 
 HEAD = "| # | what it does |\n| --: | --- |\n"
 PIECES = st.sampled_from(

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tokamac.app import keep_awake, settings
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.keep_awake import KeepAwake, awake
 from tokamac.app.plain.repl import run_plain
 from tokamac.app.settings import Settings
-from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.run import ChatOptions
 
 PATIENCE_S = 20.0
@@ -171,9 +171,9 @@ def test_every_command_that_takes_long_is_one_of_these(name: str) -> None:
 
 
 def test_a_download_is_one_too() -> None:
-    from tokamac.app.commands import models_change
+    from tokamac.app.commands import models
 
-    assert models_change.pull.__wrapped__.__name__ == "pull"  # type: ignore[attr-defined]
+    assert models.pull.__wrapped__.__name__ == "pull"  # type: ignore[attr-defined]
 
 
 async def test_in_the_chat_it_runs_while_a_reply_is_made(chat: Callable[..., Any], caffeinate: Caffeinate) -> None:
@@ -182,10 +182,10 @@ async def test_in_the_chat_it_runs_while_a_reply_is_made(chat: Callable[..., Any
         await c.ready()
         await c.until(lambda: not caffeinate.running, "rest")
         await c.send("write on")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.until(lambda: caffeinate.running, "caffeinate")
         c.app.chat.do("stop")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: not caffeinate.running, "rest")
 
 

@@ -13,17 +13,15 @@ from textual.binding import Binding
 from textual.widgets import TextArea
 
 from tokamac.app import settings
-from tokamac.app.backend.wire import Load, Loaded, ModelInfo
+from tokamac.app.backend.protocol import Load, Loaded, ModelInfo
+from tokamac.app.chat import actions as keymap_module
+from tokamac.app.chat.actions import ACTIONS, Keymap, keymap, one_name
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase, Notice
 from tokamac.app.settings import Settings
-from tokamac.app.tui import keymap as keymap_module
-from tokamac.app.tui.actions import ACTIONS
-from tokamac.app.tui.keymap import Keymap, keymap, one_name
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.branches import BranchesScreen
-from tokamac.app.tui.screens.explain import ExplainScreen
+from tokamac.app.tui.screens.chats import BranchesScreen
+from tokamac.app.tui.screens.figure import ExplainScreen
 from tokamac.app.tui.screens.help import ON_MACS, HelpScreen, help_text
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Notice
 from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
@@ -141,7 +139,7 @@ async def test_chosen_keys_are_heard_and_the_old_ones_are_not(chat: Start, tmp_p
     settings.save(tmp_path / "settings.toml", Settings(keys=chosen))
     async with chat("fast", size=(110, 90)) as c:
         await c.until(lambda: "[keys] nobody: there is no such action" in c.notices)
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("hi")
         await c.pilot.press("f2")
         await c.pilot.pause()
@@ -171,7 +169,7 @@ def test_no_second_key_is_one_that_the_prompt_needs_or_that_another_action_has()
 
 async def test_the_second_keys_do_what_the_first_do_while_something_is_written(chat: Start) -> None:
     async with chat("list", size=(100, 20)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("list")
         await c.type("half a thought")
         assert c.app.chat.query_one("#panel").display
@@ -231,7 +229,7 @@ def test_the_session_names_the_keys_that_hold(event: str) -> None:
 async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Path) -> None:
     settings.save(tmp_path / "settings.toml", Settings(keys=CHANGED, toured=True))
     async with chat("slow", size=(110, 30)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         shown = c.screen_text()
         assert "F18  chooses a model" in shown
         assert "F19  shows every key" in shown
@@ -243,7 +241,7 @@ async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Pat
         await c.send("hi")
         await c.until(lambda: "Ctrl+K stops" in c.screen_text())
         await c.pilot.press("ctrl+k")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.chat.do("help")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen))
         assert "Alt+E takes it up again" in help_text(c.app.chat.memory.keymap.actions).plain
@@ -255,7 +253,8 @@ def test_no_text_names_a_key_that_can_be_changed() -> None:
     own = {"F3", "F4", "F5", "F6", "F7", "Ctrl+S"}  # of dialogs, which have them by themselves
     pattern = re.compile(r"(?:Ctrl|Alt)\+[A-Z][a-z]*|\bF[0-9]{1,2}\b")
     named = set()
-    for file in sorted(Path(keymap_module.__file__).parent.rglob("*.py")):
+    app = Path(keymap_module.__file__).parent.parent
+    for file in sorted([*(app / "chat").rglob("*.py"), *(app / "tui").rglob("*.py")]):
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.terminal import Terminal
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoreError
 
 ROUNDS = ("screen", "engine", "both") * 2
 SEED = 20

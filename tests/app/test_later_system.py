@@ -11,16 +11,14 @@ from tests.app.conftest import Chat
 from tests.app.test_session import Clock, asked, done
 from tests.tiny import TEMPLATE, make_tiny
 from tokamac.app.backend.port import load_engine
-from tokamac.app.backend.wire import Load, Loaded, ModelInfo, Send
-from tokamac.app.plain.reading import last_turn
+from tokamac.app.backend.protocol import Load, Loaded, ModelInfo, Send
+from tokamac.app.chat.conversation import MessageNode, Reply, Tree, Turn
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase, Notice, Step, TurnBegun
+from tokamac.app.plain.commands import last_turn
 from tokamac.app.store.export import to_json
 from tokamac.app.store.store import Store
-from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.messages import ReplyMessage, SystemMessage, UserMessage
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Notice, Step, TurnBegun
-from tokamac.app.tui.tree import Node, Tree
+from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
 from tokamac.engine.events import Message
 from tokamac.engine.options import Sampling
 
@@ -37,11 +35,11 @@ def tree(*said: Said) -> Tree:
     for key, (role, text) in enumerate(said, 1):
         match role:
             case "user":
-                made.add(Node(key, made.head, prompt=text))
+                made.add(MessageNode(key, made.head, prompt=text))
             case "system":
-                made.add(Node(key, made.head, system=text))
+                made.add(MessageNode(key, made.head, system=text))
             case _:
-                made.add(Node(key, made.head, reply=Reply(text, ending="length")))
+                made.add(MessageNode(key, made.head, reply=Reply(text, ending="length")))
     return made
 
 
@@ -160,7 +158,7 @@ def test_the_engine_is_given_what_its_template_takes(tmp_path: Path, template: s
 
 
 async def imported(c: Chat, tmp_path: Path) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
     (tmp_path / "chat.md").write_text(MARKDOWN)
     await c.send(f"/import {tmp_path / 'chat.md'}")
@@ -181,7 +179,7 @@ async def test_it_is_shown_said_to_be_left_out_and_kept(chat: Start, tmp_path: P
         await c.until(lambda: "There is one version only" in c.notices)
         steps = c.session.edit(4, "who?")
         c.app.chat.perform(steps)
-        await c.until(lambda: c.session.phase is Phase.IDLE and c.session.turns[-1].place == (2, 2))
+        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].place == (2, 2))
         recording = c.app.chat.recording
         assert recording is not None
         assert recording.chat is not None

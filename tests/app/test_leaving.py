@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
+from tokamac.app.chat.recording import SAVED, Recording
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.recording import SAVED, Recording
+from tokamac.app.tui.actions import chats
+from tokamac.app.tui.actions.chats import EMPTY, KEPT, STOPPED
 from tokamac.app.tui.screens.chat import ChatScreen
-from tokamac.app.tui.widgets.prompt import Prompt
-from tokamac.app.tui.wishes import beginning
-from tokamac.app.tui.wishes.leaving import EMPTY, KEPT, NOT_KEPT
+from tokamac.app.tui.widgets.prompt_input import Prompt
 
 Start = Callable[..., Any]
 
@@ -102,7 +102,7 @@ async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
     async with chat("slow") as c:
         await c.ready()
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         first = c.held
         await c.send("and this")
         await c.until(lambda: c.session.queued)
@@ -116,7 +116,7 @@ async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
 async def running(c: Chat, prompt: str) -> int:
     """Ask, wait for the reply's first words, and return the reply's id in the store."""
     await c.send(prompt)
-    await c.until(lambda: c.session.talk.said.text and c.session.phase is Phase.DECODING)
+    await c.until(lambda: c.session.talk.said.text and c.session.phase is EnginePhase.DECODING)
     return c.recording.stored(c.session.turns[-1].reply_key)
 
 
@@ -129,9 +129,9 @@ async def test_a_reply_that_runs_is_stopped_kept_as_far_as_it_was_written_and_th
     async with chat("slow") as c:
         await c.ready()
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.pilot.press("escape")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         first = c.held
         await c.pilot.press("ctrl+n")
         await c.pilot.pause()
@@ -150,7 +150,7 @@ async def test_a_reply_that_has_no_word_yet_leaves_its_prompt(chat: Start) -> No
     async with chat("prefill") as c:
         await c.ready()
         await c.send("one")
-        await c.phase(Phase.PREFILL)
+        await c.phase(EnginePhase.PREFILL)
         first = c.held
         await c.pilot.press("ctrl+n")
         await c.until(lambda: EMPTY in c.notices)
@@ -164,16 +164,16 @@ async def test_of_a_reply_that_could_not_be_kept_nothing_else_is_said(chat: Star
         await running(c, "one")
         c.refuse_writes()
         await c.pilot.press("ctrl+n")
-        await c.until(lambda: NOT_KEPT in c.notices)
+        await c.until(lambda: STOPPED in c.notices)
         assert KEPT not in c.notices
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("slow", store_path=blocked / "chats.db") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.pilot.press("ctrl+n")
-        await c.until(lambda: NOT_KEPT in c.notices)
+        await c.until(lambda: STOPPED in c.notices)
 
 
 @pytest.mark.parametrize("back", ["at its end", "when the chat is left"])
@@ -189,7 +189,7 @@ async def test_a_reply_that_is_kept_at_its_end_only_is_said_to_be_kept(
         await c.ready()
         c.refuse_writes()
         await c.send("one")
-        await c.until(lambda: c.session.talk.said.text and c.session.phase is Phase.DECODING)
+        await c.until(lambda: c.session.talk.said.text and c.session.phase is EnginePhase.DECODING)
         assert c.held is None
         if back == "at its end":
             c.refuse_writes(refused=False)
@@ -198,7 +198,7 @@ async def test_a_reply_that_is_kept_at_its_end_only_is_said_to_be_kept(
         await c.pilot.press("ctrl+n")
         await c.until(lambda: KEPT in c.notices)
         assert SAVED in c.notices
-        assert NOT_KEPT not in c.notices
+        assert STOPPED not in c.notices
         (kept,) = c.recording.store.chats()
         asked, reply = c.recording.store.path(kept.id)
         assert (asked.text, reply.state) == ("one", "stopped")
@@ -226,12 +226,12 @@ async def test_what_is_typed_before_the_last_chat_is_there_goes_into_it(
         screen.query_one(Prompt).insert("typed at once")
         open_store(screen)
 
-    open_store = beginning._open_store
+    open_store = chats._open_store
     async with chat("fast") as c:
         await c.ready()
         await c.ask("one")
         await c.type("half a thought")
-    monkeypatch.setattr(beginning, "_open_store", typed_before)
+    monkeypatch.setattr(chats, "_open_store", typed_before)
     async with chat("fast", resume=True) as c:
         await c.ready()
         await c.until(lambda: c.prompts == ["one"])

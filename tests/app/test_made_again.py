@@ -4,11 +4,10 @@ import pytest
 
 from tests.app.test_later_system import Said, roles, session
 from tests.app.test_session import asked, done
-from tokamac.app.backend.wire import AskPrice, Priced
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Moved, TurnBegun
-from tokamac.engine.events import Message
-from tokamac.engine.price import Price
+from tokamac.app.backend.protocol import AskPrice, Priced
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Moved, TurnBegun
+from tokamac.engine.events import Message, Price
 
 BETWEEN: tuple[Said, ...] = (("user", "hi"), ("system", "shout"), ("assistant", "HEL"))
 LATER: tuple[Said, ...] = (*BETWEEN, ("user", "why?"), ("assistant", "SO"))

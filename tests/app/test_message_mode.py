@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, dumps
-from tokamac.app.tui.phase import Phase
 
 Start = Callable[..., Any]
 
@@ -19,7 +19,7 @@ async def pointing(c: Chat) -> None:
     """Ask something, and point at the reply."""
     await c.ready()
     await c.ask("hello")
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.pilot.press("tab")
     await c.until(lambda: c.transcript.chosen == c.session.turns[-1].reply_key, "the pointer")
     await c.until(lambda: ": ready" in c.screen_text(), "the prices")
@@ -98,7 +98,7 @@ async def test_a_prompt_that_waited_begins_and_what_is_pointed_at_stays(chat: St
         assert c.transcript.has_focus
         assert c.transcript.chosen == chosen
         c.app.chat.do("stop")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
 
 
 # What can be done is shown ------------------------------------------------------------------------------------------------
@@ -132,13 +132,13 @@ async def test_while_a_reply_runs_the_first_key_stops_it(chat: Start) -> None:
     async with chat("slow", size=(80, 24)) as c:
         await c.ready()
         await c.send("hello")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.pilot.press("tab")
         await c.until(lambda: "r again" in last_row(c), "the keys of a message")
         assert "Esc stop  r again" in last_row(c)
         assert "back" not in last_row(c)
         c.app.chat.do("stop")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
 
 
 async def test_prices_come_when_the_reply_that_is_pointed_at_has_ended(chat: Start) -> None:
@@ -148,7 +148,7 @@ async def test_prices_come_when_the_reply_that_is_pointed_at_has_ended(chat: Sta
         await c.until(lambda: c.session.turns, "the turn")
         await c.pilot.press("tab")
         await c.until(lambda: c.transcript.chosen is not None, "the pointer")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "make again: " in c.screen_text(), "the prices")
 
 

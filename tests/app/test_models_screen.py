@@ -11,13 +11,12 @@ from textual.widgets import Input, Static
 from tests.app.test_shelf import cached
 from tests.hub.hub_server import Hub, safetensors, serve
 from tests.tiny import make_tiny
-from tokamac.app.backend.whatif import Answer, Question
-from tokamac.app.backend.whatif_answer import answers
-from tokamac.app.tui.downloads import Download, Stage
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.model import ModelScreen
-from tokamac.app.tui.widgets.model_list import ModelList
-from tokamac.app.tui.wishes.model import take_model
+from tokamac.app.backend.advice import answers
+from tokamac.app.backend.protocol import Answer, Question
+from tokamac.app.chat.jobs import Download, DownloadStage
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.actions.model import take_model
+from tokamac.app.tui.screens.model import ModelList, ModelScreen
 
 Start = Callable[..., Any]
 WEIGHTS = safetensors(600_000)
@@ -87,7 +86,7 @@ class Picker:
 
 
 async def picker(chat: Any) -> Picker:
-    await chat.phase(Phase.IDLE)
+    await chat.phase(EnginePhase.IDLE)
     await chat.pilot.press("ctrl+o")
     await chat.until(lambda: isinstance(chat.app.screen, ModelScreen), "the picker")
     return Picker(chat)
@@ -129,7 +128,7 @@ async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_
     chat: Start, part: str
 ) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         screen = await c.opened("ctrl+o", ModelScreen)
         await screen.query_one(part).remove()
         screen.refresh_rows()
@@ -229,11 +228,11 @@ async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
 ) -> None:
     async with chat("fast") as c:
         hub.stall_at = 200_000
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         take_model(c.app.chat, "org/tiny")
         await c.until(lambda: partial(cache).exists(), "some bytes")
         take_model(c.app.chat, "steady")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         hub.stall_at = None
         hub.resume.set()
         await c.until(lambda: "tiny is here" in c.notices, "the model")
@@ -242,13 +241,13 @@ async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
 
 async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("hello")
         await c.until(lambda: c.session.replying, "a reply")
         c.app.chat.stock._ended(Download("org/tiny", loads=True))
         take_model(c.app.chat, "steady")
         await c.until(lambda: "tiny is here" in c.notices, "a notice")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.load.model == "steady"
 
 
@@ -258,7 +257,9 @@ async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: H
         p = await picker(c)
         await p.type("org/tiny")
         await p.press("f5")
-        await p.until(lambda: [each.stage for each in c.app.chat.stock.downloads.all] == [Stage.FAILED], "its end")
+        await p.until(
+            lambda: [each.stage for each in c.app.chat.stock.downloads.all] == [DownloadStage.FAILED], "its end"
+        )
         assert "HF_TOKEN" in p.detail
         assert p.keys.startswith("Enter tries again · F6 gives it up")
 
@@ -292,7 +293,7 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
         await p.press("ctrl+d")
         assert "F7 unloads it first" in p.detail
         await p.press("f7")
-        await c.phase(Phase.UNLOADED)
+        await c.phase(EnginePhase.UNLOADED)
         await p.press("ctrl+d")
         assert "part of the program" in p.detail
         await p.type("own")
@@ -303,20 +304,20 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
 
 async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_process(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.chat.do("unload")
-        await c.phase(Phase.UNLOADED)
+        await c.phase(EnginePhase.UNLOADED)
         assert not c.app.chat.bridge.running
         await c.pilot.press("ctrl+o")
         await c.until(lambda: "org/mine" in c.app.chat.stock.estimates.disk, "an estimate")
         await c.pilot.press("escape")
         await c.until(lambda: not c.app.chat.bridge.running, "its end")
-        assert c.session.phase is Phase.UNLOADED
+        assert c.session.phase is EnginePhase.UNLOADED
 
 
 async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.chat.do("pull", "not an id")
         await c.until(lambda: "Write /pull" in c.notices, "a notice")
         c.app.chat.do("pull", "org/mine")

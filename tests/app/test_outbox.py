@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tokamac.app.backend.outbox import FLUSH_S, Outbox
-from tokamac.app.backend.wire import Heartbeat, Text, decode_reply
+from tokamac.app.backend.protocol import Heartbeat, Text, decode_reply
 
 
 def lines(fd: int) -> list[object]:

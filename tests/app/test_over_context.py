@@ -6,23 +6,21 @@ from typing import Any
 
 import pytest
 
-from tokamac.app.backend.wire import Counted, Done, Failed, Load, Loaded, ModelInfo, Text
-from tokamac.app.export.entries import entries
-from tokamac.app.plain.reading import last_turn
+from tokamac.app.backend.protocol import Counted, Done, Failed, Load, Loaded, ModelInfo, Text
+from tokamac.app.chat.attachments import Draft, whole
+from tokamac.app.chat.background import Counts
+from tokamac.app.chat.conversation import Ending, Reply
+from tokamac.app.chat.recording import measured, tree_of
+from tokamac.app.chat.session import LONGEST, Session, reason
+from tokamac.app.chat.steps import Ask, DraftReturned, EnginePhase, Notice, ReplyEnded
+from tokamac.app.export.html import entries
+from tokamac.app.plain.commands import last_turn
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment, FinalState
-from tokamac.app.tui.attachments import Draft, whole
-from tokamac.app.tui.conversation import Ending, Reply
-from tokamac.app.tui.counts import Counts
-from tokamac.app.tui.failing import LONGEST, reason
-from tokamac.app.tui.history import History
-from tokamac.app.tui.kept import measured, tree_of
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.messages import ReplyMessage
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, DraftReturned, Notice, ReplyEnded
-from tokamac.app.tui.widgets.chips import Chips
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.app.tui.markdown.turns import ReplyMessage
+from tokamac.app.tui.screens.chat import History
+from tokamac.app.tui.widgets.prompt_input import Chips
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, OnFull, Sampling
 
 Start = Callable[..., Any]
@@ -192,7 +190,7 @@ async def test_a_file_over_the_context_is_warned_of_refused_and_back_in_the_box(
         assert colours == {"$text-error"}
         await c.send("What is it?")
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply, "the refusal")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.prompt.draft == Draft("What is it?", attached)
         await c.until(lambda: warning in c.screen_text(), "the warning, again")
         shown = " ".join(c.shown(c.replies[-1]).split())

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tokamac.app.tui.pace import SHARE_BESIDE_GPU, SLOWEST_S, Pace, share_on
+from tokamac.app.tui.widgets.transcript import SHARE_BESIDE_GPU, SLOWEST_S, FramePacer, share_on
 
 
 def drawn(cost_s: float, share: float, ticks: int = 1500) -> tuple[int, float]:
     """Run a pace at 15 ticks a second over drawings that cost so much; return their number, and the CPU seconds spent."""
     now = spent = 0.0
-    pace, count = Pace(share, clock=lambda: now, cpu=lambda: spent), 0
+    pace, count = FramePacer(share, clock=lambda: now, cpu=lambda: spent), 0
     for tick in range(ticks):
         now = tick / 15
         if pace.is_due():
@@ -38,7 +38,7 @@ def test_beside_a_gpu_there_is_more_to_spare() -> None:
 
 def test_what_is_drawn_with_something_else_counts_as_drawn() -> None:
     now = spent = 0.0
-    pace = Pace(0.03, clock=lambda: now, cpu=lambda: spent)
+    pace = FramePacer(0.03, clock=lambda: now, cpu=lambda: spent)
     assert pace.is_due()
     now, spent = 0.01, 0.02
     assert not pace.is_due()

@@ -5,11 +5,10 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from tests.app.test_prose import MARKDOWN
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.prose.messages import ReplyMessage, Thinking, UserMessage
-from tokamac.app.tui.prose.page import BLANK, Page, PageRow
-from tokamac.app.tui.prose.prose import Prose
-from tokamac.app.tui.prose.rows import Row, wrapped
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.tui.markdown.page import BLANK, Page, PageRow, Prose
+from tokamac.app.tui.markdown.rows import Row, wrapped
+from tokamac.app.tui.markdown.turns import ReplyMessage, Thinking, UserMessage
 
 
 class Lines:

@@ -10,17 +10,15 @@ from textual.app import App
 
 from tests.app.conftest import Chat
 from tests.app.test_session import Clock, asked
-from tokamac.app.backend.wire import AskPrice, Load, Loaded, ModelInfo, Priced
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.path_prices import PathPrices
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import Known, Question, amount, of_path
-from tokamac.app.tui.screens.branches import BranchesScreen
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Step
-from tokamac.app.tui.tree import Tree
+from tokamac.app.backend.protocol import AskPrice, Load, Loaded, ModelInfo, Priced
+from tokamac.app.chat.background import KnownPrice, PriceQuestion, amount, of_path
+from tokamac.app.chat.conversation import Reply, Tree
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase, Step
+from tokamac.app.tui.actions.chats import PathPrices
+from tokamac.app.tui.screens.chats import BranchesScreen
+from tokamac.engine.events import Price
 from tokamac.engine.options import Sampling
-from tokamac.engine.price import Price
 
 Start = Callable[..., Any]
 DISK = Price(3_000, 0, 310_000_000, 0.4)
@@ -126,19 +124,19 @@ def test_a_path_that_needs_the_disk_alone_is_not_ready() -> None:
 )
 async def test_the_next_prompt_takes_what_an_action_would(chat: Start, price: Price, width: int, said: str) -> None:
     async with chat("fast", size=(width, 24)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.session.ahead.price = price
         assert said in await drawn(c)
 
 
 async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look_free(chat: Start) -> None:
     async with chat("fast", size=(60, 24)) as c:
-        await c.phase(Phase.IDLE)
-        again = Known(Question("again", ()), MUCH)
+        await c.phase(EnginePhase.IDLE)
+        again = KnownPrice(PriceQuestion("again", ()), MUCH)
         c.session.prices.known = (
             again,
-            Known(Question("edit", (), most=True), SOME),
-            Known(Question("fork", (), key=2), DISK),
+            KnownPrice(PriceQuestion("edit", (), most=True), SOME),
+            KnownPrice(PriceQuestion("fork", (), key=2), DISK),
         )
         assert "make again: 1.24k · edit: ≤310 MB · fork: 310 MB" in await drawn(c)
 
@@ -146,7 +144,7 @@ async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look
 @pytest.mark.parametrize("width", [40, 60, 120])
 async def test_a_name_in_wide_letters_takes_no_more_room_than_there_is(chat: Start, width: int) -> None:
     async with chat("fast", size=(width, 24)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.info is not None
         c.session.info = replace(c.session.info, name="通义千问大语言模型指令微调版本四比特-7B")
         *_, line = (line for line in (await drawn(c)).splitlines() if "7B" in line)  # the panel names it too

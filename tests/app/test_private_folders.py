@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tokamac.app import cli
-from tokamac.app.commands import bench_plot, kv_quality, prompt
-from tokamac.app.store import errors, export
-from tokamac.app.tui.attach import read_file
-from tokamac.engine.config import read_config
+from tokamac.app.chat.attachments import read_file
+from tokamac.app.commands import ask, bench_report, kv_quality
+from tokamac.app.store import export, values
 from tokamac.engine.errors import ALLOW, TokamacError
+from tokamac.engine.model.config import read_config
 from tokamac.quant import calibration
-from tokamac.quant.folder import writing_to
+from tokamac.quant.resume import writing_to
 
 SETTINGS = "System Settings > Privacy & Security > Files and Folders"
 
@@ -51,12 +51,12 @@ def convert(folder: Path) -> None:
     "use",
     [
         lambda folder: read_file("notes.md", folder),
-        lambda folder: prompt.compose("what?", [str(folder / "notes.md")]),
+        lambda folder: ask.compose("what?", [str(folder / "notes.md")]),
         lambda folder: kv_quality._read(str(folder / "notes.md")),
         lambda folder: calibration.text(folder / "notes.md"),
         lambda folder: export.read(folder / "notes.md", now=0.0),
         lambda folder: export.write(folder / "new.md", "text"),
-        lambda folder: bench_plot.write(folder / "plot.svg", None),  # type: ignore[arg-type]  # not drawn: it can't be written
+        lambda folder: bench_report.write(folder / "plot.svg", None),  # type: ignore[arg-type]  # not drawn: it can't be written
         read_config,
         convert,
     ],
@@ -87,6 +87,6 @@ def test_the_store_and_what_nobody_expected_say_it_too(
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     problem = PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(tmp_path))
-    assert errors.refused(tmp_path, problem).hint == f"{ALLOW}."
+    assert values.refused(tmp_path, problem).hint == f"{ALLOW}."
     assert cli._failed(problem, json_wanted=False) == 1
     assert capsys.readouterr().err == f"tokamac: {tmp_path}: Operation not permitted. {ALLOW}.\n"

@@ -9,10 +9,10 @@ import pytest
 from textual.events import Paste
 
 from tests.app.conftest import Chat
+from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
-from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.history import History
-from tokamac.app.tui.phase import Phase
+from tokamac.app.tui.screens.chat import History
 
 Start = Callable[..., Any]
 LONG = "\n".join(f"line {number} of a long text" for number in range(40))
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def ready(c: Chat) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
 
 
@@ -204,7 +204,7 @@ async def test_up_goes_back_in_what_was_sent_in_any_chat_and_down_returns_to_the
 async def test_prompts_wait_in_their_order_and_up_takes_the_last_back(chat: Start) -> None:
     async with chat("slow", size=(100, 40)) as c:
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         for text in ("two", "three"):
             await c.send(text)
         await c.until(lambda: "2 prompts wait" in c.screen_text())
@@ -215,7 +215,7 @@ async def test_prompts_wait_in_their_order_and_up_takes_the_last_back(chat: Star
         await c.pilot.press(*" and a half", "enter")
         await c.until(lambda: [draft.text for draft in c.session.queued] == ["two", "three and a half"])
         await c.pilot.press("escape")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.prompt.text == "two\n\nthree and a half"
 
 
@@ -233,7 +233,7 @@ async def test_prompts_that_wait_when_the_app_is_left_are_the_draft_of_the_next_
     async with chat("slow") as c:
         await ready(c)
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.send("two")
         await c.send("three")
         await c.until(lambda: len(c.session.queued) == 2)

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokamac.app.tui.prose.blocks import Block, Code, Flow, Rule, Table
-from tokamac.app.tui.prose.parse import parse
-from tokamac.app.tui.prose.rows import rows
-from tokamac.app.tui.prose.tail import Tail
+from tokamac.app.tui.markdown.page import Tail
+from tokamac.app.tui.markdown.parse import Block, Code, Flow, HorizontalRule, Table, parse
+from tokamac.app.tui.markdown.rows import rows
 
 PIECES = st.sampled_from(
     [
@@ -143,7 +142,7 @@ def test_streaming_ends_where_the_whole_would(source: str, steps: list[int]) -> 
     assert [*shown, *open_blocks] == blocks(source)
 
 
-@pytest.mark.parametrize("kind", [Flow, Code, Table, Rule])
+@pytest.mark.parametrize("kind", [Flow, Code, Table, HorizontalRule])
 def test_equal_text_gives_equal_blocks(kind: type) -> None:
     source = "a\n\n```\nb\n```\n\n|c|\n|-|\n|d|\n\n---\n"
     assert [block for block in blocks(source) if isinstance(block, kind)] == [

@@ -10,8 +10,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 from tests.app.conftest import Chat
 from tests.app.test_theme import contrast
-from tokamac.app.tui.contrast import readable
-from tokamac.app.tui.theme import DARK, LIGHT, TERMINAL, text_colours
+from tokamac.app.tui.theme import DARK, LIGHT, TERMINAL, readable, text_colours
 
 Start = Callable[..., Any]
 LEAST = 4.5

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from tests.app.test_session import Clock
-from tokamac.app.backend.wire import AskCount, Counted, Load, Loaded, ModelInfo
+from tokamac.app.backend.protocol import AskCount, Counted, Load, Loaded, ModelInfo
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, Step
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, Step
 from tokamac.engine.options import Sampling
 
 NOTES, CODE = Attachment("notes.md", "some notes"), Attachment("a.py", "x = 1", "code")

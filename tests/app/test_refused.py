@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tokamac.app.backend.wire import Done, Failed, Load, Loaded, ModelInfo
-from tokamac.app.tui.keymap import keymap
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Notice, Step
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.app.backend.protocol import Done, Failed, Load, Loaded, ModelInfo
+from tokamac.app.chat.actions import keymap
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase, Notice, Step
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
@@ -24,7 +23,7 @@ def talked() -> Session:
     session.on_event(Loaded(ModelInfo("guide")))
     session.submit("one")
     session.on_event(Done(1, "length", "answer", "", METRICS))
-    assert session.phase is Phase.IDLE
+    assert session.phase is EnginePhase.IDLE
     return session
 
 
@@ -44,7 +43,7 @@ def told(steps: list[Step]) -> str:
 @pytest.mark.parametrize("wish", WISHES)
 def test_while_the_model_loads(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.choose(Load("other"))
-    assert talked.phase is Phase.LOADING
+    assert talked.phase is EnginePhase.LOADING
     said = told(wish(talked))
     assert "The model is still loading" in said
     assert "F9" not in said  # which would end the loading
@@ -54,7 +53,7 @@ def test_while_the_model_loads(talked: Session, wish: Callable[[Session], list[S
 def test_where_no_model_is_loaded(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.choose(Load("other"))
     talked.stop()
-    assert talked.phase is Phase.FAILED
+    assert talked.phase is EnginePhase.FAILED
     said = told(wish(talked))
     assert "No model is loaded" in said
     assert "Ctrl+Y" in said

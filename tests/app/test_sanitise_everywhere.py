@@ -21,14 +21,14 @@ from textual.color import Color
 
 from tests.app.conftest import Chat
 from tests.app.terminal_output import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
-from tokamac.app.backend import wire
+from tokamac.app.backend import protocol
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, dumps
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Archive, Attachment, Message
-from tokamac.app.store.values import Chat as Stored
+from tokamac.app.store.values import Archive, Attachment, StoredMessage
+from tokamac.app.store.values import StoredChat as Stored
+from tokamac.app.tui.app import LastGate
 from tokamac.app.tui.bridge import EngineSaid
-from tokamac.app.tui.last_gate import LastGate
-from tokamac.app.tui.phase import Phase
 from tokamac.engine.errors import TokamacError
 
 Start = Callable[..., Any]
@@ -128,18 +128,18 @@ async def test_what_a_model_says(
 ) -> None:
     written = recorder(monkeypatch)
     async with chat("prefill", size=(100, 40)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("go")
-        await c.phase(Phase.PREFILL)
+        await c.phase(EnginePhase.PREFILL)
         hold(c)
 
-        def say(event: wire.Reply) -> None:
+        def say(event: protocol.Reply) -> None:
             c.app.chat.post_message(EngineSaid(event, c.app.chat.bridge.life))
 
         reply = c.session._id
         for kind, chunks in (("thinking", thinking), ("answer", [*text, f"\n\nSo {MARKUP} and {LINK}."])):
             for chunk in (char for piece in chunks for char in piece):
-                say(wire.Text(reply, chunk, kind))
+                say(protocol.Text(reply, chunk, kind))
             await c.pilot.pause()  # all of it has arrived
             c.transcript.look(now=True)
             await c.pilot.pause()
@@ -148,8 +148,8 @@ async def test_what_a_model_says(
         assert "[red]red[/red]" in shown
         assert "[@click=app.quit]quit[/]" in shown
         assert "words (http://evil.example/x)" in shown
-        say(wire.Failed(reply, "".join(text), "".join(thinking)))
-        await c.phase(Phase.IDLE)
+        say(protocol.Failed(reply, "".join(text), "".join(thinking)))
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.notices, "what failed")
         await look_everywhere(c)
         os.kill(c.app.chat.bridge._process.pid, signal.SIGCONT)
@@ -159,7 +159,7 @@ async def test_what_a_model_says(
 def stored(texts: list[str]) -> Archive:
     hostile = "".join(texts)
     messages = tuple(
-        Message(
+        StoredMessage(
             n,
             "",
             n - 1 or None,
@@ -184,7 +184,7 @@ async def test_what_is_stored(chat: Start, tmp_path: Path, monkeypatch: pytest.M
     with Store.open(file) as store:
         store.adopt(stored(texts))
     async with chat("fast", size=(110, 40), resume=True) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.session.turns)
         await look_everywhere(c)
         assert "[red]red[/red] [@click=app.quit]quit[/]" in c.screen_text()
@@ -218,7 +218,7 @@ async def test_names_of_files_and_models_settings_and_errors(
     settings_file.write_text(dumps(kept), encoding="utf-8")
     written = recorder(monkeypatch)
     async with chat(None, size=(110, 40)) as c:
-        await c.phase(Phase.FAILED)  # there is no such model
+        await c.phase(EnginePhase.FAILED)  # there is no such model
         await c.until(lambda: c.notices)
         await look_everywhere(c)
         c.app.clear_notifications()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tokamac.app.backend.client import Died, Garbled
-from tokamac.app.backend.wire import (
+from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
     Cancel,
@@ -22,16 +22,14 @@ from tokamac.app.backend.wire import (
     Send,
     Text,
 )
-from tokamac.app.store.values import Attachment
-from tokamac.app.tui import measures
-from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.hearing import DEAF_S, IMPATIENT_S, READING_DEAF_S, READING_IMPATIENT_S
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import (
+from tokamac.app.chat import figures
+from tokamac.app.chat.conversation import Reply, Tree, Turn
+from tokamac.app.chat.session import DEAF_S, IMPATIENT_S, READING_DEAF_S, READING_IMPATIENT_S, Session
+from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,
     EndEngine,
+    EnginePhase,
     Moved,
     Notice,
     Opened,
@@ -41,9 +39,9 @@ from tokamac.app.tui.steps import (
     Step,
     TurnBegun,
 )
-from tokamac.app.tui.tree import Tree
+from tokamac.app.store.values import Attachment
 from tokamac.engine.events import Message
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
@@ -70,7 +68,7 @@ def ready(clock: Clock) -> Session:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
     session.on_event(LOADED)
-    assert session.phase is Phase.IDLE
+    assert session.phase is EnginePhase.IDLE
     return session
 
 
@@ -96,13 +94,13 @@ def test_start_starts_the_engine_and_loads(clock: Clock) -> None:
 
 def test_a_reply_from_send_to_end(ready: Session) -> None:
     assert kinds(ready.submit("hi")) == [TurnBegun, Ask]
-    assert ready.phase is Phase.PREFILL
+    assert ready.phase is EnginePhase.PREFILL
     ready.on_event(Prefill(1, 2, 5, 0))
     assert ready.on_event(Text(1, "he")) == [ReplyGrew("he", "answer")]
-    assert ready.phase is Phase.DECODING
+    assert ready.phase is EnginePhase.DECODING
     (ended,) = ready.on_event(done(1, "hello"))
     assert ended == ReplyEnded(Reply("hello", metrics=METRICS, model="guide"))
-    assert ready.phase is Phase.IDLE
+    assert ready.phase is EnginePhase.IDLE
     assert ready.metrics == METRICS
 
 
@@ -188,7 +186,7 @@ def test_stop_keeps_the_text_and_gives_the_waiting_prompt_back(ready: Session) -
     ready.submit("two")
     ready.on_event(Text(1, "par"))
     assert ready.stop() == [Ask(Cancel(1)), DraftReturned("two")]
-    assert ready.phase is Phase.STOPPING
+    assert ready.phase is EnginePhase.STOPPING
     ready.on_event(Text(1, "tial"))
     (ended,) = ready.on_event(done(1, "partial", "cancelled"))
     assert ended == ReplyEnded(Reply("partial", ending="cancelled", metrics=METRICS, model="guide"))
@@ -233,7 +231,7 @@ def test_an_engine_that_reads_a_long_piece_of_a_prompt_is_not_killed_for_it(read
     assert isinstance(told, Notice)
     assert "acts after it" in told.text
     assert kinds(ready.on_event(done(1, "", "cancelled"))) == [ReplyEnded]
-    assert ready.phase is Phase.IDLE
+    assert ready.phase is EnginePhase.IDLE
 
 
 def test_an_engine_may_take_some_times_as_long_as_its_pieces_took(ready: Session, clock: Clock) -> None:
@@ -284,7 +282,7 @@ def test_esc_while_loading_ends_the_process(clock: Clock) -> None:
     session.start()
     session.submit("early")
     assert kinds(session.stop()) == [EndEngine, DraftReturned, Notice]
-    assert session.phase is Phase.FAILED
+    assert session.phase is EnginePhase.FAILED
     assert kinds(session.submit("again")) == [StartEngine, Ask]
 
 
@@ -321,14 +319,14 @@ def test_death_while_loading_gives_the_waiting_prompt_back_at_last(clock: Clock)
     session.submit("early")
     assert StartEngine() in session.on_event(DIED)
     assert DraftReturned("early") in session.on_event(DIED)
-    assert session.phase is Phase.FAILED
+    assert session.phase is EnginePhase.FAILED
 
 
 def test_a_model_that_fails_to_load_gives_way_to_the_one_before(ready: Session) -> None:
     ready.choose(Load("missing"))
     steps = ready.on_event(Failed(None, "no such model", "Check it."))
     assert asked(steps) == [Load("guide")]
-    assert ready.phase is Phase.LOADING
+    assert ready.phase is EnginePhase.LOADING
 
 
 def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
@@ -476,12 +474,12 @@ def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
     session.start()
     session.on_event(Loaded(ModelInfo("guide", context_length=100, capacity=40, rolls=True)))
     session.submit("hi")
-    assert (measures.context_held(session), measures.out_of_sight(session)) == (None, 0)
+    assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (None, 0)
     session.on_event(LeftOut(1, 7))
     session.on_event(Prefill(1, 30, 30, 0))
-    assert (measures.context_held(session), measures.out_of_sight(session)) == (30, 7)
+    assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (30, 7)
     session.on_event(done(1))
     session.metrics = replace(METRICS, prompt_tokens=50, generated_tokens=9)
-    assert (measures.context_held(session), measures.out_of_sight(session)) == (40, 19 + 7)
+    assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (40, 19 + 7)
     session.submit("more")
-    assert measures.out_of_sight(session) == 0
+    assert figures.tokens_out_of_sight(session) == 0

@@ -14,14 +14,21 @@ from textual.widgets import Input, OptionList, TextArea
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
+from tokamac.app.chat.preferences import (
+    SAMPLING_FIELDS,
+    ChatOverrides,
+    FieldError,
+    as_settings,
+    own_of,
+    read_memory,
+    read_sampling,
+    write,
+)
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
-from tokamac.app.tui.options import SAMPLING_FIELDS, FieldError, read_memory, read_sampling, write
-from tokamac.app.tui.own import Own, as_settings, own_of
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.settings import SettingsScreen
-from tokamac.app.tui.screens.system import SystemScreen
-from tokamac.app.tui.widgets.tick import Tick
+from tokamac.app.tui.screens.dialog import Tick
+from tokamac.app.tui.screens.settings import SettingsScreen, SystemScreen
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
@@ -64,7 +71,7 @@ def test_options_round_trip(tmp_path: Path) -> None:
         sampling=Sampling(temperature=0.0, seed=7, stop=("a\n", '"')), kv=KVSpec(8, 4, window=512, keep="system")
     )
     settings.save(path, chosen)
-    assert settings.load(path) == settings.Loaded(chosen)
+    assert settings.load(path) == settings.LoadedSettings(chosen)
     assert [file.name for file in path.parent.iterdir()] == ["settings.toml"]
 
 
@@ -72,7 +79,7 @@ def test_options_round_trip(tmp_path: Path) -> None:
 def test_every_option_of_sampling_is_written_and_read(tmp_path: Path, sampling: Sampling) -> None:
     path = tmp_path / "settings.toml"
     settings.save(path, Settings(sampling=sampling))
-    assert settings.load(path) == settings.Loaded(Settings(sampling=sampling))
+    assert settings.load(path) == settings.LoadedSettings(Settings(sampling=sampling))
 
 
 def test_a_bias_and_an_order_are_written_as_lists(tmp_path: Path) -> None:
@@ -110,17 +117,20 @@ def test_a_chat_stored_before_there_were_more_options_is_read() -> None:
         "temperature": 0.3, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None, "seed": 4,
         "max_tokens": None, "stop": ["end"],
     }  # fmt: skip
-    assert own_of({"sampling": stored}) == Own(Sampling(temperature=0.3, seed=4, stop=("end",)))
+    assert own_of({"sampling": stored}) == ChatOverrides(Sampling(temperature=0.3, seed=4, stop=("end",)))
 
 
 def test_of_a_chats_own_only_what_was_changed_is_stored() -> None:
-    assert as_settings(Own(Sampling(top_k=5, logit_bias={1: 2})))["sampling"] == {"top_k": 5, "logit_bias": ((1, 2.0),)}
-    for own in (Own(EVERYTHING), Own(Sampling())):
+    assert as_settings(ChatOverrides(Sampling(top_k=5, logit_bias={1: 2})))["sampling"] == {
+        "top_k": 5,
+        "logit_bias": ((1, 2.0),),
+    }
+    for own in (ChatOverrides(EVERYTHING), ChatOverrides(Sampling())):
         assert own_of(json.loads(json.dumps(as_settings(own)))) == own
 
 
 def test_no_file_is_the_defaults(tmp_path: Path) -> None:
-    assert settings.load(tmp_path / "none.toml") == settings.Loaded(Settings())
+    assert settings.load(tmp_path / "none.toml") == settings.LoadedSettings(Settings())
 
 
 def test_a_damaged_file_is_moved_aside(tmp_path: Path) -> None:
@@ -216,7 +226,7 @@ def test_a_text_of_several_lines_is_written_as_several_lines(tmp_path: Path) -> 
 
 
 async def ready(c: Chat) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
 
 
@@ -256,7 +266,7 @@ def test_a_memory_limit_is_kept_and_named_where_it_is_none(tmp_path: Path) -> No
     settings.save(path, Settings(memory_gb=14.5))
     assert settings.load(path).settings.memory_bytes == 14_500_000_000
     path.write_text("memory_gb = 14\n")  # as a person writes it
-    assert settings.load(path) == settings.Loaded(Settings(memory_gb=14.0))
+    assert settings.load(path) == settings.LoadedSettings(Settings(memory_gb=14.0))
     path.write_text('memory_gb = "much"\n')
     read = settings.load(path)
     assert read.settings.memory_bytes is None
@@ -324,14 +334,14 @@ async def test_the_command_line_goes_before_what_a_chat_has_of_its_own_until_som
     ],
 )
 def test_what_can_not_be_read_of_a_chats_own_does_not_hold(stored: dict[str, Any]) -> None:
-    assert own_of(stored) == Own()
+    assert own_of(stored) == ChatOverrides()
 
 
 def test_what_a_chat_has_of_its_own_survives_json() -> None:
     template = TemplateOptions("off", 100, {"a": [1, "b\n"]})
-    own = Own(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "", template)
+    own = ChatOverrides(Sampling(temperature=0.0, seed=7, stop=("a\n",)), "", template)
     assert own_of(json.loads(json.dumps(as_settings(own)))) == own
-    assert as_settings(Own()) == {"sampling": None, "system": None, "template": None}
+    assert as_settings(ChatOverrides()) == {"sampling": None, "system": None, "template": None}
 
 
 def named(screen: SystemScreen) -> list[str]:

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Input, OptionList, TextArea
 
-from tokamac.app import settings, settings_change
-from tokamac.app.settings import Settings
-from tokamac.app.settings_change import merged
-from tokamac.app.tui.memory import Memory
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.system import SystemScreen
+from tokamac.app import settings
+from tokamac.app.chat.preferences import Preferences
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.settings import Settings, merged
+from tokamac.app.tui.screens.settings import SystemScreen
 from tokamac.engine.options import KVSpec, Sampling
 
 Start = Callable[..., Any]
@@ -29,9 +28,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tokamac" / "settings.toml"
 
 
-def window(path: Path) -> Memory:
+def window(path: Path) -> Preferences:
     read = settings.load(path)
-    return Memory(read.settings, path, told=read.warnings)
+    return Preferences(read.settings, path, told=read.warnings)
 
 
 def stored(path: Path) -> Settings:
@@ -121,10 +120,10 @@ def test_a_window_that_keeps_the_lock_is_waited_for_but_not_for_ever(
     path.parent.mkdir(parents=True)
     with path.with_name(".settings.toml.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        monkeypatch.setattr(settings_change, "PATIENCE_S", 0.05)
+        monkeypatch.setattr(settings, "PATIENCE_S", 0.05)
         assert "another tokamac keeps it busy" in a.keep(replace(a.settings, panel=False))
         assert not path.exists()
-        monkeypatch.setattr(settings_change, "PATIENCE_S", 60.0)
+        monkeypatch.setattr(settings, "PATIENCE_S", 60.0)
         release = threading.Timer(0.1, lambda: fcntl.flock(other, fcntl.LOCK_UN))
         release.start()
         assert a.keep(replace(a.settings, panel=False)) == ""
@@ -152,7 +151,7 @@ def test_many_windows_at_once_lose_nothing(path: Path) -> None:
 async def test_the_library_shows_and_keeps_what_another_window_saved(chat: Start, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     async with chat("fast", size=(100, 40)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         other = window(file)
         assert other.keep(replace(other.settings, theme="nord", system_prompts={"theirs": "Be theirs."})) == ""
         await c.pilot.press("ctrl+b")

@@ -6,14 +6,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import make_tiny
-from tokamac.app.backend.whatif import Figures, ModelLine
-from tokamac.app.backend.wire import WhatIf
-from tokamac.app.tui.downloads import Download, Stage
-from tokamac.app.tui.estimates import Estimates
-from tokamac.app.tui.folders import MOST, Folders
-from tokamac.app.tui.model_rows import detail, row_line
-from tokamac.app.tui.models import Disk, OnDisk, hub_cache, is_id, look, must_be_downloaded, names_on_disk
-from tokamac.app.tui.shelf import Offer, Row, best_guess, rows
+from tokamac.app.backend.protocol import Figures, ModelLine, WhatIf
+from tokamac.app.chat.jobs import Download, DownloadStage
+from tokamac.app.chat.models import (
+    MOST,
+    CatalogueOffer,
+    Estimates,
+    Folders,
+    LocalModels,
+    ModelRow,
+    OnDisk,
+    best_guess,
+    hub_cache,
+    is_id,
+    look,
+    must_be_downloaded,
+    names_on_disk,
+    rows,
+)
+from tokamac.app.tui.screens.model import detail, row_line
 from tokamac.assets import asset_path
 from tokamac.engine.options import KVSpec
 
@@ -99,17 +110,17 @@ def estimated(*best: str, hopeless: str = "") -> Estimates:
     return made
 
 
-DISK = Disk(
+DISK = LocalModels(
     (
         OnDisk("guide", "embedded", Path(), 1),
         OnDisk("org/Mine", "cache", Path(), 2),
         OnDisk("org/part", "cache", Path(), 3, whole=False),
     )
 )
-OFFERS = [Offer(name, 9) for name in ("org/a", "org/b", "org/Mine", "org/c")]
+OFFERS = [CatalogueOffer(name, 9) for name in ("org/a", "org/b", "org/Mine", "org/c")]
 
 
-def named(found: list[Row]) -> list[str]:
+def named(found: list[ModelRow]) -> list[str]:
     return [row.id for row in found]
 
 
@@ -144,14 +155,14 @@ def test_a_folder_that_is_typed_is_offered(tmp_path: Path) -> None:
 
 
 def test_a_download_is_listed_as_such_wherever_it_was_before() -> None:
-    going = (Download("org/a", Stage.RUNNING, 1, 10), Download("org/part", Stage.WAITING))
+    going = (Download("org/a", DownloadStage.RUNNING, 1, 10), Download("org/part", DownloadStage.WAITING))
     found = rows("", DISK, OFFERS, estimated("org/a"), going)
     assert named(found)[:2] == ["downloads:org/a", "downloads:org/part"]
     assert sum(row.model == "org/a" for row in found) == 1
 
 
 def test_the_first_guess_is_the_largest_that_leaves_half_of_the_memory() -> None:
-    offers = [Offer("s", 1), Offer("l", 4), Offer("xl", 9), Offer("unknown", None)]
+    offers = [CatalogueOffer("s", 1), CatalogueOffer("l", 4), CatalogueOffer("xl", 9), CatalogueOffer("unknown", None)]
     assert [each.model for each in best_guess(offers, 10)][:2] == ["l", "s"]
     assert best_guess(offers, None) == offers
 
@@ -185,9 +196,9 @@ def test_another_memory_limit_makes_all_answers_old() -> None:
 @given(st.text(max_size=60), st.integers(30, 140))
 def test_a_row_is_as_wide_as_the_list_and_holds_nothing_that_a_terminal_obeys(model: str, width: int) -> None:
     for row in (
-        Row(model, "disk", 5, line=line("x")),
-        Row(model, "downloads", download=Download(model, Stage.PAUSED, 1, 2)),
-        Row(model, "typed"),
+        ModelRow(model, "disk", 5, line=line("x")),
+        ModelRow(model, "downloads", download=Download(model, DownloadStage.PAUSED, 1, 2)),
+        ModelRow(model, "typed"),
     ):
         drawn = row_line(row, width, loaded=True)
         assert drawn.cell_length == width

@@ -9,13 +9,11 @@ from textual.events import Key
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
+from tokamac.app.chat.actions import ACTIONS, ALSO_CALLED, Calling, by_slash, calling, fitting, parse, unknown
+from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings
-from tokamac.app.tui.actions import ACTIONS, by_slash
-from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.command_names import ALSO_CALLED, Calling, calling, fitting, unknown
-from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.help import HelpScreen
-from tokamac.app.tui.slash import parse
 
 Start = Callable[..., Any]
 SLASHES = [action.slash for action in ACTIONS if action.slash]
@@ -231,7 +229,7 @@ async def test_in_a_message_that_is_edited_a_slash_is_text(chat: Start) -> None:
 async def test_while_a_reply_runs_up_chooses_a_command_and_takes_no_prompt_back(chat: Start) -> None:
     async with chat("deaf", size=(100, 40)) as c:  # whose reply is long
         await c.send("one")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.send("two")
         await c.until(lambda: c.session.queued)
         await begin(c, "/new")

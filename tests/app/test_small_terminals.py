@@ -11,16 +11,15 @@ from textual.widgets import Input, Static, TextArea
 from textual.widgets._toast import Toast
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.keymap import Keymap, keymap
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.blocks import Inline, Table
-from tokamac.app.tui.prose.rows import rows
-from tokamac.app.tui.prose.welcome import HINTS, PROMISE, TOUR, Welcome, told
+from tokamac.app.chat.actions import Keymap, keymap
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.markdown.parse import Inline, Table
+from tokamac.app.tui.markdown.rows import rows
 from tokamac.app.tui.screens.dialog import fitting
-from tokamac.app.tui.screens.settings import NOTES, SettingsScreen
-from tokamac.app.tui.screens.system import SystemScreen
+from tokamac.app.tui.screens.settings import NOTES, SettingsScreen, SystemScreen
 from tokamac.app.tui.theme import DARK, LIGHT
 from tokamac.app.tui.widgets.status import StatusLine
+from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, with_keys
 
 Start = Callable[..., Any]
 SMALLEST = (40, 12)
@@ -42,9 +41,9 @@ async def opened(c: Chat, action: str, kind: type) -> None:
 
 async def test_the_tour_is_seen_whole_in_the_smallest_window(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         lines = [line.strip() for line in c.screen_text().splitlines()]
-        assert all(f"{key}  {does}" in lines for key, does in told(TOUR, Keymap()))
+        assert all(f"{key}  {does}" in lines for key, does in with_keys(TOUR, Keymap()))
         assert c.transcript.max_scroll_y == 0
 
 
@@ -53,7 +52,7 @@ def shown(welcome: Welcome, width: int) -> list[str]:
 
 
 def test_where_the_room_ends_the_name_goes_first_and_the_keys_never() -> None:
-    keys = [f"{key}  {does}" for key, does in told(HINTS, Keymap())]
+    keys = [f"{key}  {does}" for key, does in with_keys(HINTS, Keymap())]
     assert shown(Welcome(4), 60) == keys
     assert shown(Welcome(6), 60) == [PROMISE, *keys]
     assert shown(Welcome(7), 60) == [PROMISE, "", *keys]
@@ -66,7 +65,7 @@ def test_a_long_key_and_a_narrow_window_wrap_what_is_said_beside_the_keys() -> N
     assert not chosen.warnings
     lines = [each.row.content.plain for each in Welcome(20, tour=True, keymap=chosen).rows(36)]
     assert max(map(len, lines)) <= 36
-    key, does = told(TOUR, chosen)[0]
+    key, does = with_keys(TOUR, chosen)[0]
     first = next(y for y, line in enumerate(lines) if line.startswith(key))
     assert len(key) + 2 + len(does) > 36
     assert " ".join(line[len(key) :].strip() for line in lines[first : first + 2]) == does
@@ -77,7 +76,7 @@ def test_a_long_key_and_a_narrow_window_wrap_what_is_said_beside_the_keys() -> N
 
 async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("hello")
         line = row(c, -1)
         assert line.endswith("F1 help")
@@ -90,7 +89,7 @@ async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(ch
 
 async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.session.info is not None
         c.session.info = replace(c.session.info, name="org/a-model-with-a-very-long-name-4bit")
         c.app.chat.show()
@@ -104,22 +103,22 @@ async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Sta
 
 async def test_how_to_stop_is_said_while_something_runs_and_then_alone(chat: Start) -> None:
     async with chat("slow", size=SMALLEST) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert "Esc stop" not in row(c, -1)
         await c.send("hello")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         assert row(c, -1).endswith("Esc stop")
         c.app.chat.do("stop")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert "Esc stop" not in row(c, -1)
 
 
 async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start) -> None:
     async with chat("slow", size=USUAL) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         for prompt in ("one", "two", "three"):
             await c.send(prompt)
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         await c.until(lambda: "tok/s" in c.screen_text(), "a rate")
         above = next(line.strip() for line in c.screen_text().splitlines() if "prompts wait" in line)
         assert above.startswith("2 prompts wait: Up takes the last back · writing ")
@@ -130,7 +129,7 @@ async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start
 async def test_a_notice_does_not_cover_the_box_and_has_the_width_of_a_narrow_window(chat: Start) -> None:
     for size in (SMALLEST, USUAL):
         async with chat("fast", size=size) as c:
-            await c.phase(Phase.IDLE)
+            await c.phase(EnginePhase.IDLE)
             await c.send("/nosuch thing")
             await c.until(lambda: c.app.screen.query(Toast), "the notice")
             await c.pilot.pause()
@@ -167,7 +166,7 @@ def test_where_words_have_no_room_the_widest_is_torn() -> None:
 
 async def test_the_scroll_bar_is_where_the_page_is_after_a_resize_while_text_streams(chat: Start) -> None:
     async with chat("prose", size=(60, 20)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("hello")
         await c.until(lambda: c.transcript.max_scroll_y > 20, "more than a page")
         await c.pilot.resize_terminal(50, 14)
@@ -191,7 +190,7 @@ def test_of_the_keys_in_a_border_the_first_and_the_last_stay_longest() -> None:
 
 async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await opened(c, "system_prompt", SystemScreen)
         box = c.app.screen.query_one(".box")
         assert (box.region.x, box.region.width) == (0, 40)
@@ -204,7 +203,7 @@ async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
 
 async def test_the_note_of_a_field_stands_below_where_it_has_no_room_beside(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await opened(c, "settings", SettingsScreen)
         for name in ("temperature", "stop", "on_full", "unload_after_min"):
             c.app.screen.query_one(f"#{name}", Input).focus()
@@ -214,7 +213,7 @@ async def test_the_note_of_a_field_stands_below_where_it_has_no_room_beside(chat
 
 async def test_every_note_is_whole_at_the_usual_size(chat: Start) -> None:
     async with chat("fast", size=USUAL) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await opened(c, "settings", SettingsScreen)
         seen: set[str] = set()
         for name in NOTES:  # the last are below the edge until they are gone to
@@ -241,7 +240,7 @@ async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
         monkeypatch.setenv("NO_COLOR", variable)
     async with chat("fast", size=USUAL) as c:
         c.app.theme = "terminal"
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await opened(c, "system_prompt", SystemScreen)
         area = c.app.screen.query_one(TextArea).region
         drawn = c.screen_text().splitlines()
@@ -250,7 +249,7 @@ async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
 
 async def test_the_panel_says_by_a_bar_that_it_goes_on_below(chat: Start) -> None:
     async with chat("fast", size=(100, 24)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         panel = c.app.chat.query_one("#panel")
         await c.until(lambda: panel.show_vertical_scrollbar, "the bar")
         assert panel.vertical_scrollbar.region.width == 1

@@ -17,16 +17,16 @@ from textual.widgets import DataTable, Input, OptionList, Select, TabbedContent
 
 from tests.app.album import SIZES, THEMES, Album, colours, figures, nothing_of_this_machine, resized, written
 from tests.app.conftest import Chat
-from tokamac.app.backend.scripted_model import CHIP, PACE, SITUATION, WORK
+from tokamac.app.backend.scripted import CHIP, PACE, SITUATION, WORK
+from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.chat.figures import FIGURES, explain
+from tokamac.app.chat.recording import measured
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
-from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.figures import FIGURES, explain
-from tokamac.app.tui.kept import measured
-from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.figure import FigureScreen
 from tokamac.app.tui.widgets.gauges import Gauges
-from tokamac.engine.limits.diagnosis import diagnose
+from tokamac.engine.perf.diagnosis import diagnose
 
 Start = Callable[..., Any]
 DAY_S = 86400.0
@@ -255,7 +255,7 @@ async def opened(c: Chat, scene: Scene) -> None:
 
 async def pictures(c: Chat, album: Album, *sizes: tuple[int, int]) -> None:
     """Every screen at these sizes."""
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: len(c.session.turns) == 1, "the conversation")
     c.session.metrics = figures()
     for size, scenes in [*((size, SCENES) for size in sizes), *((size, (MODEL,)) for size in sizes)]:

@@ -17,21 +17,16 @@ from tests.app.album import THEMES, Album, nothing_of_this_machine, written
 from tests.app.conftest import Chat
 from tests.app.test_convert_screen import DONE, PLAN, QUALITY
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.whatif import Answer, Figures, ModelLine, Question, Where
-from tokamac.app.backend.wire import WhatIf
+from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question, WhatIf, Where
+from tokamac.app.chat.jobs import ConversionPhase as Converting
+from tokamac.app.chat.jobs import Downloads, Standing
+from tokamac.app.chat.models import CatalogueOffer, Estimates, LocalModels, OnDisk
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.bridge import EngineSaid
-from tokamac.app.tui.converting import Phase as Converting
-from tokamac.app.tui.converting import Standing
-from tokamac.app.tui.downloads import Downloads
-from tokamac.app.tui.estimates import Estimates
-from tokamac.app.tui.models import Disk, OnDisk
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.convert import ConvertScreen
-from tokamac.app.tui.screens.guide import GuideScreen
-from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.help import GuideScreen
+from tokamac.app.tui.screens.model import ConvertScreen, ModelScreen
 from tokamac.app.tui.screens.whatif import WhatIfScreen
-from tokamac.app.tui.shelf import Offer
-from tokamac.app.tui.units import size
+from tokamac.app.units import size
 
 Start = Callable[..., Any]
 GB = 10**9
@@ -54,7 +49,7 @@ async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_agai
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.chat.do("ask_guide")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen), "the guide")
         await album.take_at(c, "guide")
@@ -129,7 +124,7 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
     script.write_text(CHILD)
     album = Album(theme)
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         screen = ConvertScreen("org/nowhere", [sys.executable, str(script)])
         screen.standing = Standing(
             lambda: 0.0 if screen.standing.stage is None else screen.standing.stage.done / BYTES_PER_S
@@ -195,7 +190,7 @@ HERE = (
     line("mlx-community/Qwen3-8B-4bit", 4.61, 8.19, 80.6, "runs well"),
     line("/models/Qwen3-8B-mixed_4_6", 5.39, 8.19, 71.4, "runs well"),
 )
-DISK = Disk(
+DISK = LocalModels(
     (
         OnDisk("guide", "embedded", Path("guide"), 7_200_000),
         OnDisk("/models/Qwen3-8B-mixed_4_6", "folder", Path("/models/Qwen3-8B-mixed_4_6"), 5_387_000_000),
@@ -215,7 +210,7 @@ time.sleep(600)
 def stocked(c: Chat, folder: Path) -> None:
     """Have the picker know of these models, none of them weighed yet, and downloads be those of a script."""
     stock, seconds = c.app.chat.stock, count(0.0, 1.0)
-    stock._offers = [Offer(each.model, each.download_bytes) for each in CATALOGUE]
+    stock._offers = [CatalogueOffer(each.model, each.download_bytes) for each in CATALOGUE]
     stock.estimates = Estimates(lambda _: 0)
     stock.estimates.weighed = (3, len(CATALOGUE))
     script = folder / "pull.py"
@@ -242,11 +237,11 @@ def weighed(c: Chat) -> None:
 async def test_the_picker_is_drawn_as_before_with_all_its_kinds_of_rows(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str
 ) -> None:
-    monkeypatch.setattr("tokamac.app.tui.stock.look", lambda *_: DISK)
+    monkeypatch.setattr("tokamac.app.tui.model_library.look", lambda *_: DISK)
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("guide") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         stocked(c, tmp_path)
         c.app.chat.do("choose_model")
         await c.until(lambda: isinstance(c.app.screen, ModelScreen) and c.app.chat.stock.looked, "the picker")
@@ -275,7 +270,7 @@ async def test_what_if_draws_the_catalogue_and_a_refusal_as_before(chat: Start, 
         return len(asked)
 
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         question = Question("table", "Qwen3-8B-4bit", where=Where("Apple M4 Max", 40, 64))
         screen = WhatIfScreen(ask, question, (), busy=lambda: False)
         await c.app.push_screen(screen)

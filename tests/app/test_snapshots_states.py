@@ -13,16 +13,15 @@ import pytest
 
 from tests.app.album import SIZES, THEMES, Album, StillClock, figures, nothing_of_this_machine, written
 from tests.app.conftest import Chat
-from tokamac.app.backend.scripted_model import KV_BYTES_PER_TOKEN, WEIGHT_BYTES
-from tokamac.app.backend.wire import Done, Failed, Load, Loading, Prefill, Reply, Stats, Text
+from tokamac.app.backend.protocol import Done, Failed, Load, Loading, Prefill, Reply, Stats, Text
+from tokamac.app.backend.scripted import KV_BYTES_PER_TOKEN, WEIGHT_BYTES
+from tokamac.app.chat.figures import FIGURES, explain
+from tokamac.app.chat.steps import Ask, EnginePhase, StartEngine, Step
 from tokamac.app.tui.bridge import EngineSaid
-from tokamac.app.tui.figures import FIGURES, explain
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.messages import ReplyMessage
+from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.figure import FigureScreen
-from tokamac.app.tui.steps import Ask, StartEngine, Step
 from tokamac.engine.events import Live
-from tokamac.engine.limits.gaps import Outlier
+from tokamac.engine.metrics import Outlier
 
 Start = Callable[..., Any]
 THOUGHT = "They ask about decode. Each step reads all weights, so that bandwidth is the limit."
@@ -64,7 +63,7 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
     written(theme, tmp_path / "settings.toml", toured=False)
     album = Album(theme)
     async with chat("fast", size=SIZES[0]) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await album.take_at(c, "chat-tour")
         await c.app.push_screen(FigureScreen([explain(each, c.session) for each in FIGURES], FIGURES.index("gaps")))
         await album.take_at(c, "figure-unknown")

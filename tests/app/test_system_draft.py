@@ -6,12 +6,11 @@ from typing import Any
 from textual.widgets import Input, Static, TextArea
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.settings import SettingsScreen
-from tokamac.app.tui.screens.system import NOT_USED, SystemScreen
-from tokamac.app.tui.system_drafts import SystemDrafts, Written
-from tokamac.app.tui.widgets.tick import Tick
-from tokamac.app.tui.wishes.model import load_model
+from tokamac.app.chat.preferences import SystemDrafts, Written
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.model_library import load_model
+from tokamac.app.tui.screens.dialog import Tick
+from tokamac.app.tui.screens.settings import NOT_USED, SettingsScreen, SystemScreen
 
 Start = Callable[..., Any]
 KEPT = "Not used: what you wrote stays in this chat as a draft until you leave tokamac. Ctrl+S shows it."
@@ -74,7 +73,7 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
         await c.ask("about pears")  # from here on it is a chat of its own
         assert await seen(c) == "pears"
         load_model(c.app.chat, "slow")
-        await c.until(lambda: c.session.load.model == "slow" and c.session.phase is Phase.IDLE)
+        await c.until(lambda: c.session.load.model == "slow" and c.session.phase is EnginePhase.IDLE)
         assert await seen(c) == "pears"
         await c.pilot.press("ctrl+n")
         assert await seen(c) == ""

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.messages import ReplyMessage, SystemMessage, UserMessage
-from tokamac.app.tui.prose.welcome import Welcome
-from tokamac.app.tui.tree import Node, Tree
-from tokamac.app.tui.wishes.conversation import jump
+from tokamac.app.chat.conversation import MessageNode, Reply, Tree
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.actions.chats import jump
+from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
+from tokamac.app.tui.widgets.transcript import Welcome
 
 Start = Callable[..., Any]
 ALONE = "## System\n\nBe brief.\n\n## System\n\nshout\n"  # the first becomes the chat's own system prompt
@@ -38,7 +37,7 @@ async def test_one_at_the_beginning_stays_when_the_first_turn_is_made_anew(
     async with chat("fast", size=(100, 40)) as c:
         await imported(c, tmp_path, FIRST + "\n## User\n\nand?\n\n## Assistant\n\nSO\n")
         c.app.chat.perform(c.session.edit(2, "ho") if wish == "edit" else c.session.regenerate(3))
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.pause()
         assert shown(c) == [SystemMessage, UserMessage, ReplyMessage]
         assert "shout" in c.screen_text()
@@ -60,13 +59,13 @@ async def test_one_before_a_reply_stays_when_that_is_made_again(chat: Start, lat
         await c.ready()
         tree = Tree()
         tree.ask("hi", None)
-        tree.add(Node(2, 1, system="shout"))
+        tree.add(MessageNode(2, 1, system="shout"))
         tree.end(tree.answer(2).key, Reply("HELLO"))
         if later:
             tree.end(tree.answer(tree.ask("why?", 3).key).key, Reply("SO"))
         c.app.chat.perform(c.session.open(tree))
         c.app.chat.perform(c.session.regenerate(3))
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.pilot.pause()
         assert shown(c) == [UserMessage, SystemMessage, ReplyMessage]
 
@@ -77,8 +76,8 @@ async def opened(c: Chat) -> None:
     tree = Tree()
     tree.end(tree.answer(tree.ask("hi", None).key).key, Reply("hello"))
     for key, word in ((3, "whisper"), (5, "shout")):
-        tree.add(Node(key, 2, system=word))
-        tree.add(Node(key + 1, key, prompt=LONG))
+        tree.add(MessageNode(key, 2, system=word))
+        tree.add(MessageNode(key + 1, key, prompt=LONG))
     c.app.chat.perform(c.session.open(tree))
     await c.pilot.pause()
     assert "shout" not in c.screen_text()

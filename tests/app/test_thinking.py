@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from tokamac.app.backend.wire import AskPrice, Done, Load, Loaded, ModelInfo, Send, Warm, decode_request, encode
-from tokamac.app.export.entries import entries
+from tokamac.app.backend.protocol import AskPrice, Done, Load, Loaded, ModelInfo, Send, Warm, decode_request, encode
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.chat.preferences import chosen, sentences, state, told
+from tokamac.app.chat.recording import measured
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, Notice, Step
+from tokamac.app.export.html import entries
 from tokamac.app.settings import Settings, dumps, load
 from tokamac.app.store.store import Store
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.kept import measured
 from tokamac.app.tui.screens.settings import SettingsScreen
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, Notice, Step
-from tokamac.app.tui.thinking import chosen, sentences, state, told
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling, TemplateOptions
 
 THINKS = ModelInfo("qwen", thinks=True, thinking_modes=("on", "off"), template_names=("enable_thinking", "style"))

@@ -10,22 +10,28 @@ import pytest
 from tests.app.conftest import Chat
 from tests.app.test_session import DIED, LOADED, METRICS, Clock, asked, done
 from tokamac.app import settings
-from tokamac.app.backend.wire import AskPrice, Cancel, Done, Failed, Load, Priced, Send, Stats, Text, Warm
+from tokamac.app.backend.protocol import AskPrice, Cancel, Done, Failed, Load, Priced, Send, Stats, Text, Warm
+from tokamac.app.chat.background import (
+    BEGUN,
+    EXCERPT,
+    GREEDY,
+    IDLE_S,
+    READY_TOKENS,
+    SYSTEM,
+    is_ready,
+    question,
+    title_of,
+)
+from tokamac.app.chat.conversation import MessageNode, Reply, Tree, Turn
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, EnginePhase, Titled, TurnBegun
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.ahead import READY_TOKENS, is_ready
-from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Ask, Titled, TurnBegun
-from tokamac.app.tui.titles import BEGUN, EXCERPT, GREEDY, IDLE_S, SYSTEM, question, title_of
-from tokamac.app.tui.tree import Node, Tree
 from tokamac.engine import Engine
 from tokamac.engine.errors import OptionError
-from tokamac.engine.events import Finished, Live, Message
+from tokamac.engine.events import Finished, Live, Message, Price
 from tokamac.engine.options import Sampling
-from tokamac.engine.price import Price
 
 Start = Callable[..., Any]
 READ = Priced("title", 1, Price(200, 10, 0, 0.1))
@@ -166,7 +172,7 @@ def test_what_could_not_be_read_ahead_is_not_asked(answered: Session, price: Pri
 def test_what_failed_or_ended_the_engine_is_not_asked_again(answered: Session, clock: Clock) -> None:
     request = sent(answered)
     assert answered.on_event(Failed(request.id, "the template refuses a system prompt", "")) == []
-    assert answered.phase is Phase.IDLE
+    assert answered.phase is EnginePhase.IDLE
     assert answered.entitle() == []
     other = begun(clock)
     other.submit("hi")
@@ -198,8 +204,8 @@ def test_only_the_first_whole_reply_wants_one(clock: Clock) -> None:
     session.on_event(done(2, "ho"))
     assert session.titles.wanted
     old = Tree()
-    old.add(Node(1, None, prompt="hi"))
-    old.add(Node(2, 1, reply=Reply("ho")))
+    old.add(MessageNode(1, None, prompt="hi"))
+    old.add(MessageNode(2, 1, reply=Reply("ho")))
     old.go(2)
     session.open(old)
     session.submit("more")
@@ -287,7 +293,7 @@ def kept(tmp_path: Path) -> Callable[[], tuple[str, str, list[str]]]:
 
 async def rested(c: Chat) -> None:
     """As if nobody had used the chat for a while, and the screen looked."""
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     c.session.idle._seen_s -= IDLE_S
     c.session.phase_since -= IDLE_S
     c.app.chat._rest()
@@ -318,7 +324,7 @@ async def test_a_prompt_ends_a_slow_title_at_once(chat: Start, kept: Any) -> Non
         await c.send("two")
         await c.until(lambda: len(c.session.turns) == 2)
         assert c.session.titles.wanted  # it was being written still
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert kept()[:2] == ("one", "words")
         assert [turn.prompt for turn in c.session.turns] == ["one", "two"]
         assert c.session.turns[1].reply.text == c.session.turns[0].reply.text
@@ -353,7 +359,7 @@ async def test_who_types_is_not_idle(chat: Start) -> None:
     async with chat("entitles") as c:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.session.phase_since -= IDLE_S
         c.session.idle._seen_s -= IDLE_S
         await c.pilot.press("a")

@@ -14,16 +14,14 @@ from tests.app.conftest import Chat
 from tests.app.test_session import METRICS
 from tokamac.app import settings
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.scenarios import SCENARIOS
-from tokamac.app.backend.wire import Done, Failed, Load, Loaded, ModelInfo, Send, Text
-from tokamac.app.tui.actions import ACTIONS, by_slash
-from tokamac.app.tui.guidance import Guidance
-from tokamac.app.tui.keymap import Keymap
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.welcome import HINTS, TOUR, Welcome, told
+from tokamac.app.backend.protocol import Done, Failed, Load, Loaded, ModelInfo, Send, Text
+from tokamac.app.backend.scripted import SCENARIOS
+from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
+from tokamac.app.chat.jobs import Guidance
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.screens import help as screens_help
-from tokamac.app.tui.screens.guide import GuideScreen
-from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, HelpScreen, help_text
+from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, GuideScreen, HelpScreen, help_text
+from tokamac.app.tui.widgets.transcript import HINTS, TOUR, Welcome, with_keys
 from tokamac.engine.events import Message
 
 Start = Callable[..., Any]
@@ -33,10 +31,10 @@ def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() 
     actions = ["help", "choose_model", "chats", "explain", "settings"]
     assert [key for key, _ in TOUR] == [f"{{{action}}}" for action in actions]
     keys = {action.id: action.key_names for action in ACTIONS}
-    for action, (key, text) in zip(actions, told(TOUR, Keymap()), strict=True):
+    for action, (key, text) in zip(actions, with_keys(TOUR, Keymap()), strict=True):
         assert keys[action].startswith(key)
         assert 0 < len(text) <= 27
-    assert keys["ask_guide"] in told(TOUR, Keymap())[0][1]
+    assert keys["ask_guide"] in with_keys(TOUR, Keymap())[0][1]
     rows = Welcome(12, tour=True).rows(36)
     assert len(rows) <= 12
     below = [row.row.content.cell_length for row in rows[-len(TOUR) :]]
@@ -45,13 +43,13 @@ def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() 
 
 async def test_the_tour_is_shown_at_the_first_start_alone(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
-        assert all(text in c.screen_text() for _, text in told(TOUR, Keymap()))
+        await c.phase(EnginePhase.IDLE)
+        assert all(text in c.screen_text() for _, text in with_keys(TOUR, Keymap()))
     assert tomllib.loads((tmp_path / "settings.toml").read_text())["toured"] is True
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
-        assert not any(text in c.screen_text() for _, text in told(TOUR, Keymap()))
-        assert all(text in c.screen_text() for hint in told(HINTS, Keymap()) for text in hint)
+        await c.phase(EnginePhase.IDLE)
+        assert not any(text in c.screen_text() for _, text in with_keys(TOUR, Keymap()))
+        assert all(text in c.screen_text() for hint in with_keys(HINTS, Keymap()) for text in hint)
 
 
 def test_that_it_was_shown_is_remembered(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def screen(c: Chat) -> GuideScreen:
 async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alone(chat: Start) -> None:
     async with chat("steady") as c:
         await c.send("Why?")
-        await c.until(lambda: c.session.phase is Phase.DECODING)
+        await c.until(lambda: c.session.phase is EnginePhase.DECODING)
         life = c.app.chat.bridge.life
         await c.pilot.press("f7")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen))
@@ -167,7 +165,7 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
         await c.pilot.press("escape")
         await c.until(lambda: not isinstance(c.app.screen, GuideScreen))
         assert bridge._process is None
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         assert c.app.chat.bridge.life == life
         assert [turn.prompt for turn in c.session.turns] == ["Why?"]
         assert c.session.load.model == "steady"
@@ -175,7 +173,7 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
 
 async def test_the_command_asks_at_once_and_the_embedded_guide_answers(chat: Start) -> None:
     async with chat("guide", scripted=False) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("/guide How do I choose another model?")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen) and screen(c).guidance.said)
         await c.until(lambda: screen(c).guidance.said[-1].over, "an answer")

@@ -7,10 +7,10 @@ from textual.geometry import Offset
 from textual.strip import Strip
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.page import PageRow
-from tokamac.app.tui.widgets.painter import Painter
+from tokamac.app.chat.conversation import Reply, Turn
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.markdown.page import PageRow
+from tokamac.app.tui.widgets.page_view import Painter
 
 Start = Callable[..., Any]
 WORDS = "These are the words of a paragraph that is long enough to be wrapped into several rows of the screen. " * 2
@@ -25,7 +25,7 @@ async def write(c: Chat, text: str, kind: Any = "answer") -> None:
 
 async def begin(c: Chat, paragraphs: int = 0) -> None:
     """Begin a turn that the engine knows nothing of."""
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.pilot.pause()
     c.transcript.begin(Turn("hi", key=1, reply_key=2), "model", share=1.0, again=False)
     for number in range(paragraphs):

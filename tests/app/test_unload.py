@@ -8,19 +8,18 @@ import pytest
 from tests.app.test_chat import Start
 from tests.app.test_session import DIED, LOADED, Clock, done
 from tokamac.app import settings
-from tokamac.app.backend.wire import Load, MemoryUse, Send, ShortOfMemory
+from tokamac.app.backend.protocol import Load, MemoryUse, Send, ShortOfMemory
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Ask, DraftReturned, EndEngine, EnginePhase, Notice, StartEngine
 from tokamac.app.settings import Settings
-from tokamac.app.tui.phase import Phase
 from tokamac.app.tui.screens.settings import SettingsScreen
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.squeezed import sentence
-from tokamac.app.tui.steps import Ask, DraftReturned, EndEngine, Notice, StartEngine
+from tokamac.app.verdict import squeezed_sentence
 from tokamac.engine.errors import OptionError
-from tokamac.engine.events import Squeezed
+from tokamac.engine.events import MemoryPressure
 from tokamac.engine.options import Sampling
 
 MINUTE = 60.0
-SQUEEZED = Squeezed(3_000_000, 64, 0, 900_000_000, 1_000_000_000)
+SQUEEZED = MemoryPressure(3_000_000, 64, 0, 900_000_000, 1_000_000_000)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_an_unused_model_is_unloaded_after_its_time_and_not_before(resting: Sess
     assert resting.rest() == []
     clock.now += 1
     assert resting.rest() == [EndEngine()]
-    assert resting.phase is Phase.UNLOADED
+    assert resting.phase is EnginePhase.UNLOADED
     assert resting.rest() == []
 
 
@@ -64,7 +63,7 @@ def test_where_the_user_says_nothing_a_heavy_model_goes_after_half_an_hour(
     clock.now += 30 * MINUTE - 1
     assert session.rest() == []
     clock.now += 1
-    assert (session.phase is Phase.IDLE, session.rest()) == (True, [EndEngine()] if unloaded else [])
+    assert (session.phase is EnginePhase.IDLE, session.rest()) == (True, [EndEngine()] if unloaded else [])
 
 
 def test_what_loading_costs_other_programs_is_told(clock: Clock) -> None:
@@ -110,7 +109,7 @@ def test_a_pause_in_a_draft_loads_it_too_but_an_empty_box_does_not(resting: Sess
     resting.rest()
     assert resting.pause("  ") == []
     assert resting.pause("I was") == [StartEngine(), Ask(Load("guide"))]
-    assert resting.phase is Phase.LOADING
+    assert resting.phase is EnginePhase.LOADING
 
 
 def test_while_unloaded_all_else_works(resting: Session, clock: Clock) -> None:
@@ -135,25 +134,31 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
     ("event", "words"),
     [
         (SQUEEZED, ("3.00 MB of unused buffers", "64 tokens at a time", "900 MB of 1.00 GB")),
-        (Squeezed(0, None, 0, 1, 2, fused_bytes=5_000_000), ("attention runs fused", "5.00 MB less")),
+        (MemoryPressure(0, None, 0, 1, 2, fused_bytes=5_000_000), ("attention runs fused", "5.00 MB less")),
         (
-            Squeezed(0, 128, 0, 1, None, failed=True),
+            MemoryPressure(0, 128, 0, 1, None, failed=True),
             ("did not fit and is computed again", "128 tokens", "1 B are expected"),
         ),
-        (Squeezed(0, None, 0, 10**9, 9 * 10**8, ended=True), ("the reply ends here", "would take 1.00 GB of 900 MB")),
-        (Squeezed(0, None, 0, 1, 2, 4_100_000_000), ("swap out about 4.1 GB of other programs; ", "are expected")),
-        (Squeezed(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
+        (
+            MemoryPressure(0, None, 0, 10**9, 9 * 10**8, ended=True),
+            ("the reply ends here", "would take 1.00 GB of 900 MB"),
+        ),
+        (
+            MemoryPressure(0, None, 0, 1, 2, 4_100_000_000),
+            ("swap out about 4.1 GB of other programs; ", "are expected"),
+        ),
+        (MemoryPressure(0, None, 5_000_000, 1, 2), ("5.00 MB of earlier prompts were let go of",)),
     ],
 )
-def test_what_was_done_in_one_sentence(event: Squeezed, words: tuple[str, ...]) -> None:
-    said = sentence(event)
+def test_what_was_done_in_one_sentence(event: MemoryPressure, words: tuple[str, ...]) -> None:
+    said = squeezed_sentence(event)
     assert said.startswith("memory is short: ")
     assert all(word in said for word in words), said
 
 
 def test_memory_that_was_short_is_told(resting: Session) -> None:
     resting.submit("a question")
-    assert resting.on_event(ShortOfMemory(1, SQUEEZED)) == [Notice(sentence(SQUEEZED), "warning")]
+    assert resting.on_event(ShortOfMemory(1, SQUEEZED)) == [Notice(squeezed_sentence(SQUEEZED), "warning")]
     assert resting.on_event(ShortOfMemory(7, SQUEEZED)) == []  # of a reply that is over
 
 
@@ -180,7 +185,7 @@ def test_negative_minutes_make_no_settings() -> None:
 async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
     """Set on the settings screen; the process is gone, the status says so; typing brings it back with the conversation."""
     async with chat() as it:
-        await it.phase(Phase.IDLE)
+        await it.phase(EnginePhase.IDLE)
         await it.ask("one")
         it.app.chat.do("settings")
         await it.until(lambda: isinstance(it.app.screen, SettingsScreen))
@@ -198,7 +203,7 @@ async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
         await it.until(lambda: "model unloaded; it loads again when you write" in it.screen_text())
         assert it.app.chat.bridge._process is None
         await it.type("two")
-        await it.phase(Phase.IDLE)  # the pause after typing loads it
+        await it.phase(EnginePhase.IDLE)  # the pause after typing loads it
         assert it.prompt.text == "two"
         it.prompt.submit()
         await it.until(lambda: len(it.session.turns) == 2 and it.session.turns[-1].reply)

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
-from tokamac.app.backend.wire import Load, Loaded, ModelInfo
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import questions
-from tokamac.app.tui.prose.messages import ReplyMessage, UserMessage
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Moved, Notice, TurnBegun
-from tokamac.app.tui.tree import Node, Tree
+from tokamac.app.backend.protocol import Load, Loaded, ModelInfo
+from tokamac.app.chat.background import questions
+from tokamac.app.chat.conversation import MessageNode, Reply, Tree
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase, Moved, Notice, TurnBegun
+from tokamac.app.tui.markdown.turns import ReplyMessage, UserMessage
 from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
@@ -29,7 +27,9 @@ def session(*said: tuple[str, str]) -> Session:
     tree = Tree()
     for key, (role, text) in enumerate(said, 1):
         reply = Reply(text, ending="length")
-        tree.add(Node(key, tree.head, prompt=text) if role == "user" else Node(key, tree.head, reply=reply))
+        tree.add(
+            MessageNode(key, tree.head, prompt=text) if role == "user" else MessageNode(key, tree.head, reply=reply)
+        )
     held = Session(Load("guide"), Sampling(), "", lambda: 1.0)
     held.start()
     held.on_event(Loaded(ModelInfo("guide")))
@@ -65,7 +65,7 @@ def test_one_beside_it_that_has_a_prompt_can() -> None:
 
 
 async def imported(c: Chat, tmp_path: Path, text: str) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
     (tmp_path / "chat.md").write_text(text)
     c.app.chat.do("import", str(tmp_path / "chat.md"))

@@ -10,19 +10,17 @@ import pytest
 
 from tests.app.conftest import Chat
 from tests.app.test_session import LOADED, Clock, done
-from tokamac.app.backend.wire import Load
+from tokamac.app.backend.protocol import Load
+from tokamac.app.chat import recording
+from tokamac.app.chat.preferences import Preferences
+from tokamac.app.chat.recording import ANEW, BACK, CHECKPOINT_S, SAVED, Recording
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase, Moved, Opened, ReplyEnded, ReplyGrew, Step, TurnBegun
 from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Message
-from tokamac.app.tui import purging
-from tokamac.app.tui.ledger import ANEW, BACK
-from tokamac.app.tui.memory import Memory
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.recording import CHECKPOINT_S, SAVED, Recording
+from tokamac.app.store.values import StoredMessage
+from tokamac.app.tui.actions.chats import open_chat
 from tokamac.app.tui.screens.chats import Pick
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import Moved, Opened, ReplyEnded, ReplyGrew, Step, TurnBegun
-from tokamac.app.tui.wishes.conversation import open_chat
 from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
@@ -37,7 +35,7 @@ class Desk:
         self.told: list[str] = []
         self.session = Session(Load("org/model"), Sampling(), "", self.clock)
         self.store = Store.open(self.file)
-        memory = Memory(Settings(), folder / "settings.toml")
+        memory = Preferences(Settings(), folder / "settings.toml")
         self.recording = Recording(self.session, self.store, memory, self.told.append, self.clock)
         self.session.start()
         self.session.on_event(LOADED)
@@ -72,7 +70,7 @@ class Desk:
             self.ask(text)
             self.reply()
 
-    def path(self, chat: str | None = None) -> list[Message]:
+    def path(self, chat: str | None = None) -> list[StoredMessage]:
         """What another program reads of the chat that is held."""
         with Store.open(self.file) as store:
             return store.path(chat or self.recording.chat or "")
@@ -260,7 +258,7 @@ def test_a_chat_is_read_again_where_another_window_has_added_to_it(desk: Desk) -
 
 
 async def ready(c: Chat) -> None:
-    await c.phase(Phase.IDLE)
+    await c.phase(EnginePhase.IDLE)
     await c.until(lambda: c.app.chat.recording is not None)
 
 
@@ -289,7 +287,7 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
 
 async def test_a_title_that_is_not_kept_is_not_said_to_be_another(chat: Start) -> None:
     async with chat() as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         recording = c.app.chat.recording
         assert recording is not None
@@ -308,7 +306,7 @@ async def test_a_store_that_can_not_be_opened_is_a_sign_that_stands(chat: Start,
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
         await c.until(lambda: "Chats are not kept" in c.notices)
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "not saved" in c.screen_text())
 
 
@@ -335,13 +333,13 @@ async def test_what_was_deleted_long_ago_is_removed_once_nobody_uses_the_chat(
         old, young = (store.new_chat().id for _ in range(2))
         store.delete(old)
         store.undelete(young)
-    monkeypatch.setattr(purging, "LOOK_S", 0.05)
+    monkeypatch.setattr(recording, "LOOK_S", 0.05)
     async with chat("fast") as c:
         await ready(c)
         for _ in range(5):
             await c.pilot.pause(0.05)
         assert c.app.chat.recording.store.known(old) is not None, "the user was here a moment ago"
-        monkeypatch.setattr(purging, "QUIET_S", 0.0)
+        monkeypatch.setattr(recording, "QUIET_S", 0.0)
         await c.until(lambda: c.app.chat.recording.store.known(old) is None)
         assert c.app.chat.recording.store.known(young) is not None
 
@@ -349,20 +347,20 @@ async def test_what_was_deleted_long_ago_is_removed_once_nobody_uses_the_chat(
 def test_a_purge_that_fails_is_said_and_ends_nothing(tmp_path: Path) -> None:
     file = tmp_path / "chats.db"
     file.write_bytes(b"no database" * 100)
-    assert "could not be removed" in purging.purge(file)
+    assert "could not be removed" in recording.purge(file)
     Store.set_aside(file)
-    assert purging.purge(file) == ""
+    assert recording.purge(file) == ""
 
 
 def test_nothing_is_purged_while_the_engine_works_or_the_user_writes() -> None:
     clock = Clock()
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
-    clock.now += 2 * purging.QUIET_S
-    assert not purging.is_time(session), "it loads"
+    clock.now += 2 * recording.QUIET_S
+    assert not recording.is_time(session), "it loads"
     session.on_event(LOADED)
-    assert not purging.is_time(session), "it has just loaded"
-    clock.now += purging.QUIET_S
-    assert purging.is_time(session)
+    assert not recording.is_time(session), "it has just loaded"
+    clock.now += recording.QUIET_S
+    assert recording.is_time(session)
     session.idle.seen()
-    assert not purging.is_time(session)
+    assert not recording.is_time(session)

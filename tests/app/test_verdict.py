@@ -5,20 +5,17 @@ from typing import Any, get_args
 
 import pytest
 
-from tokamac.app import verdict_full
-from tokamac.app.backend.wire import Done, Load, Loaded, ModelInfo, Prefill, Stats, Text
-from tokamac.app.tui import measures, units
-from tokamac.app.tui.conversation import Turn, messages
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.widgets.charts import bar, sparkline
+from tokamac.app import units, verdict
+from tokamac.app.backend.protocol import Done, Load, Loaded, ModelInfo, Prefill, Stats, Text
+from tokamac.app.chat import figures
+from tokamac.app.chat.conversation import Turn, messages
+from tokamac.app.chat.session import Session
+from tokamac.app.tui.theme import bar, sparkline
 from tokamac.app.verdict import HOW, WHOLE, brief, remedy_text, sentence
 from tokamac.engine.events import Live, Message
-from tokamac.engine.limits.diagnosis import Diagnosis, Part, PartName, Waits
-from tokamac.engine.limits.gaps import Outlier
-from tokamac.engine.limits.metrics import Gaps, Metrics
-from tokamac.engine.limits.remedies import Remedy, RemedyName
-from tokamac.engine.limits.terms import Term
+from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import Sampling
+from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Waits
 
 METRICS = Metrics(
     prompt_tokens=1500,
@@ -44,7 +41,7 @@ METRICS = Metrics(
 def found(name: PartName, seconds: float, *remedies: Remedy, **more: Any) -> Diagnosis:
     """A diagnosis in which one part took so long, and the others next to nothing."""
     names: tuple[PartName, ...] = ("wait", "prefill", "decode")
-    parts = (Part(name, seconds, **more) if each == name else Part(each, 0.01) for each in names)
+    parts = (TimePart(name, seconds, **more) if each == name else TimePart(each, 0.01) for each in names)
     return Diagnosis(tuple(parts), remedies, ())
 
 
@@ -175,7 +172,7 @@ def test_what_slowed_the_machine_down_is_in_the_verdict_in_the_line_and_in_the_w
     assert brief(METRICS, SLOWED) == (
         "3.0 of 3.1 s in decode, bound by overhead, unusually slow, chip hot, Low Power Mode · /explain"
     )
-    whole = list(verdict_full.lines(SLOWED))
+    whole = list(verdict.lines(SLOWED))
     assert (
         "machine   macOS slowed the chip down because of its heat (let the machine cool, and close what else computes)"
         in whole
@@ -198,7 +195,7 @@ def test_the_whole_puts_the_numbers_in() -> None:
         Term("ridge", "machine", "ridge", "{peak} ÷ {bandwidth}", None, "FLOP/byte"),
         Term("operations", "prefill", "operations", "2 × 3", 3.2e12, "FLOP"),
     )
-    lines = list(verdict_full.lines(Diagnosis((Part("decode", 3.0, "memory", 0.74),), (PACKED,), terms)))
+    lines = list(verdict.lines(Diagnosis((TimePart("decode", 3.0, "memory", 0.74),), (PACKED,), terms)))
     assert lines[0] == "decode    3.0 s: writing the reply; bound by memory; 74% of what this machine allows"
     assert "decode    bytes a step = 4.00 GB (all)" in lines
     assert "decode    ceiling = bandwidth ÷ bytes a step = 400 GB/s ÷ 4.00 GB = 100 tok/s" in lines
@@ -208,8 +205,8 @@ def test_the_whole_puts_the_numbers_in() -> None:
 
 
 def test_the_share_is_unknown_where_a_part_is() -> None:
-    assert measures.share_of_ceiling(METRICS) == pytest.approx(0.74)
-    assert measures.share_of_ceiling(replace(METRICS, decode_tps=None)) is None
+    assert figures.share_of_ceiling(METRICS) == pytest.approx(0.74)
+    assert figures.share_of_ceiling(replace(METRICS, decode_tps=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -250,20 +247,20 @@ def replying() -> Session:
 
 def test_the_rate_now_is_that_of_the_last_gaps() -> None:
     session = replying()
-    assert measures.decode_now(session) is None
+    assert figures.decode_now(session) is None
     session.on_event(Stats(1, Live(METRICS, 77, (500.0,) * 10 + (50.0,) * 16)))
-    assert measures.decode_now(session) is None  # still reading the prompt
+    assert figures.decode_now(session) is None  # still reading the prompt
     session.phase = session.phase.DECODING
-    assert measures.decode_now(session) == pytest.approx(20.0)
-    assert measures.context_used(session) == 77
+    assert figures.decode_now(session) == pytest.approx(20.0)
+    assert figures.context_used(session) == 77
 
 
 def test_the_time_left_follows_the_rate_so_far() -> None:
     session = replying()
     session.on_event(Prefill(1, 100, 1100, 100))
-    assert measures.prefill_eta_s(session, 12.0) is None
+    assert figures.prefill_eta_s(session, 12.0) is None
     session.on_event(Prefill(1, 350, 1100, 100))
-    assert measures.prefill_eta_s(session, 12.0) == pytest.approx(6.0)
+    assert figures.prefill_eta_s(session, 12.0) == pytest.approx(6.0)
 
 
 def test_charts() -> None:
@@ -279,21 +276,21 @@ def test_a_blank_system_prompt_is_none() -> None:
 
 
 def test_a_gap_that_stands_out_is_told_with_its_cause() -> None:
-    assert measures.gap_and_cause(Outlier(257, 41.2, ("pool cleared",))) == "41.2 ms at token 257: pool cleared"
-    assert measures.gap_and_cause(Outlier(1300, 2.5)) == "2.50 ms at token 1,300: cause unknown"
+    assert figures.gap_and_cause(Outlier(257, 41.2, ("pool cleared",))) == "41.2 ms at token 257: pool cleared"
+    assert figures.gap_and_cause(Outlier(1300, 2.5)) == "2.50 ms at token 1,300: cause unknown"
     both = Outlier(2, 1234.0, ("kv growth", "swap"))
-    assert measures.gap_and_cause(both) == "1,234 ms at token 2: kv growth, swap"
+    assert figures.gap_and_cause(both) == "1,234 ms at token 2: kv growth, swap"
 
 
 def test_the_bandwidth_is_that_of_now_while_a_reply_is_written_and_then_its_mean() -> None:
     session = replying()
-    assert measures.achieved_gbs(session) is None
+    assert figures.achieved_gbs(session) is None
     session.on_event(Stats(1, Live(METRICS, 77, (50.0,), 5, 9.0)))
-    assert measures.achieved_gbs(session) == METRICS.achieved_gbs  # still reading the prompt
+    assert figures.achieved_gbs(session) == METRICS.achieved_gbs  # still reading the prompt
     session.on_event(Text(1, "a"))
-    assert measures.achieved_gbs(session) == 9.0
+    assert figures.achieved_gbs(session) == 9.0
     session.on_event(Done(1, "stop", "a", "", METRICS))
-    assert measures.achieved_gbs(session) == METRICS.achieved_gbs
+    assert figures.achieved_gbs(session) == METRICS.achieved_gbs
 
 
 def test_outliers_are_those_of_the_running_reply_and_at_last_the_ends() -> None:
@@ -307,5 +304,5 @@ def test_outliers_are_those_of_the_running_reply_and_at_last_the_ends() -> None:
 
 
 def test_the_share_of_the_expected_is_unknown_where_a_part_is() -> None:
-    assert measures.share_of_expected(METRICS) is None
-    assert measures.share_of_expected(replace(METRICS, expected_tps=80.0)) == pytest.approx(0.925)
+    assert figures.share_of_expected(METRICS) is None
+    assert figures.share_of_expected(replace(METRICS, expected_tps=80.0)) == pytest.approx(0.925)

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.app.test_verdict import METRICS, PACKED, found
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.explanation import explanation
-from tokamac.app.tui.prose.messages import VERDICT, ReplyMessage
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.tui.markdown.turns import VERDICT, ReplyMessage
+from tokamac.app.tui.screens.figure import explanation
 from tokamac.app.verdict import sentence
 
 SLOW = found("prefill", 2.4, PACKED, bound="overhead", of_ceiling=0.003, of_expected=0.004)

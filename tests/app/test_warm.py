@@ -8,13 +8,12 @@ import pytest
 from textual.events import Paste
 
 from tests.app.conftest import Chat
-from tokamac.app.backend.wire import AskPrice, Load, Request, Send, Warm
-from tokamac.app.tui.ahead import is_ready
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.widgets import prompt
-from tokamac.engine.events import Message
+from tokamac.app.backend.protocol import AskPrice, Load, Request, Send, Warm
+from tokamac.app.chat.background import is_ready
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.widgets import prompt_input
+from tokamac.engine.events import Message, Price
 from tokamac.engine.options import Sampling
-from tokamac.engine.price import Price
 
 Start = Callable[..., Any]
 LONG = "a question with many words " * 40
@@ -36,7 +35,7 @@ def watch(chat: Chat) -> list[Request]:
 
 async def test_a_pause_has_the_draft_read_once_and_the_screen_says_so(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type(LONG)
         await c.until(lambda: "next: ready" in c.screen_text(), "ready")
@@ -68,7 +67,7 @@ class Clock:
 
 async def test_every_key_begins_the_pause_anew(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: c.prompt._rest is not None, "the pause after loading")
         c.prompt._rest.stop()
         asked, clock = watch(c), Clock()
@@ -76,7 +75,7 @@ async def test_every_key_begins_the_pause_anew(chat: Start) -> None:
         for _ in range(3):
             await c.type(LONG)
         assert len(clock.waiting) == 1
-        assert clock.seconds == {prompt.PAUSE_S}
+        assert clock.seconds == {prompt_input.PAUSE_S}
         assert asked == []
         clock.waiting[0]()
         await c.until(
@@ -85,21 +84,21 @@ async def test_every_key_begins_the_pause_anew(chat: Start) -> None:
 
 
 async def test_a_long_paste_is_read_without_waiting_for_a_pause(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "PAUSE_S", NEVER_S)
+    monkeypatch.setattr(prompt_input, "PAUSE_S", NEVER_S)
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type(LONG)
-        await c.paste("x" * (prompt.LONG_PASTE - 1))
+        await c.paste("x" * (prompt_input.LONG_PASTE - 1))
         assert asked == []
         await c.paste(LONG)
         await c.until(lambda: any(isinstance(request, Warm) for request in asked), "reading")
 
 
 async def test_a_short_draft_is_left_alone(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "PAUSE_S", 0.01)
+    monkeypatch.setattr(prompt_input, "PAUSE_S", 0.01)
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         asked = watch(c)
         await c.type("a few words")
         await c.pilot.pause(0.1)
@@ -109,7 +108,7 @@ async def test_a_short_draft_is_left_alone(chat: Start, monkeypatch: pytest.Monk
 async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) -> None:
     async with chat("slow") as c:
         await c.send("hi")
-        await c.phase(Phase.DECODING)
+        await c.phase(EnginePhase.DECODING)
         asked = watch(c)
         await c.paste(LONG)
         assert c.session.replying
@@ -125,7 +124,7 @@ async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) 
 async def test_without_a_prompt_cache_nothing_is_read(chat: Start, tmp_path: Path) -> None:
     async with chat("thinking", prompt_cache=False, system="Be brief.") as c:
         asked = watch(c)
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.paste(LONG)
         await c.ask("hi")
         assert [type(request) for request in asked] == [Load, Send]
@@ -134,7 +133,7 @@ async def test_without_a_prompt_cache_nothing_is_read(chat: Start, tmp_path: Pat
 
 async def test_a_system_prompt_is_read_once_the_model_is_there(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", system="Be brief.") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         log = tmp_path / "engine.log"
         await c.until(lambda: "warm [('system', 9), ('user', 0)]" in log.read_text(), "reading")
         assert "next:" not in c.screen_text()
@@ -145,7 +144,7 @@ async def test_a_system_prompt_is_read_once_the_model_is_there(chat: Start, tmp_
 )
 async def test_the_price_fits_the_line(chat: Start, width: int, said: str) -> None:
     async with chat("fast", size=(width, 24)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.session.ahead.price = Price(3_000, 1_240, 310_000_000, 2.1)
         c.app.chat.perform([])
         await c.pilot.pause()
@@ -171,7 +170,7 @@ async def test_the_real_engine_has_read_a_pasted_text_before_it_is_sent(chat: St
     text = " ".join(f"The tokamak {i} holds a plasma of hydrogen in a strong magnetic field." for i in range(116))
     assert len(text.split()) > 1_500
     async with chat("guide", scripted=False, sampling=Sampling(temperature=0.0, max_tokens=4)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         c.app.post_message(Paste(text))  # so long that it is attached
         await c.until(lambda: c.session.ahead.price and is_ready(c.session.ahead.price), "ready", patience_s=180)
         c.prompt.submit()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.welcome import ALONE, ELSE, HINTS, TOUR, Welcome
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.widgets.transcript import ALONE, ELSE, HINTS, TOUR, Welcome
 
 Start = Callable[..., Any]
 WIDTH = 36  # cells that the welcome has in the smallest window
@@ -41,7 +41,7 @@ def test_what_is_said_otherwise_of_a_key_is_a_key_of_either_welcome() -> None:
 
 async def test_it_is_said_of_the_guide_and_of_no_other_model(chat: Start) -> None:
     async with chat("guide", size=(40, 13)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.until(lambda: ALONE in lines(c), "what the guide is for")
         assert "Ctrl+O a model for more than help" in lines(c)
         c.session.load = replace(c.session.load, model="fast")  # as when another is chosen

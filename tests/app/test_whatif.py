@@ -15,27 +15,22 @@ from hypothesis import strategies as st
 from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 
 from tests.tiny import make_tiny
-from tokamac.app.backend import wire
-from tokamac.app.backend.advisor import Advisor
+from tokamac.app.backend import protocol
+from tokamac.app.backend.advice import Advisor, answers
 from tokamac.app.backend.client import Died, EngineProcess, child_command
 from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.scenarios import SCENARIOS
-from tokamac.app.backend.scripted import ScriptedEngine
-from tokamac.app.backend.whatif import Answer, CaseLine, ChipLine, CurvePoint, Figures, ModelLine, Question, Where
-from tokamac.app.backend.whatif_answer import answers
-from tokamac.app.tui import whatif_tables as tables
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.screens.model import ModelScreen
-from tokamac.app.tui.screens.whatif import WhatIfScreen
-from tokamac.app.tui.whatif_form import FormError, first_question, read, written
-from tokamac.app.tui.whatif_plots import curve_text, even_steps, powers_of_ten, roof_text
-from tokamac.app.tui.widgets.model_list import ModelList
+from tokamac.app.backend.protocol import Answer, CaseLine, ChipLine, CurvePoint, Figures, ModelLine, Question, Where
+from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
+from tokamac.app.chat import what_if_form as tables
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.chat.what_if_form import FormError, first_question, read, written
+from tokamac.app.tui.screens.model import ModelList, ModelScreen
+from tokamac.app.tui.screens.whatif import WhatIfScreen, curve_text, even_steps, powers_of_ten, roof_text
 from tokamac.engine.errors import ModelNotFoundError, OptionError
-from tokamac.engine.limits.outcomes import Case
-from tokamac.engine.limits.places import elsewhere
-from tokamac.engine.limits.subject import subject_of
-from tokamac.engine.limits.whatif import notes, table
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.inspection import subject_of
+from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.what_if import WhatIfCase, notes, table
 
 Start = Callable[..., Any]
 M4_MAX = Where("Apple M4 Max", 40, 64.0)
@@ -117,9 +112,9 @@ def pipe() -> Iterator[tuple[io.BufferedReader, Outbox]]:
     os.close(writing)
 
 
-def said(lines: io.BufferedReader) -> wire.WhatIf:
-    reply = wire.decode_reply(lines.readline())
-    assert isinstance(reply, wire.WhatIf)
+def said(lines: io.BufferedReader) -> protocol.WhatIf:
+    reply = protocol.decode_reply(lines.readline())
+    assert isinstance(reply, protocol.WhatIf)
     return reply
 
 
@@ -129,7 +124,7 @@ def test_while_a_reply_runs_an_answer_waits_and_of_two_questions_the_last_is_ans
     running = threading.Thread(target=lambda: engine.between(free.wait))
     running.start()
     for number in (1, 2, 3):
-        advisor.ask(engine.between, wire.AskWhatIf(number, replace(QWEN, wanted="chips", context=4096 * number)))
+        advisor.ask(engine.between, protocol.AskWhatIf(number, replace(QWEN, wanted="chips", context=4096 * number)))
     free.set()
     running.join()
     replies = [said(lines)]
@@ -142,11 +137,11 @@ def test_while_a_reply_runs_an_answer_waits_and_of_two_questions_the_last_is_ans
 def test_what_goes_wrong_is_told_and_the_next_question_is_answered(pipe: Any) -> None:
     lines, outbox = pipe
     engine, advisor = ScriptedEngine("guide", SCENARIOS["guide"]), Advisor(outbox)
-    advisor.ask(engine.between, wire.AskWhatIf(1, replace(QWEN, model="nobody")))
+    advisor.ask(engine.between, protocol.AskWhatIf(1, replace(QWEN, model="nobody")))
     reply = said(lines)
     assert (reply.id, reply.answer) == (1, None)
     assert "no model 'nobody'" in reply.error
-    advisor.ask(engine.between, wire.AskWhatIf(2, replace(QWEN, wanted="chips")))
+    advisor.ask(engine.between, protocol.AskWhatIf(2, replace(QWEN, wanted="chips")))
     assert said(lines).answer is not None
 
 
@@ -154,17 +149,17 @@ def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path
     events: queue.Queue[Any] = queue.Queue()
     process = EngineProcess(child_command(), tmp_path / "log", events.put)
 
-    def next_answer() -> wire.WhatIf:
-        while not isinstance(event := events.get(timeout=80), wire.WhatIf):
-            assert not isinstance(event, Died | wire.Failed), event
+    def next_answer() -> protocol.WhatIf:
+        while not isinstance(event := events.get(timeout=80), protocol.WhatIf):
+            assert not isinstance(event, Died | protocol.Failed), event
         return event
 
     try:
         question = Question("table", str(make_tiny(tmp_path / "tiny")))
-        process.send(wire.AskWhatIf(1, question))
+        process.send(protocol.AskWhatIf(1, question))
         assert next_answer().answer is not None  # a model's shape is enough
-        process.send(wire.Load(str(tmp_path / "tiny"), prompt_cache=False))
-        process.send(wire.AskWhatIf(2, question))
+        process.send(protocol.Load(str(tmp_path / "tiny"), prompt_cache=False))
+        process.send(protocol.AskWhatIf(2, question))
         found = next_answer()
         assert (found.id, found.error) == (2, "")
         assert found.answer is not None
@@ -273,7 +268,7 @@ def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:
 
 def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
     place = elsewhere("NVIDIA GeForce RTX 3090")
-    config, case = subject_of("Qwen3-8B-4bit").config, Case(context=512, prompt=512)
+    config, case = subject_of("Qwen3-8B-4bit").config, WhatIfCase(context=512, prompt=512)
     (why,) = notes(table(config, case, place), "stored")
     assert why == "unknown: no published measurement says what MLX reaches on NVIDIA GeForce RTX 3090"
 
@@ -286,7 +281,7 @@ def note(chat: Any) -> str:
 
 
 async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Apple M4 Max|40") -> None:
-    await chat.phase(Phase.IDLE)
+    await chat.phase(EnginePhase.IDLE)
     await chat.pilot.press("f3")
     await chat.until(lambda: isinstance(chat.app.screen, WhatIfScreen), "the screen")
     chat.app.screen.query_one("#model", Input).value = model
@@ -371,7 +366,7 @@ async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) 
 
 async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> None:
     async with chat("slow") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         await c.send("hi")
         await c.until(lambda: c.session.replying, "a reply")
         await c.opened("f3", WhatIfScreen)
@@ -393,7 +388,7 @@ async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:
 
 async def test_the_model_picker_leads_to_it(chat: Start) -> None:
     async with chat("fast") as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         offered = (await c.opened("ctrl+o", ModelScreen)).query_one(ModelList)
         offered.highlighted = offered.option_count - 1
         named = offered.pointed.model
@@ -402,7 +397,7 @@ async def test_the_model_picker_leads_to_it(chat: Start) -> None:
 
 async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start) -> None:
     async with chat("fast", kv=KVSpec(key_bits=8, value_bits=4)) as c:
-        await c.phase(Phase.IDLE)
+        await c.phase(EnginePhase.IDLE)
         question = first_question(c.session, "fast")
         assert (question.model, question.kv.key_bits, question.kv.value_bits) == ("fast", 8, 4)
         assert question.context >= question.prompt

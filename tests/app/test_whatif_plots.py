@@ -3,8 +3,8 @@
 import pytest
 from textual.app import App, ComposeResult
 
-from tokamac.app.backend.whatif import Roof, Spot
-from tokamac.app.tui.whatif_plots import RoofPlot
+from tokamac.app.backend.protocol import Roof, Spot
+from tokamac.app.tui.screens.whatif import RoofPlot
 
 
 def spots(decode_tflops: float) -> tuple[Spot, ...]:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from tokamac.app.backend import wire
-from tokamac.app.backend.requests import Asker
-from tokamac.app.backend.whatif import (
+from tokamac.app.backend import protocol
+from tokamac.app.backend.protocol import (
     Answer,
+    Asker,
     CaseLine,
     Change,
     ChipLine,
@@ -25,14 +25,10 @@ from tokamac.app.backend.whatif import (
     Wanted,
     Where,
 )
-from tokamac.engine.events import Live, Message, Squeezed
-from tokamac.engine.limits.diagnosis import Diagnosis, Part, Waits
-from tokamac.engine.limits.gaps import Cause, Outlier, Throttle
-from tokamac.engine.limits.metrics import Gaps, Metrics
-from tokamac.engine.limits.remedies import Remedy, RemedyName
-from tokamac.engine.limits.terms import Concern, Term, Unit
+from tokamac.engine.events import Live, MemoryPressure, Message, Price
+from tokamac.engine.metrics import Cause, Gaps, Metrics, Outlier, Throttle
 from tokamac.engine.options import STAGES, KVSpec, Sampling
-from tokamac.engine.price import Price
+from tokamac.engine.perf.diagnosis import Concern, Diagnosis, Remedy, RemedyName, Term, TimePart, Unit, Waits
 
 NUMBERS = st.integers(0, 2**60)
 FLOATS = st.floats(0, 1e12, allow_nan=False)
@@ -113,8 +109,10 @@ ANSWER = st.builds(
     st.lists(st.builds(ModelLine, TEXT, NUMBERS, st.none(), NUMBERS, TEXT, FIGURES), max_size=2).map(tuple),
 )
 PARTS = st.tuples(
-    st.builds(Part, st.just("wait"), FLOATS),
-    st.builds(Part, st.just("prefill"), FLOATS, st.sampled_from([None, *typing.get_args(Waits)]), FLOATS, st.none()),
+    st.builds(TimePart, st.just("wait"), FLOATS),
+    st.builds(
+        TimePart, st.just("prefill"), FLOATS, st.sampled_from([None, *typing.get_args(Waits)]), FLOATS, st.none()
+    ),
 )
 REMEDY = st.builds(Remedy, st.sampled_from(typing.get_args(RemedyName)), FLOATS, st.none() | NUMBERS, FLOATS, st.none())
 TERM = st.builds(
@@ -135,29 +133,31 @@ DIAGNOSIS = st.builds(
 )
 ASKER = st.sampled_from(typing.get_args(Asker))
 REQUESTS = st.one_of(
-    st.builds(wire.Load, TEXT, KV, st.booleans()),
-    st.builds(wire.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
-    st.builds(wire.Cancel, NUMBERS),
-    st.builds(wire.Warm, st.lists(MESSAGE, max_size=4).map(tuple)),
-    st.builds(wire.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
-    st.builds(wire.AskCount, NUMBERS, TEXT),
-    st.builds(wire.AskWhatIf, NUMBERS, QUESTION),
-    st.just(wire.Unload()),
-    st.just(wire.Quit()),
+    st.builds(protocol.Load, TEXT, KV, st.booleans()),
+    st.builds(protocol.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
+    st.builds(protocol.Cancel, NUMBERS),
+    st.builds(protocol.Warm, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(protocol.AskCount, NUMBERS, TEXT),
+    st.builds(protocol.AskWhatIf, NUMBERS, QUESTION),
+    st.just(protocol.Unload()),
+    st.just(protocol.Quit()),
 )
 REPLIES = st.one_of(
-    st.builds(wire.Loading, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
-    st.builds(wire.Loaded, st.builds(wire.ModelInfo, TEXT), st.none() | FLOATS),
-    st.just(wire.Unloaded()),
-    st.builds(wire.LeftOut, NUMBERS, NUMBERS),
+    st.builds(protocol.Loading, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
+    st.builds(protocol.Loaded, st.builds(protocol.ModelInfo, TEXT), st.none() | FLOATS),
+    st.just(protocol.Unloaded()),
+    st.builds(protocol.LeftOut, NUMBERS, NUMBERS),
     st.builds(
-        wire.ShortOfMemory, NUMBERS, st.builds(Squeezed, NUMBERS, st.none() | NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+        protocol.ShortOfMemory,
+        NUMBERS,
+        st.builds(MemoryPressure, NUMBERS, st.none() | NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     ),
-    st.builds(wire.Prefill, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
-    st.builds(wire.Text, NUMBERS, TEXT, st.sampled_from(["answer", "thinking"])),
-    st.builds(wire.Stats, NUMBERS, LIVE),
+    st.builds(protocol.Prefill, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(protocol.Text, NUMBERS, TEXT, st.sampled_from(["answer", "thinking"])),
+    st.builds(protocol.Stats, NUMBERS, LIVE),
     st.builds(
-        wire.Done,
+        protocol.Done,
         NUMBERS,
         st.sampled_from(["stop", "length", "cancelled"]),
         TEXT,
@@ -166,32 +166,34 @@ REPLIES = st.one_of(
         outliers=OUTLIERS,
         diagnosis=st.none() | DIAGNOSIS,
     ),
-    st.builds(wire.Counted, NUMBERS, st.none() | NUMBERS),
-    st.builds(wire.Priced, ASKER, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)),
-    st.builds(wire.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
-    st.builds(wire.Notice, TEXT),
-    st.just(wire.Heartbeat()),
-    st.builds(wire.Failed, st.none() | NUMBERS, TEXT, TEXT),
+    st.builds(protocol.Counted, NUMBERS, st.none() | NUMBERS),
+    st.builds(
+        protocol.Priced, ASKER, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)
+    ),
+    st.builds(protocol.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
+    st.builds(protocol.Notice, TEXT),
+    st.just(protocol.Heartbeat()),
+    st.builds(protocol.Failed, st.none() | NUMBERS, TEXT, TEXT),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(REQUESTS)
-def test_requests_round_trip(request: wire.Request) -> None:
-    line = wire.encode(request)
+def test_requests_round_trip(request: protocol.Request) -> None:
+    line = protocol.encode(request)
     assert line.count(b"\n") == 1
-    assert wire.decode_request(line) == request
+    assert protocol.decode_request(line) == request
 
 
 @settings(max_examples=100, deadline=None)
 @given(REPLIES)
-def test_replies_round_trip(reply: wire.Reply) -> None:
-    assert wire.decode_reply(wire.encode(reply)) == reply
+def test_replies_round_trip(reply: protocol.Reply) -> None:
+    assert protocol.decode_reply(protocol.encode(reply)) == reply
 
 
-@pytest.mark.parametrize("kind", typing.get_args(wire.Request) + typing.get_args(wire.Reply))
+@pytest.mark.parametrize("kind", typing.get_args(protocol.Request) + typing.get_args(protocol.Reply))
 def test_every_kind_is_among_what_is_tried_above(kind: type) -> None:
-    tried = REQUESTS if kind in typing.get_args(wire.Request) else REPLIES
+    tried = REQUESTS if kind in typing.get_args(protocol.Request) else REPLIES
     first = settings(max_examples=5000, phases=(Phase.generate,), deadline=None)  # any will do: it is not made smaller
     assert isinstance(find(tried, lambda message: isinstance(message, kind), settings=first), kind)
 
@@ -204,8 +206,8 @@ def test_every_kind_is_among_what_is_tried_above(kind: type) -> None:
     )
 )
 def test_garbage_is_a_wire_error(line: bytes) -> None:
-    with pytest.raises(wire.WireError):
-        wire.decode_reply(line)
+    with pytest.raises(protocol.WireError):
+        protocol.decode_reply(line)
 
 
 @pytest.mark.parametrize(
@@ -229,24 +231,26 @@ def test_garbage_is_a_wire_error(line: bytes) -> None:
     ],
 )
 def test_almost_messages_are_wire_errors(line: bytes) -> None:
-    with pytest.raises(wire.WireError):
-        wire.decode_reply(line)
+    with pytest.raises(protocol.WireError):
+        protocol.decode_reply(line)
 
 
 def test_options_out_of_range_are_wire_errors() -> None:
-    line = wire.encode(wire.Send(1, (), Sampling(temperature=0.7))).replace(b'"temperature":0.7', b'"temperature":-1')
-    with pytest.raises(wire.WireError, match="temperature"):
-        wire.decode_request(line)
+    line = protocol.encode(protocol.Send(1, (), Sampling(temperature=0.7))).replace(
+        b'"temperature":0.7', b'"temperature":-1'
+    )
+    with pytest.raises(protocol.WireError, match="temperature"):
+        protocol.decode_request(line)
 
 
 @pytest.mark.parametrize("bias", ["[[1]]", "[[1,2,3]]", "[[1.5,2]]", '[["1",2]]', "[1,2]", '{"1":2}'])
 def test_a_bias_that_is_no_pairs_is_a_wire_error(bias: str) -> None:
-    line = wire.encode(wire.Send(1, (), Sampling(logit_bias={7: 0.5}))).replace(b"[[7,0.5]]", bias.encode())
-    with pytest.raises(wire.WireError, match="bias"):
-        wire.decode_request(line)
+    line = protocol.encode(protocol.Send(1, (), Sampling(logit_bias={7: 0.5}))).replace(b"[[7,0.5]]", bias.encode())
+    with pytest.raises(protocol.WireError, match="bias"):
+        protocol.decode_request(line)
 
 
 def test_a_line_over_the_limit_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "LONGEST_LINE", 100)
-    with pytest.raises(wire.WireError, match="too long"):
-        wire.decode_reply(b" " * 101)
+    monkeypatch.setattr(protocol, "LONGEST_LINE", 100)
+    with pytest.raises(protocol.WireError, match="too long"):
+        protocol.decode_reply(b" " * 101)

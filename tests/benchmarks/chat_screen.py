@@ -8,7 +8,7 @@ from tests.benchmarks.report import Row, Section, at_least, at_most, plain
 from tests.benchmarks.screen import with_screen, without_screen
 from tests.benchmarks.stats import Series, alternate, ratios, series
 from tests.benchmarks.terminal import COLUMNS, ROWS
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.metrics import Metrics
 
 SCENARIOS = {"prose": "prose", "code": "one long block of code", "list": "a list of 300 items"}
 WHOLE = 10_000  # tokens, more than any scenario has

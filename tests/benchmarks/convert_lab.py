@@ -57,7 +57,7 @@ def write_source(folder: Path, **changes: Any) -> int:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from tokamac.engine.limits.hollow import hollow_model
+    from tokamac.engine.model.skeleton import hollow_model
 
     folder.mkdir(parents=True)
     config = {**CONFIG, **changes, "dtype": "bfloat16"}
@@ -92,8 +92,8 @@ class QualityLab:
 
     def kl(self, folder: Path) -> float:
         """Return the mean KL divergence in nats a token."""
-        from tokamac.quant.streamed import Streamed, streamable_folder
-        from tokamac.quant.verify import verify
+        from tokamac.quant.evaluation import verify
+        from tokamac.quant.streaming import Streamed, streamable_folder
 
         found = []
         for ids in self._ids:
@@ -106,11 +106,11 @@ class QualityLab:
 
 def _conversations(source: Path, tokens: int, texts: int) -> Any:
     """Yield held-out questions with their answers, as the model's template writes them, each text of ``tokens`` tokens."""
-    from tokamac.assets.guide.corpus import read_corpus
+    from tokamac.assets.guide.dataset import read_corpus
     from tokamac.assets.guide.evaluate import held_out_cases
-    from tokamac.engine.config import read_config
     from tokamac.engine.events import Message
-    from tokamac.engine.tokens import load_tokenizer
+    from tokamac.engine.model.config import read_config
+    from tokamac.engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(source, read_config(source), source.name)
     cases = list(held_out_cases(read_corpus()))

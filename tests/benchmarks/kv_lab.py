@@ -167,10 +167,10 @@ class KVLab:
         """Prefill as the engine does."""
         import mlx.core as mx
 
-        from tokamac.engine.generation import Run
+        from tokamac.engine.generation import Generation
 
         mx.reset_peak_memory()
-        run = Run(self._runtime.model, self._make("engine", bits), [], ahead=False)
+        run = Generation(self._runtime.model, self._make("engine", bits), [], ahead=False)
         for _ in run.prefill(ids, self._runtime.prefill_chunk):
             pass
 

@@ -114,7 +114,7 @@ def _here(name: str, model: str, plan: Plan) -> list[Row]:
 
 
 def _published() -> list[Row]:
-    from tokamac.engine.limits.fitted import published
+    from tokamac.engine.perf.roofline import published
 
     document = published()
     rows = []

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.servers import EngineServer
-from tokamac.engine.limits import metrics
-from tokamac.engine.limits.gaps import Cause
-from tokamac.engine.limits.process import ProcessWatch
+from tokamac.engine import metrics
+from tokamac.engine.metrics import Cause, ProcessWatch, Recorder
 from tokamac.engine.options import Sampling
-from tokamac.engine.recorder import Recorder
 
 if TYPE_CHECKING:
-    from tokamac.engine.generation import Run
+    from tokamac.engine.generation import Generation
     from tokamac.engine.sampling import Sampler
 
 ASK_S = 0.4  # as often as the chat's engine process asks
@@ -51,11 +49,11 @@ class LiveLab:
         self._server.close()
 
     def _token_us(self, count: int) -> float:
-        from tokamac.engine.kv.room import Room
+        from tokamac.engine.kv.cache import GrowthWatcher
 
         recorder, caches = Recorder(), self._runtime.new_caches(None)
         self._run(caches, self._server.prompt(8, 0))
-        room, watch = Room(caches), ProcessWatch(recorder.mark, computes=True)
+        room, watch = GrowthWatcher(caches), ProcessWatch(recorder.mark, computes=True)
         began = time.perf_counter()
         for _ in range(count):
             room.grew()
@@ -91,11 +89,11 @@ class LiveLab:
         while not ended.wait(ASK_S):
             self._figures(recorder, caches)
 
-    def _run(self, caches: list[Any], ids: list[int], mark: Callable[[Cause], None] = lambda _: None) -> "Run":
+    def _run(self, caches: list[Any], ids: list[int], mark: Callable[[Cause], None] = lambda _: None) -> "Generation":
         """Return a run whose caches hold all of ``ids`` but the last."""
-        from tokamac.engine.generation import Run
+        from tokamac.engine.generation import Generation
 
-        run = Run(self._runtime.model, caches, [], ahead=self._runtime.ahead, mark=mark)
+        run = Generation(self._runtime.model, caches, [], ahead=self._runtime.ahead, mark=mark)
         for _ in run.prefill(ids[:-1], self._runtime.prefill_chunk):
             pass
         return run

@@ -12,9 +12,9 @@ from tests.benchmarks.texts import SHOWN_PROSE
 from tokamac.app.backend.child import Child
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.port import EnginePort, load_engine
-from tokamac.app.backend.wire import Load
+from tokamac.app.backend.protocol import Load
 from tokamac.engine.events import LoadProgress
-from tokamac.engine.tokens import Detokenizer, Tokenizer
+from tokamac.engine.text.tokenizer import Detokenizer, Tokenizer
 
 COMMAND = [sys.executable, "-m", "tests.benchmarks.long_child"]
 CHARACTERS = 4

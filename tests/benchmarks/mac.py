@@ -11,16 +11,14 @@ from tests.benchmarks.stats import number
 from tests.mac import CAPTURES, RecordedMac, as_captured, play_mac, play_metal
 from tests.metal.test_metal_memory import EIGHTS, write_headers
 from tokamac.engine import Engine, MemoryLimitError, Message, Sampling
-from tokamac.engine.foresight import check_fits
-from tokamac.engine.limits import memory
-from tokamac.engine.limits.catalogue import catalogue
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.fitted import fitted
-from tokamac.engine.limits.hardware import lookup, table
-from tokamac.engine.limits.host import HostLimited
-from tokamac.engine.limits.prefill_chunk import PROMPT, TOLERANCE, Chunking
-from tokamac.engine.limits.work import work_of_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.footprint import check_fits
+from tokamac.engine.perf.hardware import catalogue, lookup, table
+from tokamac.engine.perf.mitigation import PROMPT, TOLERANCE, Chunking
+from tokamac.engine.perf.roofline import HostLimited, fitted
+from tokamac.engine.perf.workload import work_of_config
 
 LEVELS = (1, 2, 4)
 """Of pressure: normal, warning, critical."""

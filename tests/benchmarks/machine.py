@@ -7,7 +7,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from tokamac.engine.limits.memory import machine_total
+from tokamac.engine.perf.memory import machine_total
 
 PACKAGES = ("tokamac", "mlx", "mlx-lm", "numpy", "textual")
 

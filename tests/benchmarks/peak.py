@@ -57,9 +57,9 @@ def measure(plan: Plan) -> Section:
     if plan.device == "cpu":
         rows += _unfused()
     how = (
-        "Predicted: from shapes and lengths alone, before the prefill (`engine/limits/peak.py`). Actual: MLX's peak over the whole "
-        f"reply of {NEW} tokens, in a process of its own for each KV setting, weights included; what NumPy holds beside MLX's "
-        "arrays is in neither. Counts of bytes, so one run; MLX launches work a little ahead, which moves a peak a little. "
+        "Predicted: from shapes and lengths alone, before the prefill (`engine/perf/peak_memory.py`). Actual: MLX's peak over the "
+        f"whole reply of {NEW} tokens, in a process of its own for each KV setting, weights included; what NumPy holds beside "
+        "MLX's arrays is in neither. Counts of bytes, so one run; MLX launches work a little ahead, which moves a peak a little. "
         f"The embedded model's config says {CONTEXT:,} tokens here, so that it takes the longest prompt. "
         "Attention not fused: calls of several "
         "head sizes, key heads, packings and a ring, computed by MLX's own products; the prediction furthest from 1."

@@ -12,7 +12,7 @@ from tests.benchmarks.prompt_lab import BLOCK, NEW, PREFIX, REPLY, TEXT, Asked, 
 from tests.benchmarks.remote import Remote
 from tests.benchmarks.report import Row, Section, at_least, at_most, holds, plain
 from tests.benchmarks.stats import Series, alternate, ratios, series
-from tokamac.engine.prompt_cache.tree import Node, add, divide, find
+from tokamac.engine.prompt_cache.radix_tree import Node, add, divide, find
 
 BRANCHES, BRANCH = 8, 64
 AHEAD_S = 3.0

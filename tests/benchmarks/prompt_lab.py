@@ -17,7 +17,7 @@ from tokamac.engine.events import Event, Finished, Message
 from tokamac.engine.options import PromptCacheSpec, Sampling
 from tokamac.engine.prompt_cache.cache import BLOCK, PromptCache
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
-from tokamac.engine.prompt_cache.tree import common_prefix
+from tokamac.engine.prompt_cache.radix_tree import common_prefix
 
 if TYPE_CHECKING:
     from tokamac.engine.runtime import Runtime

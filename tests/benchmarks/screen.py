@@ -14,9 +14,9 @@ from tests.benchmarks.screen_app import ENGINES
 from tests.benchmarks.stats import alternate, ratios, series
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.wire import Done, Failed, Load, Loaded, Send, decode_reply
-from tokamac.app.tui.conversation import Turn, messages
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.app.backend.protocol import Done, Failed, Load, Loaded, Send, decode_reply
+from tokamac.app.chat.conversation import Turn, messages
+from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
 
 QUESTION = "Why is decode memory-bound?"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.benchmarks import long_child
 from tokamac.app.backend.client import Died, child_command
-from tokamac.app.backend.wire import Done, Failed, encode
+from tokamac.app.backend.protocol import Done, Failed, encode
 from tokamac.app.tui.run import ChatOptions, build, look_for_garbage_rarely
 from tokamac.engine.options import Sampling
 

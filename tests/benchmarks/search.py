@@ -10,8 +10,8 @@ from tests.benchmarks.plan import Plan
 from tests.benchmarks.remote import Remote
 from tests.benchmarks.report import Row, Section, at_least, holds, plain
 from tests.benchmarks.stats import alternate, ratios, series
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.metrics import rate
+from tokamac.engine.metrics import rate
+from tokamac.engine.perf.config_cost import Packing
 
 if TYPE_CHECKING:
     import mlx.core as mx

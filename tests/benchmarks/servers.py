@@ -1,6 +1,6 @@
 """The sides that are compared, each in a process of its own (see remote): the engine, a bare loop on its model, mlx-lm.
 
-Time stamps are taken where a token reaches the host, and rates are the product's own (tokamac.engine.limits.metrics), for all
+Time stamps are taken where a token reaches the host, and rates are the product's own (tokamac.engine.metrics), for all
 sides. The mark that ends a reply is not obeyed, on any side, so that lengths are equal whatever the model would say.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.texts import PROSE, QUESTIONS
+from tokamac.engine import metrics
 from tokamac.engine.events import Finished
-from tokamac.engine.limits import metrics
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tests.benchmarks.plan import Plan
 from tests.benchmarks.report import Row, Section, at_most, plain
 from tests.benchmarks.stats import Series, series
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Archive, Chat, Message
+from tokamac.app.store.values import Archive, StoredChat, StoredMessage
 
 SEED = 11
 WORDS, WORDS_EACH, MESSAGES_EACH = 30_000, 80, 20
@@ -60,10 +60,10 @@ def fill(file: Path, words: Words, messages: int) -> None:
 def conversation(words: Words, length: int, when: float) -> Archive:
     """Return a chat of prompts and replies."""
     messages = tuple(
-        Message(n, "", n - 1 or None, "user" if n % 2 else "assistant", words.text(), "", "complete", when)
+        StoredMessage(n, "", n - 1 or None, "user" if n % 2 else "assistant", words.text(), "", "complete", when)
         for n in range(1, length + 1)
     )
-    return Archive(Chat("", words.text(6), "words", when, when, "guide", head=length), messages)
+    return Archive(StoredChat("", words.text(6), "words", when, when, "guide", head=length), messages)
 
 
 def _searches(plan: Plan, file: Path, words: Words) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.plain_chat import Terminal
 from tests.tiny import make_tiny
 from tokamac.app import cli
-from tokamac.engine.limits import bandwidth
+from tokamac.engine.perf import bandwidth
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Message
+from tokamac.app.store.values import StoredMessage
 
 PROGRAM = Path(__file__).with_name("scripted_chat.py")
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -41,7 +41,7 @@ def piped(lines: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def last_path(data: Path) -> list[Message]:
+def last_path(data: Path) -> list[StoredMessage]:
     with Store.open(data) as store:
         chat = store.latest()
         assert chat is not None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokamac.app import cli, settings
 from tokamac.app.backend import client
+from tokamac.app.chat.session import Idle
 from tokamac.app.plain import repl
-from tokamac.app.tui.idle import Idle
 
 command = client.child_command
 client.child_command = lambda *, scripted=True: command(scripted=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny import make_tiny
 from tokamac.engine.errors import MemoryLimitError
-from tokamac.engine.limits import address_space, memory
+from tokamac.engine.perf import memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS does not enforce a bound of address space")
 
@@ -37,21 +37,22 @@ def test_too_little_is_said_in_a_line(tmp_path: Path, command: list[str]) -> Non
 @linux
 def test_what_it_may_take_bounds_the_memory_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10**15, 10**15))
-    space = address_space.space_left()
+    space = memory.space_left()
     assert space is not None
     assert 0 < space < 10**15
+    with monkeypatch.context() as unbounded:
+        unbounded.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+        assert memory.space_left() is None
     monkeypatch.setattr(memory, "space_left", lambda: 123 << 20)
     assert memory.system_limit() == memory.Limit(
         max((123 << 20) + memory.held(), memory.held() + memory.ALLOWANCE), "address space"
     )
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert address_space.space_left() is None
 
 
 def test_the_check_is_for_what_is_not_loaded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address_space, "space_left", lambda: 5_000_000)
+    monkeypatch.setattr(memory, "space_left", lambda: 5_000_000)
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     with pytest.raises(MemoryLimitError, match="5 MB more of address space"):
-        address_space.check_address_space()
+        memory.check_address_space()
     monkeypatch.setitem(sys.modules, "mlx.core", sys)
-    address_space.check_address_space()
+    memory.check_address_space()

@@ -11,15 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cli.conftest import Result, Run
-from tokamac.app.commands import bench_plot, bench_report
-from tokamac.app.commands.bench_plot import Chart, Dot
-from tokamac.app.commands.bench_report import span
-from tokamac.app.commands.bench_runs import Measured, Point, points
-from tokamac.app.commands.bench_stats import Spread, medians, pair_ratios, spread
-from tokamac.app.commands.bench_svg import linear_axis, log_axis, render
-from tokamac.app.tui.units import rate, seconds
-from tokamac.engine.limits.limits import Limits
-from tokamac.engine.limits.metrics import Metrics, share
+from tokamac.app.commands import bench_report
+from tokamac.app.commands.bench_report import (
+    Chart,
+    Dot,
+    Spread,
+    linear_axis,
+    log_axis,
+    medians,
+    pair_ratios,
+    render,
+    span,
+    spread,
+)
+from tokamac.app.commands.bench_runs import BenchPoint, MeasuredPoint, points
+from tokamac.app.units import rate, seconds
+from tokamac.engine.metrics import Metrics, share
+from tokamac.engine.perf.roofline import Limits
 
 METRICS = {field.name for field in fields(Metrics)}
 CONTRACT = {"runs", "median", "ceiling_tps", "expected_tps", "peer"}
@@ -35,9 +43,11 @@ def found_in(done: Result) -> dict[str, Any]:
     return found
 
 
-def measured(*decode_tps: float | None, ceiling: float | None = None, expected: float | None = None) -> Measured:
+def measured(*decode_tps: float | None, ceiling: float | None = None, expected: float | None = None) -> MeasuredPoint:
     limits = Limits(44, 1, 1, 2, None, "unknown", ceiling, expected)
-    return Measured(Point(40, True, False), tuple(replace(UNKNOWN_RUN, decode_tps=tps) for tps in decode_tps), limits)
+    return MeasuredPoint(
+        BenchPoint(40, True, False), tuple(replace(UNKNOWN_RUN, decode_tps=tps) for tps in decode_tps), limits
+    )
 
 
 def test_json_is_the_contracts_object(tokamac: Run, tiny: Path) -> None:
@@ -132,7 +142,11 @@ def test_a_flag_that_is_wrong_or_idle_is_wrong_usage(tokamac: Run, flags: list[s
 
 
 def test_points_are_each_size_once_prompts_first() -> None:
-    assert points((64, 32, 64), (16, 32)) == [Point(64, True, False), Point(32, True, True), Point(16, False, True)]
+    assert points((64, 32, 64), (16, 32)) == [
+        BenchPoint(64, True, False),
+        BenchPoint(32, True, True),
+        BenchPoint(16, False, True),
+    ]
 
 
 def test_medians_are_field_by_field_of_what_is_known() -> None:
@@ -227,9 +241,9 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     def fail(chart: Chart) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(bench_plot, "render", fail)
+    monkeypatch.setattr(bench_report, "render", fail)
     with pytest.raises(ZeroDivisionError):
-        bench_plot.write(picture, Chart("t", "s", (), (), ()))
+        bench_report.write(picture, Chart("t", "s", (), (), ()))
     assert [(path.name, path.read_text()) for path in picture.parent.iterdir()] == [("out.svg", "an older one")]
 
 

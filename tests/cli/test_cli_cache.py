@@ -15,8 +15,7 @@ from tests.cli.conftest import Result, Run
 from tests.cli.test_cli_usage import HEAVY
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, KVSpec, PromptCacheSpec
-from tokamac.engine.prompt_cache.folder import DAILY_BYTES, Folder, default_root
-from tokamac.engine.prompt_cache.names import child_name, root_name
+from tokamac.engine.prompt_cache.folder import DAILY_BYTES, Folder, child_name, default_root, root_name
 
 pytestmark = pytest.mark.usefixtures("all_worth_storing")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import Terminal, last_path, piped
-from tokamac.app.plain.naming import NoKeys
-from tokamac.app.tui.slash import parse
+from tokamac.app.chat.actions import parse
+from tokamac.app.plain.repl import NoKeys
 
 pytestmark = pytest.mark.usefixtures("data")
 

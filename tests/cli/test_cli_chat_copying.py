@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import OBEYED, piped
-from tokamac.app.plain.copying import copied
-from tokamac.app.tui import clipboard
-from tokamac.app.tui.clipboard import FILE
+from tokamac.app.chat import external_programs
+from tokamac.app.chat.external_programs import FILE
+from tokamac.app.plain.commands import copied
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -77,10 +77,10 @@ def test_a_tool_of_the_system_gets_the_text(tmp_path: Path, tools: Path) -> None
 def test_where_no_tool_takes_the_text_it_is_said_why(
     tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:
-    monkeypatch.setattr(clipboard, "PATIENCE_S", 0.1 if "sleep" in script else clipboard.PATIENCE_S)
+    monkeypatch.setattr(external_programs, "PATIENCE_S", 0.1 if "sleep" in script else external_programs.PATIENCE_S)
     if script:
         tool(tools / "wl-copy", script)
-    file = tmp_path / clipboard.FILE
+    file = tmp_path / external_programs.FILE
     assert copied("naïve", tmp_path) == f"Not copied ({why}): the text, 5 characters, is in {file}."
     assert file.read_text() == "naïve"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn, until
-from tokamac.app.backend.line_process import Ended, LineProcess
-from tokamac.app.exit_status import INTERRUPTED
-from tokamac.app.plain.aside import run_aside
-from tokamac.app.plain.interrupts import heard, noticed, unbroken
-from tokamac.app.plain.waiting import HEARD_S, Meanwhile
+from tokamac.app.backend.subprocess import Ended, LineProcess
+from tokamac.app.chat.jobs import ConversionPhase, Standing
+from tokamac.app.output import INTERRUPTED
+from tokamac.app.plain.console import heard, noticed, unbroken
+from tokamac.app.plain.processes import run_aside
+from tokamac.app.plain.repl import HEARD_S, Meanwhile
 from tokamac.app.store.store import Store
-from tokamac.app.tui.converting import Phase, Standing
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -245,7 +245,7 @@ def test_a_conversion_that_is_stopped_twice_can_go_on() -> None:
         standing.begin(dry_run=dry_run)
         standing.stop()
         standing.stop()
-        assert standing.phase is Phase.STOPPING
+        assert standing.phase is ConversionPhase.STOPPING
         standing.ended(Ended(INTERRUPTED, ""))
         assert standing.problem == said
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import Terminal, last_path, piped
+from tokamac.app.chat.recording import LEFT
 from tokamac.app.store.store import Store
-from tokamac.app.tui.recording import LEFT
 
 pytestmark = pytest.mark.usefixtures("data")
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.cli.plain_chat import OBEYED, PATIENCE_S, last_path, piped, spawn
 from tests.tiny import make_tiny
-from tokamac.app.plain.aside import MODEL_FIRST
+from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.plain.commands import COMMANDS
+from tokamac.app.plain.processes import MODEL_FIRST
 from tokamac.app.store.store import UNDO_S, Store
-from tokamac.app.store.values import Message
-from tokamac.app.tui.actions import ACTIONS
+from tokamac.app.store.values import StoredMessage
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -192,7 +192,7 @@ def test_a_prompt_without_a_reply_is_answered_by_going_on(data: Path, tmp_path: 
     assert last_path(data)[3].role == "assistant"
 
 
-def _siblings(data: Path) -> list[Message]:
+def _siblings(data: Path) -> list[StoredMessage]:
     with Store.open(data) as store:
         return store.siblings(store.path(store.chats()[0].id)[-1].id)
 

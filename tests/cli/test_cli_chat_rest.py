@@ -11,9 +11,9 @@ import pytest
 from platformdirs import user_log_path
 
 from tests.cli.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
-from tokamac.app.plain.waiting import HEARD_S, Meanwhile
+from tokamac.app.chat.background import SYSTEM
+from tokamac.app.plain.repl import HEARD_S, Meanwhile
 from tokamac.app.store.store import Store
-from tokamac.app.tui.titles import SYSTEM
 
 TOLD = "gave its memory back"
 TITLE = "Where decode spends its time"

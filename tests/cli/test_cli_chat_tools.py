@@ -14,12 +14,12 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.plain_chat import Terminal, children, last_path, piped, until
-from tokamac.app.backend import wire
-from tokamac.app.backend.line_process import LineProcess
-from tokamac.app.exit_status import INTERRUPTED
-from tokamac.app.plain import aside, guide
-from tokamac.app.plain.aside import MODEL_FIRST, run_aside, words_of
-from tokamac.app.plain.figures import TOLD
+from tokamac.app.backend import protocol
+from tokamac.app.backend.subprocess import LineProcess
+from tokamac.app.output import INTERRUPTED
+from tokamac.app.plain import processes
+from tokamac.app.plain.commands import TOLD
+from tokamac.app.plain.processes import MODEL_FIRST, run_aside, words_of
 from tokamac.app.store.store import Store
 from tokamac.engine.errors import OptionError
 
@@ -71,13 +71,13 @@ def test_ctrl_c_stops_the_guide_and_not_the_chat(terminal: Callable[..., Termina
 
 def test_the_chats_own_engine_is_heard_however_much_the_guide_says(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, heard_s = 100.0, list[float]()
-    monkeypatch.setattr(guide, "time", SimpleNamespace(monotonic=lambda: now_s))
-    said: guide.Events = SimpleQueue()
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    said: processes.Events = SimpleQueue()
     for _ in range(10):
-        said.put(wire.Heartbeat())
-    told = guide.as_they_come(said, meanwhile=lambda: heard_s.append(now_s))
+        said.put(protocol.Heartbeat())
+    told = processes.as_they_come(said, meanwhile=lambda: heard_s.append(now_s))
     for _ in range(10):
-        assert next(told) == wire.Heartbeat()
+        assert next(told) == protocol.Heartbeat()
         now_s += 0.4
     assert [round(each - 100, 1) for each in heard_s] == [1.2, 2.4, 3.6]
 
@@ -263,7 +263,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 def test_the_engine_is_heard_while_a_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "HEAR_S", 0.01)
+    monkeypatch.setattr(processes, "HEAR_S", 0.01)
     enough, heard = tmp_path / "enough", 0
 
     def hear() -> None:

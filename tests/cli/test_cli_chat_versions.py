@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.plain_chat import Terminal, last_path, piped
-from tokamac.app.plain.composer import Composer
-from tokamac.app.plain.outline import outline
-from tokamac.app.store import chats
+from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.conversation import Reply, Tree
+from tokamac.app.chat.recording import LEFT
+from tokamac.app.plain.commands import outline
+from tokamac.app.plain.console import LineComposer
+from tokamac.app.store import messages
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.conversation import Reply
-from tokamac.app.tui.recording import LEFT
-from tokamac.app.tui.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -147,7 +146,7 @@ def test_what_is_attached_is_kept_with_the_chat_that_is_left_in_an_edit(
 
 
 def test_what_is_attached_during_an_edit_goes_with_the_edit() -> None:
-    composer, later, now = Composer(), Attachment("later.md", "l"), Attachment("now.md", "n")
+    composer, later, now = LineComposer(), Attachment("later.md", "l"), Attachment("now.md", "n")
     composer.hold(Draft("words", (later,)))
     composer.begin_edit(1, Draft("old"))
     assert composer.unsent == Draft("words", (later,))
@@ -204,7 +203,7 @@ def test_a_chat_is_deleted_and_brought_back_by_its_place_in_the_list_or_its_id(d
 
 
 def test_a_number_beyond_the_list_is_not_the_beginning_of_an_id(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chats, "ID_CHARS", "3")  # which is in every other id
+    monkeypatch.setattr(messages, "ID_CHARS", "3")  # which is in every other id
     with Store.open(data) as store:
         store.add_message(store.new_chat().id, None, "user", "apples")
     status, _, err = piped("/delete 3\n/chats\n/delete 33\n/open 2\n/restore 0\n", "fast")

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Result, Run
-from tokamac.app.store import files
-from tokamac.app.store.errors import StoreDamagedError, refused
+from tokamac.app.store import database
 from tokamac.app.store.store import UNDO_S, Store
-from tokamac.app.store.values import Chat
+from tokamac.app.store.values import StoreDamagedError, StoredChat, refused
 
 HEAVY = {"mlx", "mlx.core", "numpy", "textual", "transformers", "huggingface_hub"}
 
@@ -29,7 +28,7 @@ def _own_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
 
 
-def said(prompt: str, reply: str, model: str = "org/m") -> Chat:
+def said(prompt: str, reply: str, model: str = "org/m") -> StoredChat:
     with Store.open() as store:
         chat = store.new_chat(model=model)
         asked = store.add_message(chat.id, None, "user", prompt)
@@ -264,7 +263,7 @@ def refuse_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise refused(path, OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
-    monkeypatch.setattr(files, "prepare", refuse)
+    monkeypatch.setattr(database, "prepare", refuse)
 
 
 def test_on_a_disk_that_may_not_be_written_chats_are_listed_searched_shown_and_exported(

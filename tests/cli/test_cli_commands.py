@@ -13,7 +13,7 @@ from tests.cli.conftest import Run
 from tests.engine.seeded import write_model
 from tests.tiny import make_tiny, write_safetensors
 from tokamac.assets import asset_path
-from tokamac.engine.limits.metrics import Metrics
+from tokamac.engine.metrics import Metrics
 
 METRICS = {field.name for field in fields(Metrics)}
 GUIDE = asset_path("guide", "model")

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
-from tokamac.app.backend.conversion import Converted, Expected, Planned, Refused, Stage, TensorWritten, decode
-from tokamac.app.commands import convert, convert_report
-from tokamac.app.commands.convert_plan import Disk, report
-from tokamac.app.commands.convert_progress import Shown
-from tokamac.app.fidelity import sentence
+from tokamac.app.backend.subprocess import ConvertedLine, Expected, Planned, Refused, StageLine, TensorWritten, decode
+from tokamac.app.commands import convert
+from tokamac.app.commands.convert import DiskSpace, Shown, report
+from tokamac.app.verdict import closeness
 from tokamac.quant import Conversion, TensorDone
 from tokamac.quant import convert as quant_convert
-from tokamac.quant.divergence import Quality
-from tokamac.quant.report import Outcome, StageDone
+from tokamac.quant.report import Outcome, Quality, StageDone
 
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
 BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)
@@ -137,7 +135,7 @@ def test_the_plan_as_json_is_what_the_chat_reads(tokamac: Run, tiny: Path, tmp_p
 
 def test_a_plan_that_does_not_fit_or_whose_time_is_unknown_says_so(tiny: Path, tmp_path: Path) -> None:
     plan = quant_convert(tiny, tmp_path / "out", dry_run=True, method="round")
-    shown = report(plan, tmp_path / "out", Disk(needed=2_000_000, free=1_000_000), None)
+    shown = report(plan, tmp_path / "out", DiskSpace(needed=2_000_000, free=1_000_000), None)
     assert "2.00 MB needed, 1.00 MB free: does not fit" in shown
     assert "unknown" in shown
 
@@ -153,7 +151,7 @@ def test_stages_are_named_and_every_tensor_is_told(capsys: pytest.CaptureFixture
     shown.tell(TensorDone("b.weight", 2, 2, 20, 20))
     shown.clear()
     said = lines(capsys.readouterr().out)
-    assert [(each.stage, each.done, each.unit) for each in said if isinstance(each, Stage)] == [
+    assert [(each.stage, each.done, each.unit) for each in said if isinstance(each, StageLine)] == [
         ("calibrating", 1, "steps"),
         ("calibrating", 2, "steps"),
         ("converting", 10, "bytes"),
@@ -196,7 +194,7 @@ def test_the_lines_of_a_run_are_those_of_the_contract(tokamac: Run, tiny: Path, 
     ]  # fmt: skip
     *_, expected, last = lines(done.out)
     assert isinstance(expected, Expected)
-    assert isinstance(last, Converted)
+    assert isinstance(last, ConvertedLine)
 
 
 def test_a_failure_is_one_line_for_people_and_one_for_programs(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
@@ -230,27 +228,27 @@ def test_a_bad_result_is_loud_and_still_a_result(
     assert "note: a note" in done.err
     assert "31.0 % of 255 places" in done.out
     result = lines(tokamac("convert", tiny, "-o", tmp_path / "out", "--json").out)[-1]
-    assert isinstance(result, Converted)
+    assert isinstance(result, ConvertedLine)
     assert result.quality is not None
     assert len(result.quality.concerns) == 2
 
 
 def test_a_result_that_was_not_compared_says_so(tiny: Path, tmp_path: Path) -> None:
-    speeds = convert_report.Speeds(10.0, 30.0)
+    speeds = convert.Speeds(10.0, 30.0)
     unable = Ran(Outcome(4.5, 0.08, unable="there is no tokenizer"))(tiny, tmp_path)
-    assert "no text was compared: there is no tokenizer" in convert_report.summary(unable, speeds)
-    assert "not compared with the source" in convert_report.summary(Ran(None)(tiny, tmp_path), speeds)
-    assert "10.0 tok/s → 30.0 tok/s expected here" in convert_report.summary(Ran(None)(tiny, tmp_path), speeds)
+    assert "no text was compared: there is no tokenizer" in convert.summary(unable, speeds)
+    assert "not compared with the source" in convert.summary(Ran(None)(tiny, tmp_path), speeds)
+    assert "10.0 tok/s → 30.0 tok/s expected here" in convert.summary(Ran(None)(tiny, tmp_path), speeds)
 
 
 def test_quality_in_a_sentence() -> None:
-    assert sentence(GOOD, 0.081) == (
+    assert closeness(GOOD, 0.081) == (
         "its likeliest next token is the source's at 95.0 % of 255 places of a text; perplexity is 1.1 % higher; "
         "KL divergence 0.02 ± 0.001 nats a token; relative error of its weights 8.1 %"
     )
     same = Quality(0.0, None, None, None, None, None, None, 1.0, None, 2)
-    assert sentence(same, None) == "perplexity is the same; KL divergence 0 nats a token"
-    assert sentence(None, None) == "unknown"
+    assert closeness(same, None) == "perplexity is the same; KL divergence 0 nats a token"
+    assert closeness(None, None) == "unknown"
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tokamac.engine.limits.diagnosis import Diagnosis
+from tokamac.engine.perf.diagnosis import Diagnosis
 
 Run = Callable[..., Any]
 ASK = ("ask", "Why is decode memory-bound?", "--max-tokens", "24", "--temp", "0")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
-from tokamac.engine.limits import weighing
+from tokamac.engine.perf import footprint
 
 M4_MAX = ("--chip", "Apple M4 Max", "--gpu-cores", "40", "--memory", "64")
 QWEN = "mlx-community/Qwen3-0.6B-4bit"
@@ -163,7 +163,7 @@ def test_a_roofline_that_is_not_known_is_said_not_drawn(tokamac: Run) -> None:
 def weighed_once() -> Iterator[None]:
     """The whole catalogue is weighed by the first test that asks for it, and stays on the scales."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weighing, "_weigh_shape", cache(weighing._weigh_shape.__wrapped__))
+        patch.setattr(footprint, "_weigh_shape", cache(footprint._weigh_shape.__wrapped__))
         yield
 
 

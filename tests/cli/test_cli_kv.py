@@ -11,10 +11,9 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.tiny import make_tiny
-from tokamac.app.commands.kv_quality import SETTINGS, sentence
-from tokamac.app.commands.kv_text import TEXT
-from tokamac.engine import kv_trial
-from tokamac.engine.kv.quality import Advice, Quality, Speed, Trial
+from tokamac.app.commands.kv_quality import SETTINGS, TEXT, sentence
+from tokamac.engine import scoring
+from tokamac.engine.kv.divergence import Advice, KVDivergence, Speed, Trial
 
 Start = Callable[..., "subprocess.Popen[str]"]
 ROWS = ["16", "8", "6", "8,4", "6,4", "4"]
@@ -22,8 +21,8 @@ ROWS = ["16", "8", "6", "8,4", "6,4", "4"]
 
 @pytest.fixture(autouse=True)
 def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_trial, "STEPS", 4)
-    monkeypatch.setattr(kv_trial, "TIMED_TOKENS", 4 * kv_trial.ROUNDS)
+    monkeypatch.setattr(scoring, "STEPS", 4)
+    monkeypatch.setattr(scoring, "TIMED_TOKENS", 4 * scoring.ROUNDS)
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_ctrl_c_ends_it_at_any_step(start: Start, endless: Path) -> None:
 
 def test_the_recommendation_is_one_sentence_with_its_reason() -> None:
     def one(bits: int, kl: float, tps: float) -> Trial:
-        return Trial(bits, bits, 100 * bits, 100_000 * bits, Quality(kl, 0.99, 9), (Speed(4096, tps),))
+        return Trial(bits, bits, 100 * bits, 100_000 * bits, KVDivergence(kl, 0.99, 9), (Speed(4096, tps),))
 
     exact, eight, four = one(16, 0, 40), one(8, 0.001, 60), one(4, 0.002, 50)
     for advice, said in (

@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Run
 from tokamac.app import settings
 from tokamac.app.backend.port import load_engine
-from tokamac.app.backend.wire import Load
+from tokamac.app.backend.protocol import Load
 from tokamac.app.settings import Settings
 
 LITTLE = ("--memory", "0.0001")

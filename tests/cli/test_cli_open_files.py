@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.quant.quant_models import make_source
-from tokamac.engine.open_files import WANTED, raise_open_files
+from tokamac.engine.files import WANTED, raise_open_files
 
 CAP_SYS_RESOURCE = PR_CAPBSET_DROP = 24
 
@@ -67,7 +67,7 @@ def test_everything_works_with_a_low_hard_limit(tmp_path: Path) -> None:
 def test_mlx_lm_lowers_no_limit() -> None:
     """Of (soft, hard) limits: what the process may have once mlx-lm is imported."""
     code = (
-        "import resource; from tokamac.engine.open_files import import_mlx_lm\n"
+        "import resource; from tokamac.engine.files import import_mlx_lm\n"
         "before = resource.setrlimit; import_mlx_lm(); import mlx_lm\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE), resource.setrlimit is before)"
     )
@@ -78,7 +78,7 @@ def test_mlx_lm_lowers_no_limit() -> None:
 
 def test_mlx_lm_leaves_a_high_hard_limit() -> None:
     code = (
-        "import resource; from tokamac.engine.open_files import import_mlx_lm\n"
+        "import resource; from tokamac.engine.files import import_mlx_lm\n"
         "asked = []; resource.setrlimit = lambda which, limits: asked.append(limits)\n"
         "resource.getrlimit = lambda which: (256, 20000); import_mlx_lm(); print(asked)"
     )

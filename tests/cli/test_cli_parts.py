@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tokamac.app import output
+from tokamac.app import output, units
 from tokamac.app.commands import ask
-from tokamac.app.commands.prompt import compose
+from tokamac.app.commands.ask import compose
 from tokamac.app.options import SAMPLING_FLAGS, kv_bits, kv_spec, sampling
-from tokamac.app.tui import units
 from tokamac.engine.events import Finished, PrefillProgress, TextChunk
-from tokamac.engine.limits.gaps import Outlier
-from tokamac.engine.limits.metrics import Gaps, Metrics
+from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import KVSpec, Sampling
 
 NOTHING = Metrics(3, 0, 3, 0, *[None] * 13)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import pytest
 from tests.cli.conftest import Run
 from tests.tiny import make_tiny
 from tokamac.app.commands.quality import report
-from tokamac.quant.divergence import Quality
-from tokamac.quant.verify import Comparison
+from tokamac.quant.evaluation import Comparison
+from tokamac.quant.report import Quality
 
 FIGURES = [field.name for field in fields(Quality)]
 EVEN = Quality(0.0123, 0.0011, 0.951, 12.0, 0.5, 12.6, 0.55, 1.05, 0.004, 512)

@@ -17,8 +17,7 @@ MODEL = "ab" * 16
 
 def write(root: Path, ready: Callable[[], None]) -> None:
     """Write segments for ever."""
-    from tokamac.engine.prompt_cache.folder import Folder
-    from tokamac.engine.prompt_cache.names import child_name, root_name
+    from tokamac.engine.prompt_cache.folder import Folder, child_name, root_name
 
     folder, parent = Folder(root), root_name(MODEL, None)
     folder.tidy()

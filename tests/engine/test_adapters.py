@@ -71,7 +71,7 @@ def test_a_rank_of_its_own_is_read_from_the_pattern(tmp_path: Path, tiny: Path) 
 def test_packed_weights_stay_packed_and_take_the_change_beside_them(
     tmp_path: Path, dora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokamac.engine.cpu.MEMORY_SHARE", 0)  # else a CPU unpacks them
+    monkeypatch.setattr("tokamac.engine.model.cpu.MEMORY_SHARE", 0)  # else a CPU unpacks them
     packed = write_model(tmp_path / "packed", bits=4)
     plain = write_model(tmp_path / "plain")
     peft = write_peft(tmp_path / "peft", plain, dora=dora)
@@ -277,9 +277,9 @@ def test_an_adapter_that_does_not_fit_beside_the_model_is_refused_before_a_weigh
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tokamac.engine.device import device_kind
-    from tokamac.engine.foresight import check_fits
-    from tokamac.engine.limits import memory
     from tokamac.engine.options import KVSpec as Spec
+    from tokamac.engine.perf import memory
+    from tokamac.engine.perf.footprint import check_fits
 
     large = write_peft(tmp_path / "peft", tiny, rank=4000)
     more = 4 * read_adapter(large, "x").parameters

@@ -9,17 +9,15 @@ import pytest
 from mlx_lm.utils import _get_classes
 
 from tokamac.engine.architectures import PREFIX, SAME_CLASS, loads_in_mlx_lm, own_architectures
-from tokamac.engine.config import check_config, model_classes, normalise
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits.attention_work import query_heads
-from tokamac.engine.limits.config_cost import Packing, cost_of_config, pack
-from tokamac.engine.limits.cost import Cost
-from tokamac.engine.limits.hollow import hollow_model
-from tokamac.engine.limits.kv_cost import kv_layers
-from tokamac.engine.limits.kv_table import KVTable, kv_table
-from tokamac.engine.limits.weighing import weigh
+from tokamac.engine.model.config import check_config, model_classes, normalise
+from tokamac.engine.model.skeleton import hollow_model
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack
+from tokamac.engine.perf.cost import Cost
+from tokamac.engine.perf.footprint import KVTable, kv_table, weigh
+from tokamac.engine.perf.workload import query_heads
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OWN = sorted(own_architectures())

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.seeded import write_model
-from tokamac.engine import DeviceError, Engine, Finished, MemoryLimitError, Sampling, Squeezed, TokamacError
-from tokamac.engine.compute_errors import computing_error, engine_error
+from tokamac.engine import DeviceError, Engine, Finished, MemoryLimitError, MemoryPressure, Sampling, TokamacError
+from tokamac.engine.errors import computing_error, engine_error
 from tokamac.engine.options import PromptCacheSpec
 
 GREEDY = Sampling(temperature=0, max_tokens=8)
@@ -118,7 +118,7 @@ def test_a_failed_piece_is_tried_again_at_half_its_size(engine, monkeypatch, err
     engine._core._store.clear()
     model = failing(engine, monkeypatch, lambda _, number: number == step, error)
     events = list(engine.generate(PROMPT, GREEDY))
-    (told,) = [event for event in events if isinstance(event, Squeezed)]
+    (told,) = [event for event in events if isinstance(event, MemoryPressure)]
     half = 128  # the third piece is what is left of 700 after twice 256
     assert told.failed
     assert told.chunk == half

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tokamac.engine.architectures import own_architectures
-from tokamac.engine.config import check_config, model_classes, normalise, read_config
-from tokamac.engine.config_defaults import ABSENT
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
+from tokamac.engine.model.config import ABSENT, check_config, model_classes, normalise, read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SAVED = {path.parent.name: json.loads(path.read_text()) for path in GOLDEN.glob("*/config.json")}
@@ -320,7 +319,7 @@ DERIVED = {
     ("gemma4_text", "partial_rotary_factor"): "read per kind of layer",
     ("glm_moe_dsa", "rope_theta"): "read from rope_parameters, which the class requires",
     ("laguna", "partial_rotary_factor"): "read per kind of layer",
-    ("mistral", "sliding_window"): "engine/kv/windows.py knows it",
+    ("mistral", "sliding_window"): "engine/model/config.py knows it",
     ("mistral4", "rope_interleave"): "mlx-lm always does",
 }
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tokamac.engine.config import check_config, model_classes, normalise
-from tokamac.engine.context_length import context_length, pretraining_length
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.loading import keeps_short
+from tokamac.engine.model.config import check_config, context_length, model_classes, normalise, pretraining_length
 from tokamac.engine.options import KVSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -179,7 +178,7 @@ def test_short_factors_are_for_a_context_that_never_leaves_pretrainings(kv: KVSp
 def test_one_set_of_longrope_factors_serves_all_positions() -> None:
     import mlx.core as mx
 
-    from tokamac.engine.corrected_layers import longrope
+    from tokamac.engine.model.corrected_layers import longrope
 
     rope = longrope(16, False, normalise(saved("phi3")))
     x = mx.ones((1, 1, 65, 16))
@@ -190,7 +189,7 @@ def test_one_set_of_longrope_factors_serves_all_positions() -> None:
 
 
 def test_attn_factor_multiplies_yarns_own() -> None:
-    from tokamac.engine.corrected_layers import yarn
+    from tokamac.engine.model.corrected_layers import yarn
 
     config = normalise(saved("qwen2_yarn"))
     usual = yarn(16, False, config).attention

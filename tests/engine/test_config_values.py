@@ -10,8 +10,7 @@ import pytest
 from tests.tiny import make_tiny
 from tokamac.app.cli import main
 from tokamac.engine import Engine, ModelDamagedError
-from tokamac.engine.config import read_config
-from tokamac.engine.config_values import LAYERS, check_values
+from tokamac.engine.model.config import LAYERS, check_values, read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())

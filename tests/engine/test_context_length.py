@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tokamac.engine.context_length import context_length
+from tokamac.engine.model.config import context_length
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 

@@ -10,8 +10,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from tests.engine.seeded import SPECIAL, write_tokenizer
 from tokamac.engine import Engine, Message
-from tokamac.engine.control_tokens import BREAK, ControlTokens
-from tokamac.engine.tokens import Tokenizer, load_tokenizer
+from tokamac.engine.text.tokenizer import BREAK, ControlTokens, Tokenizer, load_tokenizer
 
 CONFIG = {"eos_token_id": 1}
 PARTS = st.lists(

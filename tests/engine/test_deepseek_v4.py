@@ -19,23 +19,22 @@ from tests.engine.test_golden import GOLDEN, build, golden
 from tests.golden.weights import tensor
 from tests.quant.packed_models import write_source
 from tokamac.engine import Engine, Finished, KVSpec, Message, PromptCacheSpec, Sampling
-from tokamac.engine.chat_formats import DEEPSEEK
-from tokamac.engine.config import model_classes, normalise, read_config
 from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.kv import offset, plan_caches, rewindable, trim
-from tokamac.engine.kv.compressed import SPARE
-from tokamac.engine.kv.segments import freeze, thaw
-from tokamac.engine.kv_trial import log_probabilities
-from tokamac.engine.limits.attention_work import Attention
-from tokamac.engine.limits.config_cost import cost_of_config
-from tokamac.engine.limits.cost import cost_of_folder
-from tokamac.engine.limits.hollow import hollow_model
-from tokamac.engine.limits.kv_table import kv_table
-from tokamac.engine.limits.work import work_of_config
-from tokamac.engine.model import build_model
-from tokamac.engine.shards import find_shards, read_header
-from tokamac.engine.template import ChatTemplate
-from tokamac.engine.tokens import load_tokenizer
+from tokamac.engine.kv.cache import SPARE
+from tokamac.engine.kv.snapshot import freeze, thaw
+from tokamac.engine.model.config import model_classes, normalise, read_config
+from tokamac.engine.model.loader import build_model
+from tokamac.engine.model.safetensors import find_shards, read_header
+from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.perf.config_cost import cost_of_config
+from tokamac.engine.perf.cost import cost_of_folder
+from tokamac.engine.perf.footprint import kv_table
+from tokamac.engine.perf.workload import Attention, work_of_config
+from tokamac.engine.scoring import log_probabilities
+from tokamac.engine.text.template import ChatTemplate
+from tokamac.engine.text.thinking import DEEPSEEK
+from tokamac.engine.text.tokenizer import load_tokenizer
 from tokamac.quant import convert
 
 CASE = "deepseek_v4_published"

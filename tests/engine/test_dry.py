@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokamac.engine import Sampling
-from tokamac.engine.dry import GROWS_BY, Breakers, Dry, find_breakers, match_lengths
-from tokamac.engine.sampling import Sampler, TokenSets
+from tokamac.engine.sampling import GROWS_BY, Breakers, Dry, Sampler, TokenSets, find_breakers, match_lengths
 
 VOCABULARY = 6
 IDS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)

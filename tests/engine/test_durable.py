@@ -10,8 +10,9 @@ import pytest
 from tests.quant.quant_models import make_source
 from tokamac.app import settings
 from tokamac.app.store.database import Database
-from tokamac.engine import durable, hub_download
-from tokamac.engine.hub_cache import Repo
+from tokamac.engine import files
+from tokamac.engine.hub import download
+from tokamac.engine.hub.cache import Repo
 from tokamac.engine.prompt_cache.folder import Folder
 from tokamac.quant import convert
 
@@ -38,7 +39,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
         return move
 
-    monkeypatch.setattr(durable, "FULL_SYNC", FULL_SYNC)
+    monkeypatch.setattr(files, "FULL_SYNC", FULL_SYNC)
     monkeypatch.setattr(fcntl, "fcntl", asked)
     monkeypatch.setattr(Path, "rename", moved(rename))
     monkeypatch.setattr(Path, "replace", moved(replace))
@@ -72,11 +73,11 @@ def test_a_download_is_on_the_disk_before_it_has_its_name(
 
         def run(self) -> None: ...
 
-    monkeypatch.setattr(hub_download, "_Transfer", Arrived)
-    monkeypatch.setattr(hub_download, "_partial", lambda *_: tmp_path / "blob.incomplete")
-    monkeypatch.setattr(hub_download, "_blob", lambda *_: tmp_path / "blob")
-    file = hub_download.RemoteFile("model.safetensors", 0, "etag", large=True)
-    hub_download._fetch_blob(Repo("org/name", "main"), "commit", file, meter=None)
+    monkeypatch.setattr(download, "_Transfer", Arrived)
+    monkeypatch.setattr(download, "_partial", lambda *_: tmp_path / "blob.incomplete")
+    monkeypatch.setattr(download, "_blob", lambda *_: tmp_path / "blob")
+    file = download.RemoteFile("model.safetensors", 0, "etag", large=True)
+    download._fetch_blob(Repo("org/name", "main"), "commit", file, meter=None)
     assert order == [("full", ""), ("rename", "blob")]
 
 
@@ -95,11 +96,11 @@ def test_a_file_system_that_does_not_know_it_is_synced_as_usual(
     def unknown(*_: object) -> int:
         raise OSError(45, "Operation not supported")
 
-    monkeypatch.setattr(durable, "FULL_SYNC", FULL_SYNC)
+    monkeypatch.setattr(files, "FULL_SYNC", FULL_SYNC)
     monkeypatch.setattr(fcntl, "fcntl", unknown)
     monkeypatch.setattr(os, "fsync", synced.append)
     with (tmp_path / "file").open("wb") as file:
-        durable.to_disk(file.fileno())
+        files.to_disk(file.fileno())
         assert synced == [file.fileno()]
 
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Backend
 
 from tests.engine.seeded import TEMPLATE, write_tokenizer
 from tokamac.engine import KVSpec, Message, Sampling
-from tokamac.engine import encoder as encoders
-from tokamac.engine.prompting import Prompting
-from tokamac.engine.recorder import Recorder
-from tokamac.engine.tokens import Tokenizer, load_tokenizer
+from tokamac.engine.metrics import Recorder
+from tokamac.engine.text import encoder as encoders
+from tokamac.engine.text.prompt import Prompting
+from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 TRAINED_ON = (
     "the river had risen in the night, and by morning the lower fields were a lake. "

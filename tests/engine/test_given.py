@@ -18,7 +18,7 @@ from tokamac.engine import (
     OptionError,
     Sampling,
 )
-from tokamac.engine.given import given_count, given_ids, given_prompt
+from tokamac.engine.chat import given_count, given_ids, given_prompt
 from tokamac.engine.scoring import _rows_at_once, check_scored
 
 GREEDY = Sampling(temperature=0, max_tokens=2)
@@ -158,7 +158,7 @@ def test_what_is_scored_must_fit_the_context(tiny: Path, engine: Engine) -> None
 def test_what_is_scored_must_fit_the_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     core = engine._core
     least = core.runtime.shape.weights
-    monkeypatch.setattr("tokamac.engine.limits.memory.array_budget", lambda: least + 10_000_000)
+    monkeypatch.setattr("tokamac.engine.perf.memory.array_budget", lambda: least + 10_000_000)
     assert engine.logprobs([10, 11]).shape == (2, 272)
     monkeypatch.setattr(type(core.runtime.kv), "rolls", property(lambda _: True))  # no context is in the way
     with pytest.raises(MemoryLimitError, match=r"5,000 tokens need .*\(10\.9 MB .* 272 numbers"):

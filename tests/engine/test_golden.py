@@ -16,16 +16,16 @@ from tests.golden.changes import CHANGED_TOKENS, changed_rows, replaced
 from tests.golden.families import WINDOW, is_windowed
 from tests.golden.weights import write_weights
 from tokamac.engine import Engine, Finished, KVSpec, Message, Sampling
-from tokamac.engine.config import read_config
-from tokamac.engine.corrections import use_short_factors
 from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.kv_trial import log_probabilities
-from tokamac.engine.limits.outcomes import Case
-from tokamac.engine.limits.places import here
-from tokamac.engine.limits.prospects import prospect
 from tokamac.engine.loading import keeps_short
-from tokamac.engine.model import build_model
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.corrections import use_short_factors
+from tokamac.engine.model.loader import build_model
+from tokamac.engine.perf.inspection import prospect
+from tokamac.engine.perf.machine import here
+from tokamac.engine.perf.what_if import WhatIfCase
+from tokamac.engine.scoring import log_probabilities
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -220,6 +220,6 @@ def test_a_model_that_sees_too_is_text_only_in_the_list_and_in_its_notes(tmp_pat
         folder = tmp_path / case
         folder.mkdir()
         build(case, folder)
-        assert prospect(str(folder), Case(context=64, prompt=64), here()).text_only is expected
+        assert prospect(str(folder), WhatIfCase(context=64, prompt=64), here()).text_only is expected
         with Engine.load(folder, prompt_cache=None) as engine:
             assert any("text only" in note for note in engine.spec.notes) is expected

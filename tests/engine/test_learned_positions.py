@@ -10,8 +10,8 @@ import pytest
 
 from tests.golden.weights import write_weights
 from tokamac.engine import ContextError, Engine, Finished, KVSpec, OptionError, Sampling
-from tokamac.engine.cpu import DenseEmbedding
-from tokamac.engine.position_table import position_rows
+from tokamac.engine.model.cpu import DenseEmbedding
+from tokamac.engine.model.loader import position_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LONG = Sampling(temperature=0, max_tokens=500)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tokamac.engine import Engine, KVSpec, Sampling
+from tokamac.engine import Engine, KVSpec, Sampling, metrics
 from tokamac.engine.events import Finished, Live
-from tokamac.engine.limits import metrics
-from tokamac.engine.recorder import Recorder, StepCost
+from tokamac.engine.metrics import Recorder, StepCost
 
 GREEDY = Sampling(temperature=0, max_tokens=40)
 

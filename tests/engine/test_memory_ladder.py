@@ -11,10 +11,10 @@ import pytest
 
 from tests.engine.seeded import write_model
 from tokamac.app.cli import main
-from tokamac.engine import Engine, Event, Finished, KVSpec, MemoryLimitError, Message, Sampling, Squeezed
-from tokamac.engine.limits import memory
-from tokamac.engine.limits.peak import predict_peak
+from tokamac.engine import Engine, Event, Finished, KVSpec, MemoryLimitError, MemoryPressure, Message, Sampling
 from tokamac.engine.options import PromptCacheSpec
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.peak_memory import predict_peak
 
 GREEDY = Sampling(temperature=0, max_tokens=6)
 PROMPT = [5 + i * i % 250 for i in range(1500)]
@@ -50,8 +50,8 @@ def finished(events: list[Event]) -> Finished:
     return events[-1]
 
 
-def squeezed(events: list[Event]) -> list[Squeezed]:
-    return [event for event in events if isinstance(event, Squeezed)]
+def squeezed(events: list[Event]) -> list[MemoryPressure]:
+    return [event for event in events if isinstance(event, MemoryPressure)]
 
 
 def total(engine: Engine, chunk: int, tokens: int = len(PROMPT), kv: tuple[int, int] = (16, 16)) -> int:

@@ -23,9 +23,9 @@ from tokamac.engine import (
     Sampling,
 )
 from tokamac.engine.device import check_backends
-from tokamac.engine.generation import CHECK_STEPS, Run
+from tokamac.engine.generation import CHECK_STEPS, Generation
+from tokamac.engine.model.safetensors import INDEX, find_shards, read_header
 from tokamac.engine.sampling import Sampler
-from tokamac.engine.shards import INDEX, find_shards, read_header
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_logits_that_are_no_numbers_are_noticed_at_any_step(ahead: bool, spoiled
             assert int(ids.max().item()) < 9  # an embedding's lookup would read beyond its table
             return mx.full((1, ids.shape[1], 9), math.nan if self.steps > spoiled else 1.0)
 
-    run = Run(Model(), [], [1], ahead=ahead)
+    run = Generation(Model(), [], [1], ahead=ahead)
     tokens = run.decode(2, Sampler(Sampling(temperature=0).resolved(Sampling()), []), 100)
     with pytest.raises(ModelDamagedError, match="not numbers"):
         list(tokens)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, ModelDamagedError
-from tokamac.engine.normalizer_growth import check_growth
+from tokamac.engine.text.encoder import check_growth
 
 GUIDE = Path(__file__).parents[2] / "assets" / "guide" / "model"
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -22,7 +22,7 @@ from tokamac.engine import (
 )
 from tokamac.engine.loading import rolling
 from tokamac.engine.options import OnFull
-from tokamac.engine.truncate import MARK, Words, fit_ids, fit_messages, room_for_prompt
+from tokamac.engine.text.prompt import MARK, Words, fit_ids, fit_messages, room_for_prompt
 
 CONTEXT = 512  # the tiny model's
 LONG = Sampling(temperature=0, max_tokens=CONTEXT + 100)

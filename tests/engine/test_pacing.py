@@ -9,21 +9,19 @@ import mlx.core as mx
 import pytest
 
 from tests.tiny import make_tiny
-from tokamac.engine import Engine, Finished, Sampling, pacing
-from tokamac.engine.cpu import is_unpacked
+from tokamac.engine import Engine, Finished, Sampling, runner
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits import kept, measuring, parts, timings
-from tokamac.engine.limits.cost import cost_of_model
-from tokamac.engine.limits.hardware import Chip
-from tokamac.engine.limits.measured import Measured
-from tokamac.engine.limits.measuring import Measuring, Subject
-from tokamac.engine.limits.timings import PASSES
-from tokamac.engine.limits.work import work_of
-from tokamac.engine.model import load_model
+from tokamac.engine.model.cpu import is_unpacked
+from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
-from tokamac.engine.pacing import AGAIN_S, QUIET_S, Pacing
-from tokamac.engine.runtime import Machine
+from tokamac.engine.perf import measurement_store, timing
+from tokamac.engine.perf.cost import cost_of_model
+from tokamac.engine.perf.hardware import Chip
+from tokamac.engine.perf.timing import PASSES, MeasuredLatency, Measuring, TimedModel
+from tokamac.engine.perf.workload import work_of
+from tokamac.engine.runner import AGAIN_S, QUIET_S, Pacing
+from tokamac.engine.runtime import MachineSpeed
 
 CHIP = Chip("unknown chip", None, 10.0, None, "measured")
 
@@ -41,12 +39,12 @@ class Clock:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each part is timed a few times only, on a machine that is never busy, and kept apart from other tests'."""
-    monkeypatch.setattr(parts, "BUDGET_S", 0.0)
-    monkeypatch.setattr(parts, "LEAST_TRIALS", 1)
-    monkeypatch.setattr(measuring, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(timings, "is_busy", lambda _: False)
-    monkeypatch.setattr(pacing, "is_busy", lambda: False)
-    monkeypatch.setattr(kept, "store_file", lambda name: tmp_path / "kept" / name)
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
+    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
+    monkeypatch.setattr(runner, "is_busy", lambda: False)
+    monkeypatch.setattr(measurement_store, "store_file", lambda name: tmp_path / "kept" / name)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def measure(loaded: Any) -> Measuring:
 def measuring_of(loaded: Any) -> Measuring:
     plan = plan_caches(loaded.module, loaded.config, KVSpec())
     work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
-    return Measuring(Subject(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
+    return Measuring(TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
 
 
 def idle_until_done(paced: Pacing) -> int:
@@ -80,7 +78,7 @@ def idle_until_done(paced: Pacing) -> int:
 
 
 def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Measuring) -> None:
-    clock, machine = Clock(), Machine(CHIP)
+    clock, machine = Clock(), MachineSpeed(CHIP)
     paced, all_of_them = Pacing(machine, measure, clock), measure.missing
     assert paced.idle() == QUIET_S
     clock.now += 1
@@ -93,15 +91,15 @@ def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Meas
         paced.idle()
     assert machine.pace is None
     paced.idle()
-    assert isinstance(machine.pace, Measured)  # known, and made truer by the passes that follow
+    assert isinstance(machine.pace, MeasuredLatency)  # known, and made truer by the passes that follow
     assert idle_until_done(paced) == (PASSES - 1) * all_of_them
     assert paced.idle() is None
 
 
 def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, machine, taken = Clock(), Machine(CHIP), iter([0.5, 0.75, 0.625])
-    monkeypatch.setattr(measuring, "measure_tflops", lambda _: next(taken))
-    monkeypatch.setattr(parts.Sampling, "seconds", lambda _: 2.0 / clock.now)
+    clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
+    monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
+    monkeypatch.setattr(timing.SamplingTimer, "seconds", lambda _: 2.0 / clock.now)
     measure = measuring_of(loaded)
     paced, all_of_them = Pacing(machine, measure, clock), measure.missing
     paced.idle()
@@ -118,7 +116,7 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, mon
 
 def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Measuring) -> None:
     clock = Clock()
-    paced = Pacing(Machine(CHIP), measure, clock)
+    paced = Pacing(MachineSpeed(CHIP), measure, clock)
     paced.idle()
     clock.now += QUIET_S
     assert paced.idle() == 0.0
@@ -134,28 +132,28 @@ def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Measur
 
 def test_a_busy_machine_is_looked_at_again_later(measure: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, all_of_them = Clock(), measure.missing
-    paced = Pacing(Machine(CHIP), measure, clock)
+    paced = Pacing(MachineSpeed(CHIP), measure, clock)
     paced.idle()
     clock.now += QUIET_S
-    monkeypatch.setattr(pacing, "is_busy", lambda: True)
+    monkeypatch.setattr(runner, "is_busy", lambda: True)
     assert paced.idle() == AGAIN_S
     assert measure.missing == all_of_them
-    monkeypatch.setattr(pacing, "is_busy", lambda: False)
+    monkeypatch.setattr(runner, "is_busy", lambda: False)
     assert paced.idle() == 0.0
 
 
 def test_finishing_measures_the_rest_now_busy_or_not(measure: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "is_busy", lambda: True)
-    machine = Machine(CHIP)
+    monkeypatch.setattr(runner, "is_busy", lambda: True)
+    machine = MachineSpeed(CHIP)
     paced = Pacing(machine, measure, Clock())
     paced.finish()
-    assert isinstance(machine.pace, Measured)
+    assert isinstance(machine.pace, MeasuredLatency)
     assert paced.idle() is None
     paced.finish()  # there is nothing left to do
 
 
 def test_finishing_goes_on_where_idle_time_had_come_to(measure: Measuring, loaded: Any) -> None:
-    clock, machine = Clock(), Machine(CHIP)
+    clock, machine = Clock(), MachineSpeed(CHIP)
     paced = Pacing(machine, measure, clock)
     paced.idle()
     clock.now += QUIET_S
@@ -163,13 +161,13 @@ def test_finishing_goes_on_where_idle_time_had_come_to(measure: Measuring, loade
         paced.idle()
     assert measure.remaining == PASSES * measure.missing + (PASSES - 1) * 3
     paced.finish()
-    assert isinstance(machine.pace, Measured)
+    assert isinstance(machine.pace, MeasuredLatency)
     assert (measure.missing, measure.remaining) == (0, 0)
     assert measuring_of(loaded).remaining == 0  # what idle time had come to was kept, and not begun anew
 
 
 def test_after_the_end_nothing_is_measured(measure: Measuring) -> None:
-    clock, machine, all_of_them = Clock(), Machine(CHIP), measure.missing
+    clock, machine, all_of_them = Clock(), MachineSpeed(CHIP), measure.missing
     paced = Pacing(machine, measure, clock)
     paced.end()
     clock.now += 2 * QUIET_S
@@ -180,14 +178,14 @@ def test_after_the_end_nothing_is_measured(measure: Measuring) -> None:
 
 def test_what_is_known_is_handed_over_at_once(measure: Measuring) -> None:
     list(measure.steps())
-    machine = Machine(CHIP)
+    machine = MachineSpeed(CHIP)
     assert Pacing(machine, measure, Clock()).idle() is None
-    assert isinstance(machine.pace, Measured)
+    assert isinstance(machine.pace, MeasuredLatency)
     assert (machine.chip.fp16_tflops, machine.chip.peak_source) == (0.5, "measured")
 
 
 def test_a_model_that_can_not_be_measured_leaves_the_pace_unknown() -> None:
-    machine = Machine(CHIP)
+    machine = MachineSpeed(CHIP)
     assert Pacing(machine, None, Clock()).idle() is None
     assert machine.pace is None
 
@@ -196,8 +194,8 @@ def test_a_part_that_the_device_can_not_compute_ends_measuring(loaded: Any, monk
     def refuse(self: Any) -> float:
         raise ValueError("[quantized_matmul] no kernel")
 
-    monkeypatch.setattr(parts.Multiplying, "seconds", refuse)
-    clock, machine = Clock(), Machine(CHIP)
+    monkeypatch.setattr(timing.Multiplying, "seconds", refuse)
+    clock, machine = Clock(), MachineSpeed(CHIP)
     paced = Pacing(machine, measuring_of(loaded), clock)
     paced.idle()
     clock.now += QUIET_S
@@ -210,7 +208,7 @@ def test_a_part_that_the_device_can_not_compute_ends_measuring(loaded: Any, monk
 
 @pytest.fixture
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(pacing, "QUIET_S", 3600.0)  # nothing by itself
+    monkeypatch.setattr(runner, "QUIET_S", 3600.0)  # nothing by itself
     with Engine.load(folder, prompt_cache=None) as engine:
         yield engine
 
@@ -238,13 +236,13 @@ def test_an_engine_knows_what_to_expect_once_it_has_measured(engine: Engine) -> 
 
 def test_measuring_happens_on_the_engines_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, published = set(), engine.limits(100).expected_tps
-    usual_s = parts.usual_s
+    usual_s = timing.usual_s
 
     def noted(run: Callable[[], Any], **options: float) -> float:
         threads.add(threading.current_thread())
         return usual_s(run, **options)
 
-    monkeypatch.setattr(parts, "usual_s", noted)
+    monkeypatch.setattr(timing, "usual_s", noted)
     engine.measure()
     assert threading.current_thread() not in threads
     assert len(threads) == (published is None)
@@ -258,7 +256,7 @@ def test_a_second_engine_finds_what_the_first_measured(engine: Engine, folder: P
 
 def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = threading.Event()
-    monkeypatch.setattr(pacing, "QUIET_S", 0.0)
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
     take = Pacing._take
 
     def noted(self: Pacing) -> None:
@@ -274,18 +272,18 @@ def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_closing_amid_measuring_gives_the_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "QUIET_S", 0.0)
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
     mx.clear_cache()
     before = mx.get_active_memory()
     started = threading.Event()
-    seconds = parts.Multiplying.seconds
+    seconds = timing.Multiplying.seconds
 
-    def noted(self: parts.Multiplying) -> float:
+    def noted(self: timing.Multiplying) -> float:
         found = seconds(self)
         started.set()
         return found
 
-    monkeypatch.setattr(parts.Multiplying, "seconds", noted)
+    monkeypatch.setattr(timing.Multiplying, "seconds", noted)
     engine = Engine.load(folder, prompt_cache=None)
     engine.memory()  # a request after which the thread is idle
     if engine.limits(10).expected_tps is None:

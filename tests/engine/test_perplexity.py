@@ -9,7 +9,7 @@ import pytest
 from tests.engine.seeded import write_model
 from tokamac.engine import ContextError, Engine, KVSpec
 from tokamac.engine.errors import OptionError
-from tokamac.engine.perplexity import windows
+from tokamac.engine.scoring import windows
 
 IDS = [3 + (i * i) % 250 for i in range(700)]
 

@@ -11,13 +11,12 @@ import pytest
 from tests.kv.models import tiny_llama, tokens
 from tests.kv.test_families import built
 from tokamac.engine import Engine, Finished, KVSpec, Message, PrefillProgress, Sampling
-from tokamac.engine.core import Core
-from tokamac.engine.generation import Run
+from tokamac.engine.generation import Generation, PrefillChunker
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.kv.probe import leaves
-from tokamac.engine.kv.segments import grows
+from tokamac.engine.kv.snapshot import grows
 from tokamac.engine.options import PromptCacheSpec, TemplateOptions
-from tokamac.engine.pieces import Pieces
+from tokamac.engine.runner import Core
 from tokamac.engine.sampling import Sampler
 
 PROMPT = [7 + i % 200 for i in range(401)]
@@ -55,7 +54,7 @@ class Computed:
 def sizes(held: int, tokens: int, *, size: int = 512, most: int = 512, deep: int = 1 << 30) -> list[int]:
     """Return the pieces of so many tokens after those held."""
     run = Computed(list(range(held)))
-    pieces = Pieces(FixedChunking(size, deep), most, held)  # type: ignore[arg-type]
+    pieces = PrefillChunker(FixedChunking(size, deep), most, held)  # type: ignore[arg-type]
     list(pieces.compute(run, list(range(held, held + tokens))))  # type: ignore[arg-type]
     assert run.held == list(range(held + tokens))
     return run.sizes
@@ -103,7 +102,7 @@ def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
     ends: list[mx.array] = []
     for staged in (False, True):
         caches = plan.make(None)
-        run = Run(model, caches, [], ahead=False)
+        run = Generation(model, caches, [], ahead=False)
         assert all(run.prefill(ids[:50], 50))
         if staged:
             asked = iter(range(1, 99))
@@ -125,7 +124,7 @@ def test_stages_take_no_more_memory():
     ids: list[int] = tokens(4096)[0].tolist()  # type: ignore[assignment]
     peaks = []
     for stages in (1, 6):
-        run = Run(model, plan.make(None), [], ahead=False)
+        run = Generation(model, plan.make(None), [], ahead=False)
         assert all(run.prefill(ids[:4000], 500))
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -143,7 +142,7 @@ def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked
             return False
 
     run, now = Slow(), itertools.count(0, 3)  # each piece takes three seconds
-    pieces = Pieces(FixedChunking(64), 64, 0, clock=lambda: next(now))  # type: ignore[arg-type]
+    pieces = PrefillChunker(FixedChunking(64), 64, 0, clock=lambda: next(now))  # type: ignore[arg-type]
     assert len(list(pieces.compute(run, list(range(500))))) == 2  # type: ignore[arg-type]
     assert (run.held, asked) == (list(range(64)), [3])
 
@@ -151,7 +150,7 @@ def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked
 @pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)
 def engine(tiny: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """A model whose keys and values have so many bits, with prompts cut after 64 tokens."""
-    monkeypatch.setattr("tokamac.engine.limits.prefill_chunk.Chunking.at", lambda *_: CHUNK)
+    monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: CHUNK)
     kv = KVSpec(key_bits=request.param[0], value_bits=request.param[1])
     with Engine.load(tiny, kv=kv, prompt_cache=PromptCacheSpec(disk=False)) as loaded:
         yield loaded

@@ -13,11 +13,10 @@ import pytest
 from tests.engine.test_prompt_store import BENCHES, KINDS, LARGE, Bench, compute
 from tests.kv.zoo import VOCABULARY
 from tokamac.engine import Engine, Finished, KVSpec, PromptCacheSpec, Sampling
-from tokamac.engine.kv import segments
+from tokamac.engine.kv import snapshot
 from tokamac.engine.prompt_cache.cache import PromptCache
-from tokamac.engine.prompt_cache.disk import AGAIN_S, Disk, Rates
+from tokamac.engine.prompt_cache.disk import AGAIN_S, DamagedError, DiskStore, Rates, from_bytes, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
-from tokamac.engine.prompt_cache.segment_file import DamagedError, from_bytes, to_bytes, to_host
 
 MODEL = "cd" * 16
 LONG = [(7 * number + number // 9) % VOCABULARY for number in range(700)]
@@ -26,7 +25,7 @@ LONG = [(7 * number + number // 9) % VOCABULARY for number in range(700)]
 def opened(bench: Bench, root: Path, budgets: Budgets | None = None) -> PromptCache:
     """A cache as a fresh process has it."""
     rates = Rates()
-    return PromptCache(bench.store(LARGE), Disk(Folder(root, budgets or Budgets()), MODEL, "m", rates), rates)
+    return PromptCache(bench.store(LARGE), DiskStore(Folder(root, budgets or Budgets()), MODEL, "m", rates), rates)
 
 
 def ask(bench: Bench, cache: PromptCache, prompt: list[int], reply: list[int]) -> int:
@@ -120,7 +119,7 @@ def test_a_whole_file_in_the_wrong_place_is_a_miss(kind: str, tmp_path: Path) ->
     ask(bench, opened(bench, tmp_path), LONG, [])
     folder = Folder(tmp_path)
     first = next(entry for entry in folder.entries(MODEL) if entry.parent == entries_root())
-    other = to_bytes(to_host(0, [9] * 256, segments.cut(filled(bench), 0, 256), None))
+    other = to_bytes(to_host(0, [9] * 256, snapshot.cut(filled(bench), 0, 256), None))
     folder.remove(first)
     folder.write(MODEL, "m", first.parent, first.name, other)
     assert ask(bench, opened(bench, tmp_path), [9] * 300, []) == 0
@@ -128,15 +127,15 @@ def test_a_whole_file_in_the_wrong_place_is_a_miss(kind: str, tmp_path: Path) ->
 
 
 def entries_root() -> str:
-    from tokamac.engine.prompt_cache.names import root_name
+    from tokamac.engine.prompt_cache.folder import root_name
 
     return root_name(MODEL, None)
 
 
 def filled(bench: Bench) -> list[Any]:
-    from tokamac.engine.prompt_cache.kept import Slot
+    from tokamac.engine.prompt_cache.memory import CacheLease
 
-    slot = Slot([], bench.plan.make(None), None)
+    slot = CacheLease([], bench.plan.make(None), None)
     compute(bench.model, slot, [9] * 256)
     return slot.caches
 
@@ -222,7 +221,7 @@ def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
     bench, now, day = BENCHES["full"], [0.0], [datetime.date(2026, 1, 1)]
     folder = Folder(tmp_path, Budgets(daily=4_000_000), today=lambda: day[0])
     rates = Rates()
-    cache = PromptCache(bench.store(LARGE), Disk(folder, MODEL, "m", rates, clock=lambda: now[0]), rates)
+    cache = PromptCache(bench.store(LARGE), DiskStore(folder, MODEL, "m", rates, clock=lambda: now[0]), rates)
     folder.write("ef" * 16, "other", MODEL, MODEL, b"x" * 3_999_000)
     slot = cache.take(LONG, None)
     with cache.lending(slot):
@@ -268,12 +267,12 @@ def test_looking_for_a_long_prompt_copies_each_token_once(tmp_path: Path) -> Non
             return found
 
     folder = Folder(tmp_path)
-    disk = Disk(folder, MODEL, "m", Rates())
+    disk = DiskStore(folder, MODEL, "m", Rates())
     ids, bounds = [number % 251 for number in range(64 * 40)], list(range(64, 64 * 40 + 1, 64))
     names = disk.names(ids, bounds, None)
     for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
         folder.write(MODEL, "m", parent, name, to_bytes(to_host(start, ids[start:stop], (), None)))
-    links = Disk(folder, MODEL, "m", Rates()).chain(Counted([*ids, 1]), None)
+    links = DiskStore(folder, MODEL, "m", Rates()).chain(Counted([*ids, 1]), None)
     assert len(links) == 40
     assert Counted.copied <= 2 * len(ids)
 
@@ -316,7 +315,7 @@ def test_whatever_goes_wrong_in_the_writers_thread_is_told(tmp_path: Path, monke
         raise MemoryError("no room for the copy")
 
     monkeypatch.setattr(Folder, "write", fail)
-    disk = Disk(Folder(tmp_path), MODEL, "a model", Rates())
+    disk = DiskStore(Folder(tmp_path), MODEL, "a model", Rates())
     monkeypatch.setattr("tokamac.engine.prompt_cache.disk.to_bytes", lambda _: b"")
     disk.write(None, "0" * 32, "1" * 32)  # type: ignore[arg-type]
     disk.wait(60)

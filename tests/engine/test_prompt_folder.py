@@ -17,13 +17,21 @@ from tests.engine.prompt_writer import MODEL, writers
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, KVSpec, PromptCacheSpec
 from tokamac.engine.prompt_cache import folder as folder_module
-from tokamac.engine.prompt_cache.folder import Budgets, Entry, Folder, FullError, least_used_first
-from tokamac.engine.prompt_cache.names import child_name, fingerprint, root_name
+from tokamac.engine.prompt_cache.folder import (
+    Budgets,
+    Folder,
+    FullError,
+    SegmentEntry,
+    child_name,
+    fingerprint,
+    least_used_first,
+    root_name,
+)
 
 ROOT = root_name(MODEL, None)
 
 
-def store(folder: Folder, number: int, size: int = 1000, parent: str = ROOT) -> Entry:
+def store(folder: Folder, number: int, size: int = 1000, parent: str = ROOT) -> SegmentEntry:
     return folder.write(MODEL, "a model", parent, child_name(parent, [number]), bytes([number % 256]) * size)
 
 
@@ -72,8 +80,8 @@ def test_the_total_is_kept_by_dropping_what_was_not_used_for_longest(tmp_path: P
 
 
 def test_what_others_continue_is_dropped_after_them() -> None:
-    def entry(name: str, parent: str, used: float) -> Entry:
-        return Entry(parent, name, Path(name), 1, used)
+    def entry(name: str, parent: str, used: float) -> SegmentEntry:
+        return SegmentEntry(parent, name, Path(name), 1, used)
 
     entries = [entry("a", "", 1), entry("b", "a", 2), entry("c", "b", 9), entry("d", "", 5)]
     assert [each.name for each in least_used_first(entries)] == ["d", "c", "b", "a"]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.engine.test_prompt_store import BENCHES, KINDS, LARGE, ask, compute
-from tokamac.engine.kv import segments
+from tokamac.engine.kv import snapshot
 from tokamac.engine.prompt_cache import cache
 from tokamac.engine.prompt_cache.cache import PromptCache
-from tokamac.engine.prompt_cache.disk import Disk, Rates
+from tokamac.engine.prompt_cache.disk import DiskStore, Rates
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
 
 
@@ -63,7 +63,7 @@ class Conversations(RuleBasedStateMachine):
     def restart(self) -> None:
         """End the process, and begin another."""
         rates = Rates()
-        disk = Disk(Folder(Path(self.folder.name), self.budgets), "ef" * 16, "m", rates)
+        disk = DiskStore(Folder(Path(self.folder.name), self.budgets), "ef" * 16, "m", rates)
         self.memory = self.bench.store(self.budget)
         self.store = PromptCache(self.memory, disk, rates)
 
@@ -107,7 +107,7 @@ class Conversations(RuleBasedStateMachine):
         assert live is not None
         assert live.ids == end.ids()
         on_path = set(map(id, end.path()))
-        growing = any(segments.grows(cache) for cache in live.caches)
+        growing = any(snapshot.grows(cache) for cache in live.caches)
         for node in self.memory._nodes():
             assert (node.kept.piece is None) == (id(node) in on_path) or not growing
 

@@ -12,13 +12,12 @@ import pytest
 from tests.kv.models import seeded, tiny_llama
 from tests.kv.zoo import VOCABULARY
 from tokamac.engine import kv
-from tokamac.engine.config import model_classes, normalise
-from tokamac.engine.kv import segments
+from tokamac.engine.kv import snapshot
 from tokamac.engine.kv.plan import CachePlan, plan_caches
+from tokamac.engine.model.config import model_classes, normalise
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache.cache import PromptCache
-from tokamac.engine.prompt_cache.kept import Slot
-from tokamac.engine.prompt_cache.store import MemoryStore
+from tokamac.engine.prompt_cache.memory import CacheLease, MemoryStore
 
 LARGE = 1 << 40
 
@@ -71,7 +70,7 @@ KINDS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], KVSpec, float]]
 }
 
 
-def compute(model: Any, slot: Slot, ids: list[int]) -> np.ndarray:
+def compute(model: Any, slot: CacheLease, ids: list[int]) -> np.ndarray:
     """Compute what is missing of ``ids`` and return the logits of the last."""
     new = ids[len(slot.ids) :]
     logits = model(mx.array([new]), cache=slot.caches)[0, -1]
@@ -90,11 +89,11 @@ class Bench:
         self._cold: dict[tuple[int, ...], np.ndarray] = {}
 
     def store(self, budget: int = LARGE) -> MemoryStore:
-        return MemoryStore(self.plan.make, lambda: budget, all_grow=segments.all_grow(self.plan.make(None)))
+        return MemoryStore(self.plan.make, lambda: budget, all_grow=snapshot.all_grow(self.plan.make(None)))
 
     def cold(self, ids: list[int]) -> np.ndarray:
         if tuple(ids) not in self._cold:
-            self._cold[tuple(ids)] = compute(self.model, Slot([], self.plan.make(None), None), ids)
+            self._cold[tuple(ids)] = compute(self.model, CacheLease([], self.plan.make(None), None), ids)
         return self._cold[tuple(ids)]
 
 
@@ -196,7 +195,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def filled(bench: Bench, tokens: int) -> list[Any]:
-    slot = Slot([], bench.plan.make(None), None)
+    slot = CacheLease([], bench.plan.make(None), None)
     compute(bench.model, slot, counting(tokens))
     return slot.caches
 
@@ -240,12 +239,12 @@ def test_crumbs_are_not_kept() -> None:
 def test_a_state_put_back_is_the_state_it_was(kind: str) -> None:
     bench = BENCHES[kind]
     ids = [number % VOCABULARY for number in range(60)]
-    slot = Slot([], bench.plan.make(None), None)
+    slot = CacheLease([], bench.plan.make(None), None)
     compute(bench.model, slot, ids)
-    whole, states = segments.cut(slot.caches, 0, 60), segments.freeze(slot.caches)
+    whole, states = snapshot.cut(slot.caches, 0, 60), snapshot.freeze(slot.caches)
     compute(bench.model, slot, [*ids, 1, 2, 3])  # writes over what was frozen, were it not a copy
-    fresh = Slot(list(ids), bench.plan.make(None), None)
-    segments.extend(fresh.caches, whole)
-    segments.thaw(fresh.caches, states)
+    fresh = CacheLease(list(ids), bench.plan.make(None), None)
+    snapshot.extend(fresh.caches, whole)
+    snapshot.thaw(fresh.caches, states)
     found = compute(bench.model, fresh, [*ids, 9])
     assert np.abs(found - bench.cold([*ids, 9])).max() < bench.tolerance

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.prompt_cache.tree import Node, add, common_prefix, divide, find, remove
+from tokamac.engine.prompt_cache.radix_tree import Node, add, common_prefix, divide, find, remove
 
 runs = st.lists(st.integers(0, 2), max_size=12)
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, Finished, PromptCacheSpec, Sampling
-from tokamac.engine.prompt_cache import weights
-from tokamac.engine.prompt_cache.weights import FILE, digest, identify
+from tokamac.engine.prompt_cache import folder
+from tokamac.engine.prompt_cache.folder import FILE, digest, identify
 
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(10, 200, 400)]
 
@@ -60,7 +60,7 @@ def test_a_file_is_read_once_and_one_of_the_hub_never(tmp_path: Path, monkeypatc
     blob.write_bytes(b"weights")
     link = tmp_path / "b.safetensors"
     link.symlink_to(blob)
-    monkeypatch.setattr(weights, "_read", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(folder, "_read", lambda _: pytest.fail("read again"))
     assert digest([file], root) == first
     assert digest([link], root) == digest([link], tmp_path / "nowhere")
 
@@ -87,7 +87,7 @@ def test_large_files_are_read_beside_and_a_folder_that_can_not_be_written_does_n
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "root").write_text("a file where a folder should be")
-    monkeypatch.setattr(weights, "AT_ONCE_BYTES", 3)
+    monkeypatch.setattr(folder, "AT_ONCE_BYTES", 3)
     told: list[str] = []
     thread = identify(tmp_path, tmp_path / "root", told.append)
     assert thread is not None
@@ -102,14 +102,14 @@ def test_until_its_weights_are_known_nothing_of_a_model_is_stored_and_then_all_i
     import threading
 
     model, root, go = make_tiny(tmp_path / "model"), tmp_path / "prompts", threading.Event()
-    read = weights._read
+    read = folder._read
 
     def slow(file: Path) -> str:
         assert go.wait(60)
         return read(file)
 
-    monkeypatch.setattr(weights, "AT_ONCE_BYTES", 3)
-    monkeypatch.setattr(weights, "_read", slow)
+    monkeypatch.setattr(folder, "AT_ONCE_BYTES", 3)
+    monkeypatch.setattr(folder, "_read", slow)
     with Engine.load(model, prompt_cache=PromptCacheSpec(folder=root)) as engine:
         list(engine.generate(PROMPT, Sampling(temperature=0, max_tokens=4)))
         assert not list(root.rglob("*.kv"))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tokamac.engine.config import check_config, model_classes, normalise, read_config
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits.hollow import hollow_model
-from tokamac.engine.limits.inspect import inspect_model
-from tokamac.engine.limits.weighing import weigh
+from tokamac.engine.model.config import check_config, model_classes, normalise, read_config
+from tokamac.engine.model.skeleton import hollow_model
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.footprint import weigh
+from tokamac.engine.perf.inspection import inspect_model
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 

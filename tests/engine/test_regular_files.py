@@ -13,28 +13,26 @@ import pytest
 from tests.engine.deadline import within
 from tests.tiny import make_tiny
 from tokamac.app import settings
-from tokamac.app.commands import kv_quality, prompt
+from tokamac.app.chat import models
+from tokamac.app.chat.attachments import AttachError, read_file
+from tokamac.app.chat.models import Folders
+from tokamac.app.commands import ask, kv_quality
 from tokamac.app.store import export
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
-from tokamac.app.tui import models
-from tokamac.app.tui.attach import AttachError, read_file
-from tokamac.app.tui.folders import Folders
-from tokamac.engine import ModelDamagedError, OptionError, regular_files
-from tokamac.engine.config import read_config
-from tokamac.engine.hub_cache import Repo, is_whole, whole_snapshot
-from tokamac.engine.limits import kept
-from tokamac.engine.prompt_cache import weights
-from tokamac.engine.prompt_cache.folder import Entry, Folder
-from tokamac.engine.prompt_cache.names import child_name, root_name
-from tokamac.engine.regular_files import check_regular, open_regular, read_bytes, read_text
-from tokamac.engine.shards import find_shards
-from tokamac.engine.tokens import generation_config, load_tokenizer
+from tokamac.app.store.values import StoreError
+from tokamac.engine import ModelDamagedError, OptionError, files
+from tokamac.engine.files import check_regular, open_regular, read_bytes, read_text
+from tokamac.engine.hub.cache import Repo, is_whole, whole_snapshot
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.safetensors import find_shards
+from tokamac.engine.perf import measurement_store
+from tokamac.engine.prompt_cache import folder
+from tokamac.engine.prompt_cache.folder import Folder, SegmentEntry, child_name, root_name
+from tokamac.engine.text.tokenizer import generation_config, load_tokenizer
 from tokamac.quant import calibration
-from tokamac.quant.files import checksum
-from tokamac.quant.journal import read_journal
 from tokamac.quant.provenance import front_matter
-from tokamac.quant.recorded import read_recorded
+from tokamac.quant.report import read_recorded
+from tokamac.quant.resume import checksum, read_journal
 
 MODEL = "0" * 32
 HUGE = 1 << 40
@@ -124,7 +122,7 @@ def test_no_more_memory_is_taken_than_a_file_has_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_a_file_whose_size_is_not_told_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regular_files, "SLICE_BYTES", 100)
+    monkeypatch.setattr(files, "SLICE_BYTES", 100)
     assert b"VmRSS" in read_bytes("/proc/self/status", 1 << 20)
     with pytest.raises(OSError, match="MB"):
         read_bytes("/proc/self/status", 10)
@@ -174,7 +172,7 @@ def test_a_models_weights(model: Path, special: Make) -> None:
         within(lambda: find_shards(model))
     assert not within(lambda: is_whole(model))
     with pytest.raises(OSError, match=r"FIFO|device|socket"):
-        within(lambda: weights.digest([model / "model.safetensors"], model))
+        within(lambda: folder.digest([model / "model.safetensors"], model))
     with pytest.raises(OSError, match=r"FIFO|device|socket"):
         within(lambda: checksum(model / "model.safetensors"))
 
@@ -195,7 +193,7 @@ def test_the_prompt_caches_files(tmp_path: Path, make: Make) -> None:
     for each in (whole.path, whole.path.parent / "model.txt", whole.path.parent / ".new-x", folder._ledger()):
         replaced(each, make)
     folder._budgets = type(folder._budgets)(total=1 << 20)
-    assert within(lambda: folder.read(Entry(whole.parent, whole.name, whole.path, 100, 0.0))) is None
+    assert within(lambda: folder.read(SegmentEntry(whole.parent, whole.name, whole.path, 100, 0.0))) is None
     assert within(folder.written_today) == 0
     within(folder.tidy)
     assert [usage.label for usage in within(folder.models)] == [""]
@@ -203,7 +201,7 @@ def test_the_prompt_caches_files(tmp_path: Path, make: Make) -> None:
 
 def test_what_is_kept_of_the_machine(tmp_path: Path, make: Make) -> None:
     make(tmp_path / "kept.json")
-    assert within(lambda: kept.load(tmp_path / "kept.json")) == {}
+    assert within(lambda: measurement_store.load(tmp_path / "kept.json")) == {}
 
 
 def test_the_apps_own_files(tmp_path: Path, make: Make, special: Make) -> None:
@@ -223,9 +221,9 @@ def test_files_that_the_user_names(tmp_path: Path, make: Make, monkeypatch: pyte
     path = tmp_path / "notes.txt"
     make(path)
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(prompt.InputError):
-        within(lambda: prompt.compose("what is it?", [str(path)]))
-    with pytest.raises(prompt.InputError):
+    with pytest.raises(ask.InputError):
+        within(lambda: ask.compose("what is it?", [str(path)]))
+    with pytest.raises(ask.InputError):
         within(lambda: kv_quality._read(str(path)))
     with pytest.raises(AttachError):
         within(lambda: read_file(str(path), tmp_path))
@@ -251,6 +249,6 @@ def test_what_a_shell_hands_over_as_a_file_is_read(monkeypatch: pytest.MonkeyPat
     os.close(writing)
     monkeypatch.setattr(sys, "stdin", None)
     try:
-        assert "a diff" in within(lambda: prompt.compose("Review it", [f"/dev/fd/{reading}"]))
+        assert "a diff" in within(lambda: ask.compose("Review it", [f"/dev/fd/{reading}"]))
     finally:
         os.close(reading)

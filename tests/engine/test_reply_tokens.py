@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.seeded import write_tokenizer
 from tokamac.engine import Engine, Event, Finished, Message, OptionError, Sampling, TextChunk, TokenLogprob
-from tokamac.engine.stream import Provenance, ReplyText
-from tokamac.engine.tokens import load_tokenizer
+from tokamac.engine.text.stream import ReplyText, TokenSources
+from tokamac.engine.text.tokenizer import load_tokenizer
 
 PROMPT = np.random.default_rng(3).integers(7, 262, 30).tolist()
 
@@ -44,7 +44,7 @@ def test_events_hold_every_token_in_order(engine: Engine) -> None:
 def test_a_chunk_comes_of_the_tokens_that_made_its_characters(tmp_path: Path, text: str) -> None:
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path, {"eos_token_id": 1}, "tiny")
-    reply, came_from = ReplyText(tokenizer), Provenance(tokenizer)
+    reply, came_from = ReplyText(tokenizer), TokenSources(tokenizer)
     chunks = []
     for token in tokenizer.encode(text):
         came_from.add(token)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokamac.engine import KVSpec, OptionError, PromptCacheSpec, Sampling
-from tokamac.engine.core import recommended_sampling
 from tokamac.engine.options import STAGES
+from tokamac.engine.runner import recommended_sampling
 from tokamac.engine.sampling import (
     TIES,
     Sampler,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.engine.seeded import write_tokenizer
 from tokamac.engine import Message, TemplateError
-from tokamac.engine.template import LONGEST_TEMPLATE, ChatTemplate, with_deadline
-from tokamac.engine.tokens import load_tokenizer
+from tokamac.engine.text.template import LONGEST_TEMPLATE, ChatTemplate, with_deadline
+from tokamac.engine.text.tokenizer import load_tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -152,7 +152,7 @@ def test_no_template_takes_what_a_rendering_does_not_need(tmp_path: Path) -> Non
     code = """
 import json, resource, sys
 from tokamac.engine import TemplateError
-from tokamac.engine.template import ChatTemplate, with_deadline
+from tokamac.engine.text.template import ChatTemplate, with_deadline
 with_deadline.__defaults__ = (1.0,)
 templates, turns = json.load(open(sys.argv[1]))
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.engine.seeded import TEMPLATE, write_tokenizer
 from tokamac.engine import Message, ModelDamagedError, OptionError, TemplateError
-from tokamac.engine.stream import ReplyText, first_of, held_back
-from tokamac.engine.tokens import Tokenizer, load_tokenizer
+from tokamac.engine.text.stream import ReplyText, first_of, held_back
+from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 CONFIG = {"eos_token_id": 1}
 
@@ -201,7 +201,7 @@ def folder_with(tmp_path: Path, template: str | None) -> Tokenizer:
 
 
 def test_a_template_that_loops_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.engine.template.with_deadline.__defaults__", (0.3,))
+    monkeypatch.setattr("tokamac.engine.text.template.with_deadline.__defaults__", (0.3,))
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = folder_with(tmp_path, loop)
     began = time.monotonic()

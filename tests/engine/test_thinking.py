@@ -23,11 +23,11 @@ from tokamac.engine import (
     TemplateOptions,
     TextChunk,
 )
-from tokamac.engine.generation import Run
-from tokamac.engine.prompt_cache.tree import common_prefix
+from tokamac.engine.generation import Generation
+from tokamac.engine.prompt_cache.radix_tree import common_prefix
 from tokamac.engine.sampling import Sampler
-from tokamac.engine.stream import ReplyText, ThinkingBudget
-from tokamac.engine.tokens import HARMONY, Tokenizer, load_tokenizer
+from tokamac.engine.text.stream import ReplyText, ThinkingBudget
+from tokamac.engine.text.tokenizer import HARMONY, Tokenizer, load_tokenizer
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 OPENED = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -328,14 +328,14 @@ def finish(events: Iterator[object]) -> Finished:
 
 def held_after(events: Iterator[object], monkeypatch: pytest.MonkeyPatch) -> tuple[Finished, list[int], list[Any]]:
     """Read a reply to its end; return it with the tokens that are in the caches by the run's own list, and the caches."""
-    runs: list[Run] = []
-    decode = Run.decode
+    runs: list[Generation] = []
+    decode = Generation.decode
 
-    def noted(self: Run, *args: Any, **more: Any) -> Iterator[int]:
+    def noted(self: Generation, *args: Any, **more: Any) -> Iterator[int]:
         runs.append(self)
         return decode(self, *args, **more)
 
-    monkeypatch.setattr(Run, "decode", noted)
+    monkeypatch.setattr(Generation, "decode", noted)
     finished = finish(events)
     return finished, runs[-1].held, runs[-1]._caches
 
@@ -478,7 +478,7 @@ def decoded(engine: Engine, *, ahead: bool) -> tuple[list[int], list[int], set[i
     def work() -> tuple[list[int], list[int], set[int]]:
         runtime = engine._core.runtime
         caches = runtime.new_caches(None)
-        run, prompt = Run(runtime.model, caches, [], ahead=ahead), list(range(10, 30))
+        run, prompt = Generation(runtime.model, caches, [], ahead=ahead), list(range(10, 30))
         for _ in run.prefill(prompt[:-1], 8):
             pass
         made: list[int] = []

@@ -7,9 +7,9 @@ import pytest
 
 from tests.engine.seeded import write_model
 from tokamac.engine import Engine, Finished, Sampling
-from tokamac.engine.limits import memory
 from tokamac.engine.options import PromptCacheSpec
-from tokamac.engine.prompt_cache import opening
+from tokamac.engine.perf import memory
+from tokamac.engine.prompt_cache import cache
 
 TOKENS = 1000
 NEW = 20
@@ -26,8 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _small_share(settled_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt cache's share holds one of the conversations, and not two."""
-    monkeypatch.setattr(opening, "LEAST_MEMORY", 24 << 20)
-    monkeypatch.setattr(opening, "MEMORY_SHARE", 1 << 20)
+    monkeypatch.setattr(cache, "LEAST_MEMORY", 24 << 20)
+    monkeypatch.setattr(cache, "MEMORY_SHARE", 1 << 20)
 
 
 class Chat:
@@ -50,7 +50,7 @@ def test_neither_of_two_is_computed_anew_at_a_switch(folder: Path) -> None:
         one, other = Chat(engine, 1), Chat(engine, 2)
         assert (one.turn(), other.turn()) == (TOKENS + NEW, TOKENS + NEW)
         held = engine.between(lambda: engine._core._store.nbytes)
-        assert held > opening.LEAST_MEMORY
+        assert held > cache.LEAST_MEMORY
         assert [chat.turn() for _ in range(3) for chat in (one, other)] == [NEW] * 6
 
 
@@ -79,7 +79,7 @@ def test_where_memory_has_no_room_for_two_one_stays_and_nothing_fails(
 def test_a_prompt_that_needs_the_room_has_it_and_the_older_conversation_goes_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "LEAST_MEMORY", 1 << 30)  # all three would fit the share
+    monkeypatch.setattr(cache, "LEAST_MEMORY", 1 << 30)  # all three would fit the share
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         first, second, third = (Chat(engine, seed) for seed in (1, 2, 3))
         first.turn()
@@ -87,7 +87,7 @@ def test_a_prompt_that_needs_the_room_has_it_and_the_older_conversation_goes_fir
         third.ids *= 2
         runtime = engine._core.runtime
         live = engine.between(lambda: engine._core._store.nbytes)
-        peak = opening.predict_peak(runtime.shape, held=0, new=2 * TOKENS + NEW, chunk=512, reply=8).total
+        peak = cache.predict_peak(runtime.shape, held=0, new=2 * TOKENS + NEW, chunk=512, reply=8).total
         others = engine.between(mx.get_active_memory) - runtime.shape.weights - live
         monkeypatch.setattr(memory, "array_budget", lambda: others + peak + live // 2 + (2 << 20))
         assert third.turn() == 2 * TOKENS + NEW

@@ -11,14 +11,14 @@ from mlx.utils import tree_flatten
 
 from tests.engine.seeded import CONFIG, write_model
 from tests.engine.test_golden import build
-from tokamac.engine.config import normalise, read_config
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
-from tokamac.engine.limits.config_cost import cost_of_config
-from tokamac.engine.limits.cost import cost_of_model
-from tokamac.engine.model import build_model
-from tokamac.engine.weights import is_fp8, unpack_fp8
+from tokamac.engine.model.config import normalise, read_config
+from tokamac.engine.model.loader import build_model
+from tokamac.engine.model.weights import is_fp8, unpack_fp8
+from tokamac.engine.perf.config_cost import cost_of_config
+from tokamac.engine.perf.cost import cost_of_model
 from tokamac.quant import convert
-from tokamac.quant.checkpoint import read_checkpoint
+from tokamac.quant.source import read_checkpoint
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
 WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
@@ -172,7 +172,7 @@ def test_what_a_config_says_of_fp8(settings: dict[str, Any] | None, expected: bo
     ],
 )
 def test_a_form_that_nothing_unpacks_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    from tokamac.engine.limits.hollow import hollow_model
+    from tokamac.engine.model.skeleton import hollow_model
 
     with pytest.raises(ModelUnsupportedError, match=named):
         hollow_model(normalise({**CONFIG, "quantization_config": settings}), 2)

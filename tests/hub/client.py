@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine import hub
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import LoadProgress
+from tokamac.engine.hub import download
 
 
 def main() -> None:
@@ -51,10 +51,12 @@ def _act(options: argparse.Namespace, steps: list[LoadProgress]) -> object:
         return sum(path.stat().st_size for path in arriving) >= options.cancel_at
 
     if options.action == "list":
-        return [(m.id, m.nbytes, m.whole) for m in hub.list_models()]
+        return [(m.id, m.nbytes, m.whole) for m in download.list_models()]
     if options.action == "remove":
-        return hub.remove_model(options.model)
-    act = {"resolve": hub.resolve, "resolve_adapter": hub.resolve_adapter, "pull": hub.pull}[options.action]
+        return download.remove_model(options.model)
+    act = {"resolve": download.resolve, "resolve_adapter": download.resolve_adapter, "pull": download.pull}[
+        options.action
+    ]
     return act(options.model, progress=steps.append, cancelled=cancelled)
 
 

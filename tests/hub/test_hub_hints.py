@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.hub.hub_server import Hub
-from tokamac.engine.hub_errors import ADVICE
-from tokamac.engine.hub_names import meant
+from tokamac.engine.hub.cache import meant
+from tokamac.engine.hub.download import ADVICE
 
 Client = Callable[..., dict[str, Any]]
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hub.hub_server import Hub
-from tokamac.app.backend.puller import Progress, Pulled, Refused, Removed, understood
+from tokamac.app.backend.subprocess import Pulled, PullProgress, PullRefused, Removed, understood
 
 COMMAND = [sys.executable, "-m", "tokamac.app.cli", "models"]
 
@@ -31,7 +31,7 @@ def interrupt_at(hub: Hub, environment: dict[str, str], nbytes: int) -> None:
     process = subprocess.Popen([*COMMAND, "--json", "pull", "org/tiny"], env=impatient, stdout=subprocess.PIPE)
     assert hub.stalled.wait(30)
     assert process.stdout is not None
-    while (line := understood(process.stdout.readline())) and isinstance(line, Progress) and line.done < nbytes:
+    while (line := understood(process.stdout.readline())) and isinstance(line, PullProgress) and line.done < nbytes:
         pass
     process.kill()
     process.communicate(timeout=30)
@@ -45,7 +45,7 @@ def test_progress_never_falls_and_ends_with_all_of_it_and_the_folder(hub: Hub, e
     assert (status, isinstance(last, Pulled)) == (0, True)
     assert isinstance(last, Pulled)
     assert Path(last.path, "config.json").read_bytes() == hub.files["config.json"]
-    progress = [step for step in steps if isinstance(step, Progress)]
+    progress = [step for step in steps if isinstance(step, PullProgress)]
     assert len(progress) == len(steps)
     assert [step.done for step in progress] == sorted(step.done for step in progress)
     assert progress[-1].done == progress[-1].total == last.bytes
@@ -58,7 +58,7 @@ def test_after_a_kill_the_first_line_counts_what_has_arrived(hub: Hub, environme
     status, written = lines(environment, "pull", "org/tiny")
     first = understood(written[0])
     assert status == 0
-    assert isinstance(first, Progress)
+    assert isinstance(first, PullProgress)
     assert first.done >= arrived
 
 
@@ -66,7 +66,7 @@ def test_files_that_are_alike_are_counted_once(hub: Hub, environment: dict[str, 
     hub.files["special_tokens_map.json"] = hub.files["added_tokens.json"] = b'{"eos_token": "</s>"}'
     _, written = lines(environment, "pull", "org/tiny")
     last = understood(written[-2])
-    assert isinstance(last, Progress)
+    assert isinstance(last, PullProgress)
     assert last.done == last.total
 
 
@@ -92,7 +92,7 @@ def test_where_nothing_has_arrived_there_is_nothing_to_discard(environment: dict
     assert (status, [understood(line) for line in written]) == (0, [Removed("org/none", 0)])
     status, written = lines(environment, "remove", "org/none")
     assert status == 1
-    assert isinstance(understood(written[-1]), Refused)
+    assert isinstance(understood(written[-1]), PullRefused)
 
 
 def test_a_refusal_is_the_last_line(hub: Hub, environment: dict[str, str]) -> None:
@@ -100,5 +100,5 @@ def test_a_refusal_is_the_last_line(hub: Hub, environment: dict[str, str]) -> No
     status, written = lines(environment, "pull", "org/tiny")
     refused = understood(written[-1])
     assert status == 1
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, PullRefused)
     assert "HF_TOKEN" in refused.hint

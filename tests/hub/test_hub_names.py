@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from tokamac.assets import asset_path
-from tokamac.engine import hub
 from tokamac.engine.errors import ModelNotFoundError
+from tokamac.engine.hub import download
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert hub.resolve(tmp_path) == tmp_path
-    assert hub.resolve(str(tmp_path)) == tmp_path
+    assert download.resolve(tmp_path) == tmp_path
+    assert download.resolve(str(tmp_path)) == tmp_path
 
 
 def test_guide_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guide").mkdir()  # a folder of that name needs ./
-    assert hub.resolve("./guide") == Path("guide")
+    assert download.resolve("./guide") == Path("guide")
     if asset_path("guide", "model").is_dir():
-        assert hub.resolve("guide") == asset_path("guide", "model")
+        assert download.resolve("guide") == asset_path("guide", "model")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_guide_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_names_that_can_be_nothing(name: str, said: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
-        hub.resolve(name)
+        download.resolve(name)
     assert said in caught.value.message
     assert caught.value.hint
 
@@ -49,9 +49,9 @@ def test_names_that_can_be_nothing(name: str, said: str) -> None:
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match="is a file"):
-        hub.resolve(tmp_path / "model.gguf")
+        download.resolve(tmp_path / "model.gguf")
 
 
 def test_importing_does_no_work() -> None:
-    code = "import sys; import tokamac.engine.hub; assert not {'huggingface_hub', 'mlx'} & set(sys.modules)"
+    code = "import sys; import tokamac.engine.hub.download; assert not {'huggingface_hub', 'mlx'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from tests.kv.zoo import VOCABULARY
-from tokamac.engine.kv.attention import Attending
+from tokamac.engine.kv.attention import AttendingCache
 from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
 from tokamac.engine.kv.rotary import Rotation
 
@@ -107,7 +107,7 @@ def llama_move(bits: int, dim: int = 32) -> Move:
     return move_llama if bits == 16 else Rotation(dim, traditional=False, base=10_000, scale=1.0).move
 
 
-class MovingReference(Reference, Attending):
+class MovingReference(Reference, AttendingCache):
     """A reference whose pinned keys move: for each query they are made anew, from what the model gave, and encoded once."""
 
     def __init__(self, keys: Codec, values: Codec, window: int, keep: int, move: Move) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.kv.models import codec, largest_difference
 from tokamac.engine import OptionError
 from tokamac.engine.kv.codec import AFFINE_BITS, Affine, Plain, rotation_block
-from tokamac.engine.kv.size import bytes_per_value, group_for
+from tokamac.engine.options import bytes_per_value, group_for
 
 DIMS = (32, 64, 80, 96, 128, 192, 256)
 

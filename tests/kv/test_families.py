@@ -14,14 +14,14 @@ from mlx import nn
 
 from tests.kv import zoo
 from tests.kv.models import MovingReference, Reference, feed, largest_difference, seeded, tokens
-from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError, cpu
-from tokamac.engine.config import check_config, read_config
+from tokamac.engine import KVSpec, ModelUnsupportedError, OptionError
 from tokamac.engine.kv import Cache, plan_caches
 from tokamac.engine.kv.attention import recording
 from tokamac.engine.kv.plan import CachePlan
 from tokamac.engine.kv.probe import leaves, map_leaves
-from tokamac.engine.kv.windows import ignored_windows
-from tokamac.engine.position_table import bound_positions, position_rows
+from tokamac.engine.model import cpu
+from tokamac.engine.model.config import check_config, ignored_windows, read_config
+from tokamac.engine.model.loader import bound_positions, position_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = 100

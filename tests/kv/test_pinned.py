@@ -32,7 +32,7 @@ from tokamac.engine.kv.layout import Ring
 from tokamac.engine.kv.plan import READ_ELSEWHERE, CachePlan
 from tokamac.engine.kv.probe import map_leaves
 from tokamac.engine.kv.rotary import CHANGING, UNKNOWN, Rotation
-from tokamac.engine.kv.segments import freeze, thaw
+from tokamac.engine.kv.snapshot import freeze, thaw
 
 LLAMA = {"model_type": "llama"}
 DIM, HEADS = 32, 2

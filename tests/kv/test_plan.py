@@ -10,7 +10,7 @@ import pytest
 from tests.kv.models import VOCABULARY, feed, largest_difference, seeded, tiny_llama, tokens
 from tokamac.engine import KVSpec, OptionError
 from tokamac.engine.kv import Cache, bypassed, nbytes, offset, plan_caches, rewindable, trim
-from tokamac.engine.kv.windows import ignored_windows
+from tokamac.engine.model.config import ignored_windows
 
 LLAMA = {"model_type": "llama"}
 
@@ -265,6 +265,6 @@ def test_a_model_that_cannot_be_looked_into_keeps_its_caches_and_says_why() -> N
 
 
 def test_importing_touches_no_mlx_lm_and_for_sizes_not_even_mlx() -> None:
-    for module, absent in (("tokamac.engine.kv.plan", "mlx_lm"), ("tokamac.engine.kv.size", "mlx")):
+    for module, absent in (("tokamac.engine.kv.plan", "mlx_lm"), ("tokamac.engine.options", "mlx")):
         code = f"import sys, {module}; assert not any(name.split('.')[0] == '{absent}' for name in sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True)

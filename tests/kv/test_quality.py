@@ -13,12 +13,11 @@ from tests.engine.seeded import write_tokenizer
 from tests.golden.weights import write_weights
 from tests.tiny import make_tiny
 from tokamac.engine import ContextError, Engine, KVSpec, OptionError
-from tokamac.engine.config import read_config
-from tokamac.engine.kv.quality import (
+from tokamac.engine.kv.divergence import (
     FASTER,
     LEAST_TOP1,
     MOST_KL,
-    Quality,
+    KVDivergence,
     Speed,
     Tally,
     Trial,
@@ -27,6 +26,7 @@ from tokamac.engine.kv.quality import (
     fit_depths,
     recommend,
 )
+from tokamac.engine.model.config import read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BITS = [(16, 16), (8, 8), (4, 4)]
@@ -49,9 +49,9 @@ def test_a_tally_is_the_mean_over_all_positions() -> None:
     tally = Tally()
     tally.add([0.1, 0.3], [True, False])
     tally.add([0.2, 0.2], [True, True])
-    assert tally.quality() == Quality(pytest.approx(0.2), 0.75, 4)
+    assert tally.quality() == KVDivergence(pytest.approx(0.2), 0.75, 4)
     tally.add([math.inf], [False])
-    assert tally.quality() == Quality(None, 0.6, 5)
+    assert tally.quality() == KVDivergence(None, 0.6, 5)
     assert not tally.quality().good
 
 
@@ -75,7 +75,7 @@ def trial(bits: int, tps: float | None, kl: float = 0.001, top1: float = 0.99, s
     """Return a trial of a model whose 16-bit cache takes 1,600 bytes a token, and a million at its whole context."""
     a_token = 100 * bits if size is None else size
     decode = (Speed(128, 999.0), Speed(4096, tps))
-    return Trial(bits, bits, a_token, 625 * a_token, Quality(0.0 if bits == 16 else kl, top1, 1000), decode)
+    return Trial(bits, bits, a_token, 625 * a_token, KVDivergence(0.0 if bits == 16 else kl, top1, 1000), decode)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.cache import Cache, GrowthWatcher
 from tokamac.engine.kv.codec import Plain
 from tokamac.engine.kv.layout import STEP, Growing, Ring
-from tokamac.engine.kv.room import Room
 
 
 def write(cache: Cache, tokens: int) -> None:
@@ -17,7 +16,7 @@ def write(cache: Cache, tokens: int) -> None:
 def test_growth_is_known_before_the_token_that_causes_it():
     cache = Cache(Growing(), Plain(), Plain())
     write(cache, STEP - 1)
-    room = Room([cache])
+    room = GrowthWatcher([cache])
     assert not room.will_grow(cache.offset)
     write(cache, 1)
     assert room.will_grow(cache.offset)
@@ -29,7 +28,7 @@ def test_growth_is_known_before_the_token_that_causes_it():
 
 def test_a_ring_grows_to_its_limit_and_no_further():
     cache = Cache(Ring(window=STEP, spare=64), Plain(), Plain())
-    room = Room([cache])
+    room = GrowthWatcher([cache])
     grew = []
     for _ in range(2 * STEP):
         foreseen = room.will_grow(cache.offset)
@@ -40,5 +39,5 @@ def test_a_ring_grows_to_its_limit_and_no_further():
 
 
 def test_mlx_lms_own_caches_are_asked_about_at_every_step():
-    room = Room([KVCache()])
+    room = GrowthWatcher([KVCache()])
     assert [held for held in range(1, 3 * STEP) if room.will_grow(held)] == [STEP, 2 * STEP]

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.limits import kv_cost, metrics
-from tokamac.engine.limits.hardware import Chip, lookup
-from tokamac.engine.limits.kv_cost import KVLayer, kv_bytes, kv_bytes_per_token, kv_layers
-from tokamac.engine.limits.limits import limits_for
-from tokamac.engine.limits.roofline import attention_work, forward_pass, ridge_point
+from tokamac.engine import metrics
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import config_cost
+from tokamac.engine.perf.config_cost import KVLayer, kv_bytes, kv_bytes_per_token, kv_layers
+from tokamac.engine.perf.hardware import Chip, lookup
+from tokamac.engine.perf.roofline import attention_work, forward_pass, limits_for, ridge_point
 
 
 def test_llama_3_8b_in_fp16_on_an_h100():
@@ -66,9 +66,9 @@ def test_fourteen_steps_with_and_without_a_cache():
 
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2])
 def test_packed_values_carry_a_scale_and_a_bias_a_group(bits):
-    assert kv_cost.bytes_per_value(bits, 64) == bits / 8 + 4 / 64
-    assert kv_cost.bytes_per_value(bits, 64, value_bytes=4) == bits / 8 + 8 / 64
-    assert kv_cost.bytes_per_value(16, 64, value_bytes=4) == 4
+    assert config_cost.bytes_per_value(bits, 64) == bits / 8 + 4 / 64
+    assert config_cost.bytes_per_value(bits, 64, value_bytes=4) == bits / 8 + 8 / 64
+    assert config_cost.bytes_per_value(16, 64, value_bytes=4) == 4
 
 
 def test_keys_and_values_may_differ_and_a_window_bounds_them():

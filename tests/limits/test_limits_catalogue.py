@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tokamac.engine.limits.catalogue import Entry, Repository, catalogue, download_bytes, find
-from tokamac.engine.limits.config_cost import Packing, cost_of_config
-from tokamac.engine.limits.cost import Cost, text_config
-from tokamac.engine.limits.kv_table import KVTable, kv_table
-from tokamac.engine.limits.work import work_of_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing, cost_of_config
+from tokamac.engine.perf.cost import Cost, text_config
+from tokamac.engine.perf.footprint import KVTable, kv_table
+from tokamac.engine.perf.hardware import CatalogueEntry, Repository, catalogue, download_bytes, find
+from tokamac.engine.perf.workload import work_of_config
 
 MODELS = list(csv.DictReader((Path(__file__).parent / "models.csv").read_text(encoding="utf-8").splitlines()))
 KNOWN = [entry for entry in catalogue() if entry.config is not None]
@@ -51,14 +51,14 @@ def said(cost: Cost | str) -> Cost:
     return cost
 
 
-def named(name: str) -> Entry:
+def named(name: str) -> CatalogueEntry:
     entry = find(name)
     assert entry is not None, name
     return entry
 
 
 def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Entry) else value.tail if isinstance(value, Repository) else ""
+    return value.name if isinstance(value, CatalogueEntry) else value.tail if isinstance(value, Repository) else ""
 
 
 def row_name(row: dict[str, str]) -> str:
@@ -66,7 +66,7 @@ def row_name(row: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("entry", KNOWN, ids=name_of)
-def test_every_config_builds_and_costs(entry: Entry) -> None:
+def test_every_config_builds_and_costs(entry: CatalogueEntry) -> None:
     assert entry.config is not None
     plain = said(cost_of_config(entry.config, packing=Packing(None)))
     packed = said(cost_of_config(entry.config, packing=Packing(4)))
@@ -78,7 +78,7 @@ def test_every_config_builds_and_costs(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", catalogue(), ids=name_of)
-def test_every_row_says_where_it_was_read(entry: Entry) -> None:
+def test_every_row_says_where_it_was_read(entry: CatalogueEntry) -> None:
     assert entry.source
     assert entry.config is None or "model_type" in entry.config
     for each in entry.repositories:
@@ -87,7 +87,7 @@ def test_every_row_says_where_it_was_read(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize(("entry", "repository"), PUBLISHED, ids=name_of)
-def test_published_sizes_come_out_of_configs(entry: Entry, repository: Repository) -> None:
+def test_published_sizes_come_out_of_configs(entry: CatalogueEntry, repository: Repository) -> None:
     computed = download_bytes(entry, repository)
     assert computed is not None
     tolerance = TOLERANCE if repository.id in NOT_CLOSE else CLOSE
@@ -250,7 +250,5 @@ def test_a_mistral_without_a_window_keeps_its_whole_context() -> None:
 
 
 def test_reading_the_table_loads_no_mlx() -> None:
-    code = (
-        "import sys; from tokamac.engine.limits.catalogue import find; find('x'); sys.exit('mlx.core' in sys.modules)"
-    )
+    code = "import sys; from tokamac.engine.perf.hardware import find; find('x'); sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tokamac.engine.limits import cgroups, memory
-from tokamac.engine.limits.cgroups import Group, bounding
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.memory import Group, bounding
 
 GB = 10**9
 
@@ -97,7 +97,7 @@ def linux(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(memory, "process_rss", lambda: 3 * GB)
     monkeypatch.setattr(memory, "_physical", lambda: 24 * GB)
     monkeypatch.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 0))
-    monkeypatch.setattr(cgroups, "bounding", list)
+    monkeypatch.setattr(memory, "bounding", list)
     return monkeypatch
 
 
@@ -115,7 +115,7 @@ def test_the_limit_on_linux_is_what_others_can_not_give_way_for(linux: pytest.Mo
 
 
 def test_a_container_bounds_by_what_its_programs_hold(linux: pytest.MonkeyPatch) -> None:
-    linux.setattr(cgroups, "bounding", lambda: [Group(16 * GB, 2 * GB), Group(18 * GB, 5 * GB)])
+    linux.setattr(memory, "bounding", lambda: [Group(16 * GB, 2 * GB), Group(18 * GB, 5 * GB)])
     assert memory.system_limit() == memory.Limit(14 * GB, "container")
     assert memory.machine_total() == 16 * GB
 

@@ -15,10 +15,10 @@ from mlx_lm.utils import load_model, quantize_model
 from tests.golden.weights import write_weights
 from tests.kv import zoo
 from tests.limits.test_limits_cost import CONFIGS, GEMMA, LLAMA, QWEN3_MOE
-from tokamac.engine.config import model_classes, normalise, read_config
-from tokamac.engine.limits.config_cost import Packing, cost_of_config
-from tokamac.engine.limits.cost import FORMS, Cost, cost_of_folder, cost_of_model, part_of, tensors_of
-from tokamac.engine.limits.hollow import hollow_model
+from tokamac.engine.model.config import model_classes, normalise, read_config
+from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.perf.config_cost import Packing, cost_of_config
+from tokamac.engine.perf.cost import FORMS, Cost, cost_of_folder, cost_of_model, part_of, tensors_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 GOLDEN_FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))

@@ -10,8 +10,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from tokamac.engine.cpu import unpack
-from tokamac.engine.limits.cost import Tensor, bits_per_weight, cost_of_folder, cost_of_model, cost_of_tensors
+from tokamac.engine.model.cpu import unpack
+from tokamac.engine.perf.cost import Tensor, bits_per_weight, cost_of_folder, cost_of_model, cost_of_tensors
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4,

@@ -12,20 +12,16 @@ from tests.kv.test_plan import hybrid, recurrent
 from tests.tiny import make_tiny
 from tokamac.engine import Engine, Message, Sampling
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits.attention_work import Heads
-from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
-from tokamac.engine.limits.fitted import fitted
-from tokamac.engine.limits.hardware import Chip, lookup
-from tokamac.engine.limits.metrics import Metrics, rate
-from tokamac.engine.limits.prediction import decode_phase
-from tokamac.engine.limits.remedies import MOST, WORTH_S
-from tokamac.engine.limits.situation import Situation, packed_layers
-from tokamac.engine.limits.work import KVLayer, Work
+from tokamac.engine.metrics import Metrics, rate
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.diagnosis import MOST, WORTH_S, Diagnosis, Situation, diagnose, packed_layers
+from tokamac.engine.perf.hardware import Chip, lookup
+from tokamac.engine.perf.roofline import decode_phase, fitted
+from tokamac.engine.perf.workload import Heads, KVUse, Workload
 
 CHIP = Chip("Test", 10, bandwidth_gbs=400.0, fp16_tflops=20.0, source="table")
-KV = KVLayer(bytes_per_token=131_072, limit=None, fixed_bytes=0)
-WORK = Work(
+KV = KVUse(bytes_per_token=131_072, limit=None, fixed_bytes=0)
+WORK = Workload(
     traits=("dense",),
     layers=32,
     hidden=4096,
@@ -57,10 +53,10 @@ SHARING = replace(WORK, kv=(replace(KV, heads=Heads(queries=640, keys=32, key_di
 class RoundPace:
     """Four fifths of both roofs, and a millisecond a step: 12.5 ms for the weights, 3.125 ns for a byte of keys and values."""
 
-    def decode_s(self, work: Work, context: int, batch: int = 1) -> float:
+    def decode_s(self, work: Workload, context: int, batch: int = 1) -> float:
         return (work.step_bytes(context, batch) or 0) / 320e9 + 1e-3
 
-    def prefill_s(self, work: Work, tokens: int, cached: int, chunk: int) -> float:
+    def prefill_s(self, work: Workload, tokens: int, cached: int, chunk: int) -> float:
         del chunk
         return max((work.prefill_operations(tokens, cached) or 0) / 16e12, (work.weight_bytes() or 0) / 320e9)
 
@@ -78,7 +74,7 @@ def reply(
     *,
     wait_s: float = 0.0,
     cached: int = 0,
-    work: Work = WORK,
+    work: Workload = WORK,
 ) -> Metrics:
     """The metrics of a reply with even gaps, as the recorder would tell them."""
     context = prompt + generated // 2
@@ -105,7 +101,7 @@ def reply(
     )
 
 
-def verdict(metrics: Metrics, situation: Situation = PLAIN, work: Work = WORK) -> Diagnosis:
+def verdict(metrics: Metrics, situation: Situation = PLAIN, work: Workload = WORK) -> Diagnosis:
     found = diagnose(metrics, work, CHIP, PACE, situation)
     assert found is not None
     return found
@@ -273,7 +269,7 @@ def test_every_number_of_a_formula_is_there_before_it():
 
 
 @pytest.mark.parametrize("work", [WORK, MIXTURE, SHARING], ids=["dense", "mixture", "many query heads"])
-def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Work):
+def test_the_formula_of_what_is_expected_gives_what_is_expected(work: Workload):
     """The constants in the words are those in the arithmetic: put in, they give the same but for their rounding."""
     chip = lookup("Apple M4 Max", 40)
     pace = fitted(chip)

@@ -10,10 +10,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from tests.golden.weights import write_weights
-from tokamac.engine.config import model_classes, read_config
-from tokamac.engine.limits.cost import cost_of_folder, cost_of_model
-from tokamac.engine.limits.kv_cost import UNKNOWN, kv_bytes, kv_layers
+from tokamac.engine.model.config import model_classes, read_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import UNKNOWN, kv_bytes, kv_layers
+from tokamac.engine.perf.cost import cost_of_folder, cost_of_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.limits.test_limits_config_cost import FAMILIES
-from tokamac.engine.config import normalise
-from tokamac.engine.limits.catalogue import catalogue, find
-from tokamac.engine.limits.family import traits_of
+from tokamac.engine.model.config import normalise
+from tokamac.engine.perf.hardware import catalogue, find
+from tokamac.engine.perf.workload import traits_of
 
 PUBLISHED = {
     "Llama-3.1-8B": ("dense",),

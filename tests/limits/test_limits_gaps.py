@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.mac import RecordedMac
-from tokamac.engine.limits import macos, metrics
-from tokamac.engine.limits.gaps import MOST, Gap, GapLog, Mark, Outlier, outliers
-from tokamac.engine.limits.process import ProcessWatch
-from tokamac.engine.limits.thermal import EVERY_S, ThrottleWatch, throttles
+from tokamac.engine import metrics
+from tokamac.engine.metrics import MOST, Gap, GapLog, Mark, Outlier, ProcessWatch, outliers
+from tokamac.engine.perf import macos
+from tokamac.engine.perf.macos import EVERY_S, ThrottleWatch, throttles
 
 
 def found(gaps_ms, marks=(), *, ahead=False, throttled=()):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mac import RecordedMac, play_mac
-from tokamac.engine.limits import bandwidth, hardware, macos
-from tokamac.engine.limits.hardware import Chip, lookup, plain_name, table
+from tokamac.engine.perf import bandwidth, hardware, macos
+from tokamac.engine.perf.hardware import Chip, lookup, plain_name, table
 
 IOREG = """+-o AGXAcceleratorG16G  <class AGXAcceleratorG16G, id 0x10000039c, registered, matched, active, busy 0 (309 ms), retain 59>
     {

@@ -9,20 +9,26 @@ from hypothesis import strategies as st
 
 from tests.limits.test_limits_diagnosis import PLAIN, reply
 from tests.limits.test_limits_prefill_chunk import work_named
-from tokamac.app.verdict import brief, sentence
-from tokamac.app.verdict_full import lines
+from tokamac.app.verdict import brief, lines, sentence
 from tokamac.engine.kv import install_seam, plan_caches
-from tokamac.engine.limits.catalogue import catalogue, find
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.diagnosis import Diagnosis, diagnose
-from tokamac.engine.limits.fitted import Fitted, fitted, range_of
-from tokamac.engine.limits.hardware import lookup, table
-from tokamac.engine.limits.host import Host, HostLimited, calls_of, measure_host
-from tokamac.engine.limits.outcomes import Case, outcome
-from tokamac.engine.limits.places import Place, elsewhere
-from tokamac.engine.limits.prediction import decode_phase, prefill_phase
-from tokamac.engine.limits.work import module_of
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.diagnosis import Diagnosis, diagnose
+from tokamac.engine.perf.hardware import catalogue, find, lookup, table
+from tokamac.engine.perf.machine import Machine, elsewhere
+from tokamac.engine.perf.roofline import (
+    Fitted,
+    Host,
+    HostLimited,
+    calls_of,
+    decode_phase,
+    fitted,
+    measure_host,
+    prefill_phase,
+    range_of,
+)
+from tokamac.engine.perf.what_if import WhatIfCase, outcome
+from tokamac.engine.perf.workload import module_of
 
 NAMES = ["gemma-3-270m", "Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B"]
 APPLE = [lookup(row["chip"], row["gpu_cores"]) for row in table() if row["chip"].startswith("Apple")]
@@ -60,7 +66,7 @@ def test_of_a_mac_that_is_only_named_the_speed_of_a_small_model_is_unknown():
     for entry in catalogue():
         if entry.config is None or entry.name not in NAMES:
             continue
-        found = outcome(entry.config, Case(bits=4), place)
+        found = outcome(entry.config, WhatIfCase(bits=4), place)
         small = (work_named(entry.name).weight_bytes() or 0) < range_of().least_weight_bytes
         assert (found.expected_tps is None) == (found.ttft_s is None) == small
         assert found.ceiling_tps is not None
@@ -71,8 +77,8 @@ def test_on_this_machine_it_is_what_the_host_allows():
     """As ``inspect`` sees it: the model is hollow, and its steps are built, never computed."""
     entry = find("gemma-3-270m")
     assert entry is not None
-    here = Place(M4, 16 << 30, None, kernels(), "metal", local=True)
-    found = outcome(entry.config, Case(bits=4), here)
+    here = Machine(M4, 16 << 30, None, kernels(), "metal", local=True)
+    found = outcome(entry.config, WhatIfCase(bits=4), here)
     assert found.expected_tps is not None
     assert found.expected_tps <= decode_phase(work_named("gemma-3-270m"), M4, kernels(), 4096).expected_tps
     assert found.ttft_s is not None

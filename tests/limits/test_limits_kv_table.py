@@ -9,19 +9,19 @@ import pytest
 
 from tests.kv.models import seeded
 from tests.limits.test_limits_cost import CONFIGS, LLAMA, build, save
-from tokamac.engine.config import model_classes, normalise, read_config
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.plan import plan_caches, spare_slots
-from tokamac.engine.limits import inspect
-from tokamac.engine.limits.hardware import Chip
-from tokamac.engine.limits.inspect import inspect_model
-from tokamac.engine.limits.kv_cost import kv_bytes, kv_bytes_per_token, kv_layers, pinned_bytes
-from tokamac.engine.limits.kv_table import KVRow, KVTable, kv_table, runs
-from tokamac.engine.limits.places import Place
+from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import inspection
+from tokamac.engine.perf.config_cost import kv_bytes, kv_bytes_per_token, kv_layers, pinned_bytes
+from tokamac.engine.perf.footprint import KVRow, KVTable, kv_table, runs
+from tokamac.engine.perf.hardware import Chip
+from tokamac.engine.perf.inspection import inspect_model
+from tokamac.engine.perf.machine import Machine
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-GPU = Place(Chip("Test", 10, 100.0, 4.0, "table", "made up"), None, None, None, "metal")
+GPU = Machine(Chip("Test", 10, 100.0, 4.0, "table", "made up"), None, None, None, "metal")
 SPECS = {
     "plain": KVSpec(),
     "packed": KVSpec(8, 4, 32),
@@ -137,7 +137,7 @@ def test_without_a_class_the_config_alone_is_counted_and_that_is_said(tmp_path: 
 
 
 def test_flags_that_the_config_alone_rules_out_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "weigh", lambda *_, **__: "no class")
+    monkeypatch.setattr(inspection, "weigh", lambda *_, **__: "no class")
     model, config = build(CONFIGS["llama"])
     latent = {"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 16}
     save(tmp_path, model, {**config, **latent})

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from tests.limits.test_limits_peak import SHAPE
 from tokamac.engine.errors import MemoryLimitError
-from tokamac.engine.limits.ladder import Rung, gb, offers, refusal, relieving, steps, told_apart
-from tokamac.engine.limits.peak import Peak, predict_peak
-from tokamac.engine.limits.peak_shape import Shape
+from tokamac.engine.perf.mitigation import MitigationStep, gb, offers, refusal, relieving, steps, told_apart
+from tokamac.engine.perf.peak_memory import ModelShape, Peak, predict_peak
 
 WEIGHTS, KV, BESIDE = 1000, 200, 300
 
@@ -27,12 +26,16 @@ def least() -> int:
     [
         (None, (), 0),
         (WEIGHTS + KV + 256 + BESIDE + 40, (), 0),
-        (WEIGHTS + KV + 256 + BESIDE, (Rung("pool", 40),), 0),
-        (WEIGHTS + KV + 255 + BESIDE, (Rung("pool", 40), Rung("chunk", 128)), 0),
-        (WEIGHTS + KV + 64 + BESIDE, (Rung("pool", 40), Rung("chunk", 64)), 0),
-        (least() + BESIDE - 1, (Rung("pool", 40), Rung("chunk", 32), Rung("prompt cache", 1)), 0),
-        (least(), (Rung("pool", 40), Rung("chunk", 32), Rung("prompt cache", BESIDE)), 0),
-        (least() - 1, (Rung("pool", 40), Rung("chunk", 32)), BESIDE + 1),
+        (WEIGHTS + KV + 256 + BESIDE, (MitigationStep("pool", 40),), 0),
+        (WEIGHTS + KV + 255 + BESIDE, (MitigationStep("pool", 40), MitigationStep("chunk", 128)), 0),
+        (WEIGHTS + KV + 64 + BESIDE, (MitigationStep("pool", 40), MitigationStep("chunk", 64)), 0),
+        (
+            least() + BESIDE - 1,
+            (MitigationStep("pool", 40), MitigationStep("chunk", 32), MitigationStep("prompt cache", 1)),
+            0,
+        ),
+        (least(), (MitigationStep("pool", 40), MitigationStep("chunk", 32), MitigationStep("prompt cache", BESIDE)), 0),
+        (least() - 1, (MitigationStep("pool", 40), MitigationStep("chunk", 32)), BESIDE + 1),
     ],
 )
 def test_the_steps_in_their_order(budget, rungs, missing):
@@ -45,17 +48,17 @@ def test_fused_attention_goes_before_smaller_chunks():
         return Peak(WEIGHTS, KV, chunk // 2, BESIDE)
 
     found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=fused_at)
-    assert (found.rungs, found.fused) == ((Rung("fused", 128), Rung("chunk", 128)), True)
+    assert (found.rungs, found.fused) == ((MitigationStep("fused", 128), MitigationStep("chunk", 128)), True)
     assert found.peak == fused_at(128)
 
 
 def test_fused_attention_that_spares_nothing_is_no_step():
     found = steps(peak_at, WEIGHTS + KV + 64 + BESIDE, chunk=256, fused_at=peak_at)
-    assert (found.rungs, found.fused) == ((Rung("chunk", 64),), False)
+    assert (found.rungs, found.fused) == ((MitigationStep("chunk", 64),), False)
 
 
 def test_an_empty_pool_is_no_step():
-    assert steps(peak_at, least() + BESIDE, chunk=256).rungs == (Rung("chunk", 32),)
+    assert steps(peak_at, least() + BESIDE, chunk=256).rungs == (MitigationStep("chunk", 32),)
 
 
 def test_a_chunk_smaller_than_the_floor_stays():
@@ -84,7 +87,7 @@ def test_a_larger_budget_never_asks_for_more(budget, more):
     assert loose.missing <= tight.missing
 
 
-def peak_of(shape: Shape) -> Peak:
+def peak_of(shape: ModelShape) -> Peak:
     return predict_peak(shape, held=0, new=20_000, chunk=256)
 
 

@@ -10,15 +10,15 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from tokamac.engine.config import read_config
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.leaves import leaf_modules
-from tokamac.engine.limits.outcomes import Case, outcome
-from tokamac.engine.limits.places import elsewhere
-from tokamac.engine.limits.weighing import Weighed, weigh
-from tokamac.engine.limits.work import module_of
+from tokamac.engine.model.config import read_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.cost import leaf_modules
+from tokamac.engine.perf.footprint import Footprint, weigh
+from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.what_if import WhatIfCase, outcome
+from tokamac.engine.perf.workload import module_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
@@ -74,7 +74,7 @@ def test_what_was_weighed_stays_and_whatever_differs_is_weighed_anew(
     config: Any, device: DeviceKind, memory_bytes: int, packing: Packing | None
 ) -> None:
     first = weigh(config, "metal", 1 << 34)
-    assert isinstance(first, Weighed)
+    assert isinstance(first, Footprint)
     assert weigh(dict(config), "metal", 1 << 34) is first
     assert weigh(config, device, memory_bytes, packing=packing) is not first
     assert weigh({**config, "vocab_size": config["vocab_size"] * 2}, "metal", 1 << 34) is not first
@@ -82,7 +82,7 @@ def test_what_was_weighed_stays_and_whatever_differs_is_weighed_anew(
 
 def test_what_is_said_of_a_case_does_not_depend_on_what_was_asked_before(config: Any) -> None:
     place = elsewhere("Apple M4 Max", 40, 64)
-    case = Case(context=512, prompt=512)
+    case = WhatIfCase(context=512, prompt=512)
     before = outcome(config, case, place)
     packed = outcome(config, replace(case, kv=KVSpec(key_bits=8, value_bits=8)), place)
     assert packed.kv_bytes != before.kv_bytes

@@ -13,23 +13,32 @@ from hypothesis import strategies as st
 from tests.limits.test_limits_config_cost import FAMILIES, built
 from tests.limits.test_limits_prediction import EIGHT_B
 from tests.tiny import make_tiny
-from tokamac.engine.config import normalise
-from tokamac.engine.cpu import is_unpacked
 from tokamac.engine.device import device_kind
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits import bandwidth, measuring, parts, timings
-from tokamac.engine.limits.cost import cost_of_model
-from tokamac.engine.limits.measured import ROWS, Measured, Timed, TimedAttention, between, depths_up_to
-from tokamac.engine.limits.measuring import Measuring, Subject, can_measure, kept_tflops
-from tokamac.engine.limits.products import Product
-from tokamac.engine.limits.timings import PASSES
-from tokamac.engine.limits.work import work_of
-from tokamac.engine.model import load_model
+from tokamac.engine.model.config import normalise
+from tokamac.engine.model.cpu import is_unpacked
+from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import bandwidth, timing
+from tokamac.engine.perf.cost import cost_of_model
+from tokamac.engine.perf.timing import (
+    PASSES,
+    ROWS,
+    MeasuredLatency,
+    Measuring,
+    Timed,
+    TimedAttention,
+    TimedModel,
+    between,
+    can_measure,
+    depths_up_to,
+    kept_tflops,
+)
+from tokamac.engine.perf.workload import Product, work_of
 
 MATRIX = Product(64, 32, None, count=3)
 HEAD = Product(128, 32, None, head=True)
-PACE = Measured(
+PACE = MeasuredLatency(
     products=((MATRIX, Timed(1e-3, 256e-3)), (HEAD, Timed(5e-3, 5e-3))),
     attention=(TimedAttention(2, None, ((0, 1e-3), (1000, 2e-3)), ((0, 10e-3), (1000, 265e-3))),),
     launch=Timed(1e-4, 1e-4),
@@ -103,8 +112,8 @@ def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(token
 
 def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
     asked = []
-    around = Measured._around
-    monkeypatch.setattr(Measured, "_around", lambda *given: asked.append(given) or around(*given))
+    around = MeasuredLatency._around
+    monkeypatch.setattr(MeasuredLatency, "_around", lambda *given: asked.append(given) or around(*given))
     assert PACE.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
     assert len(asked) < 50
 
@@ -112,10 +121,10 @@ def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is timed a few times only: no test here looks at how long one took."""
-    monkeypatch.setattr(parts, "BUDGET_S", 0.0)
-    monkeypatch.setattr(parts, "LEAST_TRIALS", 1)
-    monkeypatch.setattr(measuring, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(timings, "is_busy", lambda _: False)
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
+    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +134,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-def subject_of(loaded: Any, kv: KVSpec | None = None, machine: str = "a machine") -> Subject:
+def subject_of(loaded: Any, kv: KVSpec | None = None, machine: str = "a machine") -> TimedModel:
     plan = plan_caches(loaded.module, loaded.config, kv or KVSpec())
     work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
-    return Subject(work, plan, is_unpacked(loaded.module), device_kind(), machine)
+    return TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), machine)
 
 
 def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
@@ -140,7 +149,7 @@ def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
     assert sum(1 for _ in first.steps()) == 17 * PASSES
     assert first.missing == 0
     pace = first.pace()
-    assert isinstance(pace, Measured)
+    assert isinstance(pace, MeasuredLatency)
     kept = json.loads(file.read_text())
     assert len(kept) == 17 * PASSES
     assert all(seconds > 0 for seconds in kept.values())
@@ -183,7 +192,7 @@ def test_other_caches_are_parts_of_their_own(loaded, tmp_path, kv):
     other = Measuring(subject_of(loaded, kv), file)
     assert other.missing == 2 * len(depths_up_to(256 + 64 if kv.window else None))
     list(other.steps())
-    assert isinstance(other.pace(), Measured)
+    assert isinstance(other.pace(), MeasuredLatency)
 
 
 def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypatch):
@@ -191,16 +200,16 @@ def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypa
     list(Measuring(subject, file).steps())
     assert Measuring(replace(subject, machine="another, or another MLX"), file).missing == 17
     assert Measuring(replace(subject, unpacked=not subject.unpacked), file).missing == 16  # all but the machine's peak
-    monkeypatch.setattr(measuring, "RECIPE", measuring.RECIPE + 1)
+    monkeypatch.setattr(timing, "RECIPE", timing.RECIPE + 1)
     assert Measuring(subject, file).missing == 16
 
 
 def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, monkeypatch):
     file = tmp_path / "parts.json"
-    monkeypatch.setattr(timings, "is_busy", lambda _: True)
+    monkeypatch.setattr(timing, "is_busy", lambda _: True)
     busy = Measuring(subject_of(loaded), file)
     list(busy.steps())
-    assert isinstance(busy.pace(), Measured)
+    assert isinstance(busy.pace(), MeasuredLatency)
     assert not file.exists()
 
 
@@ -212,15 +221,15 @@ def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
     left.close()
     again = Measuring(subject_of(loaded), file)
     assert (again.missing, again.remaining) == (0, 17 * (PASSES - 1) - 5)
-    assert isinstance(again.pace(), Measured)
+    assert isinstance(again.pace(), MeasuredLatency)
     assert sum(1 for _ in again.steps()) == 17 * (PASSES - 1) - 5
     assert Measuring(subject_of(loaded), file).remaining == 0
 
 
 def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
     seconds, peaks = iter([0.25, 0.125, 0.5]), iter([0.5, 1.0, 0.25])
-    monkeypatch.setattr(parts.Sampling, "seconds", lambda _: next(seconds))
-    monkeypatch.setattr(measuring, "measure_tflops", lambda _: next(peaks))
+    monkeypatch.setattr(timing.SamplingTimer, "seconds", lambda _: next(seconds))
+    monkeypatch.setattr(timing, "measure_tflops", lambda _: next(peaks))
     measure = Measuring(subject_of(loaded), tmp_path / "parts.json")
     list(measure.steps())
     assert measure.pace().sampling_s == 0.125
@@ -230,9 +239,9 @@ def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loade
 def test_what_was_disturbed_in_one_pass_is_timed_again_another_time(loaded, tmp_path, monkeypatch):
     file, measure = tmp_path / "parts.json", Measuring(subject_of(loaded), tmp_path / "parts.json")
     steps = measure.steps()
-    monkeypatch.setattr(timings, "is_busy", lambda _: True)
+    monkeypatch.setattr(timing, "is_busy", lambda _: True)
     next(steps)
-    monkeypatch.setattr(timings, "is_busy", lambda _: False)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
     list(steps)
     again = Measuring(subject_of(loaded), file)
     assert (again.missing, again.remaining) == (0, 1)
@@ -270,7 +279,7 @@ def test_where_nothing_can_be_written_the_pace_is_known_all_the_same(loaded, tmp
     blocked.write_text("no folder")
     measure = Measuring(subject_of(loaded), blocked / "parts.json")
     list(measure.steps())
-    assert isinstance(measure.pace(), Measured)
+    assert isinstance(measure.pace(), MeasuredLatency)
     assert Measuring(subject_of(loaded), blocked / "parts.json").missing == 17
 
 
@@ -288,7 +297,7 @@ def test_a_model_whose_caches_stay_its_own_is_not_measured(loaded, tmp_path):
     plan = plan_caches(model, config, KVSpec())
     assert not can_measure(plan)
     work = work_of(model, config, cost_of_model(model, config), plan)
-    measure = Measuring(Subject(work, plan, False, device_kind(), "a machine"), tmp_path / "parts.json")
+    measure = Measuring(TimedModel(work, plan, False, device_kind(), "a machine"), tmp_path / "parts.json")
     assert (measure.missing, list(measure.steps()), measure.pace()) == (0, [], None)
 
 
@@ -309,14 +318,14 @@ def test_a_model_of_which_a_size_is_unknown_is_not_measured(loaded, tmp_path, un
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 8])
 def test_every_packing_of_a_product_can_be_timed(product, rows):
-    assert parts.Multiplying(product, rows, 1 << 20, unpacked=False).seconds() > 0
+    assert timing.Multiplying(product, rows, 1 << 20, unpacked=False).seconds() > 0
 
 
 def test_the_machines_peak_is_kept_for_all_models(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(measuring.kept, "store_file", lambda name: tmp_path / name)
+    monkeypatch.setattr(timing.measurement_store, "store_file", lambda name: tmp_path / name)
     assert kept_tflops("a machine") is None
     measure = Measuring(subject_of(loaded))
     assert measure.peak_tflops is None
     list(measure.steps())
     assert measure.peak_tflops == kept_tflops("a machine") == 0.5
-    assert Path(tmp_path / measuring.FILE).exists()
+    assert Path(tmp_path / timing.FILE).exists()

@@ -7,8 +7,8 @@ from typing import get_args
 import mlx.core as mx
 import pytest
 
-from tokamac.engine.limits import memory
-from tokamac.engine.limits.wired import wired
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.memory import wired
 
 
 def test_a_snapshot_of_this_machine():
@@ -123,7 +123,7 @@ def test_a_device_without_a_recommended_size_is_left_alone(monkeypatch):
 
 
 def test_importing_the_package_touches_no_device():
-    names = "hardware bandwidth cgroups macos cost kv_cost roofline limits memory wired inspect metrics"
-    imports = ", ".join(f"tokamac.engine.limits.{name}" for name in names.split())
+    names = "hardware bandwidth macos cost config_cost roofline memory inspection diagnosis"
+    imports = ", ".join(f"tokamac.engine.perf.{name}" for name in names.split())
     code = f"import sys, {imports}; sys.exit('mlx.core' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

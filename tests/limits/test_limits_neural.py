@@ -6,13 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.mac import RecordedMac, play_mac, play_metal
-from tokamac.app import told
+from tokamac.app import settings
 from tokamac.engine import Engine
-from tokamac.engine.limits import hardware, neural
-from tokamac.engine.limits.fitted import fitted, peak_tflops, units_of
-from tokamac.engine.limits.hardware import lookup
-from tokamac.engine.limits.neural import REINSTALL, has_accelerators, matrix_units, parse_tags, wheel_tags
-from tokamac.engine.limits.places import elsewhere
+from tokamac.engine.perf import hardware
+from tokamac.engine.perf.hardware import (
+    REINSTALL,
+    has_accelerators,
+    lookup,
+    matrix_units,
+    parse_tags,
+    units_of,
+    wheel_tags,
+)
+from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.roofline import fitted, peak_tflops
 
 WHEEL_15 = """Wheel-Version: 1.0
 Generator: setuptools (80.9.0)
@@ -94,14 +101,14 @@ def m5(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedMac:
     mac.sysctl["machdep.cpu.brand_string"] = "Apple M5"
     play_mac(monkeypatch, mac)
     play_metal(monkeypatch).info["architecture"] = "applegpu_g17g"
-    monkeypatch.setattr(neural, "wheel_tags", lambda: TAGS_26)
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_26)
     return mac
 
 
 def test_an_m5_without_them_is_predicted_by_its_shaders(m5, monkeypatch):
     quick = hardware.detect()
     assert (quick.units, peak_tflops(quick)) == ("neural", quick.nax_fp16_tflops)
-    monkeypatch.setattr(neural, "wheel_tags", lambda: TAGS_15)
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_15)
     slow = hardware.detect()
     assert (units_of(slow), peak_tflops(slow)) == ("shaders", slow.fp16_tflops)
     assert slow.fp16_tflops * 3 < quick.nax_fp16_tflops
@@ -115,12 +122,12 @@ def test_a_mac_without_any_is_what_the_table_says(m5):
 
 
 def test_the_advice_comes_with_the_model_and_is_told_once(m5, monkeypatch):
-    monkeypatch.setattr(neural, "wheel_tags", lambda: TAGS_15)
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_15)
     with Engine.load("guide", prompt_cache=None) as engine:
         said = engine.spec.advice
     assert said is not None
     assert REINSTALL in said
-    assert [told.is_new(said) for _ in range(3)] == [True, False, False]
-    monkeypatch.setattr(neural, "wheel_tags", lambda: TAGS_26)
+    assert [settings.is_new(said) for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_26)
     with Engine.load("guide", prompt_cache=None) as engine:
         assert engine.spec.advice is None

@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny
-from tokamac.app.backend.whatif import Answer, Question
-from tokamac.app.backend.whatif_answer import answers
+from tokamac.app.backend.advice import answers
+from tokamac.app.backend.protocol import Answer, Question
 from tokamac.engine import Engine
 from tokamac.engine.device import device_kind
-from tokamac.engine.limits import bandwidth, kept
-from tokamac.engine.limits.hardware import detect
-from tokamac.engine.limits.inspect import inspect
-from tokamac.engine.limits.outcomes import Case
-from tokamac.engine.limits.places import elsewhere, here
-from tokamac.engine.limits.prospects import prospect
-from tokamac.engine.limits.subject import subject_of
+from tokamac.engine.perf import bandwidth, measurement_store
+from tokamac.engine.perf.hardware import detect
+from tokamac.engine.perf.inspection import inspect, prospect, subject_of
+from tokamac.engine.perf.machine import elsewhere, here
+from tokamac.engine.perf.what_if import WhatIfCase
 
 CONTEXT = 300
 
@@ -34,11 +32,11 @@ def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if detect().bandwidth_gbs is not None:
         pytest.skip("the table knows this chip: it has one bandwidth for all")
-    machine, known, size = kept.machine_key(detect(), device_kind()), {}, bandwidth.SMALLEST
+    machine, known, size = measurement_store.machine_key(detect(), device_kind()), {}, bandwidth.SMALLEST
     while size <= bandwidth.LARGEST:
         known[size] = 3e10 / size
         size *= 2
-    kept.keep(bandwidth.store_file(), {f"{machine} | {size} bytes": gbs for size, gbs in known.items()})
+    measurement_store.keep(bandwidth.store_file(), {f"{machine} | {size} bytes": gbs for size, gbs in known.items()})
     return Sizes(known)
 
 
@@ -52,7 +50,7 @@ def test_every_reckoning_of_a_model_has_the_same_ceiling_at_the_same_context(siz
     with Engine.load("guide", prompt_cache=None) as engine:
         limits = engine.limits(CONTEXT)
     assert limits.bandwidth_gbs == sizes.gbs[bandwidth.bucket(limits.weight_bytes_per_token or 0)]
-    case = Case(context=CONTEXT, prompt=CONTEXT)
+    case = WhatIfCase(context=CONTEXT, prompt=CONTEXT)
     asked = Question("table", "guide", context=CONTEXT, prompt=CONTEXT)
     (listed,) = last(Question("disk", "", context=CONTEXT, prompt=CONTEXT, names=("guide",))).models
     table = last(asked)
@@ -68,7 +66,7 @@ def test_every_reckoning_of_a_model_has_the_same_ceiling_at_the_same_context(siz
 
 
 def test_in_a_list_every_model_has_the_bandwidth_of_its_own_size(sizes: Sizes, tmp_path: Path) -> None:
-    tiny, case, place = make_tiny(tmp_path / "tiny"), Case(context=64, prompt=64), here()
+    tiny, case, place = make_tiny(tmp_path / "tiny"), WhatIfCase(context=64, prompt=64), here()
     found = [prospect(str(model), case, place).outcome.place.chip for model in (tiny, "guide", tiny)]
     assert [chip.bandwidth_gbs for chip in found] == [
         sizes.gbs[bandwidth.SMALLEST], inspect(subject_of("guide"), case).chip.bandwidth_gbs, sizes.gbs[bandwidth.SMALLEST],

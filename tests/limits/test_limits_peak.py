@@ -12,19 +12,18 @@ from tests.engine.seeded import write_model
 from tests.limits.unfused import CALLS
 from tokamac.engine import Engine, KVSpec, Sampling
 from tokamac.engine.events import Finished
-from tokamac.engine.kv import cpu, plan_caches
+from tokamac.engine.kv import attention, plan_caches
 from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.cache import PACKED_TOKENS_CPU, PACKED_TOKENS_GPU
 from tokamac.engine.kv.codec import ROTATED_KEY_BITS
 from tokamac.engine.kv.layout import Slots
-from tokamac.engine.limits import peak
-from tokamac.engine.limits.hollow import hollow_model
-from tokamac.engine.limits.peak import grown, predict_peak, rounded
-from tokamac.engine.limits.peak_shape import LayerCache, Shape, shape_of
+from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.perf import peak_memory
+from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, grown, predict_peak, rounded, shape_of
 
 LAYER = LayerCache(heads=2, key_dim=64, value_dim=64, value_bytes=4)
 CPU, METAL = AttentionDevice("cpu"), AttentionDevice("metal")
-SHAPE = Shape(
+SHAPE = ModelShape(
     weights=1000,
     hidden=256,
     heads=4,
@@ -106,9 +105,9 @@ def test_what_is_kept_beside_is_added():
 
 
 def test_the_constants_are_those_of_the_caches_and_of_numpy():
-    assert (peak.NUMPY_SCORES, peak.NUMPY_SCORES_PACKED) == (cpu.WORTH, cpu.WORTH_PACKED)
-    assert (peak.PACKED_TOKENS, peak.PACKED_TOKENS_GPU) == (PACKED_TOKENS_CPU, PACKED_TOKENS_GPU)
-    assert peak.ROTATED_KEY_BITS == ROTATED_KEY_BITS
+    assert (peak_memory.NUMPY_SCORES, peak_memory.NUMPY_SCORES_PACKED) == (attention.WORTH, attention.WORTH_PACKED)
+    assert (peak_memory.PACKED_TOKENS, peak_memory.PACKED_TOKENS_GPU) == (PACKED_TOKENS_CPU, PACKED_TOKENS_GPU)
+    assert peak_memory.ROTATED_KEY_BITS == ROTATED_KEY_BITS
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=8))
@@ -141,7 +140,7 @@ SHAPES = st.builds(
 
 
 @given(SHAPES, st.integers(0, 3000), st.integers(1, 5000), st.integers(1, 3000), st.sampled_from([32, 100, 256, 512]))
-def test_more_tokens_never_take_less(shape: Shape, held: int, new: int, more: int, chunk: int):
+def test_more_tokens_never_take_less(shape: ModelShape, held: int, new: int, more: int, chunk: int):
     """But for one thing that is so: a plain CPU's attention takes less once scores are many enough for NumPy, head by head."""
     shape = shape if shape.order == "ahead" else replace(shape, device=METAL)
     fewer = predict_peak(shape, held=held, new=new, chunk=chunk)
@@ -150,7 +149,7 @@ def test_more_tokens_never_take_less(shape: Shape, held: int, new: int, more: in
 
 
 @given(SHAPES, st.integers(1, 5000), st.integers(0, 500), st.integers(1, 3000))
-def test_a_longer_reply_never_takes_less(shape: Shape, new: int, reply: int, more: int):
+def test_a_longer_reply_never_takes_less(shape: ModelShape, new: int, reply: int, more: int):
     shorter = predict_peak(shape, held=0, new=new, chunk=256, reply=reply)
     assert predict_peak(shape, held=0, new=new, chunk=256, reply=reply + more).total >= shorter.total
 
@@ -161,7 +160,7 @@ def every_call(slots: int, held: int, new: int, chunk: int, limits: set[int | No
     for start in range(held, held + new, chunk):
         stop = min(start + chunk, held + new)
         before, slots = slots, grown(slots, stop)
-        few = [(stop - start) * stop < scores for scores in (peak.NUMPY_SCORES, peak.NUMPY_SCORES_PACKED)]
+        few = [(stop - start) * stop < scores for scores in (peak_memory.NUMPY_SCORES, peak_memory.NUMPY_SCORES_PACKED)]
         grew = [min(slots, limit or slots) > min(before, limit or before) for limit in limits]
         last[stop - start == chunk, *grew, *few] = before, stop - start, stop
     return last
@@ -177,14 +176,14 @@ def every_call(slots: int, held: int, new: int, chunk: int, limits: set[int | No
 def test_calls_left_out_are_none_that_could_be_the_highest(
     held: int, room: int, new: int, chunk: int, limits: set[int | None]
 ) -> None:
-    found = peak._high(held + room, held, new, chunk, 0, limits)
+    found = peak_memory._high(held + room, held, new, chunk, 0, limits)
     assert {(before, call.new, call.held) for before, call in found} == {
         *every_call(held + room, held, new, chunk, limits).values()
     }
 
 
 def test_a_peak_looks_at_few_calls_however_long_the_context() -> None:
-    calls = itertools.islice(peak._telling_calls(0, 0, 1_000_000_000, 16), 2000)
+    calls = itertools.islice(peak_memory._telling_calls(0, 0, 1_000_000_000, 16), 2000)
     assert len([*calls]) < 1000
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from tests.limits.test_limits_whatif import LLAMA, M4_MAX, PLACES
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.bandwidth import LARGEST
-from tokamac.engine.limits.hardware import table as chip_rows
-from tokamac.engine.limits.outcomes import Case, outcome
-from tokamac.engine.limits.places import GIB, elsewhere, here
+from tokamac.engine.perf.bandwidth import LARGEST
+from tokamac.engine.perf.hardware import table as chip_rows
+from tokamac.engine.perf.machine import GIB, elsewhere, here
+from tokamac.engine.perf.what_if import WhatIfCase, outcome
 
 
 def test_a_place_elsewhere_is_what_the_table_says() -> None:
@@ -23,7 +23,7 @@ def test_a_chip_is_found_without_its_maker_and_in_any_case(name: str) -> None:
 
 
 def test_one_bandwidth_needs_no_core_count_but_the_peak_stays_unknown() -> None:
-    found = outcome(LLAMA, Case(4), elsewhere("M2 Ultra"))
+    found = outcome(LLAMA, WhatIfCase(4), elsewhere("M2 Ultra"))
     assert found.expected_tps is not None
     assert (found.prefill_tps, found.ttft_s) == (None, None)
     assert "GPU cores" in (found.reason or "")
@@ -65,7 +65,7 @@ def test_without_a_size_of_memory_nothing_is_said_of_it() -> None:
 def test_a_card_has_the_memory_that_it_has_and_no_published_pace() -> None:
     card = elsewhere("NVIDIA GeForce RTX 3090")
     assert card.memory_bytes == card.budget_bytes == 24 * GIB
-    found = outcome(LLAMA, Case(4), card)
+    found = outcome(LLAMA, WhatIfCase(4), card)
     assert found.memory is not None
     assert found.memory.fits
     assert found.ceiling_tps is not None

@@ -7,30 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.limits.attention_work import Attention, Heads
-from tokamac.engine.limits.catalogue import catalogue, find
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.fitted import (
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.hardware import Chip, catalogue, find, generation_of, lookup, table, units_of
+from tokamac.engine.perf.roofline import (
+    CHUNK,
     SIMD_UNITS,
     TYPICAL_INTENSITY,
     Constants,
     Fitted,
     FittedRange,
     constants_of,
+    decode_phase,
     fitted,
-    generation_of,
     kind_of,
+    limits_of,
     peak_tflops,
+    predict,
+    prefill_phase,
     range_of,
     size_of,
-    units_of,
 )
-from tokamac.engine.limits.hardware import Chip, lookup, table
-from tokamac.engine.limits.limits import limits_of
-from tokamac.engine.limits.prediction import CHUNK, decode_phase, predict, prefill_phase
-from tokamac.engine.limits.products import Product
-from tokamac.engine.limits.work import KVLayer, Work, work_of_config
-from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.workload import Attention, Heads, KVUse, Product, Workload, work_of_config
 
 H100 = lookup("NVIDIA H100 80GB HBM3")
 CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
@@ -38,7 +36,7 @@ APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]
 NAMES = ["Llama-3.1-8B", "gemma-3-1b", "gemma-4-e2b", "Qwen3-30B-A3B", "Qwen3.5-9B", "gpt-oss-20b", "Qwen3-0.6B"]
 KVS = [KVSpec(), KVSpec(key_bits=8, value_bits=4)]
 
-EIGHT_B = Work(
+EIGHT_B = Workload(
     traits=("dense",), layers=32, hidden=4096, launches=500, shared_bytes=16_000_000_000, expert_bytes=0, active=0.0,
     prefill_parameters=8_000_000_000, head_parameters=0, kv=(), attention=(), products=(), query_heads=32, vocabulary=128256,
 )  # fmt: skip
@@ -50,18 +48,18 @@ CONSTANTS = Constants(
 M4 = Chip("Apple M4", 10, bandwidth_gbs=100.0, fp16_tflops=4.0, source="table")
 SMALL = replace(
     EIGHT_B, hidden=1000, launches=1000, shared_bytes=800_000_000, prefill_parameters=390_000_000, head_parameters=10_000_000,
-    kv=(KVLayer(1000, None, 0),),
+    kv=(KVUse(1000, None, 0),),
 )  # fmt: skip
 EXPERTS = Product(1000, 1000, 4, stack=16, active=1, count=30)
 MIXED = replace(SMALL, traits=("mixture",), expert_bytes=8_000_000_000, active=1 / 16, products=(EXPERTS,))
 
 
 @functools.cache
-def work_named(name: str, kv: KVSpec = KVSpec(), bits: int = 4) -> Work:  # noqa: B008
+def work_named(name: str, kv: KVSpec = KVSpec(), bits: int = 4) -> Workload:  # noqa: B008
     entry = find(name)
     assert entry is not None
     work = work_of_config(entry.config, packing=Packing(bits), kv=kv)
-    assert isinstance(work, Work), work
+    assert isinstance(work, Workload), work
     return work
 
 
@@ -97,7 +95,7 @@ def test_a_phase_is_bound_by_arithmetic_above_the_ridge_and_by_memory_below(toke
 
 
 def test_a_batch_decodes_together():
-    work = replace(EIGHT_B, kv=(KVLayer(100_000, None, 0),))
+    work = replace(EIGHT_B, kv=(KVUse(100_000, None, 0),))
     one, four = (decode_phase(work, H100, None, 10_000, batch) for batch in (1, 4))
     assert one.ceiling_tps == pytest.approx(3350e9 / 17e9)
     assert four.ceiling_tps == pytest.approx(4 * 3350e9 / 20e9)
@@ -122,7 +120,7 @@ def test_an_expected_step_of_a_mixture_worked_by_hand():
 
 
 def attending(heads: Heads | None, held: int, chip: Chip = M4) -> float:
-    layer = KVLayer(1000, None, 0, heads)
+    layer = KVUse(1000, None, 0, heads)
     return Fitted(chip, CONSTANTS).attending_s(layer, held, 100.0)
 
 
@@ -166,7 +164,7 @@ def test_every_layer_that_attends_to_a_cache_reads_it():
 )
 def test_attention_reaches_the_share_of_the_latest_generation_that_was_measured(name, share):
     chip = replace(M4, name=name, bandwidth_gbs=1e9)
-    assert Fitted(chip, CONSTANTS).attending_s(KVLayer(1, None, 0, Heads(4, 4, 128, 128)), 100, 1e9) == pytest.approx(
+    assert Fitted(chip, CONSTANTS).attending_s(KVUse(1, None, 0, Heads(4, 4, 128, 128)), 100, 1e9) == pytest.approx(
         computing(100, 4, share), rel=1e-6
     )
 

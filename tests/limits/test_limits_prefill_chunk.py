@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.limits.catalogue import catalogue, find
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.fitted import fitted
-from tokamac.engine.limits.hardware import lookup, table
-from tokamac.engine.limits.peak import predict_peak
-from tokamac.engine.limits.prefill_chunk import (
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.footprint import Footprint, weigh
+from tokamac.engine.perf.hardware import catalogue, find, lookup, table
+from tokamac.engine.perf.mitigation import (
     DEEP,
     DENSE_S,
     LARGEST,
@@ -23,9 +22,9 @@ from tokamac.engine.limits.prefill_chunk import (
     prompt_peak,
     whole_chunks,
 )
-from tokamac.engine.limits.weighing import Weighed, weigh
-from tokamac.engine.limits.work import Work, work_of_config
-from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.peak_memory import predict_peak
+from tokamac.engine.perf.roofline import fitted
+from tokamac.engine.perf.workload import Workload, work_of_config
 
 CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
 APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]
@@ -35,11 +34,11 @@ LENT = 1.1
 
 
 @functools.cache
-def work_named(name: str) -> Work:
+def work_named(name: str) -> Workload:
     entry = find(name)
     assert entry is not None
     work = work_of_config(entry.config, packing=Packing(4))
-    assert isinstance(work, Work), work
+    assert isinstance(work, Workload), work
     return work
 
 
@@ -127,7 +126,7 @@ def test_the_peak_of_a_deep_prompt_is_that_of_its_small_chunks_or_of_the_large_o
     entry = find("Qwen3-30B-A3B")
     assert entry is not None
     weighed = weigh(entry.config, "metal", None, packing=Packing(4))
-    assert isinstance(weighed, Weighed)
+    assert isinstance(weighed, Footprint)
     shape = weighed.shape(weighed.plan(KVSpec()), "metal")
     cut = chunking("Qwen3-30B-A3B", "Apple M4 Max", 40)
     assert cut.at(0) > cut.at(DEEP)

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from tokamac.engine.limits.catalogue import catalogue, find
-from tokamac.engine.limits.outcomes import Case, Outcome
-from tokamac.engine.limits.places import Place, elsewhere
-from tokamac.engine.limits.suggest import VERDICTS, Suggestion, rank, reason_of, suggestion, suggestions, verdict_of
+from tokamac.engine.perf.hardware import catalogue, find
+from tokamac.engine.perf.machine import Machine, elsewhere
+from tokamac.engine.perf.what_if import (
+    VERDICTS,
+    Suggestion,
+    WhatIfCase,
+    WhatIfOutcome,
+    rank,
+    reason_of,
+    suggestion,
+    suggestions,
+    verdict_of,
+)
 
 M4_PRO = elsewhere("M4 Pro", 20, 48)
 NAMED = (
@@ -19,19 +28,21 @@ NAMED = (
 )
 
 
-def of(name: str, place: Place) -> Suggestion:
+def of(name: str, place: Machine) -> Suggestion:
     entry = find(name)
     assert entry is not None
     repository = entry.repository(name)
     assert repository is not None
-    return suggestion(entry, repository, Case(context=4096, prompt=4096), place)
+    return suggestion(entry, repository, WhatIfCase(context=4096, prompt=4096), place)
 
 
 def outcome(
-    total: int, *, expected: float | None = 50.0, ceiling: float | None = 60.0, place: Place = M4_PRO
-) -> Outcome:
+    total: int, *, expected: float | None = 50.0, ceiling: float | None = 60.0, place: Machine = M4_PRO
+) -> WhatIfOutcome:
     fit = place.fit(weights=total, kv=0, working=0)
-    return Outcome(Case(), place, weight_bytes=total, memory=fit, ceiling_tps=ceiling, expected_tps=expected)
+    return WhatIfOutcome(
+        WhatIfCase(), place, weight_bytes=total, memory=fit, ceiling_tps=ceiling, expected_tps=expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +59,7 @@ def outcome(
         (outcome(1, place=elsewhere("M4 Pro", 20)), "unknown whether it fits"),
     ],
 )
-def test_a_verdict(found: Outcome, verdict: str) -> None:
+def test_a_verdict(found: WhatIfOutcome, verdict: str) -> None:
     assert verdict_of(found) == verdict
 
 
@@ -110,7 +121,7 @@ def test_a_model_whose_config_is_not_known_is_still_listed() -> None:
     entry = find("Qwen3-8B-4bit")
     assert entry is not None
     nameless = replace(entry, config=None)
-    found = suggestion(nameless, nameless.repositories[0], Case(), M4_PRO)
+    found = suggestion(nameless, nameless.repositories[0], WhatIfCase(), M4_PRO)
     assert found.verdict == "unknown whether it fits"
     assert "not known here" in found.reason
     assert (found.parameters, found.size) == (None, 0)

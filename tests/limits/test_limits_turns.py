@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from tests.limits.test_limits_measured import PACE, subject_of
 from tests.limits.test_limits_prediction import EIGHT_B
 from tests.tiny import make_tiny
-from tokamac.engine import cpu
 from tokamac.engine.device import device_kind
-from tokamac.engine.limits import measuring, parts, timings
-from tokamac.engine.limits.measured import HandingOver, Measured, TimedAttention
-from tokamac.engine.limits.measuring import Measuring, Subject
-from tokamac.engine.limits.products import Product
-from tokamac.engine.limits.timings import PASSES
-from tokamac.engine.model import load_model
+from tokamac.engine.model import cpu
+from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import timing
+from tokamac.engine.perf.timing import PASSES, HandingOver, MeasuredLatency, Measuring, TimedAttention, TimedModel
+from tokamac.engine.perf.workload import Product
 
 DEPTHS = (64, 1024, 4096)
 
@@ -57,10 +55,10 @@ def test_more_context_is_never_faster_where_handing_over_falls_with_depth(steps,
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is timed a few times only: no test here looks at how long one took."""
-    monkeypatch.setattr(parts, "BUDGET_S", 0.0)
-    monkeypatch.setattr(parts, "LEAST_TRIALS", 1)
-    monkeypatch.setattr(measuring, "measure_tflops", lambda device: 0.5)
-    monkeypatch.setattr(timings, "is_busy", lambda _: False)
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
+    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
 
 
 @pytest.fixture
@@ -75,7 +73,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(folder, dtype=None, device=device_kind(), progress=lambda *_: None)
 
 
-def subject_unpacked(loaded: Any, kv: KVSpec | None = None) -> Subject:
+def subject_unpacked(loaded: Any, kv: KVSpec | None = None) -> TimedModel:
     return replace(subject_of(loaded, kv), unpacked=True)
 
 
@@ -117,7 +115,7 @@ def test_a_step_takes_what_its_layers_take_in_turn(loaded, tmp_path, by_numpy):
     list(Measuring(subject, file).steps())
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 5.0)}))
     pace = Measuring(subject, file).pace()
-    assert isinstance(pace, Measured)
+    assert isinstance(pace, MeasuredLatency)
     # Two layers of 5 s, and what is no layer's: the head, the last norm, the table's row and two kernels, and sampling.
     head = next(timed.row_s for product, timed in pace.products if product.head)
     assert pace.decode_s(subject.work, 1024) == pytest.approx(2 * 5.0 + head + 4 * pace.launch.row_s + pace.sampling_s)
@@ -153,7 +151,7 @@ def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded, by_numpy,
 
     monkeypatch.setattr(cpu.DenseLinear, "_multiply", noted)
     layers, depth = subject.plan.layers, 64
-    turning = measuring._turning(subject, list(layers), depth)
+    turning = timing._turning(subject, list(layers), depth)
     assert turning.seconds() > 0
     of_a_layer = [(128, 256), (128, 256), (256, 128)]  # gate and up, which share an input; down
     runs = 2  # the first warms up
@@ -164,24 +162,24 @@ def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded, by_numpy,
 
 
 def test_a_layer_in_turn_leaves_its_caches_as_they_were(loaded, by_numpy, monkeypatch):
-    filled, made = parts.Attending.filled, []
+    filled, made = timing.AttentionTimer.filled, []
 
-    def noted(self: parts.Attending) -> Any:
+    def noted(self: timing.AttentionTimer) -> Any:
         made.append(filled(self))
         return made[-1]
 
-    monkeypatch.setattr(parts.Attending, "filled", noted)
+    monkeypatch.setattr(timing.AttentionTimer, "filled", noted)
     subject = subject_unpacked(loaded)
-    measuring._turning(subject, list(subject.plan.layers), 64).seconds()
+    timing._turning(subject, list(subject.plan.layers), 64).seconds()
     assert [cache.offset for cache in made[0]] == [64, 64]
 
 
 def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded, by_numpy, monkeypatch):
     subject = subject_unpacked(loaded)
     layers = list(subject.plan.layers)
-    assert measuring._turning(subject, layers, 1024).attending.caches == 2
-    monkeypatch.setattr(measuring, "LARGEST", 1)
-    assert measuring._turning(subject, layers, 1024).attending.caches == 1
+    assert timing._turning(subject, layers, 1024).attending.caches == 2
+    monkeypatch.setattr(timing, "LARGEST", 1)
+    assert timing._turning(subject, layers, 1024).attending.caches == 1
 
 
 @pytest.mark.parametrize(
@@ -193,4 +191,4 @@ def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded, by_numpy, mon
     ids=str,
 )  # fmt: skip
 def test_numpy_multiplies_large_plain_matrices(product, unpacked, at_once):
-    assert parts.Multiplying(product, 1, 1 << 23, unpacked=unpacked).at_once == at_once
+    assert timing.Multiplying(product, 1, 1 << 23, unpacked=unpacked).at_once == at_once

@@ -8,22 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.catalogue import catalogue, find
-from tokamac.engine.limits.fitted import Fitted, constants_of
-from tokamac.engine.limits.outcomes import Loaded, load, outcome_at
-from tokamac.engine.limits.places import Place
-from tokamac.engine.limits.weighing import Weighed, weigh
-from tokamac.engine.limits.whatif import (
-    Case,
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.footprint import Footprint, weigh
+from tokamac.engine.perf.hardware import catalogue, find
+from tokamac.engine.perf.machine import Machine
+from tokamac.engine.perf.roofline import Fitted, constants_of
+from tokamac.engine.perf.what_if import (
+    WeighedModel,
+    WhatIfCase,
     contexts_up_to,
     curve,
     elsewhere,
     everywhere,
+    load,
     on_chips,
     outcome,
+    outcome_at,
     table,
 )
-from tokamac.engine.options import KVSpec
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -43,11 +45,11 @@ PRECISIONS = (16, 8, 6, 5, 4, 3)
 @pytest.mark.parametrize("wrong", [{"bits": 7}, {"group_size": 48}, {"context": 10, "prompt": 11}, {"prompt": 0}])
 def test_a_case_that_can_not_be_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(OptionError):
-        Case(**wrong)  # type: ignore[arg-type]
+        WhatIfCase(**wrong)  # type: ignore[arg-type]
 
 
 def test_an_outcome_by_hand() -> None:
-    found = outcome(LLAMA, Case(16, context=1000, prompt=1000), M4_MAX)
+    found = outcome(LLAMA, WhatIfCase(16, context=1000, prompt=1000), M4_MAX)
     embedding = 128_256 * 4096
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     weights = 2 * (2 * embedding + 32 * layer + 65 * 4096)
@@ -63,27 +65,27 @@ def test_an_outcome_by_hand() -> None:
 
 def test_bits_none_is_the_models_own_packing() -> None:
     packed = {**LLAMA, "quantization": {"bits": 4, "group_size": 64}}
-    assert outcome(packed, Case(), M4_MAX).weight_bytes == outcome(LLAMA, Case(4), M4_MAX).weight_bytes
-    assert outcome(packed, Case(8), M4_MAX).weight_bytes == outcome(LLAMA, Case(8), M4_MAX).weight_bytes
+    assert outcome(packed, WhatIfCase(), M4_MAX).weight_bytes == outcome(LLAMA, WhatIfCase(4), M4_MAX).weight_bytes
+    assert outcome(packed, WhatIfCase(8), M4_MAX).weight_bytes == outcome(LLAMA, WhatIfCase(8), M4_MAX).weight_bytes
 
 
 def test_flags_that_a_model_can_not_take_are_a_reason_and_its_weights_are_still_known() -> None:
     odd = {**LLAMA, "head_dim": 48}
-    found = outcome(odd, Case(4, kv=KVSpec(8, 8)), M4_MAX)
+    found = outcome(odd, WhatIfCase(4, kv=KVSpec(8, 8)), M4_MAX)
     assert "48 numbers per head" in (found.reason or "")
     assert found.weight_bytes is not None
     assert (found.kv_bytes, found.memory, found.ceiling_tps, found.expected_tps) == (None, None, None, None)
 
 
 def test_a_model_that_can_not_be_weighed_is_a_reason_alone() -> None:
-    found = outcome({**LLAMA, "model_type": "unheard_of"}, Case(4), M4_MAX)
+    found = outcome({**LLAMA, "model_type": "unheard_of"}, WhatIfCase(4), M4_MAX)
     assert "unheard_of" in (found.reason or "")
     assert found.weight_bytes is None
-    assert curve({**LLAMA, "model_type": "unheard_of"}, Case(4), M4_MAX, (1, 2)) == ()
+    assert curve({**LLAMA, "model_type": "unheard_of"}, WhatIfCase(4), M4_MAX, (1, 2)) == ()
 
 
 def test_the_table_changes_one_thing_at_a_time() -> None:
-    base = Case(4, context=2048, prompt=512)
+    base = WhatIfCase(4, context=2048, prompt=512)
     rows = [found.case for found in table(LLAMA, base, M4_MAX)]
     assert rows[0] == base
     assert len(set(rows)) == len(rows)
@@ -96,11 +98,11 @@ def test_the_table_changes_one_thing_at_a_time() -> None:
 
 
 def test_a_prompt_that_fills_the_context_does_so_in_every_row() -> None:
-    assert all(found.case.prompt == found.case.context for found in table(LLAMA, Case(4), M4_MAX))
+    assert all(found.case.prompt == found.case.context for found in table(LLAMA, WhatIfCase(4), M4_MAX))
 
 
 def test_a_row_of_the_table_is_the_outcome_of_its_case() -> None:
-    for found in table(LLAMA, Case(4), M4_MAX):
+    for found in table(LLAMA, WhatIfCase(4), M4_MAX):
         alone = outcome(LLAMA, found.case, M4_MAX)
         assert replace(alone, prediction=None) == replace(found, prediction=None)
 
@@ -112,22 +114,22 @@ def test_contexts_end_with_what_the_model_was_made_for() -> None:
 
 
 def test_a_curve_agrees_with_the_outcomes() -> None:
-    for point in curve(LLAMA, Case(4), M4_MAX, (1000, 4096)):
-        alone = outcome(LLAMA, Case(4, context=point.context, prompt=1), M4_MAX)
+    for point in curve(LLAMA, WhatIfCase(4), M4_MAX, (1000, 4096)):
+        alone = outcome(LLAMA, WhatIfCase(4, context=point.context, prompt=1), M4_MAX)
         assert (point.ceiling_tps, point.expected_tps) == (alone.ceiling_tps, alone.expected_tps)
 
 
 def test_on_chips_agrees_with_each_alone() -> None:
     some = PLACES[::9]
-    for found in on_chips(LLAMA, Case(4), some):
-        alone = outcome(LLAMA, Case(4), found.place)
+    for found in on_chips(LLAMA, WhatIfCase(4), some):
+        alone = outcome(LLAMA, WhatIfCase(4), found.place)
         assert (found.ceiling_tps, found.expected_tps, found.ttft_s, found.memory) == (
             alone.ceiling_tps,
             alone.expected_tps,
             alone.ttft_s,
             alone.memory,
         )
-    assert on_chips(LLAMA, Case(4), ()) == ()
+    assert on_chips(LLAMA, WhatIfCase(4), ()) == ()
 
 
 def test_on_a_plain_cpu_the_speed_is_unknown_until_it_was_measured(
@@ -135,7 +137,7 @@ def test_on_a_plain_cpu_the_speed_is_unknown_until_it_was_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     place = replace(M4_MAX, device="cpu", pace=None, local=True, budget_bytes=M4_MAX.memory_bytes)
-    found = outcome(LLAMA, Case(4), place)
+    found = outcome(LLAMA, WhatIfCase(4), place)
     assert (found.expected_tps, found.prefill_tps, found.ttft_s) == (None, None, None)
     assert "not measured" in (found.reason or "")
 
@@ -144,18 +146,18 @@ def test_on_a_plain_cpu_the_speed_is_unknown_until_it_was_measured(
 
 
 @cache
-def weighed(name: str, bits: int | None) -> Weighed:
+def weighed(name: str, bits: int | None) -> Footprint:
     """The catalogue's model with weights of so many bits. To build one takes longer than all that is asked of it."""
     entry = find(name)
     assert entry is not None
     assert entry.config is not None
-    found = weigh(entry.config, M4_MAX.device, None, packing=Case(bits).packing())
+    found = weigh(entry.config, M4_MAX.device, None, packing=WhatIfCase(bits).packing())
     assert not isinstance(found, str), found
     return found
 
 
 @cache
-def loaded(name: str, bits: int | None, kv: KVSpec) -> Loaded | None:
+def loaded(name: str, bits: int | None, kv: KVSpec) -> WeighedModel | None:
     """The catalogue's model with these weights and caches; None where it can't take them."""
     try:
         return load(weighed(name, bits), kv, M4_MAX)
@@ -171,12 +173,14 @@ some = settings(max_examples=40, deadline=None)
 
 @some
 @given(names, st.sampled_from(PLACES), kvs, contexts, contexts)
-def test_more_context_is_never_faster_nor_smaller(name: str, place: Place, kv: KVSpec, one: int, other: int) -> None:
+def test_more_context_is_never_faster_nor_smaller(name: str, place: Machine, kv: KVSpec, one: int, other: int) -> None:
     model = loaded(name, 4, kv)
     if model is None:
         return
     few, many = sorted((one, other))
-    short, long = (outcome_at(model.at(place), Case(4, kv=kv, context=n, prompt=min(n, 512))) for n in (few, many))
+    short, long = (
+        outcome_at(model.at(place), WhatIfCase(4, kv=kv, context=n, prompt=min(n, 512))) for n in (few, many)
+    )
     assert short.ceiling_tps is not None
     assert long.ceiling_tps is not None
     assert long.ceiling_tps <= short.ceiling_tps
@@ -189,14 +193,14 @@ def test_more_context_is_never_faster_nor_smaller(name: str, place: Place, kv: K
 
 @some
 @given(names, st.sampled_from(PLACES), kvs, st.integers(1, 200_000), st.floats(1, 10))
-def test_more_bandwidth_is_never_slower(name: str, place: Place, kv: KVSpec, context: int, times: float) -> None:
+def test_more_bandwidth_is_never_slower(name: str, place: Machine, kv: KVSpec, context: int, times: float) -> None:
     model = loaded(name, 4, kv)
     if model is None:
         return
     chip = place.chip
     assert chip.bandwidth_gbs is not None
     faster = replace(chip, bandwidth_gbs=chip.bandwidth_gbs * times)
-    case = Case(4, kv=kv, context=context, prompt=context)
+    case = WhatIfCase(4, kv=kv, context=context, prompt=context)
     slow, fast = (
         outcome_at(model.at(replace(place, chip=each, pace=Fitted(each, constants_of()))), case)
         for each in (chip, faster)
@@ -213,11 +217,11 @@ def test_more_bandwidth_is_never_slower(name: str, place: Place, kv: KVSpec, con
 
 @some
 @given(names, st.sampled_from(PLACES), kvs, st.sampled_from(PRECISIONS), contexts)
-def test_expected_is_never_above_the_ceiling(name: str, place: Place, kv: KVSpec, bits: int, context: int) -> None:
+def test_expected_is_never_above_the_ceiling(name: str, place: Machine, kv: KVSpec, bits: int, context: int) -> None:
     model = loaded(name, bits, kv)
     if model is None:
         return
-    found = outcome_at(model.at(place), Case(bits, kv=kv, context=context, prompt=min(context, 4096)))
+    found = outcome_at(model.at(place), WhatIfCase(bits, kv=kv, context=context, prompt=min(context, 4096)))
     if found.expected_tps is None:
         assert place.pace is None or "was not measured" in (found.reason or "")
         return
@@ -243,7 +247,7 @@ def test_more_bits_are_never_smaller(name: str) -> None:
 def test_fewer_kv_bits_are_never_more_bytes(name: str, context: int) -> None:
     models = [loaded(name, 4, kv) for kv in KV]
     kept = [
-        outcome_at(model, Case(4, kv=kv, context=context, prompt=1)).kv_bytes
+        outcome_at(model, WhatIfCase(4, kv=kv, context=context, prompt=1)).kv_bytes
         for model, kv in zip(models, KV, strict=True)
         if model
     ]

@@ -16,17 +16,24 @@ from mlx_lm.utils import load_model, quantize_model
 from tests.engine.seeded import CONFIG as SEEDED
 from tests.golden.weights import write_weights
 from tests.limits.test_limits_config_cost import FAMILIES, built
-from tokamac.engine import cpu
-from tokamac.engine.config import model_classes, normalise, read_config
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.limits.attention_work import Attention, Heads, visible_pairs
-from tokamac.engine.limits.catalogue import find
-from tokamac.engine.limits.config_cost import Packing, cost_of_config
-from tokamac.engine.limits.cost import Cost, cost_of_model
-from tokamac.engine.limits.launches import launches
-from tokamac.engine.limits.products import Product
-from tokamac.engine.limits.work import KVLayer, Work, work_of, work_of_config
+from tokamac.engine.model import cpu
+from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import Packing, cost_of_config
+from tokamac.engine.perf.cost import Cost, cost_of_model
+from tokamac.engine.perf.hardware import find
+from tokamac.engine.perf.workload import (
+    Attention,
+    Heads,
+    KVUse,
+    Product,
+    Workload,
+    launches,
+    visible_pairs,
+    work_of,
+    work_of_config,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ALL_FAMILIES = {**FAMILIES, "seeded": SEEDED}
@@ -46,13 +53,13 @@ MIXTURE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def config_work(config: dict[str, Any], **how: Any) -> Work:
+def config_work(config: dict[str, Any], **how: Any) -> Workload:
     work = work_of_config(normalise(config), **how)
-    assert isinstance(work, Work), work
+    assert isinstance(work, Workload), work
     return work
 
 
-def loaded_work(model: Any, config: Any, kv: KVSpec | None = None) -> Work:
+def loaded_work(model: Any, config: Any, kv: KVSpec | None = None) -> Workload:
     return work_of(model, config, cost_of_model(model, config), plan_caches(model, config, kv or KVSpec()))
 
 
@@ -117,10 +124,10 @@ def test_a_larger_batch_reads_more_experts_and_fewer_for_each(batch, more):
     assert large / (batch + more) <= small / batch + 1
 
 
-MADE: dict[str, Work] = {}
+MADE: dict[str, Workload] = {}
 
 
-def config_work_of_a_mixture() -> Work:
+def config_work_of_a_mixture() -> Workload:
     if not MADE:
         MADE["mixture"] = config_work(MIXTURE)
     return MADE["mixture"]
@@ -154,7 +161,7 @@ def test_latent_attention_multiplies_with_the_dims_it_unfolds():
 def test_layers_that_reuse_keys_attend_but_keep_none():
     config = read_config(GOLDEN / "gemma4_window")
     work = work_of_config(config)
-    assert isinstance(work, Work)
+    assert isinstance(work, Workload)
     assert work.layers == 4
     assert len(work.kv) == 2
     own, reused = work.attention[:2], work.attention[2:]
@@ -190,8 +197,8 @@ def test_a_window_bounds_what_is_read_with_its_spare_slots_and_what_is_computed_
 def test_packed_keys_and_values_are_read_packed():
     config = normalise(MIXTURE)
     plain, packed = (work_of_config(config, kv=KVSpec(key_bits=bits, value_bits=bits)) for bits in (16, 8))
-    assert isinstance(plain, Work)
-    assert isinstance(packed, Work)
+    assert isinstance(plain, Workload)
+    assert isinstance(packed, Workload)
     assert packed.kv_bytes(64) == plain.kv_bytes(64) * (8 + 2 * 16 / 32) / 16  # heads of 32, so groups of 32
 
 
@@ -249,7 +256,7 @@ def test_attention_that_no_kernel_fuses_launches_more(head_dim, more):
 def test_a_soft_cap_is_written_out_whether_or_not_the_config_names_it(named, monkeypatch):
     found = config_work({**GEMMA_2, **named})
     assert all(layer.heads.written_out and not layer.heads.fused for layer in found.kv)
-    monkeypatch.setattr("tokamac.engine.limits.launches.WRITTEN_OUT", 0)
+    monkeypatch.setattr("tokamac.engine.perf.workload.WRITTEN_OUT", 0)
     assert found.launches - config_work({**GEMMA_2, **named}).launches == 2 * 6
 
 
@@ -372,11 +379,11 @@ def test_what_can_not_be_weighed_says_why():
 def test_a_published_mixture_reads_its_active_share():
     entry = find("Qwen3-30B-A3B")
     work = work_of_config(entry.config, packing=Packing(4))
-    assert isinstance(work, Work)
+    assert isinstance(work, Workload)
     assert work.active == 8 / 128
     assert 3.0e9 < work.prefill_parameters + work.head_parameters < 3.4e9
 
 
 def test_a_layer_holds_what_it_has_room_for():
-    layer = KVLayer(bytes_per_token=10, limit=100, fixed_bytes=7)
+    layer = KVUse(bytes_per_token=10, limit=100, fixed_bytes=7)
     assert [layer.bytes_at(context) for context in (0, 5, 100, 101)] == [7, 57, 1007, 1007]

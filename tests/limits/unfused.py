@@ -8,14 +8,13 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from tests.engine.seeded import write_model
-from tokamac.engine.generation import Run
-from tokamac.engine.kv import cpu, install_seam, plan_caches
+from tokamac.engine.generation import Generation
+from tokamac.engine.kv import attention, install_seam, plan_caches
 from tokamac.engine.kv.attention_kernel import AttentionDevice
-from tokamac.engine.limits.cost import cost_of_model
-from tokamac.engine.limits.peak import predict_peak
-from tokamac.engine.limits.peak_shape import shape_of
-from tokamac.engine.model import load_model
+from tokamac.engine.model.loader import load_model
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.cost import cost_of_model
+from tokamac.engine.perf.peak_memory import predict_peak, shape_of
 
 DEFAULT_KV = KVSpec()
 
@@ -55,11 +54,11 @@ class Unfused:
             mx.eval(cache.state)
         del some
         found = predict_peak(shape, held=self.held, new=self.new, chunk=self.new, slots=caches[0].slots)
-        run = Run(loaded.module, caches, [7] * self.held, ahead=True)
+        run = Generation(loaded.module, caches, [7] * self.held, ahead=True)
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()
-        with patch.object(cpu, "is_worth", lambda *_, **__: False):  # NumPy attends head by head
+        with patch.object(attention, "is_worth", lambda *_, **__: False):  # NumPy attends head by head
             assert list(run.prefill([7] * self.new, self.new)) == [self.new]
         return found.total, mx.get_peak_memory() - others
 

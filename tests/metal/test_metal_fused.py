@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.seeded import write_model
-from tokamac.engine import Engine, Finished, Sampling, Squeezed
-from tokamac.engine.limits import memory
-from tokamac.engine.limits.peak import predict_peak
+from tokamac.engine import Engine, Finished, MemoryPressure, Sampling
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.peak_memory import predict_peak
 
 PROMPT = [5 + i * i % 250 for i in range(900)]
 
@@ -53,7 +53,7 @@ def test_where_the_gpu_can_not_run_the_kernel_smaller_pieces_do(tmp_path, monkey
         monkeypatch.setattr(memory, "array_budget", lambda: others + sum(peaks) // 2)
         *events, last = engine.generate(PROMPT, sampling)
     assert forced == 1
-    told = [event for event in events if isinstance(event, Squeezed)]
+    told = [event for event in events if isinstance(event, MemoryPressure)]
     assert [each.fused_bytes > 0 for each in told] == [True, False]
     assert told[1].failed
     assert isinstance(plain, Finished)
@@ -78,7 +78,7 @@ def test_fused_attention_is_asked_for_where_there_is_a_kernel(tmp_path, monkeypa
         forced.clear()
         *events, last = engine.generate(PROMPT, Sampling(temperature=0, max_tokens=3))
     assert isinstance(last, Finished)
-    (told,) = [event for event in events if isinstance(event, Squeezed)]
+    (told,) = [event for event in events if isinstance(event, MemoryPressure)]
     assert (told.fused_bytes > 0) == forces
     assert (told.chunk is None) == forces
     assert {force for queries, force in forced if queries > 1} == {forces}

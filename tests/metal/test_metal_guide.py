@@ -1,8 +1,8 @@
 """The embedded model from end to end on Metal's paths."""
 
 from tokamac.engine import Engine, Finished, Message, Sampling
-from tokamac.engine.limits import macos
-from tokamac.engine.limits.thermal import EVERY_S
+from tokamac.engine.perf import macos
+from tokamac.engine.perf.macos import EVERY_S
 
 
 def reply(engine: Engine, text: str) -> Finished:

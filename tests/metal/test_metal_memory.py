@@ -10,15 +10,14 @@ from mlx.utils import tree_flatten
 
 from tests.engine.seeded import write_model
 from tests.mac import CAPTURES, GIB, MetalDevice, RecordedMac, as_captured
-from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, Sampling, Squeezed
-from tokamac.engine.foresight import check_fits
-from tokamac.engine.limits import macos, memory
-from tokamac.engine.limits.catalogue import find
-from tokamac.engine.limits.outcomes import Case
-from tokamac.engine.limits.places import here
-from tokamac.engine.limits.suggest import Suggestion, rank, suggestion
-from tokamac.engine.limits.work import module_of
+from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, MemoryPressure, Sampling
 from tokamac.engine.options import PromptCacheSpec
+from tokamac.engine.perf import macos, memory
+from tokamac.engine.perf.footprint import check_fits
+from tokamac.engine.perf.hardware import find
+from tokamac.engine.perf.machine import here
+from tokamac.engine.perf.what_if import Suggestion, WhatIfCase, rank, suggestion
+from tokamac.engine.perf.workload import module_of
 
 EIGHTS = ("Meta-Llama-3.1-8B-Instruct-4bit", "Qwen3-8B-4bit")
 PAGE = 16384
@@ -39,7 +38,7 @@ def suggested(name: str, tokens: int = 4096) -> Suggestion:
     assert entry is not None
     repository = entry.repository(name)
     assert repository is not None
-    return suggestion(entry, repository, Case(context=tokens, prompt=tokens), here())
+    return suggestion(entry, repository, WhatIfCase(context=tokens, prompt=tokens), here())
 
 
 def write_headers(folder: Path, name: str) -> Path:
@@ -151,11 +150,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("metal"), max_position_embeddings=2048, **shape)
 
 
-def events(engine: Engine, prompt: list[int]) -> tuple[list[Squeezed], Finished]:
+def events(engine: Engine, prompt: list[int]) -> tuple[list[MemoryPressure], Finished]:
     """Return what was said of memory, and the end."""
     found = list(engine.generate(prompt, GREEDY))
     assert isinstance(found[-1], Finished)
-    return [each for each in found if isinstance(each, Squeezed)], found[-1]
+    return [each for each in found if isinstance(each, MemoryPressure)], found[-1]
 
 
 def test_a_loaded_model_answers_at_critical_pressure(folder: Path, mac: RecordedMac) -> None:

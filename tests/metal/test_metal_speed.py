@@ -1,7 +1,7 @@
 """The first reply of a Mac, and what its speed is held against."""
 
 from tokamac.engine import Engine, Finished, Message, Sampling
-from tokamac.engine.limits.host import HostLimited
+from tokamac.engine.perf.roofline import HostLimited
 
 
 def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():

@@ -5,7 +5,7 @@ import pytest
 
 from tokamac.engine import Engine, Finished, LoadProgress, Sampling
 from tokamac.engine.errors import ModelDamagedError
-from tokamac.engine.generation import NO_NUMBER, Run
+from tokamac.engine.generation import NO_NUMBER, Generation
 from tokamac.engine.options import PromptCacheSpec
 
 SEEDED = Sampling(temperature=1, seed=5, max_tokens=12)
@@ -16,18 +16,18 @@ PROMPT = [3 + i % 90 for i in range(60)]
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What was computed: of each call, its kind and how many tokens were held before."""
     seen: list[tuple[str, int]] = []
-    prefill, step = Run.prefill, Run._step
+    prefill, step = Generation.prefill, Generation._step
 
-    def read(run: Run, ids: list[int], chunk: int):  # type: ignore[no-untyped-def]
+    def read(run: Generation, ids: list[int], chunk: int):  # type: ignore[no-untyped-def]
         seen.append(("prefill", len(run.held)))
         return prefill(run, ids, chunk)
 
-    def decode(run: Run, token: mx.array, sampler: object, *, checked: bool) -> mx.array:
+    def decode(run: Generation, token: mx.array, sampler: object, *, checked: bool) -> mx.array:
         seen.append(("step", len(run.held)))
         return step(run, token, sampler, checked=checked)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Run, "prefill", read)
-    monkeypatch.setattr(Run, "_step", decode)
+    monkeypatch.setattr(Generation, "prefill", read)
+    monkeypatch.setattr(Generation, "_step", decode)
     return seen
 
 
@@ -63,6 +63,6 @@ def test_it_leaves_no_trace(steps, monkeypatch):
 
 
 def test_a_model_that_fails_in_it_is_loaded_all_the_same(monkeypatch):
-    monkeypatch.setattr(Run, "_step", lambda *_, **__: mx.array([NO_NUMBER], mx.uint32))
+    monkeypatch.setattr(Generation, "_step", lambda *_, **__: mx.array([NO_NUMBER], mx.uint32))
     with Engine.load("guide") as engine, pytest.raises(ModelDamagedError, match="not numbers"):
         finished(engine)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run, tokamac  # noqa: F401
-from tokamac.engine.limits import neural
+from tokamac.engine.perf import hardware
 
 
 @pytest.fixture
@@ -14,15 +14,15 @@ def old_wheel(mac, metal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mac.sysctl["machdep.cpu.brand_string"] = "Apple M5"
     metal.info["architecture"] = "applegpu_g17g"
-    monkeypatch.setattr(neural, "wheel_tags", lambda: ("py3-none-macosx_15_0_arm64",))
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: ("py3-none-macosx_15_0_arm64",))
 
 
 def test_inspect_says_it_each_time_and_ask_once(old_wheel, tokamac: Run):  # noqa: F811
     for _ in range(2):
-        assert neural.REINSTALL in tokamac("inspect", "guide").err
+        assert hardware.REINSTALL in tokamac("inspect", "guide").err
     first, second = (tokamac("ask", "--max-tokens", "1", "What is decode?") for _ in range(2))
-    assert neural.REINSTALL in first.err
-    assert neural.REINSTALL not in second.err
+    assert hardware.REINSTALL in first.err
+    assert hardware.REINSTALL not in second.err
 
 
 def test_a_chip_that_is_only_named_is_taken_to_have_them_and_that_is_said(tokamac: Run):  # noqa: F811

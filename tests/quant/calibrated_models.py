@@ -10,7 +10,7 @@ from mlx.utils import tree_unflatten
 from tests.quant.quant_models import make_source
 from tokamac.quant.modules import clone
 from tokamac.quant.source import Source, fresh, open_source
-from tokamac.quant.streamed import Streamed, streamable_source
+from tokamac.quant.streaming import Streamed, streamable_source
 
 VOCABULARY = 320
 

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from tests.quant.quant_models import make_source, names_in
-from tokamac.engine.config import read_config
+from tokamac.engine.model.config import read_config
 from tokamac.quant import convert
 
 TOKENS = mx.array([[5, 4, 3, 2, 1, 7, 7, 9]])

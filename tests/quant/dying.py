@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine import durable
+from tokamac.engine import files
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD_BYTES = 40_000
@@ -67,25 +67,24 @@ def _convert(
     source, out, told, *, shard_bytes=SHARD_BYTES, spare_bytes=None, overwrite=False, measured="moments", **options
 ):
     """What ``tokamac.quant.convert`` does, with small shards, a stage before, and a file more."""
-    from tokamac.quant import folder
+    from tokamac.quant import resume
     from tokamac.quant.choices import choose
-    from tokamac.quant.fingerprint import conversion_key
-    from tokamac.quant.method import Round
+    from tokamac.quant.methods.method import Round
     from tokamac.quant.options import Options
     from tokamac.quant.plan import make_plan
+    from tokamac.quant.resume import conversion_key, workplace
     from tokamac.quant.shards import lay_out
     from tokamac.quant.source import open_source
-    from tokamac.quant.workplace import workplace
-    from tokamac.quant.writing import write
+    from tokamac.quant.writer import write
 
     asked = Options(method="round", **options)
-    folder.check_target(out, source, overwrite=overwrite)
+    resume.check_target(out, source, overwrite=overwrite)
     opened = open_source(source)
     plan = make_plan(opened, asked, choose(opened, asked))
     plan = replace(plan, shards=lay_out([tensor.outputs for tensor in plan.tensors], shard_bytes))
     if spare_bytes is not None:
-        folder.SPARE_BYTES = spare_bytes
-    folder.check_space(out, plan.output_bytes)
+        resume.SPARE_BYTES = spare_bytes
+    resume.check_space(out, plan.output_bytes)
     told.update(seen=[], resumed=0, notes=[])
     with workplace(out, conversion_key(source, asked)) as place:
         stage = place.kept("stage") or place.keep("stage", measured.encode())
@@ -139,7 +138,7 @@ def _die_at(point, by, where, told):
     os.fsync = counted(lambda handle: None)  # slow, and only a power cut would tell
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
-    durable.exchange = counted(durable.exchange)
+    files.exchange = counted(files.exchange)
     os.write = torn
     sys.addaudithook(opened)
 
@@ -158,7 +157,7 @@ def _child(answer, job):
     write = os.write
     source, out = Path(job.pop("source")), Path(job.pop("out"))
     if not job.pop("exchanges", True):
-        durable.exchange = lambda *_: False  # as on a file system that can't
+        files.exchange = lambda *_: False  # as on a file system that can't
     _die_at(dies_at, by, out.parent, told)
     try:
         (_command if job.pop("whole", False) else _convert)(source, out, told, **job)
@@ -174,15 +173,15 @@ def _warm_up():
     import mlx_lm.models.llama  # noqa: F401
 
     import tokamac.quant.conversion
-    import tokamac.quant.workplace  # noqa: F401
-    from tokamac.engine.config import check_config, model_classes, read_config
+    import tokamac.quant.resume  # noqa: F401
+    from tokamac.engine.model.config import check_config, model_classes, read_config
 
     config = read_config(ROOT / "tests" / "golden" / "llama")
     check_config(config, model_classes(config)[1])  # what it finds in mlx-lm's sources is remembered
     if find_spec("numba") is not None:
         import numpy as np
 
-        from tokamac.quant.search.on_cpu import squared_error_groups
+        from tokamac.quant.search.kernels import squared_error_groups
 
         words, ones = np.zeros((1, 8), np.uint32), np.ones(1, np.float32)
         squared_error_groups(np.ones((1, 64), np.float32), words, ones, ones, 4)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
-from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.perf.config_cost import Packing
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 KINDS = ("gaussian", "student", "laplace")

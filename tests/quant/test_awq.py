@@ -13,8 +13,9 @@ from mlx.utils import tree_unflatten
 from tests.quant.calibrated_models import logits, relative, same_bytes, seeded_ids, source_of
 from tests.quant.quant_models import BASE, CONFIGS
 from tokamac.engine.errors import ConversionError, OptionError
-from tokamac.quant import awq, calibration, gptq
+from tokamac.quant import calibration
 from tokamac.quant.choices import choose
+from tokamac.quant.methods import awq, gptq
 from tokamac.quant.modules import clone, override
 from tokamac.quant.options import Options
 from tokamac.quant.report import StageDone

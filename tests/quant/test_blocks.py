@@ -8,10 +8,10 @@ import pytest
 
 from tests.quant.quant_models import make_source
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant import conversion, convert
 from tokamac.quant.conversion import POOL_BYTES, pool_bytes
-from tokamac.quant.search import blocks, microscaling, on_mlx, search_scales, unpacking
+from tokamac.quant.search import blocks, on_mlx, search_scales
 from tokamac.quant.search.blocks import LARGEST, SMALLEST, block_weights
 from tokamac.quant.search.on_mlx import MlxSearch
 
@@ -48,7 +48,7 @@ def test_the_size_of_a_block_changes_no_bit(
     known = None if importance is None else np.random.default_rng(5).random(importance, dtype=np.float32)
     found = []
     for block in (128, 7 * 128, 1 << 12, LARGEST):
-        for module in (on_mlx, microscaling, unpacking):
+        for module in (on_mlx, blocks, blocks):
             monkeypatch.setattr(module, "block_here", lambda _, block=block: block)
         if packing.mode == "affine":
             arrays = MlxSearch().search(weight, packing, known)
@@ -57,7 +57,7 @@ def test_the_size_of_a_block_changes_no_bit(
             given = known if known is None or len(known) == 3 else known[0]
             arrays = tuple(part.reshape(3 * 41, -1) for part in search_scales(stack, packing, given))
         found.append(
-            ([np.asarray(each.view(mx.uint8)) for each in arrays], unpacking.unpacked_error(weight, arrays, packing))
+            ([np.asarray(each.view(mx.uint8)) for each in arrays], blocks.unpacked_error(weight, arrays, packing))
         )
     first, errors = found[0]
     for arrays, measured in found[1:]:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant.budget import Candidate, smallest_bytes, spend, total_bytes, total_damage
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.quant.mixed_precision import Candidate, smallest_bytes, spend, total_bytes, total_damage
 
 
 def candidate(nbytes, damage):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import make_tiny
-from tokamac.engine.config import read_config
 from tokamac.engine.errors import OptionError
-from tokamac.engine.tokens import Tokenizer, load_tokenizer
+from tokamac.engine.model.config import read_config
+from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tokamac.quant import calibration
 
 SCRIPTS = {

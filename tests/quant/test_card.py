@@ -12,16 +12,25 @@ from hypothesis import strategies as st
 
 from tests.quant.quant_models import make_source
 from tokamac.engine.device import may_use_tf32
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import Plan, convert
 from tokamac.quant.card import card, command, packing_name
-from tokamac.quant.divergence import Quality
 from tokamac.quant.options import Options
-from tokamac.quant.pace import conversion_s
+from tokamac.quant.plan import conversion_s
 from tokamac.quant.provenance import Provenance, ShardMark, front_matter, provenance, safe_name, source_id
-from tokamac.quant.recorded import UNCOMPARED, UNRECORDED, read_recorded
-from tokamac.quant.report import RECORD, Outcome, WeightError, by_part, record, relative_error
+from tokamac.quant.report import (
+    RECORD,
+    UNCOMPARED,
+    UNRECORDED,
+    Outcome,
+    Quality,
+    WeightError,
+    by_part,
+    read_recorded,
+    record,
+    relative_error,
+)
 
 GOOD = Quality(0.02, 0.001, 0.95, 9.0, 0.5, 9.1, 0.5, 1.011, 0.004, 255)
 BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)

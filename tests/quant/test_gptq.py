@@ -13,11 +13,12 @@ from mlx.utils import tree_unflatten
 
 from tests.quant.calibrated_models import inputs_of, same_bytes, seeded_ids, source_of
 from tokamac.assets import asset_path
-from tokamac.engine.config import read_config
 from tokamac.engine.errors import ConversionError, OptionError
-from tokamac.engine.tokens import load_tokenizer
-from tokamac.quant import calibration, gptq
+from tokamac.engine.model.config import read_config
+from tokamac.engine.text.tokenizer import load_tokenizer
+from tokamac.quant import calibration
 from tokamac.quant.choices import choose
+from tokamac.quant.methods import gptq
 from tokamac.quant.modules import clone
 from tokamac.quant.options import Options
 from tokamac.quant.report import StageDone

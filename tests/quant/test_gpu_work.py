@@ -8,13 +8,12 @@ import pytest
 
 from tests.quant.quant_models import make_source
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.limits.hardware import lookup
-from tokamac.quant import awq, convert, gptq, gpu_work
+from tokamac.engine.perf.hardware import lookup
+from tokamac.quant import convert, streaming
 from tokamac.quant.calibration import LENGTH
-from tokamac.quant.gpu_work import LONGEST_S, STEP, in_pieces, rows_at_once
-from tokamac.quant.observing import Inputs
+from tokamac.quant.methods import awq, gptq
 from tokamac.quant.source import open_source
-from tokamac.quant.streamed import Streamed, streamable_source
+from tokamac.quant.streaming import LONGEST_S, STEP, Inputs, Streamed, in_pieces, rows_at_once, streamable_source
 
 WIDE = 2 * 4096 * 14336
 """Operations for a row of an 8B model's largest matrix."""
@@ -23,8 +22,9 @@ WIDE = 2 * 4096 * 14336
 @pytest.fixture
 def slow_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU so slow that no product may take more rows than a step."""
-    monkeypatch.setattr(gpu_work, "device_kind", lambda: "metal")
-    monkeypatch.setattr(gpu_work, "_peak_tflops", lambda: 1e-9)
+    monkeypatch.setattr(
+        streaming, "rows_at_once", lambda _kind, _peak, operations: rows_at_once("metal", 1e-9, operations)
+    )
 
 
 @pytest.mark.parametrize(

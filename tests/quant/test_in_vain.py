@@ -6,8 +6,8 @@ import pytest
 
 from tests.quant.converting import packed_folder, run
 from tests.quant.quant_models import make_source
+from tokamac.quant.conversion import foreseen
 from tokamac.quant.options import Options
-from tokamac.quant.preparing import foreseen
 from tokamac.quant.report import in_vain
 from tokamac.quant.source import open_source
 

@@ -8,9 +8,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from tests.quant.quant_models import build, make_source
-from tokamac.quant.moments import moments
+from tokamac.quant.importance import moments
 from tokamac.quant.source import open_source
-from tokamac.quant.streamed import Streamable, Streamed, streamable_source
+from tokamac.quant.streaming import Streamable, Streamed, streamable_source
 
 TABLE = [[1.0, 2.0], [3.0, -4.0], [0.0, 1.0]]
 """Of token 0, 1 and 2."""

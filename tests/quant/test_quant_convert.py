@@ -18,10 +18,10 @@ from mlx_lm.utils import quantize_model
 from tests.golden.weights import write_weights
 from tests.quant.quant_models import CONFIGS, GOLDEN, build, make_source, names_in
 from tokamac.engine.architectures import loads_in_mlx_lm
-from tokamac.engine.config import model_classes, read_config
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.cost import bits_per_weight, cost_of_folder
-from tokamac.engine.model import load_model as engine_load
+from tokamac.engine.model.config import model_classes, read_config
+from tokamac.engine.model.loader import load_model as engine_load
+from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder
 from tokamac.quant import convert
 from tokamac.quant import plan as plan_module
 from tokamac.quant.conversion import default_target

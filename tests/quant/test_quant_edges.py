@@ -14,9 +14,9 @@ from tokamac import quant
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.quant import convert
 from tokamac.quant.conversion import default_target
-from tokamac.quant.folder import check_target
 from tokamac.quant.options import Options
-from tokamac.quant.peak import _layer
+from tokamac.quant.plan import _layer
+from tokamac.quant.resume import check_target
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 

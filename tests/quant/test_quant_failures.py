@@ -13,9 +13,9 @@ import pytest
 
 from tests.quant.dying import interpreter
 from tests.quant.quant_models import make_source, names_in
-from tokamac.engine import durable
+from tokamac.engine import files
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelNotFoundError, ModelUnsupportedError
-from tokamac.quant import convert, folder
+from tokamac.quant import convert, resume
 
 
 def refuse(error, tmp_path, match, source=None, **options):
@@ -230,15 +230,15 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, ex
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
-    def synced(path, sync=folder.sync):
+    def synced(path, sync=resume.sync):
         if path == tmp_path and json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]["bits"] == 4:
             raise OSError(5, "Input/output error")
         sync(path)
 
     if exchanges:
-        monkeypatch.setattr(folder, "sync", synced)  # after the exchange
+        monkeypatch.setattr(resume, "sync", synced)  # after the exchange
     else:
-        monkeypatch.setattr(durable, "exchange", lambda *_: False)  # as on a file system that can't
+        monkeypatch.setattr(files, "exchange", lambda *_: False)  # as on a file system that can't
         monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(ConversionError, match="Input/output error"):
         convert(source, tmp_path / "out", overwrite=True)
@@ -248,7 +248,7 @@ def test_the_old_folder_comes_back_when_the_swap_fails(tmp_path, monkeypatch, ex
 
 def test_a_disk_without_room_is_refused_before_any_work(tmp_path, monkeypatch):
     make_source(tmp_path, "llama")
-    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(resume.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     refuse(ConversionError, tmp_path, r"needs 1\d\.\d MB and its disk has 0\.0 MB left")
 
 
@@ -312,7 +312,7 @@ def test_ctrl_c_between_the_two_renames_of_the_swap(tmp_path, monkeypatch):
         if target == tmp_path / ".out.partial" / "old":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(durable, "exchange", lambda *_: False)
+    monkeypatch.setattr(files, "exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", overwrite=True)

@@ -17,14 +17,25 @@ from tests.quant.quant_models import make_source, names_in
 from tests.quant.test_quant_failures import rewrite
 from tests.quant.test_quant_resume import contents
 from tokamac.engine.errors import ConversionError
-from tokamac.quant import files
-from tokamac.quant.files import checksum
-from tokamac.quant.fingerprint import conversion_key
-from tokamac.quant.folder import MODEL, SPARE_BYTES, check_space, check_target, claimed, partial_folder
-from tokamac.quant.journal import Entry, Journal, intact, read_journal
+from tokamac.quant import resume
 from tokamac.quant.options import Options
 from tokamac.quant.report import WeightError
-from tokamac.quant.workplace import AFRESH, workplace
+from tokamac.quant.resume import (
+    AFRESH,
+    MODEL,
+    SPARE_BYTES,
+    Journal,
+    TensorEntry,
+    check_space,
+    check_target,
+    checksum,
+    claimed,
+    conversion_key,
+    intact,
+    partial_folder,
+    read_journal,
+    workplace,
+)
 
 HALF_WAY = 100
 
@@ -283,10 +294,10 @@ def test_what_only_has_the_name_of_a_partial_folder_is_left_alone(tmp_path, kind
 
 
 ENTRIES = (
-    Entry("a.weight", "model.safetensors", 10, "", WeightError(0.1, 1 / 3)),
-    Entry("b.weight", "model.safetensors", 20, "", WeightError(0.0, 0.0)),
-    Entry("c.weight", "model.safetensors", 30, "", WeightError(1e-30, 1e30)),
-    Entry("norm.weight", "model.safetensors", 44, "", None),
+    TensorEntry("a.weight", "model.safetensors", 10, "", WeightError(0.1, 1 / 3)),
+    TensorEntry("b.weight", "model.safetensors", 20, "", WeightError(0.0, 0.0)),
+    TensorEntry("c.weight", "model.safetensors", 30, "", WeightError(1e-30, 1e30)),
+    TensorEntry("norm.weight", "model.safetensors", 44, "", None),
 )
 
 
@@ -324,9 +335,9 @@ def test_bytes_are_written_whole_and_once_however_few_the_disk_takes(tmp_path_fa
     seen, write = [], os.write
     handle = os.open(file, os.O_WRONLY | os.O_CREAT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "SLICE_BYTES", slice_bytes)
+        patch.setattr(resume, "SLICE_BYTES", slice_bytes)
         patch.setattr(os, "write", lambda handle, part: write(handle, part[:taken]))
-        files.append(handle, data, lambda part: seen.append(bytes(part)))
+        resume.append(handle, data, lambda part: seen.append(bytes(part)))
     os.close(handle)
     assert file.read_bytes() == b"".join(seen) == data
 

@@ -21,10 +21,10 @@ from tests.quant.packed_models import (
     write_source,
 )
 from tests.quant.quant_models import GOLDEN
-from tokamac.engine.config import read_config
 from tokamac.engine.errors import ConversionError, ModelUnsupportedError
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.shards import INDEX
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.safetensors import INDEX
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.source import open_source
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.quant.dying import interpreter
 from tests.quant.quant_models import make_source, names_in
-from tokamac.engine.durable import exchange
 from tokamac.engine.errors import ConversionError
+from tokamac.engine.files import exchange
 from tokamac.quant.conversion import FINISHED, convert
-from tokamac.quant.folder import MODEL, OLD, partial_folder
+from tokamac.quant.resume import MODEL, OLD, partial_folder
 
 POINTS = 50
 

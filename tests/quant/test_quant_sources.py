@@ -15,12 +15,12 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from tests.golden.weights import write_weights
 from tests.quant.converting import MODES, TOKENS, arrays_of, config_of, logits, packed_folder, refuse, run, same
 from tests.quant.quant_models import GOLDEN, build, make_source
-from tokamac.engine.config import read_config
 from tokamac.engine.errors import ModelDamagedError
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.shards import INDEX
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.safetensors import INDEX
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant import convert
-from tokamac.quant.packed import unpacked
+from tokamac.quant.modules import unpacked
 from tokamac.quant.source import fresh, open_source
 
 

@@ -8,13 +8,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from tests.quant.quant_models import GOLDEN, make_source
-from tokamac.engine.config import normalise
 from tokamac.engine.errors import OptionError
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.engine.limits.hollow import hollow_model
-from tokamac.quant.choices import choose, left_out, packable
+from tokamac.engine.model.config import normalise
+from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.quant.choices import choose, find_recipe, in_spread, left_out, packable, recipe_names
 from tokamac.quant.options import Options
-from tokamac.quant.recipes import find_recipe, in_spread, recipe_names
 from tokamac.quant.source import Source, open_source
 
 

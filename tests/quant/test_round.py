@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quant.search_weights import DTYPES
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant import method
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.quant.methods import method
 
 affine = st.builds(Packing, st.sampled_from((2, 3, 4, 5, 6, 8)), st.sampled_from((32, 64, 128)))
 microscaling = st.sampled_from((Packing(4, 32, "mxfp4"), Packing(8, 32, "mxfp8"), Packing(4, 16, "nvfp4")))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quant.search_weights import DTYPES, KINDS, group_errors, seeded, weights
-from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.search import implementation, search
-from tokamac.quant.search.choosing import Implementation
 from tokamac.quant.search.on_mlx import MlxSearch
+from tokamac.quant.search.packing import Implementation
 
 BITS, SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 packings = st.builds(Packing, st.sampled_from(BITS), st.sampled_from(SIZES))
@@ -183,7 +183,7 @@ def test_without_numba_mlx_searches_and_says_so() -> None:
 import sys
 sys.modules["numba"] = None  # as if it were not installed
 import mlx.core as mx
-from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.search import implementation, search
 print(implementation().name, *(each.shape for each in search(mx.ones((2, 64)), Packing(4))))
 """
@@ -198,7 +198,7 @@ def test_numba_searches_where_mlx_computes_on_the_cpu() -> None:
 
 def test_kernels_work_where_nothing_can_be_kept_on_disk() -> None:
     pytest.importorskip("numba")
-    from tokamac.quant.search.jit import compiled
+    from tokamac.quant.search.kernels import compiled
 
     made: dict = {}
     exec("def twice(x):\n    return 2 * x", made)  # of no file: numba finds no folder for it

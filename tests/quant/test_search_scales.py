@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quant.search_weights import DTYPES, KINDS, seeded, weights
-from tokamac.engine.limits.config_cost import Packing
+from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.search import search_scales, squared_error
 
 MXFP4, NVFP4 = Packing(4, 32, "mxfp4"), Packing(4, 16, "nvfp4")

@@ -10,17 +10,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from tests.quant.quant_models import build, make_source
 from tokamac.engine.errors import ConversionError, OptionError
-from tokamac.engine.limits.config_cost import Packing
-from tokamac.quant import importance, sensitivity
-from tokamac.quant.alternatives import alternatives, sizes
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.quant import importance, mixed_precision
 from tokamac.quant.choices import choose, packable
-from tokamac.quant.damage import coarse, relative_errors, sample
-from tokamac.quant.importance import Alpha, references
-from tokamac.quant.method import Round, Search
+from tokamac.quant.importance import Alpha, Replay, coarse, references, relative_errors, sample
+from tokamac.quant.methods.method import Round, Search
+from tokamac.quant.mixed_precision import alternatives, plan_budget, sizes
 from tokamac.quant.options import Options
 from tokamac.quant.plan import make_plan
-from tokamac.quant.replay import Replay
-from tokamac.quant.sensitivity import plan_budget
 from tokamac.quant.source import fresh, open_source
 
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 320, 96)]
@@ -78,7 +75,7 @@ def test_a_target_of_the_same_size_beats_packing_everything_alike(tmp_path, quan
     other_text = IDS[::-1]
     ours, theirs = (divergence(source, each, quantizer, other_text) for each in (chosen, uniform))
     assert ours < 0.5 * theirs
-    assert notes == (sensitivity.NOTES["measured"],)
+    assert notes == (mixed_precision.NOTES["measured"],)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "mixtral", "gemma3"])
@@ -131,7 +128,7 @@ def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tm
     monkeypatch.setattr(importance, "fits", lambda *_: False)
     chosen, notes = plan_budget(source, Options(target_bpw=4.5), Round(), ids, quiet)
     assert bits_per_weight(source, chosen) <= 4.5
-    assert notes[0] == sensitivity.NOTES[how]
+    assert notes[0] == mixed_precision.NOTES[how]
     assert all(packing is None or packing.bits >= 3 for packing in chosen.values())
 
 

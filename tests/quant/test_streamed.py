@@ -15,12 +15,12 @@ from mlx_lm.utils import quantize_model
 from tests.engine.seeded import write_model
 from tests.golden.weights import write_weights
 from tests.quant.quant_models import GOLDEN, build, make_source
-from tokamac.engine.config import model_classes, read_config
 from tokamac.engine.errors import OptionError
-from tokamac.engine.model import load_model
-from tokamac.quant import stages
+from tokamac.engine.model.config import model_classes, read_config
+from tokamac.engine.model.loader import load_model
+from tokamac.quant import streaming
 from tokamac.quant.source import open_source
-from tokamac.quant.streamed import Streamable, Streamed, streamable_folder, streamable_source
+from tokamac.quant.streaming import Streamable, Streamed, streamable_folder, streamable_source
 
 IDS = [5, 4, 3, 2, 1, 7, 7, 9, 11, 10, 0, 3, 2, 8, 10, 6, 4, 7, 8, 3, 5, 9, 8, 11]
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
@@ -104,7 +104,7 @@ def test_a_packed_model_is_unpacked_one_layer_at_a_time(tmp_path, settled_memory
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_never_whole_in_float32(tmp_path, monkeypatch, settled_memory, tied):
-    monkeypatch.setattr(stages, "ROWS", 1000)
+    monkeypatch.setattr(streaming, "ROWS", 1000)
     folder, _, _ = many_layers(tmp_path, layers=1, vocab_size=20_000, tie_word_embeddings=tied)
     packed = pack(folder, tmp_path / "packed")
     streamed = Streamed(streamable_folder(packed), device="cpu")

@@ -14,12 +14,12 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from tests.quant.quant_models import build, make_source
-from tokamac.engine.config import read_config
 from tokamac.engine.errors import OptionError
-from tokamac.quant import divergence as quality_module
-from tokamac.quant.divergence import MOST_KL, TOLERATED, TYPICAL_KL, Quality, compare, concerns, typical_kl
-from tokamac.quant.streamed import Streamed, streamable_folder
-from tokamac.quant.verify import sample, verify
+from tokamac.engine.model.config import read_config
+from tokamac.quant import report as quality_module
+from tokamac.quant.evaluation import sample, verify
+from tokamac.quant.report import MOST_KL, TOLERATED, TYPICAL_KL, Quality, compare, concerns, typical_kl
+from tokamac.quant.streaming import Streamed, streamable_folder
 
 IDS = [(11 * i * i + 5 * i) % 320 for i in range(40)]
 LN2, LN4 = math.log(2), math.log(4)

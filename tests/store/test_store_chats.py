@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.app.store.chats import ID_CHARS
-from tokamac.app.store.errors import StoreError
+from tokamac.app.store.messages import ID_CHARS
 from tokamac.app.store.store import Store
-from tokamac.app.store.text import TITLE_CHARS, title_of
+from tokamac.app.store.values import TITLE_CHARS, StoreError, title_of
 
 
 def chat_about(store: Store, words: str) -> str:

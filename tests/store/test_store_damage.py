@@ -9,8 +9,8 @@ import pytest
 
 from tests.store.test_store_crash import check_whole, writing
 from tests.store.test_store_file import mode, write_some
-from tokamac.app.store.errors import StoreDamagedError, StoreError
 from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoreDamagedError, StoreError
 
 
 def test_what_is_no_database_is_kept_and_set_aside_when_asked(file: Path) -> None:

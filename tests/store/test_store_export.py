@@ -10,11 +10,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.export import parse, read, to_json, to_markdown, write
 from tokamac.app.store.store import Store
-from tokamac.app.store.text import storable
-from tokamac.app.store.values import Archive, Attachment, Chat, Message
+from tokamac.app.store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError, storable
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 NASTY = st.sampled_from(
@@ -48,12 +46,12 @@ ATTACHMENTS = st.builds(Attachment, TEXTS, TEXTS, TEXTS)
 
 @st.composite
 def archives(draw: Any, *, branches: bool = True) -> Archive:
-    messages: list[Message] = []
+    messages: list[StoredMessage] = []
     for number in range(1, draw(st.integers(0, 5)) + 1):
         earlier = st.none() | st.integers(1, number - 1) if number > 1 else st.none()
         parent = draw(earlier) if branches else (number - 1 or None)
         messages.append(
-            Message(
+            StoredMessage(
                 number,
                 "",
                 parent,
@@ -70,7 +68,7 @@ def archives(draw: Any, *, branches: bool = True) -> Archive:
         )
     head = (draw(st.integers(1, len(messages))) if branches else len(messages)) if messages else None
     origin = draw(st.sampled_from(["words", "model", "user"]))
-    chat = Chat("", draw(LINES), origin, draw(MOMENTS), draw(MOMENTS), draw(TEXTS), draw(OBJECTS), "", head)
+    chat = StoredChat("", draw(LINES), origin, draw(MOMENTS), draw(MOMENTS), draw(TEXTS), draw(OBJECTS), "", head)
     return Archive(chat, tuple(messages))
 
 
@@ -130,9 +128,9 @@ def test_foreign_text_is_read_or_refused_with_a_reason(text: str) -> None:
 
 
 def test_markdown_reads_as_a_conversation() -> None:
-    chat = Chat("", "Tokens <b>", "user", 0.0, 0.0, "", head=2)
+    chat = StoredChat("", "Tokens <b>", "user", 0.0, 0.0, "", head=2)
     messages = (
-        Message(
+        StoredMessage(
             1,
             "",
             None,
@@ -143,7 +141,7 @@ def test_markdown_reads_as_a_conversation() -> None:
             0.0,
             attachments=(Attachment("a`.md", "```\n"),),
         ),
-        Message(2, "", 1, "assistant", "This.", "Hm.", "complete", 0.0, "guide"),
+        StoredMessage(2, "", 1, "assistant", "This.", "Hm.", "complete", 0.0, "guide"),
     )
     shown = [
         line for line in to_markdown(Archive(chat, messages)).splitlines() if line and not line.startswith("<!-- ")
@@ -157,7 +155,7 @@ def test_markdown_reads_as_a_conversation() -> None:
 
 def test_files_are_written_new_and_for_the_user_alone(tmp_path: Path) -> None:
     file = tmp_path / "chat.md"
-    text = to_markdown(Archive(Chat("", "t", "user", 0.0, 0.0, ""), ()))
+    text = to_markdown(Archive(StoredChat("", "t", "user", 0.0, 0.0, ""), ()))
     write(file, text)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert read(file, now=0) == parse(text, now=0)
@@ -170,6 +168,6 @@ def test_files_are_written_new_and_for_the_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_number_that_json_has_not_is_never_written() -> None:
-    chat = Chat("", "t", "user", 0.0, 0.0, "", {"x": math.inf})
+    chat = StoredChat("", "t", "user", 0.0, 0.0, "", {"x": math.inf})
     with pytest.raises(ValueError, match="JSON"):
         to_json(Archive(chat, ()))

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tokamac.app.store import database, files
-from tokamac.app.store.database import Database
-from tokamac.app.store.errors import StoreError
-from tokamac.app.store.schema import APPLICATION_ID, STEPS
+from tokamac.app.store import database
+from tokamac.app.store.database import APPLICATION_ID, STEPS, Database
 from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoreError
 
 VERSION_1 = Path(__file__).parent / "version1.sql"
 """Every statement that made version 1, and a chat in it: what is in the hands of users never changes."""
@@ -60,11 +59,11 @@ def test_the_place_is_the_users_data_folder_or_the_one_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path))
-    assert files.default_path() == tmp_path / "chats" / "chats.db"
+    assert database.default_path() == tmp_path / "chats" / "chats.db"
     with Store.open() as store:
         assert store.file == tmp_path / "chats" / "chats.db"
     monkeypatch.delenv("TOKAMAC_DATA_DIR")
-    assert files.default_path().parts[-3:] == ("tokamac", "chats", "chats.db")
+    assert database.default_path().parts[-3:] == ("tokamac", "chats", "chats.db")
 
 
 def version_1(file: Path) -> None:

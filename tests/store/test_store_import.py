@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tokamac.app.store import export
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.export import parse, read, to_markdown
+from tokamac.app.store.values import StoreError
 
 GOOD: dict[str, Any] = {
     "format": "tokamac-chat",

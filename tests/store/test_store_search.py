@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tokamac.app.store.query import MAX_CHARS, parse
-from tokamac.app.store.search import SNIPPET_CHARS, joined, unmarked, window
+from tokamac.app.store.search import MAX_CHARS, SNIPPET_CHARS, joined, parse, unmarked, window
 from tokamac.app.store.store import Store
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy

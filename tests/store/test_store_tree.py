@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
-from tokamac.app.store.values import Archive, Attachment, Chat, Message
+from tokamac.app.store.values import Archive, Attachment, StoredChat, StoredMessage, StoreError
 
 
 def test_a_message_comes_back_as_it_was_sent(store: Store) -> None:
@@ -71,8 +70,8 @@ def test_messages_stay_within_their_chat(store: Store) -> None:
 
 
 def test_a_path_of_thousands_is_read_and_purged(store: Store) -> None:
-    messages = tuple(Message(n, "", n - 1 or None, "user", f"m{n}", "", "complete", 1.0) for n in range(1, 3001))
-    chat = store.adopt(Archive(Chat("", "long", "words", 1.0, 1.0, "", head=3000), messages)).id
+    messages = tuple(StoredMessage(n, "", n - 1 or None, "user", f"m{n}", "", "complete", 1.0) for n in range(1, 3001))
+    chat = store.adopt(Archive(StoredChat("", "long", "words", 1.0, 1.0, "", head=3000), messages)).id
     assert [message.text for message in store.path(chat)] == [f"m{n}" for n in range(1, 3001)]
     store.delete(chat)
     assert store.purge(0) == 1  # no depth of a tree is too much for a cascade
@@ -150,8 +149,8 @@ def test_a_conversation_that_does_not_hang_together_is_not_adopted(
     store: Store, parent: int | None, head: int, says: str
 ) -> None:
     messages = tuple(
-        Message(number, "", above, "user", "x", "", "complete", 1.0) for number, above in ((1, parent), (2, 1))
+        StoredMessage(number, "", above, "user", "x", "", "complete", 1.0) for number, above in ((1, parent), (2, 1))
     )
     with pytest.raises(StoreError, match=says):
-        store.adopt(Archive(Chat("", "t", "user", 1.0, 1.0, "", head=head), messages))
+        store.adopt(Archive(StoredChat("", "t", "user", 1.0, 1.0, "", head=head), messages))
     assert store.chats() == []

@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from tokamac.app.store.errors import StoreError
 from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoreError
 
 
 def say(**what: object) -> None:

@@ -1,37 +1,43 @@
-"""The chat: transcript, gauges, prompt. It turns keys into wishes, gives them to the session, and does what the session says."""
+"""The chat: transcript, gauges, prompt. It turns keys into wishes, gives them to the session, and does what the session says.
+
+Containers of which nothing is seen: what they hold covers them, so that Textual need not draw them line by line.
+
+The first row: which chat this is.
+
+What the user writes and has not sent: the box, what it held before a message was edited, and the prompts that wait.
+
+Going back through what was sent before, without losing what is being written. Pure; newest first, as the store tells it.
+
+Questions "what if" between the screens that ask them and the engine's process. An answer is known by its question's number.
+
+Every action's id, and what it does.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from textual import on
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
+from textual.app import App, ComposeResult
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
-from tokamac.app.backend.wire import Loaded, Stats
-from tokamac.app.sanitise import sanitise
-from tokamac.app.settings import Settings
-from tokamac.app.store.store import Store
-from tokamac.app.tui.actions import bindings
-from tokamac.app.tui.attachments import Draft
-from tokamac.app.tui.bridge import Bridge, EngineSaid
-from tokamac.app.tui.composer import Composer
-from tokamac.app.tui.history import History
-from tokamac.app.tui.memory import Memory
-from tokamac.app.tui.pace import share_on
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prose.code import Back
-from tokamac.app.tui.recording import Recording
-from tokamac.app.tui.screens.chats import Pick
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.steps import (
+from tokamac.app.backend.client import BackendEvent
+from tokamac.app.backend.protocol import AskWhatIf, Loaded, Question, Stats, WhatIf
+from tokamac.app.chat.actions import bindings
+from tokamac.app.chat.attachments import Draft, joined
+from tokamac.app.chat.conversation import MessageNode
+from tokamac.app.chat.preferences import Preferences
+from tokamac.app.chat.recording import Recording
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,
     EndEngine,
+    EnginePhase,
     Moved,
     Notice,
     Opened,
@@ -42,24 +48,278 @@ from tokamac.app.tui.steps import (
     Titled,
     TurnBegun,
 )
-from tokamac.app.tui.stock import Stock
-from tokamac.app.tui.tree import Node
-from tokamac.app.tui.what_ifs import WhatIfs
-from tokamac.app.tui.widgets.chips import Chips
-from tokamac.app.tui.widgets.covered import Columns, Stack
-from tokamac.app.tui.widgets.gauges import Gauges
-from tokamac.app.tui.widgets.heading import Heading
-from tokamac.app.tui.widgets.prompt import Prompt
+from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.settings import Settings
+from tokamac.app.store.store import Store
+from tokamac.app.tui.actions import chats, model, reading, writing
+from tokamac.app.tui.actions.chats import begin
+from tokamac.app.tui.actions.model import keep_picked
+from tokamac.app.tui.actions.writing import submit
+from tokamac.app.tui.bridge import Bridge, EngineSaid
+from tokamac.app.tui.markdown.parse import Back
+from tokamac.app.tui.model_library import ModelLibrary
+from tokamac.app.tui.screens.chats import Pick
+from tokamac.app.tui.theme import FAINT
+from tokamac.app.tui.widgets.gauges import NARROW, Gauges
+from tokamac.app.tui.widgets.prompt_input import Chips, Prompt
 from tokamac.app.tui.widgets.status import Activity, StatusLine
-from tokamac.app.tui.widgets.transcript import Transcript
-from tokamac.app.tui.wishes.beginning import begin
-from tokamac.app.tui.wishes.picking import keep_picked
-from tokamac.app.tui.wishes.table import WISHES
-from tokamac.app.tui.wishes.writing import submit
-from tokamac.engine.hub_names import GUIDE
+from tokamac.app.tui.widgets.transcript import Transcript, share_on
+from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.options import KVSpec
 
-NARROW = 90  # below this many columns the gauges would take the room that the text needs
+EDITING = "editing · Esc gives it up"
+"""On the box's border as long as it holds a message to be written anew."""
+
+
+class Composer:
+    """The box and what stands behind it. editing: the prompt that the box holds to be written anew; None: it holds the draft.
+
+    An edit that is left for another one is its message's: it is in the box again when that message is edited again.
+    """
+
+    def __init__(self, prompt: Prompt, session: Session) -> None:
+        self.editing: int | None = None
+        self._prompt = prompt
+        self._session = session
+        self._aside = Draft()  # the draft, while a message is edited
+        self._edited = Draft()  # that message as it was
+        self._left: dict[int, Draft] = {}  # edits that were left for another one
+
+    @property
+    def unsent(self) -> Draft:
+        """All that is written and not sent. An edit that has changed nothing is not."""
+        held = [] if self._is_unchanged else [self._prompt.draft]
+        aside = [] if self.editing is None else [self._aside]
+        return joined([*self._session.queued, *aside, *self._left.values(), *held])
+
+    @property
+    def _is_unchanged(self) -> bool:
+        return self.editing is not None and self._prompt.draft == self._edited
+
+    def begin_edit(self, key: int, draft: Draft) -> bool:
+        """Write the prompt ``key`` anew in the box, which holds ``draft`` for that, or what was written of it already.
+
+        What the box held comes back after. Returns whether another edit was left for this one.
+        """
+        if key == self.editing:
+            return False
+        leaves = self.editing is not None and not self._is_unchanged and bool(self._prompt.draft.whole)
+        if self.editing is None:
+            self._aside = self._prompt.draft
+        elif leaves:
+            self._left[self.editing] = self._prompt.draft
+        self._edit(key)
+        self._prompt.put(draft)
+        self._edited = self._prompt.draft
+        if (begun := self._left.pop(key, None)) is not None:
+            self._prompt.put(begun)
+        return leaves
+
+    def end_edit(self) -> None:
+        """Give the box back to what it held before a message was edited. Edits that were left stay with their messages."""
+        self._edit(None)
+        self._prompt.put(self._aside)
+
+    def hold(self, draft: Draft) -> None:
+        """Hold ``draft`` in place of all that was held, edits too."""
+        self._edit(None)
+        self._left.clear()
+        self._prompt.put(draft)
+
+    def give_back(self, draft: Draft) -> None:
+        """Take a prompt that will not be sent: before what is written, or before the draft while a message is edited."""
+        if self.editing is None:
+            self._prompt.give_back(draft.text, draft.attachments)
+        else:
+            self._aside = joined([draft, self._aside])
+
+    def _edit(self, key: int | None) -> None:
+        self.editing = key
+        self._prompt.border_title = "" if key is None else EDITING
+        self._prompt.obeys = key is None
+
+
+Sent = Callable[[], Sequence[str]]
+"""Returns what was sent, newest first."""
+
+
+class History:
+    """Where one is in what was sent. What stood in the box before, or was changed there, is the draft one comes back to."""
+
+    def __init__(self) -> None:
+        self._sent: Sequence[str] = ()
+        self._at = -1  # of what is shown in what was sent; -1 is the draft
+        self._draft = Draft()
+
+    def older(self, shown: Draft, sent: Sent) -> Draft | None:
+        """Return what was sent before what the box shows; None where nothing was."""
+        if not self._shows(shown):
+            self._sent, self._at, self._draft = _others(sent(), shown.text), -1, shown
+        if self._at + 1 >= len(self._sent):
+            return None
+        self._at += 1
+        return self._here()
+
+    def newer(self, shown: Draft) -> Draft | None:
+        """Return what was sent after what the box shows, at last the draft; None where the box shows that."""
+        if not self._shows(shown):
+            return None
+        self._at -= 1
+        return self._here()
+
+    def forget(self) -> None:
+        """Begin anew: what the box held was sent."""
+        self._at = -1
+
+    def _shows(self, shown: Draft) -> bool:
+        return self._at >= 0 and shown == self._here()
+
+    def _here(self) -> Draft:
+        return self._draft if self._at < 0 else Draft(self._sent[self._at])
+
+
+def _others(sent: Sequence[str], text: str) -> Sequence[str]:
+    """Return what was sent without the last, where that is what stands in the box: a prompt that came back."""
+    return sent[1:] if sent and text and sent[0] == text else sent
+
+
+class WhatIfs:
+    """Opens the screen over ``app``, sends what it asks, and hands it what comes.
+
+    listeners: told every answer, and when a model was loaded: the process may be new then, and has to be asked again.
+    """
+
+    def __init__(self, session: Session, bridge: Bridge) -> None:
+        self._session = session
+        self._bridge = bridge
+        self._asked = 0
+        self._own_life: int | None = None
+        self.listeners: list[Callable[[WhatIf | Loaded], None]] = []
+
+    def open(self, app: App[int], model: str) -> None:
+        """Ask about ``model``, which need not be here."""
+        # plotext takes a tenth of a second to import: not before it is wanted.
+        from tokamac.app.chat.what_if_form import first_question, known_names
+        from tokamac.app.tui.screens.whatif import WhatIfScreen
+
+        start, names = first_question(self._session, model), known_names(model)
+        app.push_screen(
+            WhatIfScreen(self.ask, start, names, busy=lambda: self._session.busy), lambda _: self.asked_enough()
+        )
+
+    def take(self, app: App[int], event: BackendEvent) -> None:
+        """Give an answer to who asked, or say that the engine is new; other events are none of its business."""
+        if not isinstance(event, WhatIf | Loaded):
+            return
+        for listener in self.listeners:
+            listener(event)
+        if len(app.screen_stack) < 2:
+            return
+        from tokamac.app.tui.screens.whatif import WhatIfScreen
+
+        for screen in app.screen_stack:
+            if isinstance(screen, WhatIfScreen):
+                screen.ask(again=True) if isinstance(event, Loaded) else screen.take(event)
+
+    def ask(self, question: Question) -> int:
+        """Send a question, and return the number that its answers will have.
+
+        Where no process runs, since no model is loaded, one is started for this alone.
+        """
+        if not self._bridge.running:
+            self._bridge.start()
+            self._own_life = self._bridge.life
+        self._asked += 1
+        self._bridge.ask(AskWhatIf(self._asked, question))
+        return self._asked
+
+    def asked_enough(self) -> None:
+        """End a process that was started for questions alone."""
+        if self._own_life is not None and self._bridge.life == self._own_life:
+            self._bridge.end()
+        self._own_life = None
+
+
+Wish = Callable[["ChatScreen", str], None]
+
+WISHES: dict[str, Wish] = {
+    "send": writing.send,
+    "newline": writing.newline,
+    "editor": writing.editor,
+    "attach": writing.attach,
+    "detach": writing.detach,
+    "earlier": writing.earlier,
+    "later": writing.later,
+    "stop": writing.stop,
+    "new_chat": chats.new_chat,
+    "chats": chats.chats,
+    "open": chats.open_,
+    "title": chats.title,
+    "delete_chat": chats.delete_chat,
+    "restore_chat": chats.restore_chat,
+    "export": reading.export,
+    "import": reading.import_,
+    "branches": chats.branches,
+    "regenerate": chats.regenerate,
+    "edit": chats.edit,
+    "again": chats.again,
+    "continue": chats.continue_,
+    "older": chats.older,
+    "newer": chats.newer,
+    "fork": chats.fork,
+    "choose_model": model.choose_model,
+    "pull": model.pull,
+    "adapter": model.adapter,
+    "unload": model.unload,
+    "system_prompt": model.system_prompt,
+    "settings": model.settings,
+    "thinking": model.thinking,
+    "explain": reading.explain,
+    "what_if": model.what_if,
+    "convert": model.convert,
+    "toggle_panel": reading.toggle_panel,
+    "palette": reading.palette,
+    "messages": reading.messages,
+    "gauges": reading.gauges,
+    "copy_message": reading.copy_message,
+    "copy_code": reading.copy_code,
+    "scroll_end": reading.scroll_end,
+    "page_up": reading.page_up,
+    "page_down": reading.page_down,
+    "copy": reading.copy,
+    "ask_guide": reading.ask_guide,
+    "help": reading.help_,
+    "leave": reading.leave,
+}
+
+
+class Columns(Horizontal):
+    """Side by side."""
+
+    BLANK = True
+
+
+class Stack(Vertical):
+    """One above the other."""
+
+    BLANK = True
+
+
+class Heading(Static):
+    """The title of the chat, on one line; blank while it has none."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._shown = ""
+
+    def show(self, title: str) -> None:
+        """Show ``title``, which may be anybody's: it is made safe here."""
+        line = sanitise_line(title)
+        if line != self._shown:
+            self._shown = line
+            self.update(Content.styled(line, FAINT), layout=False)  # it is one line high
+
+
 SMALLEST = (40, 12)
 REFRESH_S = 0.4
 REST_LOOK_S = 10.0  # how often it is asked whether an unused model is to give the chat a title, or its memory back
@@ -73,13 +333,13 @@ class ChatScreen(Screen[None]):
 
     BINDINGS = bindings()
 
-    def __init__(self, session: Session, bridge: Bridge, memory: Memory, open_store: OpenStore) -> None:
+    def __init__(self, session: Session, bridge: Bridge, memory: Preferences, open_store: OpenStore) -> None:
         super().__init__()
         self.session = session
         self.bridge = bridge
         self.memory = memory
         self.what_ifs = WhatIfs(session, bridge)
-        self.stock = Stock(self)
+        self.stock = ModelLibrary(self)
         self.recording: Recording | None = None
         self.picked: str | None = None
         self.picked_kv: KVSpec | None = None
@@ -163,7 +423,7 @@ class ChatScreen(Screen[None]):
         self.bridge.set_busy(self.session.busy)
         self.show()
         # While a model writes, its figures are shown as they come and the cursor is still: each wake takes the model's time.
-        writing = self.session.phase is Phase.DECODING
+        writing = self.session.phase is EnginePhase.DECODING
         (self._ticker.resume if self.session.busy and not writing else self._ticker.pause)()
         self.query_one(Prompt).cursor_blink = not writing
 
@@ -225,12 +485,12 @@ class ChatScreen(Screen[None]):
                     self.show()
             else:
                 self.perform(steps)
-            if self.session.phase is Phase.IDLE and was is not Phase.IDLE:
+            if self.session.phase is EnginePhase.IDLE and was is not EnginePhase.IDLE:
                 self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
                 self.perform(self.session.point(self.query_one(Transcript).chosen))
 
     def _tick(self) -> None:
-        self.perform(self.session.tick()) if self.session.phase is Phase.STOPPING else self.show()
+        self.perform(self.session.tick()) if self.session.phase is EnginePhase.STOPPING else self.show()
 
     def _rest(self) -> None:
         if steps := self.session.rest() or (self.recording.entitle() if self.recording is not None else []):
@@ -293,7 +553,7 @@ class ChatScreen(Screen[None]):
         """Know that the user writes."""
         self.session.idle.seen()
 
-    def pointed(self) -> Node | None:
+    def pointed(self) -> MessageNode | None:
         """Return the message that is pointed at, or else the last one; None where there is none."""
         tree = self.session.talk.tree
         key = self.query_one(Transcript).chosen or tree.head

@@ -1,9 +1,19 @@
-"""Ctrl+L: every conversation, by title and by what was said in it. What is typed narrows the list."""
+"""Ctrl+L: every conversation, by title and by what was said in it. What is typed narrows the list.
 
+The rows of the list of conversations: a chat on one line, a message that was found on one, and below it where it was said.
+
+F6: the conversation as a tree. What goes on without another version stands in one column; versions open below each other.
+
+Beside a version stands what going on along its path would take, as soon as the engine has told it.
+"""
+
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
+from rich.text import Text
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -12,15 +22,58 @@ from textual.content import Content
 from textual.events import Resize
 from textual.message import Message
 from textual.widgets import Input, OptionList, Static
+from textual.widgets import Tree as TreeView
 from textual.widgets.option_list import Option
+from textual.widgets.tree import TreeNode
 from textual.worker import Worker, get_current_worker
 
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.store.errors import StoreError
-from tokamac.app.tui.chat_rows import chat_row, hit_row
-from tokamac.app.tui.keymap import Keymap
-from tokamac.app.tui.listing import Found, Library, excerpt
+from tokamac.app.chat.actions import Keymap
+from tokamac.app.chat.background import of_path
+from tokamac.app.chat.conversation import Tree
+from tokamac.app.chat.listing import ChatMatches, Library, ago, excerpt, said_in
+from tokamac.app.chat.models import short_name
+from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.store.values import Hit, StoredChat, StoreError
 from tokamac.app.tui.screens.dialog import Dialog
+from tokamac.app.tui.theme import FAINT
+from tokamac.engine.events import Price, Role
+
+LEAST_TITLE = 24
+"""Cells that a title keeps; what else there is of a chat gives way to it, the id last: it is what ``--chat`` takes."""
+LEAD = 24
+"""Characters before the first match that are shown, so that it is seen in a narrow list too."""
+WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: "}
+
+
+def chat_row(chat: StoredChat, *, held: bool, seconds: float, room: int) -> Content:
+    """Return a chat's row of ``room`` cells. held: it is the one on the screen. seconds: since it was last written to."""
+    title = sanitise_line(chat.title) or ("draft: " + excerpt(chat.draft) if chat.draft else "untitled")
+    here = Content.styled("● ", "$text-primary") if held else Content("  ")
+    model = short_name(chat.model)
+    choices = ((ago(seconds), model, chat.id), (model, chat.id), (chat.id,))
+    notes = [" · ".join(part for part in parts if part) for parts in choices]
+    left = room - 2 - min(cell_len(title), LEAST_TITLE)
+    note = next((f"  {each}" for each in notes if cell_len(each) + 2 <= left), "")
+    row = here + Content(title).truncate(max(room - 2 - cell_len(note), 1), ellipsis=True)
+    return row + Content.styled(note, FAINT)
+
+
+def hit_row(hit: Hit) -> Content:
+    """Return what was found, with its matches marked, and the chat it was said in. A list that does not wrap cuts both lines."""
+    snippet, end = Content(""), 0
+    for begin, stop in hit.marks:
+        before = _one_line(hit.snippet[end:begin])
+        if end == 0 and len(before) > LEAD:
+            before = "…" + before[-LEAD:]
+        snippet += Content(before) + Content.styled(_one_line(hit.snippet[begin:stop]), "bold $text-primary")
+        end = stop
+    found = Content("  ") + Content.styled(WHO[hit.role], FAINT) + snippet + Content(_one_line(hit.snippet[end:]))
+    return found + Content.styled(f"\n      in {sanitise_line(hit.title)}", FAINT)
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", sanitise(text))
+
 
 LISTING = ("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
 NAMING = ("Enter takes it", "Esc gives it up")
@@ -76,7 +129,7 @@ class ChatsScreen(Dialog[Pick]):
         self._library = library
         self._held = held
         self._clock = clock
-        self._shown: Found = Found("", (), ())
+        self._shown: ChatMatches = ChatMatches("", (), ())
         self._deleted: list[str] = []
         self._naming: str | None = None
 
@@ -104,12 +157,12 @@ class ChatsScreen(Dialog[Pick]):
         """Ask the store, aside: typing goes on meanwhile."""
         asked = get_current_worker()
         try:
-            found: Found | StoreError = self._library.find(text)
+            found: ChatMatches | StoreError = self._library.find(text)
         except StoreError as error:
             found = error
         self.app.call_from_thread(self._take, asked, found)
 
-    def _take(self, asked: Worker[None], found: Found | StoreError) -> None:
+    def _take(self, asked: Worker[None], found: ChatMatches | StoreError) -> None:
         """Show the store's answer, unless it was asked again since, as after a deletion, or nothing is listed now."""
         if asked.is_cancelled or self._naming is not None or not self.query(OptionList):
             return
@@ -118,7 +171,7 @@ class ChatsScreen(Dialog[Pick]):
         elif found.text == self.query_one(Input).value:  # else more was typed since
             self._show(found)
 
-    def _show(self, found: Found) -> None:
+    def _show(self, found: ChatMatches) -> None:
         """Show what was found. While the same is looked for, the row that is pointed at stays where it is."""
         pointed = self.query_one(OptionList).highlighted if found.text == self._shown.text else None
         self._shown = found
@@ -140,7 +193,7 @@ class ChatsScreen(Dialog[Pick]):
         for listed in self.query(OptionList):  # there is none any more where it was closed meanwhile
             self._fill(listed.highlighted)
 
-    def _rows(self, found: Found) -> Sequence[Content]:
+    def _rows(self, found: ChatMatches) -> Sequence[Content]:
         listed = self.query_one(OptionList)
         room = listed.content_region.width - listed.styles.scrollbar_size_vertical
         now = self._clock()
@@ -224,7 +277,7 @@ class ChatsScreen(Dialog[Pick]):
         of = [*(each.id for each in shown.chats), *(hit.chat for hit in shown.hits)]
         chats = tuple(each for each in shown.chats if each.id != chat)
         hits = tuple(hit for hit in shown.hits if hit.chat != chat)
-        self._shown = Found(shown.text, chats, hits)
+        self._shown = ChatMatches(shown.text, chats, hits)
         self._fill(sum(each != chat for each in of[:pointed]))
 
     def action_undo(self) -> None:
@@ -271,3 +324,99 @@ class ChatsScreen(Dialog[Pick]):
             self._say(error.one_line())
             return False
         return True
+
+
+WORDS = 60
+"""Characters of a message that are shown."""
+HERE, ELSEWHERE = "● ", "○ "
+LOOK_S = 0.2
+"""How often it is looked which versions are in view, and which prices have come."""
+
+Pricing = Callable[[Sequence[int]], Mapping[int, Price]]
+"""Returns the prices that are known so far, and has the engine asked, aside, for those of the messages given."""
+
+
+class BranchesScreen(Dialog[int]):
+    """Shows all paths, and which one is read. The result is the message to go to."""
+
+    def __init__(self, tree: Tree, pricing: Pricing) -> None:
+        super().__init__()
+        self._tree = tree
+        self._pricing = pricing
+        self._found: dict[int, TreeNode[int]] = {}
+        self._priced: set[int] = set()
+
+    def compose(self) -> ComposeResult:
+        """Yield the tree."""
+        with Vertical(classes="box") as box:
+            box.border_title = "Branches"
+            view: TreeView[int] = TreeView("")
+            view.show_root = False
+            view.auto_expand = False  # Enter goes there
+            view.guide_depth = 2
+            yield view
+
+    def on_mount(self) -> None:
+        """Fill it, point at where the conversation stands, and name the keys."""
+        view: TreeView[int] = self.query_one(TreeView)
+        self._found = fill(view.root, self._tree)
+        view.root.expand()
+        view.focus()
+        if self._tree.head is not None:
+            self.call_after_refresh(view.move_cursor, self._found[self._tree.head])
+        self.set_interval(LOOK_S, self._look)
+        self.say_keys("Enter reads that path", "Space folds", "● is read now", "Esc closes")
+
+    def _look(self) -> None:
+        """Write the prices that have come beside their versions; ask for those of the versions that are in view now."""
+        for key, price in self._pricing(self._in_view()).items():
+            if key not in self._priced:
+                self._priced.add(key)
+                self._found[key].set_label(line(self._tree, key, here=self._is_read(key), price=price))
+
+    def _in_view(self) -> list[int]:
+        view: TreeView[int] = self.query_one(TreeView)
+        top = view.scroll_offset.y
+        nodes = (view.get_node_at_line(row) for row in range(top, top + view.size.height))
+        keys = (node.data for node in nodes if node is not None)
+        return [key for key in keys if key is not None and self._tree.place(key)[1] > 1]
+
+    def _is_read(self, key: int) -> bool:
+        return any(node.key == key for node in self._tree.path_to(self._tree.head))
+
+    @on(TreeView.NodeSelected)
+    def chosen(self, event: TreeView.NodeSelected[int]) -> None:
+        """Close with the message."""
+        if event.node.data is not None:
+            self.dismiss(event.node.data)
+
+
+def fill(root: TreeNode[int], tree: Tree) -> dict[int, TreeNode[int]]:
+    """Add the whole conversation below ``root``; return its nodes by the messages they show."""
+    read = {node.key for node in tree.path_to(tree.head)}
+    made: dict[int, TreeNode[int]] = {}
+    todo: list[tuple[TreeNode[int], int | None]] = [(root, None)]
+    while todo:  # a loop: a path may have more versions on it than Python has stack
+        holder, at = todo.pop()
+        while len(after := tree.children(at)) == 1:
+            at = after[0]
+            made[at] = holder.add_leaf(line(tree, at, here=at in read), data=at)
+        for key in after:
+            goes_on = bool(tree.children(key))
+            made[key] = holder.add(line(tree, key, here=key in read), data=key, expand=True, allow_expand=goes_on)
+            todo.append((made[key], key))
+    return made
+
+
+def line(tree: Tree, key: int, *, here: bool, price: Price | None = None) -> Text:
+    """Return the line of a message: whether it is read, who says it, which version it is, its price, and how it begins."""
+    (number, many), (who, said) = tree.place(key), said_in(tree.nodes[key], WORDS)
+    version = f" ‹{number} of {many}›" if many > 1 else ""
+    return Text.assemble(
+        HERE if here else ELSEWHERE,
+        (f"{who}{version}", "bold" if here else ""),
+        ("" if price is None else f" · {of_path(price)}", "dim"),
+        (f"  {said}", "" if here else "dim"),
+        no_wrap=True,
+        overflow="ellipsis",
+    )

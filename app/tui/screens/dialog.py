@@ -1,13 +1,18 @@
-"""What all dialogs share: a box in the middle, a title, Esc to leave, and the keys in the border."""
+"""What all dialogs share: a box in the middle, a title, Esc to leave, and the keys in the border.
+
+A box to tick. Textual's own shows by colour alone whether it is ticked.
+"""
 
 from collections.abc import Sequence
 from typing import TypeVar
 
 from rich.cells import cell_len
 from textual.binding import Binding
+from textual.content import Content
 from textual.events import Resize
 from textual.geometry import Size
 from textual.screen import ModalScreen
+from textual.widgets import Checkbox
 
 Result = TypeVar("Result")
 LOW, FLAT = 30, 16
@@ -63,3 +68,15 @@ def fitting(keys: Sequence[str], room: int) -> str:
     if cell_len(said) <= room or len(keys) == 1:
         return said
     return fitting([*keys[:-2], keys[-1]] if len(keys) > 2 else keys[:1], room)
+
+
+class Tick(Checkbox):
+    """A compact box with its label; its messages are a Checkbox's."""
+
+    def __init__(self, label: str, *, value: bool, id: str) -> None:
+        super().__init__(label, value, compact=True, id=id)
+
+    def render(self) -> Content:
+        """Show a mark where it is ticked, and nothing where it is not."""
+        self.BUTTON_INNER = "✓" if self.value else " "
+        return super().render()

@@ -1,4 +1,9 @@
-"""One figure of the side panel, explained: formula, inputs, source, meaning."""
+"""One figure of the side panel, explained: formula, inputs, source, meaning.
+
+A reply's diagnosis laid out for reading: where the time went, how near that came to what is possible, and what would help.
+
+F2: why a reply took as long as it did, and what would help.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,13 +14,23 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Static
 
-from tokamac.app.tui.explained import Explained, Input
-from tokamac.app.tui.prose.rows import wrapped
+from tokamac.app import units
+from tokamac.app.chat import figures
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.chat.figures import Explained, Input
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.markdown.rows import wrapped
 from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.theme import FAINT
+from tokamac.app.tui.theme import FAINT, bar
+from tokamac.app.verdict import HOW, RELIEF, THROTTLED, numbers, part_text, remedy_text, sentence, value_text, words
+from tokamac.engine import metrics as rates
+from tokamac.engine.metrics import Outlier, Throttle
+from tokamac.engine.perf.diagnosis import Concern, Diagnosis, PartName, Remedy, Term, TimePart
+
+VALUE = 14
+
 
 NAME = 18  # cells
-VALUE = 14
 
 
 class FigureScreen(Dialog[int]):
@@ -93,3 +108,169 @@ def _input(given: Input, width: int) -> Iterator[Content]:
     else:
         yield first
         yield from (Content("  ") + row for row in _wrapped(Content.styled(given.source, FAINT), max(width - 2, 1)))
+
+
+COLOURS: dict[PartName, str] = {"wait": "$foreground 40%", "prefill": "$secondary", "decode": "$primary"}
+SPEEDS = ("ceiling", "expected", "rate")
+"""Terms of decode that are shown as bars: what physics allows, what is expected, what was measured."""
+TIMES = ("least", "wanted", "reading")
+"""Terms of prefill that are shown so, in seconds."""
+LABEL = 10  # cells
+TITLES: dict[Concern, str] = {"machine": "this machine", "decode": "decode", "prefill": "prefill"}
+
+
+def explanation(reply: Reply, width: int) -> Content:
+    """Return the whole at ``width`` cells."""
+    assert reply.metrics is not None
+    rows = [*_indented(Content(sentence(reply.metrics, reply.diagnosis)), width)]
+    if reply.diagnosis is not None:
+        for section in _sections(reply.diagnosis, reply.outliers, width):
+            rows.extend((Content(""), *section))
+    return Content("\n").join(rows)
+
+
+def _sections(diagnosis: Diagnosis, outliers: Sequence[Outlier], width: int) -> Iterator[list[Content]]:
+    yield [_title("where the time went"), *_time(diagnosis, width)]
+    if diagnosis.throttles:
+        yield [_title("what slowed the machine down"), *_throttled(diagnosis.throttles, width)]
+    yield [_title("what would help"), *_help(diagnosis.remedies, width)]
+    yield [_title("decode"), *_part(diagnosis.part("decode"), width), *_bars(diagnosis.terms, SPEEDS, width)]
+    yield [_title("prefill"), *_part(diagnosis.part("prefill"), width), *_bars(diagnosis.terms, TIMES, width)]
+    if outliers:
+        lines = (Content(figures.gap_and_cause(outlier)) for outlier in outliers)
+        yield [_title("gaps that stand out"), *(row for line in lines for row in _indented(line, width, indent=2))]
+    for concern, name in TITLES.items():
+        terms = [term for term in diagnosis.terms if term.concern == concern]
+        yield [_title(f"the numbers: {name}"), *(row for term in terms for row in _term(term, diagnosis.terms, width))]
+
+
+def _title(text: str) -> Content:
+    return Content.styled(text.upper(), f"bold {FAINT}")
+
+
+def _indented(text: Content, width: int, *, indent: int = 0) -> Iterator[Content]:
+    for row in wrapped(text, max(width - indent, 1)):
+        yield Content(" " * indent) + row.content
+
+
+def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
+    """Yield all the time as one bar, and what its parts are."""
+    whole = sum(part.seconds for part in diagnosis.parts)
+    cells = shares([part.seconds for part in diagnosis.parts], width)
+    drawn = zip(diagnosis.parts, cells, strict=True)
+    yield Content("").join(Content.styled("█" * count, COLOURS[part.name]) for part, count in drawn)
+    legend = []
+    for part in diagnosis.parts:
+        share = rates.share(part.seconds, whole)
+        told = "" if share is None else f" {units.percent(share)}"
+        legend.append(Content.styled("■ ", COLOURS[part.name]) + f"{part.name} {units.seconds(part.seconds)}{told}")
+    yield from _indented(Content("   ").join(legend), width)
+
+
+def shares(values: Sequence[float], cells: int) -> list[int]:
+    """Divide ``cells`` in proportion to ``values``; what is more than nothing gets one at least, where there is room."""
+    total = sum(values)
+    if total <= 0:
+        return [0] * len(values)
+    counts = [max(round(cells * value / total), 1 if value > 0 else 0) for value in values]
+    counts[counts.index(max(counts))] += cells - sum(counts)
+    return counts
+
+
+def _throttled(throttles: Sequence[Throttle], width: int) -> Iterator[Content]:
+    for each in throttles:
+        yield from _indented(Content.styled(f"{THROTTLED[each]}.", "$text-warning"), width)
+        yield from _indented(Content.styled(HOW[RELIEF[each]], FAINT), width, indent=2)
+
+
+def _help(found: Sequence[Remedy], width: int) -> Iterator[Content]:
+    if not found:
+        yield Content.styled("nothing that was predicted for a reply like this one", FAINT)
+    for index, remedy in enumerate(found, 1):
+        number = Content.styled(f"{index} ", "bold $text-success")
+        first, *rest = wrapped(Content(remedy_text(remedy)), width - 2)
+        yield number + first.content
+        yield from (Content("  ") + row.content for row in rest)
+        yield from _indented(Content.styled(HOW[remedy.name], FAINT), width, indent=2)
+
+
+def _part(part: TimePart, width: int) -> Iterator[Content]:
+    style = "$text-warning" if part.behind else ""
+    yield from _indented(Content.styled(f"{units.seconds(part.seconds)}: {part_text(part)}", style), width)
+
+
+def _bars(terms: Sequence[Term], keys: Sequence[str], width: int) -> Iterator[Content]:
+    """Yield some terms as bars beside each other; nothing where all but one are unknown."""
+    shown = [term for key in keys for term in terms if term.key == key and term.value is not None]
+    longest = max((term.value or 0.0 for term in shown), default=0.0)
+    room = width - LABEL - VALUE - 1
+    if len(shown) < 2 or room < 8:
+        return
+    for term in shown:
+        style = "$text-primary" if term.name == "measured" else FAINT
+        drawn = bar(rates.share(term.value, longest), room, style)
+        yield Content(term.name.ljust(LABEL)) + drawn + Content(value_text(term.value, term.unit).rjust(VALUE + 1))
+
+
+def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
+    """Yield one number: its name and value, below them how it is computed, and with which numbers."""
+    value = value_text(term.value, term.unit)
+    gap = max(width - len(term.name) - len(value), 2)
+    style = "$foreground" if term.value is not None else FAINT
+    yield (
+        Content(term.name)
+        + Content.styled(" " + "·" * (gap - 2) + " ", "$foreground 25%")
+        + Content.styled(value, style)
+    )
+    for line in (words(term, terms), numbers(term, terms)):
+        if line:
+            yield from _indented(Content.styled(sanitise_line(line), FAINT), width, indent=2)
+
+
+class ExplainScreen(Dialog[bool]):
+    """The diagnosis of one of ``replies``, the last at first. The result is whether the reader wants to ask "what if"."""
+
+    BINDINGS = [  # noqa: RUF012 (Textual's way)
+        Binding("f2", "leave", "Close", id="explain.leave", show=False),
+        Binding("left", "move(-1)", "Earlier reply", id="explain.earlier", priority=True),
+        Binding("right", "move(1)", "Later reply", id="explain.later", priority=True),
+        Binding("f3", "what_if", "What if", id="explain.what_if"),
+    ]
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        super().__init__()
+        self._replies = replies
+        self._index = len(replies) - 1
+
+    def compose(self) -> ComposeResult:
+        """Yield the box."""
+        with VerticalScroll(classes="box", id="explain"):
+            yield Static(id="explanation", markup=False)
+
+    def on_mount(self) -> None:
+        """Take the keys."""
+        self.query_one("#explain").focus()
+
+    def on_resize(self, event: Resize) -> None:
+        """Lay out for the room there is now."""
+        del event
+        self.call_after_refresh(self._show)
+
+    def _show(self) -> None:
+        box, many = self.query_one("#explain"), len(self._replies) > 1
+        box.border_title = f"Explain · reply {self._index + 1} of {len(self._replies)}"
+        self.say_keys(*(["← → other replies"] if many else []), "F3 what if", "Esc closes")
+        width = max(box.content_size.width - 1, 1)  # beside the scroll bar
+        self.query_one("#explanation", Static).update(explanation(self._replies[self._index], width))
+
+    def action_move(self, by: int) -> None:
+        """Show the reply before or after."""
+        index = self._index + by
+        if 0 <= index < len(self._replies):
+            self._index = index
+            self._show()
+            self.query_one("#explain").scroll_home(animate=False)
+
+    def action_what_if(self) -> None:
+        """Close, and ask what if."""
+        self.dismiss(True)

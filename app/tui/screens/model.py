@@ -1,35 +1,309 @@
 """Ctrl+O: choose a model. What is typed narrows the list, or is a folder or an id of its own; Enter loads what is pointed at.
 
 The list is there at once; sizes, fit and speeds come as the disk is read and the engine's process has computed them.
+
+A row of the picker as cells, and what there is to say of it below the list. Names are foreign text: made safe, no markup.
+
+The picker's list: rows under the names of their sections. It is changed row by row, so that the eye keeps its place.
+
+F4: convert a model. The plan first, then the run in a process of its own, and the result, which can be used at once.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
 from textual.css.query import NoMatches
 from textual.events import Resize
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Button, Input, Label, OptionList, Select, Static
+from textual.widgets.option_list import Option
 
-from tokamac.app.tui import units
-from tokamac.app.tui.downloads import Stage
-from tokamac.app.tui.model_rows import detail, head
-from tokamac.app.tui.models import is_id
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.removal import Removal
+from tokamac.app import units
+from tokamac.app.backend.protocol import ModelLine
+from tokamac.app.backend.subprocess import ConversionLine, Converter, TensorWritten, converter_command
+from tokamac.app.chat.jobs import BITS, ConversionPhase, Download, DownloadStage, Standing, Wish
+from tokamac.app.chat.models import ModelRow, Removal, Section, is_id, short_name
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.sanitise import sanitise_line
+from tokamac.app.tui.model_library import ModelLibrary
 from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.shelf import Row
-from tokamac.app.tui.stock import Stock
-from tokamac.app.tui.widgets.model_list import ModelList
+from tokamac.app.tui.theme import FAINT
+from tokamac.engine import metrics as rates
+
+PENDING = "…"
+ROOMY = 92
+"""Columns from which an id stands with its owner."""
+
+COLUMNS = (("size", 9), ("bits", 6), ("here", 13), ("expected", 13))
+NARROW, NARROWEST = 64, 46
+"""Columns below which some of these have no room."""
+
+VERDICTS = {
+    "runs well": "$text-success",
+    "tight": "$text-warning",
+    "slow": "$text-warning",
+    "does not fit": "$text-error",
+}
+SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
+LEAST_NAME = 14
+ALL_WEIGHTS = 0.6
+"""A dense model uses more than this share of its weights for every token: all but the table that it looks words up in."""
+
+
+def head(width: int) -> Content:
+    """Return the names of the columns above a list of so many cells."""
+    names = "".join(name.rjust(cells) for name, cells in _columns(width))
+    return Content.styled("  " + "model".ljust(_name_cells(width)) + names, FAINT)
+
+
+def section_line(text: str) -> Content:
+    """Return the head of a section."""
+    return Content.styled(text, "bold $text-primary")
+
+
+def row_line(row: ModelRow, width: int, *, loaded: bool) -> Content:
+    """Return a row, ``width`` cells wide. loaded: it is the model that the chat uses."""
+    mark = Content.styled("● ", "$text-success") if loaded else Content("  ")
+    right = _right(row, width)
+    return mark + _name(row.model, width - 2 - right.cell_length, owner=width >= ROOMY) + right
+
+
+def _right(row: ModelRow, width: int) -> Content:
+    """Return what stands right of the name: the cells of the columns, how far a download is, or what Enter does."""
+    if row.download is not None:
+        style = "$text-error" if row.download.stage is DownloadStage.FAILED else ""
+        text = " " + progress_text(row.download)
+        return Content.styled(text, style).truncate(width - 2 - LEAST_NAME, ellipsis=True)
+    if row.section == "typed":
+        return Content.styled(" " + _typed(row), FAINT).truncate(width - 2 - LEAST_NAME, ellipsis=True)
+    cells = _cells(row)
+    return Content("").join(cells[column] for column, _ in _columns(width))
+
+
+def detail(row: ModelRow, said: str) -> Content:
+    """Return all that is known of a row, its whole name first; or what is ``said`` just now."""
+    name = Content.styled(sanitise_line(row.model) + "\n", "bold")
+    if said:
+        return name + Content.styled(sanitise_line(said), "bold $text-warning")
+    if row.download is not None and row.download.problem:
+        return name + Content.styled(sanitise_line(row.download.problem), "$text-error")
+    return name + Content.styled(" · ".join(_facts(row)), FAINT)
+
+
+def progress_text(download: Download) -> str:
+    """Return how far a download is, in words."""
+    match download.stage:
+        case DownloadStage.WAITING:
+            return "waits for the one before it"
+        case DownloadStage.PAUSING:
+            return "pausing …"
+        case DownloadStage.CANCELLING:
+            return "cancelling …"
+        case DownloadStage.FAILED:
+            return "failed"
+        case DownloadStage.PAUSED:
+            return f"paused at {_amount(download)}"
+        case DownloadStage.RUNNING:
+            return _running(download)
+
+
+def _running(download: Download) -> str:
+    if download.done is None:
+        return "asking the hub …"
+    speed = "" if download.rate_bps is None else f" · {units.size(round(download.rate_bps))}/s"
+    left = "" if download.left_s is None else f" · {units.seconds(download.left_s)} left"
+    return f"{_amount(download)}{speed}{left}"
+
+
+def _amount(download: Download) -> str:
+    share = rates.share(download.done, download.total)
+    return units.size(download.done) if share is None else f"{100 * share:.0f} % of {units.size(download.total)}"
+
+
+def _typed(row: ModelRow) -> str:
+    if row.home == "folder":
+        return "a folder: Enter loads it"
+    return "not here: Enter downloads it" if is_id(row.model) else "Enter loads it"
+
+
+def _cells(row: ModelRow) -> dict[str, Content]:
+    """Return the cells of a row, by column."""
+    line, pending = row.line, PENDING if row.pending else units.UNKNOWN
+    verdict = pending if line is None else SHORTER.get(line.verdict, line.verdict)
+    texts = {
+        "size": units.size(row.nbytes) if row.nbytes is not None else pending,
+        "bits": pending if line is None else _bits(line),
+        "here": verdict,
+        "expected": pending if line is None else units.rate(line.figures.expected_tps),
+    }
+    return {name: _cell(texts[name], cells) for name, cells in COLUMNS}
+
+
+def _cell(text: str, cells: int) -> Content:
+    style = FAINT if text in (units.UNKNOWN, PENDING, "fit unknown") else VERDICTS.get(text, "")
+    return Content.styled(text.rjust(cells), style)
+
+
+def _columns(width: int) -> tuple[tuple[str, int], ...]:
+    """Return the columns that a list of so many cells has room for."""
+    if width >= NARROW:
+        return COLUMNS
+    kept = ("here",) if width < NARROWEST else ("size", "here")
+    return tuple(column for column in COLUMNS if column[0] in kept)
+
+
+def _bits(line: ModelLine) -> str:
+    return units.UNKNOWN if line.bits_per_weight is None else f"{line.bits_per_weight:.1f}"
+
+
+def _facts(row: ModelRow) -> Iterator[str]:
+    line = row.line
+    if row.section == "typed":
+        if is_id(row.model) and row.home is None:
+            yield "its size is known, and the room on the disk checked, before the download begins"
+        return
+    if row.home == "embedded":
+        yield "embedded: answers about tokamac and inference"
+    if row.download is not None:
+        yield progress_text(row.download)
+    elif row.nbytes is not None:
+        yield f"{units.size(row.nbytes)} {'on disk' if row.on_disk else 'to download'}"
+    if line is None:
+        if row.pending:
+            yield "what it would do here is being computed"
+        return
+    yield f"{units.short(line.parameters)} weights{_active(line)}"
+    if line.text_only:
+        yield "text only: what it could see or hear is left out"
+    yield sanitise_line(line.figures.reason)
+    yield _speeds(line)
+
+
+def _speeds(line: ModelLine) -> str:
+    """Return the figures that the context decides, with the context that they are for."""
+    at = "" if line.context is None else f"at {line.context:,} tokens: "
+    rates_text = f"expected {units.rate(line.figures.expected_tps)}, ceiling {units.rate(line.figures.ceiling_tps)}"
+    return f"{at}{rates_text}, first token {units.seconds(line.figures.ttft_s)}"
+
+
+def _active(line: ModelLine) -> str:
+    share = rates.share(line.active_parameters, line.parameters)
+    if share is None or share > ALL_WEIGHTS:
+        return ""
+    return f", {units.short(line.active_parameters)} a token"
+
+
+def _name_cells(width: int) -> int:
+    return max(10, width - 2 - sum(cells for _, cells in _columns(width)))
+
+
+def _name(model: str, cells: int, *, owner: bool) -> Content:
+    """Return a name of exactly so many cells: whole where there is room, else its last part."""
+    whole, tail = sanitise_line(model), Content(short_name(model))
+    before = whole[: len(whole) - len(tail.plain)] if owner else ""
+    shown = Content.styled(before, FAINT) + tail
+    if shown.cell_length >= cells:
+        shown = tail.truncate(cells - 1, ellipsis=True)
+    return shown.pad_right(cells - shown.cell_length)
+
+
+SCROLLBAR = 2
+LEAST = 30
+"""Cells, also before the list has a size."""
+
+
+class ModelList(OptionList, can_focus=False):
+    """Lists rows; ``pointed`` is the one that is pointed at. The keyboard stays with the line to type in."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, compact=True)
+        self._shown_rows: dict[str, ModelRow] = {}
+        self._shown_lines: dict[str, Content] = {}
+
+    @property
+    def cells(self) -> int:
+        """The cells that a row has."""
+        return max(LEAST, self.content_size.width - SCROLLBAR)
+
+    @property
+    def pointed(self) -> ModelRow | None:
+        """The row that is pointed at."""
+        option = self.highlighted_option
+        return None if option is None or option.id is None else self._shown_rows.get(option.id)
+
+    def page(self, step: int) -> None:
+        """Go a page down, or up where ``step`` is negative."""
+        (self.action_page_up if step < 0 else self.action_page_down)()  # type: ignore[no-untyped-call]  # Textual's
+
+    def show(self, rows: Sequence[ModelRow], stock: ModelLibrary, *, loaded: str, afresh: bool) -> None:
+        """Show ``rows``, and point at what was pointed at before. afresh: at the model that is loaded, or else at the first."""
+        before = None if afresh else self.pointed
+        lines = dict(self._drawn(rows, stock, loaded))
+        self._shown_rows = {row.id: row for row in rows}
+        if list(lines) == list(self._shown_lines):
+            for id_, line in lines.items():
+                if not line.is_same(self._shown_lines[id_]):
+                    self.replace_option_prompt(id_, line)
+        else:
+            self.clear_options()
+            self.add_options(Option(line, id=id_, disabled=id_ not in self._shown_rows) for id_, line in lines.items())
+        self._shown_lines = lines
+        self._point(rows, before, loaded)
+
+    def _point(self, rows: Sequence[ModelRow], before: ModelRow | None, loaded: str) -> None:
+        wanted = [
+            *(row for row in rows if before is not None and row.id == before.id),
+            *(row for row in rows if before is not None and row.model == before.model),
+            *(row for row in rows if row.model == loaded),
+            *(row for row in rows if row.section != "downloads"),
+            *rows,
+        ]
+        self.highlighted = self.get_option_index(wanted[0].id) if wanted else None
+
+    def _drawn(self, rows: Sequence[ModelRow], stock: ModelLibrary, loaded: str) -> Iterator[tuple[str, Content]]:
+        section: Section | None = None
+        for row in rows:
+            if row.section != section:
+                section = row.section
+                yield section, section_line(_title(section, stock))
+            yield row.id, row_line(row, self.cells, loaded=row.model == loaded and row.on_disk)
+
+
+def _title(section: Section, stock: ModelLibrary) -> str:
+    match section:
+        case "typed":
+            return "As typed"
+        case "downloads":
+            return "Downloads"
+        case "embedded":
+            return "Embedded"
+        case "disk":
+            return f"On disk · {units.size(stock.disk.free_bytes)} free"
+        case "recommended":
+            return _recommended(stock)
+
+
+def _recommended(stock: ModelLibrary) -> str:
+    estimates = stock.estimates
+    done, total = estimates.weighed
+    if estimates.best:
+        return f"Recommended for {estimates.place}, best first"
+    if estimates.problem:
+        return f"To download · {estimates.problem}"
+    return f"Recommended for this machine · weighing {done} of {total} …" if total else "Recommended for this machine"
+
 
 SHORT = 18
 """Rows below which the list needs those of what stands around it."""
 
-GOING = (Stage.WAITING, Stage.RUNNING)
+GOING = (DownloadStage.WAITING, DownloadStage.RUNNING)
 
 
 class ModelScreen(Dialog[str]):
@@ -50,7 +324,7 @@ class ModelScreen(Dialog[str]):
     ]
 
     def __init__(
-        self, stock: Stock, session: Session, what_if: Callable[[str], None], unload: Callable[[], None]
+        self, stock: ModelLibrary, session: Session, what_if: Callable[[str], None], unload: Callable[[], None]
     ) -> None:
         super().__init__()
         self._stock = stock
@@ -119,7 +393,7 @@ class ModelScreen(Dialog[str]):
     @property
     def _held(self) -> str:
         """The model that the chat uses; nothing while none is loaded."""
-        return "" if self._session.phase in (Phase.UNLOADED, Phase.FAILED) else self._session.load.model
+        return "" if self._session.phase in (EnginePhase.UNLOADED, EnginePhase.FAILED) else self._session.load.model
 
     @on(OptionList.OptionHighlighted)
     def pointed(self) -> None:
@@ -151,7 +425,7 @@ class ModelScreen(Dialog[str]):
         """Take what was clicked."""
         self._take(self._list.pointed)
 
-    def _take(self, row: Row | None) -> None:
+    def _take(self, row: ModelRow | None) -> None:
         if row is None:
             return
         if self._removal.is_for(row):
@@ -172,7 +446,6 @@ class ModelScreen(Dialog[str]):
 
     def action_convert(self) -> None:
         """Convert that model; take the result if it is wanted at once."""
-        from tokamac.app.tui.screens.convert import ConvertScreen
 
         self.app.push_screen(ConvertScreen(self._named()), self._converted)
 
@@ -249,11 +522,11 @@ class ModelScreen(Dialog[str]):
         if keys != self._keys:
             self.say_keys(*keys)
 
-    def _uses(self, row: Row | None) -> list[str]:
+    def _uses(self, row: ModelRow | None) -> list[str]:
         """Return what the keys do with a row."""
         if row is None:
             return []
-        if row.download is not None and row.download.stage is Stage.FAILED:
+        if row.download is not None and row.download.stage is DownloadStage.FAILED:
             return ["Enter tries again", "F6 gives it up"]
         if row.download is not None:
             going = row.download.stage in GOING
@@ -264,3 +537,156 @@ class ModelScreen(Dialog[str]):
             return ["F7 unloads", "Enter loads again", "F3 what if", "F4 converts"]
         removes = [] if row.home in (None, "embedded") else ["Ctrl+D removes"]
         return ["Enter loads", *removes, "F3 what if", "F4 converts"]
+
+
+FIELDS = (
+    ("source", "Model", "a folder or a Hugging Face id"),
+    ("recipe", "Recipe", "instead: a rule that mixes bits, such as mixed_4_6"),
+    ("target_bpw", "Bits per weight", "instead: a budget for the whole, such as 4.5"),
+    ("output", "New folder", "empty: here, named after the model and the bits"),
+)
+"""Text fields: the name in a Wish, the label, what to write."""
+
+SHOWN = {
+    "plan": (ConversionPhase.FORM, ConversionPhase.PLANNED),
+    "convert": (ConversionPhase.FORM, ConversionPhase.PLANNED),
+    "stop": (ConversionPhase.PLANNING, ConversionPhase.RUNNING),
+    "use": (ConversionPhase.DONE,),
+}
+"""Buttons, and the phases in which they are there."""
+CLOSES, STOPS = "Esc closes", "Esc stops"
+KEYS = {
+    ConversionPhase.FORM: ("Enter plans", CLOSES),
+    ConversionPhase.PLANNING: (STOPS,),
+    ConversionPhase.PLANNED: ("Enter converts", CLOSES),
+    ConversionPhase.RUNNING: (STOPS,),
+    ConversionPhase.STOPPING: (),
+    ConversionPhase.DONE: ("Enter uses it now", CLOSES),
+}
+"""What the keys do in each phase, where the focus is then."""
+
+
+class ConvertScreen(Dialog[str]):
+    """Converts a model; the result is the new model's folder, if it is to be used now. ``command``: the process that converts."""
+
+    BINDINGS = [Binding("f4", "leave", "Close", id="convert.leave", show=False)]  # noqa: RUF012 (Textual's way)
+
+    def __init__(self, source: str, command: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self._source = source
+        self._converter = Converter(converter_command() if command is None else command)
+        self.standing = Standing(time.monotonic)
+
+    def compose(self) -> ComposeResult:
+        """Yield the form, what is to be said, and the buttons."""
+        with VerticalScroll(classes="box", can_focus=False) as box:
+            box.border_title = "Convert a model"
+            for name, label, hint in FIELDS:
+                yield _field(label, Input(self._source if name == "source" else "", hint, id=name, compact=True))
+                if name == "source":
+                    yield _field("Bits", _bits_text())
+            yield Static("", id="problem", markup=False)
+            yield Static("", id="said", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button("Plan", id="plan", compact=True)
+                yield Button("Convert", variant="primary", id="convert", compact=True)
+                yield Button("Stop", id="stop", compact=True)
+                yield Button("Use it now", variant="primary", id="use", compact=True)
+
+    def on_mount(self) -> None:
+        """Show what there is."""
+        self._show()
+
+    # Wishes ---------------------------------------------------------------------------------------------------------------
+
+    @on(Input.Changed)
+    @on(Select.Changed)
+    def changed(self) -> None:
+        """What was planned is not what is wished now."""
+        if not self.standing.busy:
+            self.standing.change()
+            self._show()
+
+    @on(Input.Submitted)
+    @on(Button.Pressed, "#plan")
+    def plan(self) -> None:
+        """Say what would be done."""
+        self._begin(dry_run=True)
+
+    @on(Button.Pressed, "#convert")
+    def convert(self) -> None:
+        """Do it."""
+        self._begin(dry_run=False)
+
+    @on(Button.Pressed, "#stop")
+    def stop(self) -> None:
+        """End the process; what it has written stays for the next time."""
+        self.standing.stop()
+        self._show()
+        self.run_worker(self._converter.interrupt(), group="stop")
+
+    @on(Button.Pressed, "#use")
+    def use(self) -> None:
+        """Close, and have the new model loaded."""
+        if self.standing.converted is not None:
+            self.dismiss(str(Path(self.standing.converted.path).absolute()))
+
+    def action_leave(self) -> None:
+        """Stop what runs; else close."""
+        if self.standing.phase in SHOWN["stop"]:
+            self.stop()
+        elif not self.standing.busy:
+            self.dismiss(None)
+
+    # The process ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, *, dry_run: bool) -> None:
+        wish = self._wish()
+        if not wish.source:
+            self.query_one("#source", Input).focus()
+        elif not self.standing.busy:
+            self.standing.begin(dry_run=dry_run)
+            self._show()
+            self.run_worker(self._run(wish, dry_run=dry_run), group="conversion")
+
+    async def _run(self, wish: Wish, *, dry_run: bool) -> None:
+        end = await self._converter.run(wish.arguments(dry_run=dry_run), self._take)
+        self.standing.ended(end)
+        self._show()
+        following = {ConversionPhase.PLANNED: "#convert", ConversionPhase.DONE: "#use"}.get(
+            self.standing.phase, "#source"
+        )
+        self.call_after_refresh(self.query_one(following).focus)  # which also brings it into view
+
+    def _take(self, line: ConversionLine) -> None:
+        self.standing.take(line)
+        if not isinstance(line, TensorWritten):  # they may be many, and a stage's line follows often enough
+            self._show()
+
+    def _wish(self) -> Wish:
+        texts = {box.id or "": box.value.strip() for box in self.query(Input)}
+        return Wish(**texts, bits=str(self.query_one("#bits", Select).value))
+
+    # What is shown --------------------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        standing = self.standing
+        self.query_one("#problem", Static).update(standing.problem)
+        self.query_one("#problem").display = bool(standing.problem)
+        self.query_one("#said", Static).update(Content(standing.text()))
+        self.query_one("#said").display = bool(standing.text())
+        if (keys := KEYS[standing.phase]) != self._keys:
+            self.say_keys(*keys)
+        for name, phases in SHOWN.items():
+            self.query_one(f"#{name}", Button).display = standing.phase in phases
+        for box in (*self.query(Input), self.query_one("#bits")):
+            box.disabled = standing.busy
+
+
+def _field(label: str, widget: Input | Select[str]) -> Horizontal:
+    return Horizontal(Label(label), widget, classes="field")
+
+
+def _bits_text() -> Select[str]:
+    choices = [("4, or as the recipe or the budget says", ""), *((bits, bits) for bits in BITS)]
+    return Select(choices, value="", allow_blank=False, id="bits", compact=True)

@@ -7,18 +7,15 @@ from functools import partial
 from textual.content import Content
 from textual.widgets import Static
 
+from tokamac.app import units
+from tokamac.app.chat import figures, preferences
+from tokamac.app.chat.actions import ACTIONS, Action, Keymap
+from tokamac.app.chat.background import READY, KnownPrice, amount, is_of_disk, is_ready, of_path
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui import measures, thinking, units
-from tokamac.app.tui.actions import ACTIONS, Action
-from tokamac.app.tui.ahead import is_ready
-from tokamac.app.tui.cells import end_of
-from tokamac.app.tui.keymap import Keymap
-from tokamac.app.tui.phase import Phase
-from tokamac.app.tui.prices import READY, Known, amount, is_of_disk, of_path
-from tokamac.app.tui.session import Session
-from tokamac.app.tui.theme import FAINT
-from tokamac.app.tui.widgets.charts import bar
-from tokamac.engine.limits import metrics as rates
+from tokamac.app.tui.theme import FAINT, bar, end_of
+from tokamac.engine import metrics as rates
 
 BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence
@@ -102,7 +99,7 @@ def _of_message(session: Session, width: int, *, more: Content, aside: str) -> C
     That is what the reader looks for now: what else there is to say has the room that is left.
     """
     known = [each for each in session.prices.known if each.question.id in ACTED]
-    if not known or session.phase is not Phase.IDLE or session.queued:
+    if not known or session.phase is not EnginePhase.IDLE or session.queued:
         return None
     content = Content.styled(_prices(known, session.keymap, width), FAINT)
     for longer in (_joined(more, content), _joined(more, content, Content.styled(aside, FAINT))):
@@ -116,26 +113,26 @@ def _joined(*parts: Content) -> Content:
 
 def _doing(session: Session, now: float, width: int) -> Content:
     match session.phase:
-        case Phase.LOADING:
+        case EnginePhase.LOADING:
             return _loading(session, width)
-        case Phase.PREFILL:
+        case EnginePhase.PREFILL:
             return _prefill(session, now, width)
-        case Phase.DECODING:
+        case EnginePhase.DECODING:
             written = session.metrics.generated_tokens if session.metrics is not None else None
             tokens = "" if not written else f" {units.count(written)} tokens"
-            rate = measures.decode_now(session)
+            rate = figures.decode_now(session)
             speed = "" if rate is None else f" at {units.rate(rate)}"
             hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
             return Content.styled(f"writing{tokens}{speed}{hint}", FAINT)
-        case Phase.STOPPING:
+        case EnginePhase.STOPPING:
             return Content.styled("stopping …", "$text-warning")
-        case Phase.FAILED:
+        case EnginePhase.FAILED:
             return Content.styled(
                 f"no model is loaded · {session.keymap.key('choose_model')} chooses one", "$text-error"
             )
-        case Phase.UNLOADED:
+        case EnginePhase.UNLOADED:
             return Content.styled(UNLOADED if width >= len(UNLOADED) else UNLOADED_SHORT, FAINT)
-        case Phase.IDLE:
+        case EnginePhase.IDLE:
             return _next(session, width)
 
 
@@ -150,7 +147,7 @@ def _next(session: Session, width: int) -> Content:
     return Content.styled(f"next: {takes}", FAINT)
 
 
-def _prices(known: Sequence[Known], keymap: Keymap, width: int) -> str:
+def _prices(known: Sequence[KnownPrice], keymap: Keymap, width: int) -> str:
     """Return actions and what they would take; in as few characters as it can be said where the line has no room for more.
 
     At last an action is its key, which the last line has beside its name.
@@ -159,25 +156,25 @@ def _prices(known: Sequence[Known], keymap: Keymap, width: int) -> str:
     return next((each for each in said if len(each) <= width), said[-1])
 
 
-def _price(known: Known) -> str:
+def _price(known: KnownPrice) -> str:
     """Return an action and what it would take: ``edit: up to 240 tokens, about 0.4 s``, or ``fork: ready``."""
     question = known.question
     takes = amount(known.price) if question.key is None else of_path(known.price)
     return f"{ACTED[question.id]}: {'up to ' if question.most else ''}{takes}"
 
 
-def _short_price(known: Known) -> str:
+def _short_price(known: KnownPrice) -> str:
     """Return that in as few characters as it can be said: ``edit: ≤240``, or ``fork: 310 MB``, which come from the disk."""
     return f"{ACTED[known.question.id]}: {_short_amount(known)}"
 
 
-def _keyed_price(keymap: Keymap, known: Known) -> str:
+def _keyed_price(keymap: Keymap, known: KnownPrice) -> str:
     """Return that with the action's key: ``e: ≤240``. Either of two versions is the other: ``[: ready``."""
     action = known.question.id
     return f"{keymap.key('older' if action == 'other' else action)}: {_short_amount(known)}"
 
 
-def _short_amount(known: Known) -> str:
+def _short_amount(known: KnownPrice) -> str:
     question, price = known.question, known.price
     most = units.size(price.disk_bytes) if is_of_disk(price) else units.short(price.tokens)
     return READY if question.key is not None and is_ready(price) else ("≤" if question.most else "") + most
@@ -200,7 +197,7 @@ def _prefill(session: Session, now: float, width: int) -> Content:
     prefill = session.prefill
     if prefill is None:
         return Content.styled("sending …", FAINT)
-    eta = measures.prefill_eta_s(session, now)
+    eta = figures.prefill_eta_s(session, now)
     left = "" if eta is None or prefill.done >= prefill.total else f" · {units.seconds(eta)} left"
     write, verb = (units.count, "reading ") if width >= ROOMY else (units.short, "")
     text = f" {verb}{write(prefill.done)} of {write(prefill.total)} tokens{left}"
@@ -234,7 +231,7 @@ class StatusLine(Static):
         warning = Content.styled(" · not saved" if self.unsaved() else "", "$text-error")
         name = _name(session, min(LONGEST_NAME, room - len(LAMP) - warning.cell_length))
         left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, FAINT) + warning
-        if set_ := thinking.state(session.template):
+        if set_ := preferences.state(session.template):
             left += SEPARATOR + Content.styled(set_, FAINT)
         for part in _essentials(session) if essentials and not pointing else ():
             if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
@@ -246,9 +243,9 @@ class StatusLine(Static):
 
 
 def _lamp(session: Session) -> str:
-    if session.phase is Phase.FAILED:
+    if session.phase is EnginePhase.FAILED:
         return "$error"
-    return "$success" if session.phase is Phase.IDLE else "$warning"
+    return "$success" if session.phase is EnginePhase.IDLE else "$warning"
 
 
 def _name(session: Session, most: int) -> str:
@@ -258,15 +255,15 @@ def _name(session: Session, most: int) -> str:
 
 def _essentials(session: Session) -> list[str]:
     """Return the figures of the reply, the first ones first where the line is short."""
-    m, held = session.metrics, measures.context_held(session)
+    m, held = session.metrics, figures.context_held(session)
     parts = []
-    if (rate := measures.decode_now(session) or (m.decode_tps if m else None)) is not None:
+    if (rate := figures.decode_now(session) or (m.decode_tps if m else None)) is not None:
         parts.append(units.rate(rate))
     if m is not None and m.ttft_s is not None:
         parts.append(f"TTFT {units.seconds(m.ttft_s)}")
     if held is not None and session.info is not None:
         parts.append(f"{units.short(held)}/{units.short(session.info.capacity)}")
-    if gone := measures.out_of_sight(session):
+    if gone := figures.tokens_out_of_sight(session):
         parts.append(f"{units.short(gone)} out of sight")
     return parts
 

@@ -1,20 +1,135 @@
-"""The conversation on the screen: it grows, and its messages can be pointed at."""
+"""The conversation on the screen: it grows, and its messages can be pointed at.
 
-from collections.abc import Sequence
+How often what grows is drawn, so that drawing takes no more of the machine than the model can spare.
+
+What an empty chat shows: the first keys to know; at the very first start a tour of five lines.
+"""
+
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from textual import events
+from textual.content import Content
 from textual.reactive import var
 
-from tokamac.app.tui.actions import bindings
-from tokamac.app.tui.conversation import Reply, Turn
-from tokamac.app.tui.keymap import Keymap
-from tokamac.app.tui.pace import SHARE_BESIDE_GPU, Pace
-from tokamac.app.tui.prose.messages import ReplyMessage, Spoken, SystemMessage, told
-from tokamac.app.tui.prose.page import Message
-from tokamac.app.tui.prose.welcome import Welcome
+from tokamac.app.chat.actions import Keymap, bindings
+from tokamac.app.chat.conversation import Reply, Turn
+from tokamac.app.tui.markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
+from tokamac.app.tui.markdown.rows import Row, wrapped
+from tokamac.app.tui.markdown.turns import ReplyMessage, Spoken, SystemMessage, told
+from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.page_view import PageView
 from tokamac.engine.events import TextKind
+
+Hints = tuple[tuple[str, str], ...]
+WORDMARK = "▀█▀ █▀█ █▄▀ █▀█ █▀▄▀█ █▀█ █▀▀\n █  █▄█ █ █ █▀█ █ ▀ █ █▀█ █▄▄"
+PROMISE = "A model on this machine. Nothing leaves it."
+ALONE = "guide answers about this app alone."
+"""Where the embedded model is the one that is asked."""
+ELSE = {"chooses a model": "a model for more than help", "choose or get a model": "a model for more than help"}
+"""What is then said of one of the keys, which the smallest window shows too."""
+HINTS = (
+    ("Enter", "sends"),
+    ("Ctrl+J", "starts a new line"),
+    ("{messages}", "points at a message"),
+    ("{choose_model}", "chooses a model"),
+    ("{help}", "shows every key"),
+)
+"""Keys, those that the user may change by the action's id, and what they do."""
+TOUR = (
+    ("{help}", "all keys; {ask_guide} asks the guide"),
+    ("{choose_model}", "choose or get a model"),
+    ("{chats}", "earlier chats, and search"),
+    ("{explain}", "how fast it was, and why"),
+    ("{settings}", "sampling, memory, idle time"),
+)
+"""As ``HINTS``. What is said of each has at most 27 characters, so that the smallest window shows it on one row."""
+GAP = 2  # cells between keys and what they do
+
+
+class Welcome:
+    """The name, and the first keys to know, in the middle of ``height`` rows.
+
+    tour: it is the very first start. guide: the model is the embedded one, which declines what is not about the app.
+    """
+
+    def __init__(self, height: int, *, tour: bool = False, keymap: Keymap | None = None, guide: bool = False) -> None:
+        self._height, self._guide = height, guide
+        hints = TOUR if tour else HINTS
+        known = tuple((key, ELSE.get(text, text)) for key, text in hints) if guide else hints
+        self._hints = with_keys(known, keymap or Keymap())
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells. Where they have no room for all of it the keys stay, and the name goes first."""
+        lines = _fitting(_parts(self._hints, width, guide=self._guide), self._height)
+        indent = max(0, (width - max(line.cell_length for line in lines)) // 2)
+        above = max(0, (self._height - len(lines)) // 2)
+        frame = Frame(Content(" " * indent), PLAIN.style)
+        return [BLANK] * above + [PageRow(Row(line), frame) for line in lines]
+
+
+def with_keys(hints: Hints, keymap: Keymap) -> Hints:
+    """Return ``hints`` with the keys that hold."""
+    keys = {action.id: action.key_name for action in keymap.actions}
+    return tuple((key.format(**keys), text.format(**keys)) for key, text in hints)
+
+
+def _parts(hints: Hints, width: int, *, guide: bool) -> list[list[Content]]:
+    """Return the name, the promise, what the guide is for where it is the model, and the keys, as lines of ``width`` cells."""
+    said = (PROMISE, ALONE) if guide else (PROMISE,)
+    texts = [[row.content for row in wrapped(Content.styled(text, FAINT), width)] for text in said]
+    column = max(len(key) for key, _ in hints)
+    keys = []
+    for key, does in hints:
+        for index, row in enumerate(wrapped(Content.styled(does, FAINT), max(1, width - column - GAP))):
+            lead = "" if index else key
+            keys.append(Content.styled(lead.rjust(column), "$text-primary") + " " * GAP + row.content)
+    return [Content.styled(WORDMARK, "$primary").split("\n"), *texts, keys]
+
+
+def _fitting(parts: list[list[Content]], height: int) -> list[Content]:
+    """Return the last of ``parts`` that have room in ``height`` rows, a blank row between two, or none between the last two."""
+    airy = [line for part in parts for line in [Content(""), *part]][1:]
+    if len(airy) <= height or len(parts) == 1:
+        return airy
+    tight = [line for part in parts for line in part]
+    return tight if len(parts) == 2 and len(tight) <= height else _fitting(parts[1:], height)
+
+
+SHARE: dict[str, float] = {"cpu": 0.03}
+"""Of one core, where the model computes on the same cores;"""
+SHARE_BESIDE_GPU = 0.3
+"""and where it does not."""
+
+SLOWEST_S = 1 / 3
+"""However dear drawing is, so often it happens."""
+
+
+def share_on(device: str) -> float:
+    """Return the share of a core that drawing may take while the model computes on ``device``."""
+    return SHARE.get(device, SHARE_BESIDE_GPU)
+
+
+class FramePacer:
+    """Says when to draw again: later the more this process worked since it last did, painting and all included."""
+
+    def __init__(
+        self, share: float, clock: Callable[[], float] = time.monotonic, cpu: Callable[[], float] = time.process_time
+    ) -> None:
+        self._share = share
+        self._clock, self._cpu = clock, cpu
+        self._drawn_s = float("-inf")
+        self._worked_s = 0.0
+
+    def is_due(self, *, now: bool = False) -> bool:
+        """Whether to draw; if so, it counts from now. ``now``: draw in any case."""
+        clock_s, worked_s = self._clock(), self._cpu()
+        if not now and clock_s - self._drawn_s < min(SLOWEST_S, (worked_s - self._worked_s) / self._share):
+            return False
+        self._drawn_s, self._worked_s = clock_s, worked_s
+        return True
+
 
 WIDEST = 96  # cells: longer lines are hard to read
 NARROWEST = 8
@@ -35,7 +150,7 @@ class Transcript(PageView, can_focus=False):
         self._tour, self._keymap, self._guide = tour, keymap, False
         self._reply: ReplyMessage | None = None
         self._grown = False
-        self._pace = Pace(SHARE_BESIDE_GPU)
+        self._pace = FramePacer(SHARE_BESIDE_GPU)
         self._chosen: Spoken | None = None
 
     # What the chat says ---------------------------------------------------------------------------------------------------
@@ -46,7 +161,7 @@ class Transcript(PageView, can_focus=False):
         return self._reply is not None
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[PageItem]:
         """What is shown, oldest first."""
         return self._page.messages
 
@@ -69,7 +184,7 @@ class Transcript(PageView, can_focus=False):
         if turn.reply is not None:
             self._reply.begin(turn.reply)
         self._page.append(self._reply)
-        self._pace = Pace(share)
+        self._pace = FramePacer(share)
         self.can_focus = True
         self._keep_pointing()
         self._let_go_of_selection()
@@ -148,7 +263,7 @@ class Transcript(PageView, can_focus=False):
         height = self.size.height - 1  # a message ends with a blank row
         self._page.append(Welcome(height, tour=self._tour, keymap=self._keymap, guide=self._guide))
 
-    def _update(self, message: Message) -> None:
+    def _update(self, message: PageItem) -> None:
         self._page.update(message)
         self._show()
 
@@ -236,7 +351,7 @@ class Transcript(PageView, can_focus=False):
         if message is not None:
             self._bring_into_view(message)
 
-    def _bring_into_view(self, message: Message) -> None:
+    def _bring_into_view(self, message: PageItem) -> None:
         y = self._page.start(self.messages.index(message))
         if not self.scroll_offset.y <= y < self.scroll_offset.y + self.size.height - 1:
             self._scroll(y)

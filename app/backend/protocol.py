@@ -1,0 +1,636 @@
+"""What the screen and the engine's process say to each other: one JSON object a line, one frozen dataclass a message.
+
+Decoding is strict: the types written in a class are the schema. A line that is too long, is not JSON, has an unknown kind, an
+unknown or missing field, or a value of the wrong type is a ``WireError``, never a traceback further in. No line ever holds a raw
+newline: JSON escapes them. "What if" may ask about models that are not loaded; its answers are computed in the engine's process
+too (advice.py), since the screen imports no MLX, and are plain values here.
+"""
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import FinishReason, Live, MemoryPressure, Message, Price, TextKind
+from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
+from tokamac.engine.perf.diagnosis import Diagnosis, Waits
+
+
+class ShapeError(ValueError):
+    """A value is not of the shape that its class states; the message names the field."""
+
+
+def build(hint: Any, value: Any, where: str) -> Any:
+    """Return ``value``, read as JSON, as an instance of ``hint``; ``where`` names it in errors."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _one_of(get_args(hint), value, where)
+    if origin is Literal:
+        # 1 == True in Python: the type is compared too.
+        if any(value == choice and type(value) is type(choice) for choice in get_args(hint)):
+            return value
+        raise ShapeError(f"{where}: {value!r} is not one of {get_args(hint)}")
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ShapeError(f"{where}: not a list")
+        if (hints := get_args(hint))[-1] is not Ellipsis:
+            if len(hints) != len(value):
+                raise ShapeError(f"{where}: not a list of {len(hints)}")
+            return tuple(
+                build(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(zip(hints, value, strict=True))
+            )
+        return tuple(build(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _instance(hint, value, where)
+    return _plain(hint, value, where)
+
+
+def _plain(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is type(None) and value is None:
+        return None
+    if hint is float and type(value) is float and not math.isfinite(value):
+        raise ShapeError(f"{where}: {value!r} is no number here")  # JSON's 1e999 is Python's infinity
+    if hint in (int, float, str, bool) and type(value) is hint:
+        return value
+    raise ShapeError(f"{where}: {value!r:.60} is not {getattr(hint, '__name__', hint)}")
+
+
+def _one_of(hints: tuple[Any, ...], value: Any, where: str) -> Any:
+    reasons = []
+    for hint in hints:
+        try:
+            return build(hint, value, where)
+        except ShapeError as error:
+            reasons.append(str(error))
+    raise ShapeError(reasons[0])
+
+
+def _instance(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ShapeError(f"{where}: not an object")
+    shape = _shape(kind)
+    if unknown := value.keys() - shape.keys():
+        raise ShapeError(f"{where}: unknown field {sorted(unknown)[0]!r}")
+    if missing := {name for name, (_, required) in shape.items() if required} - value.keys():
+        raise ShapeError(f"{where}: no field {sorted(missing)[0]!r}")
+    return kind(**{name: build(shape[name][0], item, f"{where}.{name}") for name, item in value.items()})
+
+
+@cache
+def _shape(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Return of each field of ``kind`` its type and whether it must be given."""
+    hints = get_type_hints(kind)
+    return {
+        field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(kind)
+    }
+
+
+Wanted = Literal["table", "chips", "models", "disk"]
+"""table: one thing changed at a time, decoding over contexts, and the roofline. chips: the same case on every chip of the table.
+models: those of the catalogue, best first. disk: those that are named, in their order."""
+
+Change = Literal["as asked", "weights", "keys and values", "context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A machine: this one where ``chip`` is empty, else one of the chip table. memory_gb: as its maker says it."""
+
+    chip: str = ""
+    gpu_cores: int | None = None
+    memory_gb: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One case of one model. model: a folder, an id or a name of the catalogue; nothing is downloaded.
+
+    bits: None is as it is packed. context: tokens held while decoding; prompt: of them, computed before the first token.
+    names: the models to weigh, where the question is about several that are here.
+    """
+
+    wanted: Wanted
+    model: str
+    bits: int | None = None
+    kv: KVSpec = field(default_factory=KVSpec)
+    context: int = 4096
+    prompt: int = 4096
+    where: Where = field(default_factory=Where)
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a machine makes of a case. Bytes, tokens a second, seconds; None is unknown, and ``reason`` then says why.
+
+    fits: whether ``memory_bytes`` are within ``budget_bytes``. from_others: bytes that other programs have to give way by.
+    """
+
+    memory_bytes: int | None = None
+    budget_bytes: int | None = None
+    fits: bool | None = None
+    ceiling_tps: float | None = None
+    expected_tps: float | None = None
+    ttft_s: float | None = None
+    reason: str = ""
+    from_others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CaseLine:
+    """A case with one thing changed. bits: None is as the model is packed."""
+
+    change: Change
+    bits: int | None
+    key_bits: int
+    value_bits: int
+    context: int
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class ChipLine:
+    """The case on one chip."""
+
+    chip: str
+    gpu_cores: int | None
+    bandwidth_gbs: float | None
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLine:
+    """A model of the catalogue, or one that is here. Bytes, weights; None is unknown. verdict: in a few words.
+
+    download_bytes: of one that is not here. context: tokens of the prompt, and of the context, that the figures are for. text_only:
+    it sees or hears, too, and that is left out.
+    """
+
+    model: str
+    download_bytes: int | None
+    parameters: int | None
+    active_parameters: int | None
+    verdict: str
+    figures: Figures
+    bits_per_weight: float | None = None
+    context: int | None = None
+    text_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """Decoding at one context, in tokens a second."""
+
+    context: int
+    ceiling_tps: float | None
+    expected_tps: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A phase under the roof: operations a byte, and what it does of 10^12 a second; None is unknown."""
+
+    name: Literal["decode", "prefill"]
+    intensity: float
+    bound: Waits | None
+    ceiling_tflops: float | None
+    expected_tflops: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """A machine's roofline, and where both phases are under it. ridge: operations a byte."""
+
+    bandwidth_gbs: float
+    peak_tflops: float
+    ridge: float
+    spots: tuple[Spot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """The answer is not there yet: ``done`` of ``total`` models are weighed. line: the last of them."""
+
+    done: int
+    total: int
+    line: ModelLine
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a question: of what it did not want, nothing. place: the machine's name.
+
+    rule: how its budget is known, where it was not read. context_length: what the model was made for. notes: what is to be known
+    of all cases together.
+    """
+
+    model: str
+    place: str
+    rule: str = ""
+    context_length: int | None = None
+    cases: tuple[CaseLine, ...] = ()
+    curve: tuple[CurvePoint, ...] = ()
+    roof: Roof | None = None
+    chips: tuple[ChipLine, ...] = ()
+    models: tuple[ModelLine, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load ``model`` in place of whatever is loaded.
+
+    memory: bytes that it may take; None is the system's limit. unchecked: although something of its config is computed otherwise.
+    adapter: a folder or a Hugging Face id of what is added to it.
+    """
+
+    model: str
+    kv: KVSpec = field(default_factory=KVSpec)
+    prompt_cache: bool = True
+    memory: int | None = None
+    unchecked: bool = False
+    adapter: str | None = None
+
+    def of(self, model: str, adapter: str | None) -> "Load":
+        """Return the request for another model with the same settings; for the same one, this.
+
+        That this one may be unchecked, and what is added to it, says nothing of the other.
+        """
+        return self if model == self.model else replace(self, model=model, unchecked=False, adapter=adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Reply to a conversation. It is always whole: the engine's process remembers nothing that matters.
+
+    continues: it ends with a reply that was cut, and the rest of that is wanted. template: what the chat template is told.
+    """
+
+    id: int
+    messages: tuple[Message, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    continues: bool = False
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End reply ``id`` within one token; it finishes with the reason ``cancelled``."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Compute in idle time what is certain of a conversation whose last message is still being written. Nothing is replied.
+
+    Any request ends it, and so does another ``Warm``. Where the prompt cache is off nothing is done. template: as for ``Send``.
+    """
+
+    messages: tuple[Message, ...]
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+
+
+Asker = Literal["draft", "actions", "title"]
+"""Who wants to know a price: what is being written, what could be done with older messages, or a title that is to be read ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrice:
+    """Tell what a reply to a conversation would take until its first token: ``Priced`` comes when the engine is free.
+
+    A later question of the same asker replaces one that still waits. continues, template: as for ``Send``.
+    """
+
+    asker: Asker
+    id: int
+    messages: tuple[Message, ...]
+    continues: bool = False
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class AskCount:
+    """Tell how many tokens a text is: ``Counted`` comes when the engine is free."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskWhatIf:
+    """Tell what a model would do otherwise, or elsewhere: ``WhatIf`` comes when the engine is free.
+
+    A later question of the same kind replaces one that is not answered yet.
+    """
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Give the model's memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """End the process."""
+
+
+Request = Load | Send | Cancel | Warm | AskPrice | AskCount | AskWhatIf | Unload | Quit
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes in use by the engine, now and at most, and the bytes it may use; None is unknown.
+
+    predicted_peak_bytes: what the peak of a reply that has ended was expected to be. budget_source: in words, where the bytes it
+    may use come from. total_bytes: the memory there is.
+    """
+
+    active_bytes: int | None = None
+    peak_bytes: int | None = None
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    budget_source: str = ""
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the screen shows of a loaded model; None is unknown.
+
+    device: what computes: "metal", "cuda" or "cpu". capacity: tokens that the context holds at once; rolls: whether the oldest make
+    room then. later_system: whether its chat template takes system messages that follow others; else they are left out of prompts.
+    recommended: what its makers suggest, else the defaults. notes: where the caches are not what was asked for, and why.
+    advice: what to do about the installation, where that holds the model up. memory_notes: what loading it cost other programs.
+    doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
+    thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
+    """
+
+    name: str
+    path: str = ""
+    device: str = ""
+    architecture: str = ""
+    parameters: int | None = None
+    weight_bytes: int | None = None
+    bits_per_weight: float | None = None
+    context_length: int | None = None
+    thinks: bool = False
+    later_system: bool = False
+    capacity: int | None = None
+    rolls: bool = False
+    recommended: Sampling = field(default_factory=Sampling)
+    notes: tuple[str, ...] = ()
+    advice: str | None = None
+    memory_notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    adapter: str | None = None
+    adapter_digest: str | None = None
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far loading has come, in bytes; ``total`` None is not known yet. Of the warm-up nothing is counted."""
+
+    stage: Literal["download", "weights", "warm-up"]
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model is ready. ``ceiling_tps`` is that of an empty context."""
+
+    info: ModelInfo
+    ceiling_tps: float | None = None
+    bandwidth_gbs: float | None = None
+    memory: MemoryUse = field(default_factory=MemoryUse)
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """The model is gone and its memory given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompt tokens of reply ``id`` in the cache; ``cached`` of them were there before."""
+
+    id: int
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The conversation did not fit: ``tokens`` of its middle are not seen in reply ``id``."""
+
+    id: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShortOfMemory:
+    """Memory was short before reply ``id``, and this was done."""
+
+    id: int
+    done: MemoryPressure
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Characters of reply ``id``, batched."""
+
+    id: int
+    text: str
+    kind: TextKind = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The measurements of reply ``id`` so far."""
+
+    id: int
+    live: Live
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Reply ``id`` has ended. Its whole text is repeated, so that what is kept is what the engine said.
+
+    thinking_ended_at: the budget of tokens that ended its thinking; None where none did.
+    """
+
+    id: int
+    reason: FinishReason
+    text: str
+    thinking: str
+    metrics: Metrics
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    outliers: tuple[Outlier, ...] = ()
+    diagnosis: Diagnosis | None = None
+    thinking_ended_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """The answer to ``AskPrice`` of the same asker and id; None where no price can be told: too long a conversation, say."""
+
+    asker: Asker
+    id: int
+    price: Price | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The answer to ``AskCount`` of the same id; None where nothing can count."""
+
+    id: int
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The answer to ``AskWhatIf`` of the same id. None: ``error`` says why, or only ``done`` of ``total`` models are weighed.
+
+    line: the last that was.
+    """
+
+    id: int
+    answer: Answer | None
+    error: str = ""
+    done: int = 0
+    total: int = 0
+    line: ModelLine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something went wrong that the user should know of and that ends nothing; once for each loaded model."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The process is alive, and busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request failed: reply ``id``, or (None) the loading of a model. The process goes on."""
+
+    id: int | None
+    error: str
+    hint: str = ""
+
+
+Reply = (
+    Loading | Loaded | Unloaded | LeftOut | ShortOfMemory | Prefill | Text | Stats | Done | Priced | Counted | WhatIf
+    | Notice | Heartbeat | Failed
+)  # fmt: skip
+
+
+__all__ = [
+    "LONGEST_LINE",
+    "AskCount",
+    "AskPrice",
+    "AskWhatIf",
+    "Cancel",
+    "Counted",
+    "Done",
+    "Failed",
+    "Heartbeat",
+    "LeftOut",
+    "Load",
+    "Loaded",
+    "Loading",
+    "MemoryUse",
+    "ModelInfo",
+    "Notice",
+    "Prefill",
+    "Priced",
+    "Quit",
+    "Reply",
+    "Request",
+    "Send",
+    "ShortOfMemory",
+    "Stats",
+    "Text",
+    "Unload",
+    "Unloaded",
+    "Warm",
+    "WhatIf",
+    "WireError",
+    "decode_reply",
+    "decode_request",
+    "encode",
+]
+
+LONGEST_LINE = 64 * 2**20  # a conversation that fills a context of a million tokens is about 5 MB
+
+
+class WireError(TokamacError):
+    """A line that is not a message."""
+
+
+_REQUESTS = {kind.__name__.lower(): kind for kind in get_args(Request)}
+_REPLIES = {kind.__name__.lower(): kind for kind in get_args(Reply)}
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Return ``message`` as one line, newline included."""
+    fields = {"type": type(message).__name__.lower(), **asdict(message)}
+    # ASCII, so that a reader may cut the line at any byte and lone surrogates survive as escapes.
+    return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode_request(line: bytes) -> Request:
+    """Return the request on ``line``; raise WireError if there is none."""
+    message = _decode(line, _REQUESTS)
+    assert isinstance(message, Request)
+    return message
+
+
+def decode_reply(line: bytes) -> Reply:
+    """Return the reply on ``line``; raise WireError if there is none."""
+    message = _decode(line, _REPLIES)
+    assert isinstance(message, Reply)
+    return message
+
+
+def _decode(line: bytes, kinds: Mapping[str, type]) -> object:
+    if len(line) > LONGEST_LINE:
+        raise WireError(f"a line of {len(line)} bytes is too long", f"At most {LONGEST_LINE} are read.")
+    try:
+        fields = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {line[:80]!r}", str(error)[:120]) from error
+    if not isinstance(fields, dict):
+        raise WireError(f"not an object: {line[:80]!r}")
+    name = fields.pop("type", None)
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise WireError(f"unknown type {name!r}"[:120])
+    try:
+        return build(kind, fields, str(name))
+    except (ShapeError, TokamacError) as error:
+        raise WireError(f"a bad message: {error}"[:200]) from error
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no number here")

@@ -1,0 +1,1 @@
+"""The chat without a screen: what the full-screen and the plain chat share."""

@@ -1,0 +1,235 @@
+"""What goes with a prompt: texts of files, and pasted ones.
+
+A file that the user named is read with the user's own rights: a plain file within a bound, text or PDF. Only what the user writes
+is followed; nothing that a model or another file says ever gets here. To the model, attachments stand before the user's words, each
+in a block that it can't end itself:
+
+    File notes.md:
+    ```
+    what the file says
+    ```
+
+    the user's words
+
+The text of a PDF, taken out in a process of its own: a file that is slow, or made to do harm, costs no more than the deadline.
+
+PDF's bytes ─ stdin ─▶ python -m tokamac.app.chat.attachments ─ stdout ─▶ {"text": …} or {"error": …}
+"""
+
+import codecs
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.store.values import Attachment
+from tokamac.engine.errors import TokamacError, access_hint
+from tokamac.engine.files import NotRegularError, TooLargeError, read_bytes
+
+DEADLINE_S = 60.0
+LARGEST_CHARACTERS = 4_000_000
+
+
+class PDFError(TokamacError):
+    """A PDF has no text that could be taken out."""
+
+
+def pdf_text(data: bytes) -> str:
+    """Return the text of a PDF, a blank line between pages. Raises PDFError."""
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PDFError(f"its text was not out after {DEADLINE_S:g} s", "Attach a part of it.") from None
+    try:
+        told = json.loads(done.stdout)
+    except ValueError:
+        raise PDFError(f"reading it ended with status {done.returncode}", "It may be damaged.") from None
+    if "error" in told:
+        raise PDFError(told["error"], "It may be damaged, or locked.")
+    text: str = told["text"]
+    if not text.strip():
+        raise PDFError("it holds no text, only pictures", "A program that recognises text (OCR) can add it.")
+    return text
+
+
+def _extract(data: bytes) -> str:
+    from pypdf import PdfReader
+
+    pages: list[str] = []
+    left = LARGEST_CHARACTERS
+    for page in PdfReader(io.BytesIO(data)).pages:
+        pages.append(page.extract_text())
+        left -= len(pages[-1])
+        if left < 0:
+            break  # the caller refuses it for its length
+    return "\n\n".join(pages)
+
+
+def main() -> None:
+    """Read a PDF from stdin, and write its text to stdout as JSON."""
+    try:
+        told = {"text": _extract(sys.stdin.buffer.read())}
+    except Exception as error:  # whatever a foreign file makes of a foreign library is one sentence
+        told = {"error": " ".join(f"{error}".split())[:200] or type(error).__name__}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
+
+
+def fence_for(text: str) -> str:
+    """Return more backticks than ``text`` holds in a row, at least three, so that it can't end its own block."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+LONG_PASTE_CHARACTERS = 2_000
+LONG_PASTE_LINES = 30
+"""A paste beyond either would bury what is written around it."""
+
+_PASTE = "paste"
+_PASTED = "pasted text"
+_KINDS = {
+    "markdown": frozenset({".md", ".markdown"}),
+    "csv": frozenset({".csv", ".tsv"}),
+    "pdf": frozenset({".pdf"}),
+    "text": frozenset({"", ".txt", ".text", ".log", ".rst"}),
+}
+_BLOCK = re.compile(
+    r"(?:File (?P<file>[^\n]+)|Pasted text (?P<number>[0-9]+)):\n(?P<fence>`{3,})\n(?P<text>(?s:.*?))\n(?P=fence)(?:\n\n|\Z)"
+)
+_NUMBER = re.compile(rf"{_PASTED} ([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt that is not sent: the user's words, and what goes with them."""
+
+    text: str = ""
+    attachments: tuple[Attachment, ...] = ()
+
+    @property
+    def whole(self) -> str:
+        """All of it, as the model is given it."""
+        return whole(self.text, self.attachments)
+
+
+def whole(words: str, attachments: Iterable[Attachment]) -> str:
+    """Return the message that ``words`` and ``attachments`` make."""
+    blocks = [_block(attachment) for attachment in attachments]
+    return "\n\n".join([*blocks, words] if words else blocks)
+
+
+def apart(message: str) -> Draft:
+    """Return what ``whole`` made ``message`` of. A text that only looks as if it began with a file is taken for one, too."""
+    found: list[Attachment] = []
+    at = 0
+    while block := _BLOCK.match(message, at):
+        at = block.end()
+        name = block["file"]
+        kind = _PASTE if name is None else kind_of(name)
+        found.append(Attachment(name or f"{_PASTED} {block['number']}", block["text"], kind))
+    return Draft(message[at:], tuple(found))
+
+
+def joined(drafts: Sequence[Draft]) -> Draft:
+    """Return several drafts as one, in their order."""
+    words = "\n\n".join(draft.text for draft in drafts if draft.text)
+    return Draft(words, tuple(attachment for draft in drafts for attachment in draft.attachments))
+
+
+def attachment(name: str, text: str) -> Attachment:
+    """Return the file ``name`` with this text as an attachment, both made safe to show."""
+    shown = sanitise_line(name)
+    return Attachment(shown, sanitise(text).strip("\n"), kind_of(shown))
+
+
+def is_long(text: str) -> bool:
+    """Whether a pasted text is better shown by its name."""
+    return len(text) > LONG_PASTE_CHARACTERS or text.count("\n") >= LONG_PASTE_LINES
+
+
+def pasted(text: str, beside: Iterable[Attachment]) -> Attachment:
+    """Return a pasted text, made safe, as an attachment ``beside`` those that are there."""
+    numbers = [int(number[1]) for each in beside if (number := _NUMBER.fullmatch(each.name))]
+    return Attachment(f"{_PASTED} {max(numbers, default=0) + 1}", sanitise(text).strip("\n"), _PASTE)
+
+
+def kind_of(name: str) -> str:
+    """Return what a file of this name is: ``markdown``, ``csv``, ``pdf``, ``text``, or else ``code``."""
+    suffix = PurePath(name).suffix.lower()
+    return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "code")
+
+
+def _block(attachment: Attachment) -> str:
+    """Return an attachment under its name, between fences with more backticks than it holds in a row."""
+    fence = fence_for(attachment.text)
+    is_paste = attachment.kind == _PASTE and _NUMBER.fullmatch(attachment.name)
+    title = attachment.name.capitalize() if is_paste else f"File {sanitise_line(attachment.name)}"
+    return f"{title}:\n{fence}\n{attachment.text}\n{fence}"
+
+
+LARGEST_TEXT_BYTES = 4_000_000
+"""About a million tokens: no context holds more."""
+LARGEST_PDF_BYTES = 64_000_000
+"""Most of a PDF is pictures and fonts."""
+_FILE_KINDS = "Text, code, Markdown, CSV and PDF can be attached."
+
+
+class AttachError(TokamacError):
+    """A file can't be attached."""
+
+
+def read_file(typed: str, folder: Path) -> Attachment:
+    """Return the file at the path ``typed``, which begins at ``folder`` where it is relative. May take seconds for a PDF.
+
+    Raises AttachError for what is missing, unreadable, no plain file, too large, or neither text nor a PDF with text.
+    """
+    name = sanitise_line(typed)
+    is_pdf = kind_of(typed) == "pdf"
+    try:
+        path = folder / Path(typed).expanduser()
+        data = _read(path, name, LARGEST_PDF_BYTES if is_pdf else LARGEST_TEXT_BYTES)
+        text = pdf_text(data) if is_pdf else _decoded(data, name)
+    except FileNotFoundError:
+        raise AttachError(f"There is no file {name}", "Check its path.") from None
+    except IsADirectoryError:
+        raise AttachError(f"{name} is a folder", "Attach the files in it one by one.") from None
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name with a NUL
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        hint = "Check its permissions."
+        hint = access_hint(error, hint) if isinstance(error, OSError) else hint
+        raise AttachError(f"{name} can't be read: {reason}", hint) from error
+    except PDFError as error:
+        raise AttachError(f"{name} can't be attached: {error.message}", error.hint) from error
+    if len(text) > LARGEST_TEXT_BYTES:
+        raise AttachError(f"{name} holds {len(text):,} characters", "No context holds that: attach a part of it.")
+    return attachment(typed, text)
+
+
+def _read(path: Path, name: str, most: int) -> bytes:
+    try:
+        return read_bytes(path, most)
+    except NotRegularError as error:
+        raise AttachError(f"{name} is no plain file", _FILE_KINDS) from error
+    except TooLargeError as error:
+        size = path.stat().st_size / 1e6
+        raise AttachError(f"{name} has {size:,.1f} MB, more than {most // 10**6}", "Attach a part of it.") from error
+
+
+def _decoded(data: bytes, name: str) -> str:
+    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    binary = b"\0" in data and encoding != "utf-16"
+    try:
+        text = "" if binary else data.decode(encoding)
+    except UnicodeDecodeError:
+        raise AttachError(f"{name} is no UTF-8 text", "Save it as UTF-8, if it is text at all.") from None
+    if binary or "\0" in text:
+        raise AttachError(f"{name} is a binary file", _FILE_KINDS)
+    return text

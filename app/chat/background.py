@@ -1,0 +1,433 @@
+"""A title that the model gives a chat, asked for while nobody uses the engine. Pure, like the session.
+
+    first whole reply ──▶ WANTED ── idle ──▶ Warm, AskPrice ──▶ READING ── Priced ──▶ Send ──▶ WRITING ── Done ──▶ Titled
+                            ▲──── something else is asked of the engine: Cancel ───────────────────┘
+
+What the model is asked is short and read ahead, in steps that any request ends; so a prompt waits for a token at most.
+
+Reading ahead while the user writes: what is asked of the engine, and what it says the next prompt would take.
+
+    a pause in a long draft ──▶ AskPrice ──▶ Priced: much to read? ──▶ Warm, AskPrice ──▶ Priced: ready
+
+The second price waits in the engine until the reading is done, and so tells that it is. Pure, like the session.
+
+What each attachment takes of the model that is loaded, in tokens: asked of the engine's process, and kept. Pure.
+
+Counted is the block that the attachment is in a prompt, its name and fences included.
+
+What could be done with the message that is pointed at, and what each would take. Pure, like the session.
+
+    a message is pointed at, or versions are in view ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next ──▶ …
+
+One after the other: of these questions, those that wait, the engine's process answers the last alone.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from tokamac.app import units
+from tokamac.app.backend import protocol
+from tokamac.app.backend.client import BackendEvent
+from tokamac.app.backend.protocol import AskCount, AskPrice, Cancel, Counted, ModelInfo, Priced, Send, Warm
+from tokamac.app.chat.attachments import whole
+from tokamac.app.chat.conversation import Conversation, Reply, Turn, cut_here, messages
+from tokamac.app.chat.steps import Ask, Step, Titled
+from tokamac.app.sanitise import REPLACEMENT, sanitise
+from tokamac.app.store.values import Attachment
+from tokamac.engine.events import Message, Price
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+
+LEAST_CHARACTERS = 200  # some fifty tokens: fewer are read in a moment once they are sent
+READY_TOKENS = 32  # a template's end, and last words that may still change, can't be read ahead
+
+
+def is_ready(price: Price) -> bool:
+    """Whether there is nothing left that could be read ahead."""
+    return price.tokens <= READY_TOKENS and price.disk_bytes == 0
+
+
+class Ahead:
+    """What is read ahead. ``price`` is that of the draft at its last pause; None while it is not known, or not worth a word.
+
+    template: what the chat template is told.
+    """
+
+    def __init__(self) -> None:
+        self.price: Price | None = None
+        self._messages: tuple[Message, ...] = ()  # what the draft would send; empty where there is none to speak of
+        self._id = 0
+        self.template = TemplateOptions()
+        self._reading = False  # a Warm was sent, and the price that follows it has not come
+
+    def pause(self, draft: str, messages: Sequence[Message]) -> list[Step]:
+        """Return what to ask when the user pauses in ``draft``, which would send ``messages``."""
+        given = tuple(messages) if len(draft) >= LEAST_CHARACTERS else ()
+        if given == self._messages:
+            return []
+        self._messages = given
+        if not given:
+            self.price = None
+            return []
+        # A price alone would wait until an older draft is read; another Warm ends that.
+        return self._warm(given) if self._reading else [self._ask(given)]
+
+    def begin(self, messages: Sequence[Message]) -> list[Step]:
+        """Return what to ask of a model that is new to a conversation; ``messages`` end with an empty draft."""
+        return self._warm(tuple(messages)) if len(messages) > 1 else []
+
+    def priced(self, event: Priced) -> list[Step]:
+        """Take a price; return what to ask next."""
+        if (event.asker, event.id) != ("draft", self._id):
+            return []
+        read, self._reading = self._reading, False
+        if not self._messages:
+            return []
+        self.price = event.price
+        if read or event.price is None or is_ready(event.price):
+            return []
+        return self._warm(self._messages)
+
+    def forget(self) -> None:
+        """Be told that the engine was asked for something else, or is another."""
+        self.price = None
+        self._messages = ()
+        self._reading = False
+
+    def _warm(self, messages: tuple[Message, ...]) -> list[Step]:
+        self._reading = True
+        return [Ask(Warm(messages, self.template)), self._ask(messages)]
+
+    def _ask(self, messages: tuple[Message, ...]) -> Ask:
+        self._id += 1
+        return Ask(AskPrice("draft", self._id, messages, template=self.template))
+
+
+class Counts:
+    """Tokens by attachment, of one model; another model's tokens are others."""
+
+    def __init__(self) -> None:
+        self._model: ModelInfo | None = None
+        self._known: dict[Attachment, int | None] = {}
+        self._asked: dict[int, Attachment] = {}
+        self._id = 0
+
+    def of(self, model: ModelInfo | None, attachment: Attachment) -> int | None:
+        """Return the tokens that ``attachment`` takes of ``model``; None while that is unknown."""
+        return self._known.get(attachment) if model is not None and model == self._model else None
+
+    def exceed(self, model: ModelInfo | None, kv: KVSpec, attachments: Iterable[Attachment]) -> bool:
+        """Whether ``attachments`` alone, as far as they are counted, leave no token of the context to a reply.
+
+        Never where the engine makes room by itself: the oldest tokens roll out, or the middle is left out.
+        """
+        if model is None or model.capacity is None or kv.when_full in ("roll", "truncate-middle"):
+            return False
+        return sum(self.of(model, each) or 0 for each in attachments) >= model.capacity
+
+    def ask(self, model: ModelInfo | None, attachments: Iterable[Attachment]) -> list[Step]:
+        """Return what to ask of ``model`` for attachments that were not counted yet."""
+        if model != self._model:
+            self._model = model
+            self._known.clear()
+            self._asked.clear()
+        pending = set(self._asked.values())
+        new = [each for each in attachments if each not in self._known and each not in pending]
+        return [self._ask(each) for each in new] if model is not None else []
+
+    def take(self, event: Counted) -> None:
+        """Take an answer."""
+        if (attachment := self._asked.pop(event.id, None)) is not None:
+            self._known[attachment] = event.tokens
+
+    def forget(self) -> None:
+        """Expect no answer any more: what was not counted is asked again, what could not be counted too."""
+        self._asked.clear()
+        self._known = {each: tokens for each, tokens in self._known.items() if tokens is not None}
+
+    def _ask(self, attachment: Attachment) -> Ask:
+        self._id += 1
+        self._asked[self._id] = attachment
+        return Ask(AskCount(self._id, whole("", (attachment,))))
+
+
+IDLE_S = 5.0
+"""How long nobody must have used the chat."""
+EXCERPT = 400
+"""Characters of the prompt, and of the reply, by which a title is found; some hundred tokens each."""
+MOST_WORDS, MOST_CHARACTERS = 8, 60
+"""Models count badly; what is longer is a sentence, not a title."""
+SYSTEM = (
+    "You give a conversation its title: at most six words that name its subject, in the language of the conversation. "
+    "Write the title alone, without quotation marks and without a full stop."
+)
+BEGUN = "Title:"
+"""The reply begins with it: the model neither thinks first nor greets."""
+GREEDY = Sampling(temperature=0.0, max_tokens=16)
+
+_MARKS = re.compile(r"[`*_#<>|\[\]{}\\]+")
+_ENDS = " \t\"'“”„‟«»‹›‘’‚「」『』.:;,-–—"
+_DECLINED = re.compile(
+    r"(?:i['’]m|i (?:am|can|cannot|could|do|don|will|would)|sorry|as an ai|unfortunately)\b", re.IGNORECASE
+)
+"""How models begin to say no. In another language, too, a refusal is a sentence, and mostly too long."""
+
+
+class _TitleState(Enum):
+    NONE = auto()  # there is no whole reply yet, or no other title will come
+    WANTED = auto()
+    READING = auto()
+    WRITING = auto()
+
+
+class Titles:
+    """The title of the conversation that is held, once: a bad one, or none, leaves the chat its first words."""
+
+    def __init__(self) -> None:
+        self._state = _TitleState.NONE
+        self._messages: tuple[Message, ...] = ()
+        self._id = 0  # below zero: those above are of replies
+        self._price = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the model may be asked."""
+        return self._state is _TitleState.WANTED
+
+    def opened(self) -> None:
+        """Another conversation is held."""
+        self._state = _TitleState.NONE
+
+    def ended(self, replies: Iterable[Reply]) -> None:
+        """A reply has ended, and these are there now: after the first whole one a title is wanted."""
+        if sum(1 for reply in replies if reply.ending in ("stop", "length") and reply.text) == 1:
+            self._state = _TitleState.WANTED
+
+    def ask(self, turn: Turn) -> list[Step]:
+        """Return what to ask for a title of the conversation that begins with ``turn``."""
+        self._state, self._messages = _TitleState.READING, question(turn)
+        self._price += 1
+        return [Ask(Warm(self._messages)), Ask(AskPrice("title", self._price, self._messages))]
+
+    def priced(self, event: Priced) -> list[Step]:
+        """Take the price that comes when the question is read; return what asks it."""
+        if (event.asker, event.id) != ("title", self._price) or self._state is not _TitleState.READING:
+            return []
+        if event.price is None or not is_ready(event.price):  # not read ahead: a prompt might have to wait for it
+            self._state = _TitleState.NONE
+            return []
+        self._state = _TitleState.WRITING
+        self._id -= 1
+        return [Ask(Send(self._id, (*self._messages, Message("assistant", BEGUN)), GREEDY, continues=True))]
+
+    def take(self, event: BackendEvent) -> list[Step]:
+        """Take an event of a reply that is not the chat's; return the title, if it brings one."""
+        if self._state is not _TitleState.WRITING:
+            return []
+        match event:
+            case protocol.Done(id, reason, text) if id == self._id:
+                self._state = _TitleState.NONE
+                title = title_of(text, whole=reason == "stop")
+                return [Titled(title)] if title else []
+            case protocol.Failed(id) if id == self._id:
+                self._state = _TitleState.NONE
+        return []
+
+    def stop(self) -> list[Step]:
+        """Make way for what the user wants; it is asked again when nobody uses the chat."""
+        was = self._state
+        if was in (_TitleState.READING, _TitleState.WRITING):
+            self._state = _TitleState.WANTED
+        return [Ask(Cancel(self._id))] if was is _TitleState.WRITING else []
+
+    def forget(self) -> None:
+        """Be told that the engine is another. What was asked of the last one may have ended it, and is not asked again."""
+        if self._state in (_TitleState.READING, _TitleState.WRITING):
+            self._state = _TitleState.NONE
+
+
+def question(turn: Turn) -> tuple[Message, ...]:
+    """Return what asks for a title: how the conversation begins, cut short, under a system prompt of its own."""
+    asked = turn.prompt or ", ".join(each.name for each in turn.attachments)
+    said = turn.reply.text if turn.reply is not None else ""
+    begins = f"The user wrote:\n{_cut(asked)}\n\nThe assistant replied:\n{_cut(said)}\n\nWhat is the title?"
+    return (Message("system", SYSTEM), Message("user", begins))
+
+
+def title_of(said: str, *, whole: bool) -> str:
+    """Return the title in a model's answer as plain text on one line; "" where it gives none. whole: the answer was not cut."""
+    lines = [line.strip() for line in sanitise(said).removeprefix(BEGUN).split("\n")]
+    while lines and not lines[0]:
+        del lines[0]
+    if not lines or not (whole or len(lines) > 1) or REPLACEMENT in lines[0]:
+        return ""
+    title = " ".join(_MARKS.sub(" ", lines[0]).split()).strip(_ENDS)
+    too_long = len(title.split()) > MOST_WORDS or len(title) > MOST_CHARACTERS
+    says_nothing = not any(char.isalnum() for char in title) or _DECLINED.match(title) is not None
+    return "" if too_long or says_nothing else title
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
+
+
+OTHER = "~ "
+"""Put before a prompt, it makes all of it another text: what an edit takes at most."""
+INSTANT_S = 0.1
+READY = "ready"
+"""Of a path that can be gone on with at once: nothing of it is to be read again."""
+PATH = "branches"
+"""The ``id`` of a question about a path, which stands in the tree of all paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceQuestion:
+    """What an action would have answered. most: editing less takes less.
+
+    id: the action's in the registry; ``other`` of two versions, which ``older`` and ``newer`` both read.
+    key: of a path that is read from then on, the message it was asked for; nothing is answered yet. None: of another action.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    continues: bool = False
+    most: bool = False
+    key: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrice:
+    """The price of what ``question`` asked about."""
+
+    question: PriceQuestion
+    price: Price
+
+
+class Prices:
+    """Prices of actions on one message, or of paths.
+
+    known: those that came, in the order they were asked for. unpriced: what was answered, but has no price. waiting: what is not
+    answered yet. template: what the chat template is told.
+    """
+
+    def __init__(self) -> None:
+        self.known: tuple[KnownPrice, ...] = ()
+        self.unpriced: tuple[PriceQuestion, ...] = ()
+        self.waiting: tuple[PriceQuestion, ...] = ()
+        self.template = TemplateOptions()
+        self._id = 0
+
+    def ask(self, asked: Sequence[PriceQuestion]) -> list[Step]:
+        """Return what to ask in place of what was asked before, which is forgotten with its prices."""
+        self.forget()
+        self.waiting = tuple(asked)
+        return self._next()
+
+    def priced(self, event: Priced) -> list[Step]:
+        """Take a price, and return what to ask next."""
+        if (event.asker, event.id) != ("actions", self._id) or not self.waiting:
+            return []
+        question, *others = self.waiting
+        self.waiting = tuple(others)
+        if event.price is None:
+            self.unpriced = (*self.unpriced, question)
+        else:
+            self.known = (*self.known, KnownPrice(question, event.price))
+        return self._next()
+
+    def forget(self) -> None:
+        """Nothing is pointed at any more, or another engine is asked."""
+        self.known = ()
+        self.unpriced = self.waiting = ()
+
+    def _next(self) -> list[Step]:
+        if not self.waiting:
+            return []
+        self._id += 1
+        first = self.waiting[0]
+        return [Ask(AskPrice("actions", self._id, first.messages, first.continues, self.template))]
+
+
+def questions(talk: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
+    """Return what could be done with the message ``key``: make its reply again, go on with it, write its prompt anew, leave it
+    for a copy of what leads to it, or for other versions."""
+    if key not in talk.tree.nodes:
+        return []
+    return [*_answers(talk, system, key, info), _fork(talk, system, key), *_versions(talk, system, key)]
+
+
+def _answers(talk: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
+    if (prompt := talk.prompt_of(key)) is None:
+        return []
+    asked = messages(system, talk.tree.turns_to(talk.end_of_prompt(prompt.key)))
+    *before, written = messages(system, talk.tree.turns_to(prompt.key))
+    edit = PriceQuestion("edit", (*before, replace(written, content=OTHER + written.content)), most=True)
+    return [PriceQuestion("again", asked), *_going_on(talk.begun(key), asked, info), edit]
+
+
+def _going_on(said: Reply | None, asked: tuple[Message, ...], info: ModelInfo | None) -> list[PriceQuestion]:
+    """Return the question of going on with what was ``said``; None: there is nothing yet, and ``asked`` is answered."""
+    if said is None:
+        return [PriceQuestion("continue", asked)]
+    if why_whole(said, thinks=info is not None and info.thinks):
+        return []
+    begun = cut_here(said)
+    return [PriceQuestion("continue", (*asked, Message("assistant", begun.text, begun.thinking)), continues=True)]
+
+
+def _fork(talk: Conversation, system: str, key: int) -> PriceQuestion:
+    return PriceQuestion("fork", _gone_on(talk, system, key), key=key)
+
+
+def _versions(talk: Conversation, system: str, key: int) -> list[PriceQuestion]:
+    older, newer = (talk.tree.beside(key, by) for by in (-1, 1))
+    named = {"older": older, "newer": newer} if older != newer else {"other": newer}
+    return [path(talk, system, at, name) for name, at in named.items() if at is not None]
+
+
+def path(talk: Conversation, system: str, key: int, name: str = PATH) -> PriceQuestion:
+    """Return the question what the next prompt would find to be read, once the path through ``key`` is the one that is read."""
+    return PriceQuestion(name, _gone_on(talk, system, talk.tree.end_of(key)), key=key)
+
+
+def _gone_on(talk: Conversation, system: str, end: int) -> tuple[Message, ...]:
+    return messages(system, [*talk.tree.turns_to(end), Turn("")])
+
+
+def of_path(price: Price) -> str:
+    """Return what a path would take before it can be gone on with: ``ready``, or ``1,204 tokens to read again, about 3.0 s``."""
+    if is_ready(price):
+        return READY
+    return amount(price, " to read again")
+
+
+def amount(price: Price, what: str = "", *, brief: bool = False) -> str:
+    """Return what ``price`` is, of ``what``: ``240 tokens, 1.2 MB from disk, about 0.4 s``. What is instant needs no seconds.
+
+    brief: in three figures, and either tokens or what comes from the disk.
+    """
+    disk_alone = is_of_disk(price) if brief else price.disk_bytes > 0 and not price.tokens
+    parts = []
+    if not disk_alone:
+        number = units.short(price.tokens) if brief else units.count(price.tokens)
+        parts.append(f"{number} token{'' if price.tokens == 1 else 's'}{what}")
+    if price.disk_bytes and (disk_alone or not brief):
+        parts.append(units.size(price.disk_bytes) + ("" if brief else " from disk"))
+    if price.seconds is not None and price.seconds >= INSTANT_S:
+        parts.append(f"about {units.seconds(price.seconds)}")
+    return ", ".join(parts)
+
+
+def is_of_disk(price: Price) -> bool:
+    """Whether what is computed of ``price`` is nothing beside what comes from the disk."""
+    return price.tokens <= READY_TOKENS and price.disk_bytes > 0
+
+
+def why_whole(reply: Reply, *, thinks: bool) -> str:
+    """Return why there is no going on with a reply that was begun; "" where there is. thinks: whether the loaded model does."""
+    if reply.ending == "stop":
+        return "This reply is whole: the model ended it by itself."
+    if not cut_here(reply).text and not thinks:
+        return "The reply was cut in its thinking, and this model does not think: make it again."
+    return ""

@@ -1,0 +1,387 @@
+"""A conversation: a tree of messages, of which one path is read, and the reply that is being made.
+
+What was edited or made again stays beside what replaced it. A path is turns of a prompt and its reply; every send carries all of
+them. Plain values, and where one stands.
+
+prompt ─ reply ─ prompt ─ reply        a path from the first message to where the conversation stands
+              └─ prompt ─ reply        an edit: another prompt after the same reply
+                        └ reply        made again: another reply to the same prompt
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tokamac.app.backend import protocol
+from tokamac.app.chat.attachments import Draft, whole
+from tokamac.app.store.values import Attachment
+from tokamac.engine.events import Message, TextKind
+from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.perf.diagnosis import Diagnosis
+from tokamac.engine.text.continuation import whole_characters
+
+Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says.
+
+    model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
+    thinking_ended_at: the budget of tokens that ended the thinking; None where none did.
+    """
+
+    text: str
+    thinking: str = ""
+    thinking_s: float | None = None
+    ending: Ending = "stop"
+    model: str = ""
+    metrics: Metrics | None = None
+    outliers: tuple[Outlier, ...] = ()
+    diagnosis: Diagnosis | None = None
+    reason: str = ""
+    thinking_ended_at: int | None = None
+
+
+def cut_here(reply: Reply) -> Reply:
+    """Return what a reply that goes on begins with: without what was left of a character where it was cut."""
+    said = whole_characters(Message("assistant", reply.text, reply.thinking))
+    return Reply(said.content, said.thinking, reply.thinking_s)
+
+
+class ReplyBuilder:
+    """A reply while it is made: what was said so far, and how long the thinking took. begun: what it goes on from."""
+
+    def __init__(self, begun: Reply | None = None) -> None:
+        begun = begun or Reply("")
+        self._text: dict[TextKind, list[str]] = {"answer": [begun.text], "thinking": [begun.thinking]}
+        self._thinking_from: float | None = None
+        self._thinking_s = begun.thinking_s
+
+    def add(self, text: str, kind: TextKind, now: float) -> None:
+        """Append ``text``, which came at the time ``now``."""
+        self._text[kind].append(text)
+        if kind == "thinking" and self._thinking_from is None:
+            self._thinking_from = now - (self._thinking_s or 0.0)
+            self._thinking_s = None
+        elif kind == "answer":
+            self._stop_thinking(now)
+
+    def end(self, ending: Ending, now: float) -> Reply:
+        """Return the reply as far as it came."""
+        self._stop_thinking(now)
+        return replace(self.so_far(), ending=ending)
+
+    def so_far(self) -> Reply:
+        """Return the reply as if it ended here."""
+        answer, thinking = ("".join(self._text[kind]) for kind in ("answer", "thinking"))
+        return Reply(answer, thinking, self._thinking_s)
+
+    def _stop_thinking(self, now: float) -> None:
+        if self._thinking_from is not None and self._thinking_s is None:
+            self._thinking_s = now - self._thinking_from
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt, and its reply unless that is still to come.
+
+    key, reply_key: of the messages in their tree; 0 is of none. place, reply_place: which of how many stand there, from 1.
+    attachments: what goes with the prompt. system, between: what system messages before the prompt say, and before its reply;
+    system_keys, between_keys: of these messages.
+    """
+
+    prompt: str
+    reply: Reply | None = None
+    key: int = 0
+    reply_key: int = 0
+    place: tuple[int, int] = (1, 1)
+    reply_place: tuple[int, int] = (1, 1)
+    attachments: tuple[Attachment, ...] = ()
+    system: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    system_keys: tuple[int, ...] = ()
+    between_keys: tuple[int, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The prompt as the model is given it, attachments and all."""
+        return whole(self.prompt, self.attachments)
+
+
+def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
+    """Return the conversation as the engine takes it.
+
+    A turn whose reply never began is left out: templates refuse two prompts in a row. The last turn, unanswered, is the one asked.
+    System messages stay where they stand.
+    """
+    turns = tuple(turns)
+    out = _system((system,))
+    for turn in turns[:-1]:
+        replied = turn.reply is not None and bool(turn.reply.text)
+        asked = [Message("user", turn.asked)] if replied and turn.asked else []
+        out += [*_system(turn.system), *asked, *_system(turn.between)]
+        if turn.reply is not None and replied:
+            out.append(Message("assistant", turn.reply.text, turn.reply.thinking))
+    for turn in turns[-1:]:
+        out += [*_system(turn.system), Message("user", turn.asked), *_system(turn.between)]
+    return tuple(out)
+
+
+def _system(texts: Iterable[str]) -> list[Message]:
+    return [Message("system", text) for text in texts if text.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageNode:
+    """A message. key: its own; parent: of the message before it, None at the beginning.
+
+    prompt: what the user wrote; None for a reply. reply: what the model said; None for a prompt, and while it is being made.
+    attachments: what goes with the prompt. system: what a system message among them says; None for every other message.
+    """
+
+    key: int
+    parent: int | None
+    prompt: str | None = None
+    reply: Reply | None = None
+    attachments: tuple[Attachment, ...] = ()
+    system: str | None = None
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether it is a model's, said or being made."""
+        return self.prompt is None and self.system is None
+
+
+@dataclass(slots=True)
+class Tree:
+    """All messages, and ``head``, the last one of the path that is read. Keys grow."""
+
+    nodes: dict[int, MessageNode] = field(default_factory=dict)
+    head: int | None = None
+    _children: dict[int | None, list[int]] = field(default_factory=dict)
+    _taken: dict[int | None, int] = field(default_factory=dict)  # the child that was on the path last
+
+    def ask(self, prompt: str, parent: int | None, attachments: tuple[Attachment, ...] = ()) -> MessageNode:
+        """Add a prompt after ``parent``, and stand there."""
+        return self._add(MessageNode(self._next(), parent, prompt=prompt, attachments=attachments))
+
+    def answer(self, parent: int) -> MessageNode:
+        """Add a reply that is still to be made after ``parent``, a prompt or a system message, and stand there."""
+        return self._add(MessageNode(self._next(), parent))
+
+    def end(self, key: int, reply: Reply) -> None:
+        """Say what the reply ``key`` became."""
+        self.nodes[key] = replace(self.nodes[key], reply=reply)
+
+    def add(self, node: MessageNode) -> None:
+        """Add a message that was kept elsewhere. Its parent must be there; its key must be new."""
+        self._add(node)
+
+    def path_to(self, key: int | None) -> list[MessageNode]:
+        """Return the messages from the first one to ``key``."""
+        found = []
+        while key is not None:
+            found.append(self.nodes[key])
+            key = self.nodes[key].parent
+        return found[::-1]
+
+    def turns(self) -> list[Turn]:
+        """Return the path as turns of a prompt and its reply."""
+        return self.turns_to(self.head)
+
+    def turns_to(self, key: int | None) -> list[Turn]:
+        """Return the turns up to ``key``; None: there are none."""
+        turns: list[Turn] = []
+        for node in self.path_to(key):
+            self._add_to(turns, node)
+        return turns
+
+    def _add_to(self, turns: list[Turn], node: MessageNode) -> None:
+        """Let ``node`` go on with the last turn where that has no reply yet, or begin another one.
+
+        A conversation from elsewhere may begin with a reply, hold two in a row, or system messages anywhere.
+        """
+        place = self.place(node.key)
+        turn = turns.pop() if turns and not turns[-1].reply_key else Turn("")
+        if node.system is not None:
+            turn = _with_system(turn, node.key, node.system)
+        elif node.prompt is not None:
+            if turn.key:  # it was never answered
+                turns.append(turn)
+                turn = Turn("")
+            turn = replace(turn, prompt=node.prompt, key=node.key, place=place, attachments=node.attachments)
+        else:
+            turn = replace(turn, reply=node.reply, reply_key=node.key, reply_place=place)
+        turns.append(turn)
+
+    def siblings(self, key: int) -> list[int]:
+        """Return the messages that stand at the same place, oldest first, ``key`` among them."""
+        return self._children[self.nodes[key].parent]
+
+    def beside(self, key: int, by: int) -> int | None:
+        """Return another version: ``by`` places on, and round again, from ``key`` or the nearest one before it that has several.
+
+        None: there is one version of each.
+        """
+        several = next((node.key for node in reversed(self.path_to(key)) if len(self.siblings(node.key)) > 1), None)
+        if several is None:
+            return None
+        siblings = self.siblings(several)
+        return siblings[(siblings.index(several) + by) % len(siblings)]
+
+    def place(self, key: int) -> tuple[int, int]:
+        """Return which of how many siblings ``key`` is, from 1."""
+        siblings = self.siblings(key)
+        return siblings.index(key) + 1, len(siblings)
+
+    def children(self, key: int | None) -> list[int]:
+        """Return the messages that follow ``key``, oldest first; None: those that begin the conversation."""
+        return self._children.get(key, [])
+
+    def go(self, key: int) -> None:
+        """Stand on the path through ``key``: at its end, by the way that was taken last."""
+        for node in self.path_to(key):
+            self._taken[node.parent] = node.key
+        self.head = self.end_of(key)
+
+    def end_of(self, key: int) -> int:
+        """Return the last message of the path through ``key``, by the way that was taken last."""
+        while (after := self._taken.get(key)) is not None:
+            key = after
+        return key
+
+    def leaves(self) -> Iterator[int]:
+        """Yield the last message of every path."""
+        return (key for key in self.nodes if key not in self._children)
+
+    def _add(self, node: MessageNode) -> MessageNode:
+        self.nodes[node.key] = node
+        self._children.setdefault(node.parent, []).append(node.key)
+        self._taken[node.parent] = self.head = node.key
+        return node
+
+    def _next(self) -> int:
+        return max(self.nodes, default=0) + 1
+
+
+def _with_system(turn: Turn, key: int, text: str) -> Turn:
+    """Return ``turn`` with a system message: before its reply if it has a prompt, else before the prompt to come."""
+    if turn.key:
+        return replace(turn, between=(*turn.between, text), between_keys=(*turn.between_keys, key))
+    return replace(turn, system=(*turn.system, text), system_keys=(*turn.system_keys, key))
+
+
+ENDINGS: dict[Ending, str] = {
+    "stop": "",
+    "length": "cut at its limit",
+    "cancelled": "stopped",
+    "lost": "lost with the engine",
+    "failed": "failed",
+}
+
+
+class Conversation:
+    """A conversation, and the reply in it that is being made, if one is."""
+
+    def __init__(self, tree: Tree | None = None) -> None:
+        self.tree = Tree() if tree is None else tree
+        self._growing = ReplyBuilder()
+        self._reply: int | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The path that is read, as turns."""
+        return self.tree.turns()
+
+    @property
+    def said(self) -> Reply:
+        """The running reply as far as it came."""
+        return self._growing.so_far()
+
+    def ask(self, draft: Draft, parent: int | None) -> Turn:
+        """Add a prompt after the message ``parent`` (None: at the beginning), and room for its reply."""
+        return self.answer(self.tree.ask(draft.text, parent, draft.attachments).key)
+
+    def answer(self, prompt: int, begun: Reply | None = None) -> Turn:
+        """Make room for a reply to ``prompt``, the first or another one; ``begun``: what it goes on from."""
+        self._growing = ReplyBuilder(begun)
+        self._reply = self.tree.answer(self.end_of_prompt(prompt)).key
+        return self.turns[-1]
+
+    def grow(self, text: str, kind: TextKind, now: float) -> None:
+        """Add to the running reply."""
+        self._growing.add(text, kind, now)
+
+    def end(
+        self, ending: Ending, now: float, model: str, done: protocol.Done | None = None, *, reason: str = ""
+    ) -> Reply:
+        """Close the running reply of ``model`` with what was said so far, or what ``done`` says was said.
+
+        reason: why it failed; "" where it did not.
+        """
+        reply = replace(self._growing.end(ending, now), model=model, reason=reason)
+        if done is not None:
+            reply = replace(
+                reply,
+                text=done.text,
+                thinking=done.thinking,
+                metrics=done.metrics,
+                outliers=done.outliers,
+                diagnosis=done.diagnosis,
+                thinking_ended_at=done.thinking_ended_at,
+            )
+        assert self._reply is not None
+        self.tree.end(self._reply, reply)
+        return reply
+
+    def prompt_of(self, key: int) -> MessageNode | None:
+        """Return the prompt ``key``, or the one that the reply ``key`` answers; None where there is none.
+
+        Of a system message: that of the message before it.
+        """
+        node = self._spoken(key)
+        before = None if node is None else self._spoken(node.parent)
+        return next((each for each in (node, before) if each is not None and each.prompt is not None), None)
+
+    def reply_at(self, key: int | None) -> MessageNode | None:
+        """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none.
+
+        Of a system message: that of the message before it.
+        """
+        replies = [node for node in reversed(self.tree.path_to(self.tree.head)) if node.is_reply]
+        if key is None:
+            return replies[0] if replies else None
+        at = self._spoken(key)
+        if at is None or at.is_reply:  # which another reply may follow
+            return next((node for node in replies if node is at), None)
+        return next((node for node in replies if self._spoken(node.parent) is at), None)
+
+    def end_of_prompt(self, prompt: int) -> int:
+        """Return the message that a reply to ``prompt`` follows: the last system message after it on the path, or itself."""
+        asked = self.tree.nodes[prompt]
+        path = reversed(self.tree.path_to(self.tree.head))
+        return next((node.key for node in path if self._spoken(node.key) is asked), prompt)
+
+    def _spoken(self, key: int | None) -> MessageNode | None:
+        """Return the message ``key``, or of a system message, the last one before it that is none."""
+        while key is not None and self.tree.nodes[key].system is not None:
+            key = self.tree.nodes[key].parent
+        return None if key is None else self.tree.nodes[key]
+
+    def begun(self, key: int) -> Reply | None:
+        """Return the reply ``key`` of the path, or the one to the prompt ``key``; None where that prompt is unanswered.
+
+        It is, too, where its reply was stopped, lost or failed before it said a whole character.
+        """
+        node = self.reply_at(key)
+        reply = None if node is None else node.reply
+        if reply is None or reply.ending == "stop":
+            return reply
+        said = cut_here(reply)
+        return reply if said.text or said.thinking else None
+
+    def request(self, system: str, draft: str | None = None) -> tuple[Message, ...]:
+        """Return the conversation as the engine takes it, ``draft`` at its end where one is given."""
+        more: Sequence[Turn] = () if draft is None else (Turn(draft),)
+        return messages(system, [*self.turns, *more])

@@ -1,0 +1,176 @@
+"""The user's own editor: $VISUAL, $EDITOR, or one that is here, on a file that is gone afterwards.
+
+Copying: by the system's own tool where there is one, else by the terminal (OSC 52) and to a file, and always saying which.
+"""
+
+import base64
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokamac.app.backend.subprocess import how_ended
+from tokamac.app.sanitise import sanitise
+from tokamac.engine.files import read_bytes, read_text
+
+if TYPE_CHECKING:
+    from textual.app import App
+
+
+TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
+FILE = "copied.txt"
+UTF8 = {"LC_ALL": "", "LC_CTYPE": "UTF-8"}
+"""What pbcopy must find: it reads its input in the encoding of the locale, and without one in MacRoman."""
+PATIENCE_S = 2.0
+"""A tool that takes longer hangs."""
+
+
+class NotTakenError(Exception):
+    """No tool of the system's took the text; ``str(error)`` is why, a part of a sentence."""
+
+
+def copy_text(app: "App[object]", text: str, folder: Path) -> str:
+    """Copy ``text``; return a sentence that says what was done.
+
+    A terminal does not tell whether it took what it was sent, and some never do; so the text is then also in a file in ``folder``.
+    """
+    try:
+        return f"Copied {size_of(text)} ({copy_by_tool(text)})."
+    except NotTakenError:
+        app.copy_to_clipboard(text)
+    kept = _also_filed(folder / FILE, text)
+    return f"Copied {size_of(text)} through the terminal (OSC 52), if it allows that; {kept}"
+
+
+def copy_by_tool(text: str) -> str:
+    """Copy ``text`` by the system's own tool; return its name. Raises NotTakenError."""
+    if os.environ.get("SSH_CONNECTION"):
+        raise NotTakenError("over SSH a tool would copy on the machine that this runs on")
+    tool = _tool()
+    if tool is None:
+        raise NotTakenError("there is no pbcopy here, nor wl-copy under Wayland")
+    quiet = subprocess.DEVNULL
+    environment = {**os.environ, **UTF8} if tool[0] == "pbcopy" else None
+    try:
+        subprocess.run(
+            tool, input=text.encode(), check=True, timeout=PATIENCE_S, stdout=quiet, stderr=quiet, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise NotTakenError(f"{tool[0]} did not end within {PATIENCE_S:g} s") from None
+    except subprocess.CalledProcessError as error:
+        raise NotTakenError(f"{tool[0]} failed with exit status {error.returncode}") from None
+    except OSError as error:
+        raise NotTakenError(f"{tool[0]} can't be run: {error.strerror}") from None
+    return tool[0]
+
+
+def filed(file: Path, text: str) -> None:
+    """Write ``text`` to ``file``, for the user alone, in place of what was copied before. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Anew, so that no link is followed and no older file's rights are kept.
+    file.unlink(missing_ok=True)
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
+        opened.write(text)
+
+
+def size_of(text: str) -> str:
+    """Return how long ``text`` is, in words."""
+    return f"{len(text):,} character{'' if len(text) == 1 else 's'}"
+
+
+def through_tmux(text: str) -> str:
+    """Return the sequence that has tmux hand ``text`` on to the terminal it runs in, where ``allow-passthrough`` lets it."""
+    sequence = f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a"
+    return "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
+
+
+def _also_filed(file: Path, text: str) -> str:
+    try:
+        filed(file, text)
+    except OSError as error:
+        return f"it could not be written to {file}: {error.strerror}."
+    return f"it is also in {file}"
+
+
+def _tool() -> Sequence[str] | None:
+    if "WAYLAND_DISPLAY" not in os.environ:
+        return TOOLS[0] if shutil.which("pbcopy") else None
+    return next((tool for tool in TOOLS if shutil.which(tool[0])), None)
+
+
+FOUND = ("nano", "vi")
+"""Taken where none is set, as on a Mac."""
+
+WAIT_FLAGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("code", "code-insiders", "codium", "cursor", "windsurf", "subl", "zed", "zeditor", "mate", "bbedit", "atom"),
+        ("--wait", "-w"),
+    ),
+    **dict.fromkeys(("gvim", "mvim"), ("--nofork", "-f")),
+    "open": ("-W", "--wait-apps"),
+}
+"""Programs that open a window and end at once, unless told to wait: the first of these flags is added where none is there."""
+
+
+LARGEST_BYTES = 64_000_000
+"""Of what an editor saved: no context holds more."""
+
+
+class EditorError(Exception):
+    """There is no editor, or it failed; the message says which and what to do."""
+
+
+def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the command of the user's editor, one that waits. Raises EditorError where there is none."""
+    given = (environment.get("VISUAL") or environment.get("EDITOR") or "").strip()
+    if not given:
+        found = next((name for name in FOUND if shutil.which(name, path=environment.get("PATH"))), None)
+        if found is None:
+            raise EditorError("No editor is set: set EDITOR, for instance to vi or nano, and start tokamac again.")
+        return [found]
+    try:
+        command = shlex.split(given)
+    except ValueError as error:
+        raise EditorError(f"EDITOR is {given!r}, which can't be read as a command: {error}.") from None
+    return _waiting(command)
+
+
+def _waiting(command: list[str]) -> list[str]:
+    """Return ``command`` so that it ends when the file is closed."""
+    flags = WAIT_FLAGS.get(Path(command[0]).name, ()) if command else ()
+    if not flags or not set(flags).isdisjoint(command):
+        return command
+    return [command[0], flags[0], *command[1:]]
+
+
+def edit_text(command: Sequence[str], text: str) -> str:
+    """Run the editor on ``text`` and return what was saved, made safe.
+
+    Raises EditorError; the text is then as it was, and what an editor that failed had saved stays in its file, which is named.
+    """
+    handle, name = tempfile.mkstemp(prefix="tokamac-", suffix=".md")
+    file = Path(name)
+    keep = False
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        status = subprocess.run([*command, name], check=False).returncode
+        keep = read_bytes(file, LARGEST_BYTES) != text.encode()
+        if status:
+            saved = f" What it had saved is in {name}." if keep else ""
+            raise EditorError(f"{command[0]} {how_ended(status)}; the prompt is as it was.{saved}")
+        written = sanitise(read_text(file, LARGEST_BYTES).rstrip("\n"))
+        keep = False
+        return written
+    except UnicodeDecodeError:
+        raise EditorError(f"What {command[0]} saved in {name} is not UTF-8; the prompt is as it was.") from None
+    except OSError as error:
+        raise EditorError(f"{command[0]} could not be used: {error}.") from error
+    finally:
+        if not keep:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,563 @@
+"""Downloads that go on while the user does something else: one at a time, each a process of its own.
+
+WAITING ──▶ RUNNING ──▶ (here: it is no download any more)
+   ▲           ├── PAUSING ────▶ PAUSED ──┐
+   │           ├── CANCELLING ──▶ (gone)  │
+   │           └──▶ FAILED ───────────────┤
+   └──────────── resumed ─────────────────┘
+
+What has arrived stays on the disk, so that a paused one goes on after a restart: the disk itself says what is unfinished.
+
+A conversion as the dialog sees it: what is asked, as flags; what is said, as text; where it stands. Pure: no screen, no process.
+
+FORM ──▶ PLANNING ──▶ PLANNED ──▶ RUNNING ──▶ DONE
+  ▲          └───────────┴───────────┴── STOPPING
+  └── a refusal, an interruption, another wish
+
+A short exchange with the embedded guide, as a state machine. Pure: what its process says in, requests out.
+"""
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+from tokamac.app.backend import protocol
+from tokamac.app.backend.client import BackendEvent, Died, Garbled
+from tokamac.app.backend.protocol import Load, Request, Send
+from tokamac.app.backend.subprocess import (
+    ConversionLine,
+    ConvertedLine,
+    Ended,
+    Expected,
+    PartLine,
+    Planned,
+    Puller,
+    PullLine,
+    PullProgress,
+    PullRefused,
+    QualityLine,
+    Refused,
+    Removed,
+    StageLine,
+    TensorWritten,
+    pull_arguments,
+    remove_arguments,
+)
+from tokamac.app.output import INTERRUPTED, table
+from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
+from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size
+from tokamac.app.verdict import closeness
+from tokamac.engine import metrics as rates
+from tokamac.engine.events import Message
+from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.download import ADVICE
+from tokamac.engine.options import Sampling
+
+BITS = ("2", "3", "4", "5", "6", "8")
+
+BAR_CELLS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the form says, each as it was written; empty is left to the command."""
+
+    source: str
+    output: str = ""
+    bits: str = ""
+    recipe: str = ""
+    target_bpw: str = ""
+
+    def arguments(self, *, dry_run: bool) -> list[str]:
+        """Return the flags that ask for it. The values go with their flags, so that none can be taken for another."""
+        given = {
+            "--output": self.output,
+            "--bits": self.bits,
+            "--recipe": self.recipe,
+            "--target-bpw": self.target_bpw,
+        }
+        flags = [f"{flag}={value}" for flag, value in given.items() if value]
+        return ["--json", *(["--dry-run"] if dry_run else []), *flags, "--", self.source]
+
+
+class ConversionPhase(Enum):
+    """Where a conversion stands."""
+
+    FORM = auto()
+    PLANNING = auto()
+    PLANNED = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    DONE = auto()
+
+
+BUSY = (ConversionPhase.PLANNING, ConversionPhase.RUNNING, ConversionPhase.STOPPING)
+
+
+class Standing:
+    """Where one conversion stands. Attributes are for reading. problem: why it did not go on, to be shown."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = 0.0
+        self._resumes = False
+        self.phase = ConversionPhase.FORM
+        self.problem = ""
+        self.planned: Planned | None = None
+        self.stage: StageLine | None = None
+        self.tensors: TensorWritten | None = None
+        self.expected: Expected | None = None
+        self.converted: ConvertedLine | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a process is at work."""
+        return self.phase in BUSY
+
+    def change(self) -> None:
+        """Another wish: what was planned is no more."""
+        self.phase, self.problem, self.planned, self.converted = ConversionPhase.FORM, "", None, None
+
+    def begin(self, *, dry_run: bool) -> None:
+        """A process was started."""
+        self.phase, self.problem = (ConversionPhase.PLANNING if dry_run else ConversionPhase.RUNNING), ""
+        self._resumes = not dry_run
+        self.stage = self.tensors = self.expected = self.converted = None
+
+    def stop(self) -> None:
+        """The process was asked to stop. Asked again, nothing changes."""
+        self.phase = ConversionPhase.STOPPING
+
+    def take(self, line: ConversionLine) -> None:
+        """Take what the process said."""
+        match line:
+            case Planned():
+                self.planned = line
+            case StageLine():
+                if self.stage is None or self.stage.stage != line.stage:
+                    self._began_s = self._clock()
+                self.stage = line
+            case TensorWritten():
+                self.tensors = line
+            case Expected():
+                self.expected = line
+            case ConvertedLine():
+                self.converted = line
+            case Refused(error, hint):
+                self.problem = sanitise_line(f"{error}. {hint}" if hint else error)
+
+    def ended(self, end: Ended) -> None:
+        """The process is over."""
+        stopped = self.phase is ConversionPhase.STOPPING or end.status == INTERRUPTED
+        if end.status == 0 and self.converted is not None:
+            self.phase = ConversionPhase.DONE
+        elif end.status == 0 and self.planned is not None:
+            self.phase = ConversionPhase.PLANNED
+        else:
+            self.phase = ConversionPhase.FORM
+            if stopped:
+                self.problem = "Stopped: the same conversion goes on from there." if self._resumes else "Stopped."
+            elif not self.problem:
+                self.problem = end.last_line or f"The conversion ended with exit status {end.status}."
+
+    def text(self) -> str:
+        """Return what there is to say, as lines."""
+        match self.phase:
+            case ConversionPhase.PLANNING:
+                return "Planning …"
+            case ConversionPhase.RUNNING:
+                return self._progress()
+            case ConversionPhase.STOPPING:
+                return "Stopping after the tensor at hand …"
+            case ConversionPhase.DONE if self.converted is not None:
+                return result_text(self.converted, self.expected)
+            case ConversionPhase.PLANNED if self.planned is not None:
+                return plan_text(self.planned)
+            case _:
+                return ""
+
+    def _progress(self) -> str:
+        at = self.stage
+        if at is None:
+            return "Starting …"
+        written = "" if self.tensors is None else f"{count(self.tensors.done)} of {count(self.tensors.total)} tensors"
+        memory = "" if at.peak_memory_bytes is None else f"peak memory {size(at.peak_memory_bytes)}"
+        below = " · ".join(part for part in (written, memory) if part)
+        return f"{sanitise_line(at.stage)}  {self._share(at)}\n{below}"
+
+    def _share(self, at: StageLine) -> str:
+        if not at.total:
+            return size(at.done) if at.unit == "bytes" else count(at.done)
+        filled = BAR_CELLS * at.done // at.total
+        done, total = (size(at.done), size(at.total)) if at.unit == "bytes" else (count(at.done), count(at.total))
+        bar = "█" * filled + "░" * (BAR_CELLS - filled)
+        return f"{bar} {100 * at.done // at.total} %  {done} of {total}{self._left(at.done, at.total)}"
+
+    def _left(self, done: int, total: int) -> str:
+        """Return the time left at the rate so far, once there is one to speak of."""
+        elapsed_s = self._clock() - self._began_s
+        if elapsed_s < 2 or not done or done >= total:
+            return ""
+        return f"  {seconds(elapsed_s * (total - done) / done)} left"
+
+
+def plan_text(planned: Planned) -> str:
+    """Return a plan as text."""
+    rows = [_part(line) for line in planned.parts]
+    sizes = (
+        f"{size(planned.source_bytes)} → {size(planned.weight_bytes)}, {planned.bits_per_weight:.2f} bits per weight"
+    )
+    disk = planned.disk
+    room = f"{size(disk.needed)} needed, {size(disk.free)} free{'' if disk.fits else ': does not fit'}"
+    time = UNKNOWN if planned.seconds is None else f"about {seconds(planned.seconds)}, comparing apart"
+    figures = [
+        ["to", sanitise_line(planned.path)],
+        ["weights", sizes],
+        ["memory", f"{size(planned.peak_memory_bytes)} at most"],
+        ["disk", room],
+        ["time", time],
+    ]
+    notes = [f"Note: {sanitise_line(note)}." for note in planned.notes]
+    return "\n".join([table(rows, right=(2, 3)), "", table(figures), *notes])
+
+
+def result_text(found: ConvertedLine, expected: Expected | None) -> str:
+    """Return the result as text; what is of concern comes last."""
+    sizes = f"{size(found.source_bytes)} → {size(found.weight_bytes)}, {found.bits_per_weight:.2f} bits per weight"
+    speeds: Sequence[float | None] = (None, None) if expected is None else (expected.before_tps, expected.after_tps)
+    figures = [
+        ["done", sanitise_line(found.path)],
+        ["size", sizes],
+        ["speed", f"{rate(speeds[0])} → {rate(speeds[1])} expected here"],
+        ["took", f"{seconds(found.seconds)}, {size(found.peak_memory_bytes)} of memory at most"],
+    ]
+    return "\n".join([table(figures), "", *_quality(found.quality)])
+
+
+def _part(line: PartLine) -> list[str]:
+    packing = line.packing
+    bits = "not packed" if packing is None else f"{packing.bits} bits"
+    if packing is not None and packing.mode != "affine":
+        bits = sanitise_line(packing.mode)
+    return [sanitise_line(line.part), bits, short(line.parameters), size(line.nbytes)]
+
+
+def _quality(found: QualityLine | None) -> list[str]:
+    if found is None:
+        return ["Not compared with the source."]
+    said = [f"Quality: {closeness(found, found.relative_error)}."]
+    if found.unable is not None:
+        said.append(f"No text was compared: {sanitise_line(found.unable)}")
+    return [*said, *(f"Warning: {sanitise_line(each)}" for each in found.concerns)]
+
+
+AGAIN = "Enter on it in the list tries again."
+ARRIVED = "What has arrived is kept."
+RATE_OVER_S = 10.0
+"""The rate is that of so many seconds."""
+
+
+class DownloadStage(Enum):
+    """Where a download stands."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PAUSING = auto()
+    PAUSED = auto()
+    CANCELLING = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """One download. Bytes, bytes a second, seconds; None is unknown. loads: it is wanted for the chat.
+
+    problem: why it failed, and what to do here, in sentences of which the first goes on after a name and a colon.
+
+    freed: of one that was cancelled, how much had arrived and is removed.
+    """
+
+    model: str
+    stage: DownloadStage = DownloadStage.WAITING
+    done: int | None = None
+    total: int | None = None
+    rate_bps: float | None = None
+    left_s: float | None = None
+    problem: str = ""
+    loads: bool = False
+    freed: int = 0
+
+
+class Downloads:
+    """Keeps downloads and runs them. ``spawn`` runs a coroutine aside; ``changed`` is called after every change.
+
+    ``ended`` is told each download once it is here, has failed, or is cancelled and what had arrived removed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        clock: Callable[[], float],
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        changed: Callable[[], None],
+        ended: Callable[[Download], None],
+    ) -> None:
+        self._command = command
+        self._puller = Puller(command)
+        self._clock = clock
+        self._spawn = spawn
+        self._changed = changed
+        self._ended = ended
+        self._all: dict[str, Download] = {}
+        self._samples: deque[tuple[float, int]] = deque()
+        self._at_work = False
+
+    @property
+    def all(self) -> tuple[Download, ...]:
+        """The downloads, in the order they were asked for."""
+        return tuple(self._all.values())
+
+    def of(self, model: str) -> Download | None:
+        """Return the download of ``model``, if there is one."""
+        return self._all.get(model)
+
+    @property
+    def running(self) -> Download | None:
+        """The download that a process is at."""
+        at_work = (DownloadStage.RUNNING, DownloadStage.PAUSING, DownloadStage.CANCELLING)
+        return next((each for each in self.all if each.stage in at_work), None)
+
+    # Wishes ---------------------------------------------------------------------------------------------------------------
+
+    def start(self, model: str, *, loads: bool = False) -> None:
+        """Have ``model`` downloaded, or a paused or failed download go on. loads: it is to be loaded then."""
+        known = self._all.get(model, Download(model))
+        resumed = known.stage in (DownloadStage.PAUSED, DownloadStage.FAILED)
+        self._all[model] = replace(
+            known, stage=DownloadStage.WAITING if resumed else known.stage, problem="", loads=loads or known.loads
+        )
+        self._changed()
+        if not self._at_work:
+            self._at_work = True
+            self._spawn(self._work())
+
+    def only_bring(self) -> None:
+        """Load none of them once it is here: another model is wanted now."""
+        for model in self._all:
+            self._all[model] = replace(self._all[model], loads=False)
+        self._changed()
+
+    def pause(self, model: str) -> None:
+        """Stop a download; it can go on from there."""
+        match self._stage(model):
+            case DownloadStage.WAITING:
+                self._set(model, stage=DownloadStage.PAUSED)
+            case DownloadStage.RUNNING:
+                self._set(model, stage=DownloadStage.PAUSING)
+                self._spawn(self._puller.interrupt())
+            case _:
+                pass
+
+    def cancel(self, model: str) -> None:
+        """Stop a download and delete what has arrived, also of one that an earlier run of the app left.
+
+        One that has not begun in this run is only called off: what an earlier one left of it is on the list again.
+        """
+        match self._stage(model):
+            case DownloadStage.RUNNING | DownloadStage.PAUSING:
+                self._set(model, stage=DownloadStage.CANCELLING)
+                self._spawn(self._puller.interrupt())
+            case DownloadStage.CANCELLING:
+                pass
+            case DownloadStage.WAITING if self._all[model].done is None:
+                del self._all[model]
+                self._changed()
+            case _:
+                self._all[model] = Download(model, DownloadStage.CANCELLING)
+                self._changed()
+                self._spawn(self._discard(model))
+
+    # The process ----------------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Run what waits, one after the other."""
+        try:
+            while (model := self._next()) is not None:
+                await self._run(model)
+        finally:
+            self._at_work = False
+
+    def _next(self) -> str | None:
+        return next((each.model for each in self.all if each.stage is DownloadStage.WAITING), None)
+
+    async def _run(self, model: str) -> None:
+        self._samples.clear()
+        self._set(model, stage=DownloadStage.RUNNING, rate_bps=None, left_s=None)
+        try:
+            end = await self._puller.run(pull_arguments(model), lambda line: self._take(model, line))
+        except OSError as error:
+            self._fail(model, f"it could not be started: {error}. {AGAIN}")
+            return
+        stage = self._stage(model)
+        if end.status == 0:  # also where it was to stop, and was quicker
+            self._ended(replace(self._all.pop(model), stage=DownloadStage.RUNNING))
+            self._changed()
+        elif stage is DownloadStage.CANCELLING:
+            await self._discard(model)
+        elif stage is DownloadStage.PAUSING or end.status == INTERRUPTED:
+            self._set(model, stage=DownloadStage.PAUSED, rate_bps=None, left_s=None)
+        else:
+            why = self._all[model].problem or _sentence(end.last_line or f"it ended with exit status {end.status}")
+            self._fail(model, f"{why} {AGAIN}")
+
+    def _take(self, model: str, line: PullLine) -> None:
+        match line:
+            case PullProgress(done, total):
+                self._measure(model, done, total)
+                if (
+                    self._stage(model) is not DownloadStage.RUNNING
+                ):  # it was asked to stop before there was a process to hear it
+                    self._spawn(self._puller.interrupt())
+            case PullRefused(error, hint):
+                self._set(model, problem=_why(error, hint))
+            case _:
+                pass
+
+    def _measure(self, model: str, done: int, total: int | None) -> None:
+        now = self._clock()
+        self._samples.append((now, done))
+        while now - self._samples[0][0] > RATE_OVER_S:
+            self._samples.popleft()
+        began_s, first = self._samples[0]
+        rate_bps = rates.rate(done - first, now - began_s) if done > first else None
+        left_s = None if not rate_bps or total is None else (total - done) / rate_bps
+        self._set(model, done=done, total=total, rate_bps=rate_bps, left_s=left_s)
+
+    async def _discard(self, model: str) -> None:
+        refused: list[str] = []
+        freed = 0
+
+        def take(line: PullLine) -> None:
+            nonlocal freed
+            match line:
+                case PullRefused(error, hint):
+                    refused.append(_why(error, hint))
+                case Removed(_, freed_bytes):
+                    freed = freed_bytes
+                case _:
+                    pass
+
+        try:
+            end = await Puller(self._command).run(remove_arguments(model, unfinished=True), take)
+            if end.status and not refused:
+                refused.append(end.last_line or f"exit status {end.status}")
+        except OSError as error:
+            refused.append(str(error))
+        if refused:
+            self._fail(model, refused[0])
+        elif (gone := self._all.pop(model, None)) is not None:
+            self._ended(replace(gone, freed=freed))
+            self._changed()
+
+    def _fail(self, model: str, why: str) -> None:
+        self._set(model, stage=DownloadStage.FAILED, problem=why, rate_bps=None, left_s=None)
+        self._ended(self._all[model])
+
+    def _stage(self, model: str) -> DownloadStage | None:
+        return self._all[model].stage if model in self._all else None
+
+    def _set(self, model: str, **fields: Any) -> None:
+        self._all[model] = replace(self._all[model], **fields)
+        self._changed()
+
+
+def _why(error: str, hint: str) -> str:
+    """Return what the process said of its failure. Its advice to give a command again is for who wrote the command."""
+    return f"{_sentence(error)} {hint.replace(ADVICE, ARRIVED)}".rstrip()
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+LONGEST = Sampling(max_tokens=400)
+
+
+@dataclass(slots=True)
+class GuideExchange:
+    """A question, and its answer as far as it came; both safe to show."""
+
+    question: str
+    answer: str = ""
+    over: bool = False
+    _clean: Sanitiser = field(default_factory=Sanitiser)
+
+    def add(self, text: str) -> None:
+        """Append to the answer, made safe."""
+        self.answer += self._clean.feed(text)
+
+
+class Guidance:
+    """What was asked and answered. loaded: whether the guide is there. problem: why it is not, or gave no answer."""
+
+    def __init__(self) -> None:
+        self.said: list[GuideExchange] = []
+        self.loaded = False
+        self.problem = ""
+        self._id = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether the guide loads, or answers."""
+        return not self.problem and (not self.loaded or self.answering)
+
+    @property
+    def answering(self) -> bool:
+        """Whether a question has no whole answer yet."""
+        return bool(self.said) and not self.said[-1].over
+
+    def start(self) -> list[Request]:
+        """Return what to ask of a process that is new."""
+        return [Load(GUIDE)]
+
+    def ask(self, question: str) -> list[Request]:
+        """Ask, now or as soon as the guide is there. To be called when nothing is being answered."""
+        self.said.append(GuideExchange(sanitise(question)))
+        return self._send() if self.loaded else []
+
+    def on_event(self, event: BackendEvent) -> list[Request]:
+        """Take what the process said; return what to ask it then."""
+        match event:
+            case protocol.Loaded():
+                self.loaded = True
+                return self._send() if self.answering else []
+            case protocol.Text(id, text) if id == self._id and self.answering:
+                self.said[-1].add(text)
+            case protocol.Done(id, _, text) if id == self._id and self.answering:
+                self.said[-1].answer, self.said[-1].over = sanitise(text), True
+            case protocol.Failed(_, error, hint):
+                self._end(sanitise(" ".join(f"{error}. {hint}".split())))
+            case Died(why, _):
+                self.loaded = False
+                self._end(f"The guide stopped ({sanitise(why)}). The chat is as it was.")
+            case Garbled(error):
+                self._end(f"The guide can't be understood: {error}")
+            case _:
+                pass
+        return []
+
+    def _end(self, problem: str) -> None:
+        self.problem = problem
+        if self.said:
+            self.said[-1].over = True
+
+    def _send(self) -> list[Request]:
+        """Return the whole exchange as a request: the guide remembers nothing."""
+        self._id += 1
+        messages: list[Message] = []
+        for each in self.said[:-1]:
+            messages += [Message("user", each.question), Message("assistant", each.answer)] if each.answer else []
+        return [Send(self._id, (*messages, Message("user", self.said[-1].question)), LONGEST)]

@@ -1,0 +1,414 @@
+"""The models one may choose: on disk, being downloaded, in the catalogue, or typed; and what this machine makes of them.
+
+On disk are the embedded one, folders that the user opened (a small JSON file beside the settings remembers them, last one first)
+and the Hugging Face cache, read without the hub's library. How fast a model would be here is asked of the engine's process and
+kept; the answers come a model at a time. A question that another of its kind displaced (what if asks for the catalogue too), or
+whose process is gone, is asked again when the estimates are next wanted.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokamac.app.backend.protocol import ModelLine, Question, WhatIf
+from tokamac.app.chat.jobs import Download, DownloadStage
+from tokamac.app.sanitise import sanitise_line
+from tokamac.engine.files import read_text
+from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
+from tokamac.engine.options import KVSpec
+
+Home = Literal["embedded", "folder", "cache"]
+"""Where a model is: what may be done with it follows from that. A folder is the user's own."""
+
+_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A model on this disk. ``model``: what loads it. nbytes: of all its files. whole: nothing lacks."""
+
+    model: str
+    home: Home
+    path: Path
+    nbytes: int
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModels:
+    """What is on this disk. free_bytes: room where downloads go; None is unknown."""
+
+    models: tuple[OnDisk, ...] = ()
+    free_bytes: int | None = None
+
+
+def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the Hugging Face cache's folder, without importing its library."""
+    if named := environment.get("HF_HUB_CACHE"):
+        return Path(named)
+    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def names_on_disk(cache: Path) -> list[str]:
+    """Return the ids in the cache that have weights, whole or not, and the embedded model first. Opens no file."""
+    ids = [name for folder, name in _repositories(cache).items() if any(folder.glob("snapshots/*/*.safetensors"))]
+    return [GUIDE, *ids]
+
+
+def look(cache: Path, folders: Iterable[str]) -> LocalModels:
+    """Return what is on disk. Reads configs and the headers of weights: some milliseconds a model."""
+    return LocalModels(tuple(_models(cache, folders)), _free_bytes(cache))
+
+
+def is_id(model: str) -> bool:
+    """Whether a text can be a Hugging Face id, ``org/name[@revision]``, and no folder is called so."""
+    return _ID.fullmatch(model) is not None and ".." not in model and not Path(model).is_dir()
+
+
+def is_folder(model: str) -> bool:
+    """Whether a text names a folder, and not the embedded model."""
+    return model != GUIDE and bool(model.strip()) and Path(model).expanduser().is_dir()
+
+
+def lasting(model: str) -> str:
+    """Return what names the same model from every working directory: of a folder its whole path, all else as it is."""
+    return str(Path(model).expanduser().absolute()) if is_folder(model) else model
+
+
+def must_be_downloaded(model: str, cache: Path) -> bool:
+    """Whether ``model`` is an id that is not whole in the cache."""
+    return is_id(model) and not any(each.whole and each.model == model for each in _cached_as(cache, model))
+
+
+def _models(cache: Path, folders: Iterable[str]) -> Iterator[OnDisk]:
+    from tokamac.assets import asset_path
+
+    embedded = asset_path("guide", "model")
+    own = sum(path.stat().st_size for path in embedded.glob("*"))  # of links too: an editable install is made of them
+    yield OnDisk(GUIDE, "embedded", embedded, own)
+    for name in folders:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            yield OnDisk(name, "folder", path, _bytes(path.glob("*.*")))
+    for folder, name in _repositories(cache).items():
+        yield from _cached(folder, name)
+
+
+def _cached_as(cache: Path, model: str) -> Iterator[OnDisk]:
+    name = model.partition("@")[0]
+    folder = cache / folder_name(name)
+    return _cached(folder, name) if folder.is_dir() else iter(())
+
+
+def _cached(folder: Path, name: str) -> Iterator[OnDisk]:
+    """Yield the revisions of a repository that are whole, or the repository if none is but something of a model is there."""
+    from tokamac.engine.hub.cache import is_whole, writes_text
+
+    nbytes = _bytes(folder.rglob("*"))
+    whole = [(revision, path) for revision, path in _revisions(folder) if is_whole(path) and writes_text(path)]
+    for revision, path in whole:
+        yield OnDisk(name if revision == "main" else f"{name}@{revision}", "cache", path, nbytes)
+    if not whole:
+        snapshots = [path for path in folder.glob("snapshots/*") if writes_text(path)]
+        begun = any(folder.glob("blobs/*.incomplete")) or any(
+            any(path.glob("model*.safetensors")) for path in snapshots
+        )
+        if snapshots and begun:
+            yield OnDisk(name, "cache", snapshots[-1], nbytes, whole=False)
+
+
+def _revisions(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the branches and tags that were downloaded, with their snapshots."""
+    references = folder / "refs"
+    for reference in sorted(path for path in references.rglob("*") if path.is_file()):
+        try:
+            commit = read_text(reference, REFERENCE_BYTES, "ascii").strip()
+        except (OSError, ValueError):
+            continue  # not a reference: what it stands for can't be known
+        if commit and "/" not in commit:
+            yield reference.relative_to(references).as_posix(), folder / "snapshots" / commit
+
+
+def _repositories(cache: Path) -> dict[Path, str]:
+    """Return the folders of repositories in the cache, in order, with their ids."""
+    try:
+        named = {folder: id_of(folder.name) for folder in sorted(cache.iterdir())}
+    except OSError:
+        return {}  # no cache, or none that may be read: nothing to offer
+    return {folder: name for folder, name in named.items() if name is not None}
+
+
+def _bytes(paths: Iterable[Path]) -> int:
+    """Return the bytes of files, links left out: they lead to files that are counted already."""
+    return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
+
+def _free_bytes(cache: Path) -> int | None:
+    """Return the free bytes of the disk where the cache is, or will be."""
+    there = next((path for path in (cache, *cache.parents) if path.exists()), None)
+    return None if there is None else shutil.disk_usage(there).free
+
+
+FILE = "folders.json"
+MOST = 30
+
+
+class Folders:
+    """The list, kept in the file ``path``. Losing it costs a little typing, so that what can't be read or written is let go of."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def all(self) -> tuple[str, ...]:
+        """Return the folders, there or not."""
+        try:
+            found = json.loads(read_text(self._path))
+        except (OSError, ValueError, RecursionError):
+            return ()
+        return tuple(name for name in found if isinstance(name, str))[:MOST] if isinstance(found, list) else ()
+
+    def remember(self, folder: str) -> None:
+        """Put a folder first."""
+        name = str(Path(folder).expanduser().absolute())
+        known = self.all()
+        if known[:1] != (name,):
+            self._write([name, *(each for each in known if each != name)][:MOST])
+
+    def forget(self, folder: str) -> None:
+        """Take a folder off the list; its files stay."""
+        self._write([each for each in self.all() if each != folder])
+
+    def _write(self, names: list[str]) -> None:
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(names, file)
+            Path(temporary).replace(self._path)
+
+
+CONTEXT = 8192
+"""Tokens held while decoding, to reckon with: a long conversation, or a long file to ask about."""
+
+
+class Estimates:
+    """Asks by ``ask``, which returns the number that the answers will have. Attributes are for reading.
+
+    disk, catalogue: what is known, by model. best: the catalogue, best first; () while it is being weighed. place, rule: whose
+    estimates these are, and how its budget is known. weighed: how many of how many of the catalogue. problem: why there is no
+    answer.
+    """
+
+    def __init__(self, ask: Callable[[Question], int]) -> None:
+        self._ask = ask
+        self._asked: dict[str, int] = {}
+        self._kv: KVSpec | None = None
+        self._limit: int | None = None
+        self.disk: dict[str, ModelLine] = {}
+        self.catalogue: dict[str, ModelLine] = {}
+        self.best: tuple[str, ...] = ()
+        self.place = ""
+        self.rule = ""
+        self.weighed = (0, 0)
+        self.problem = ""
+
+    def want(self, names: Sequence[str], kv: KVSpec, limit: int | None = None) -> None:
+        """Ask for what is not known yet of the catalogue, and of the models on disk that are named, with these caches.
+
+        limit: bytes that a model may take, where the user set them.
+        """
+        if limit != self._limit:
+            self._limit, self.best = limit, ()
+            for known in (self.disk, self.catalogue, self._asked):
+                known.clear()
+        if kv != self._kv:
+            self._kv = kv
+            self.disk.clear()
+            self._asked.pop("disk", None)
+        unknown = tuple(name for name in names if name not in self.disk)
+        if unknown and "disk" not in self._asked:
+            question = Question("disk", "", kv=kv, context=CONTEXT, prompt=CONTEXT, names=unknown)
+            self._asked["disk"] = self._ask(question)
+        if not self.best and "models" not in self._asked:
+            self._asked["models"] = self._ask(Question("models", "", context=CONTEXT, prompt=CONTEXT))
+
+    def again(self) -> None:
+        """Those who were asked are no more, or may have been asked for something else meanwhile."""
+        self._asked.clear()
+
+    def forget(self, model: str) -> None:
+        """What is on disk of ``model`` has changed."""
+        self.disk.pop(model, None)
+
+    def take(self, event: WhatIf) -> bool:
+        """Take an answer, or a part of one; return whether it was asked for here."""
+        wanted = next((wanted for wanted, number in self._asked.items() if number == event.id), None)
+        if wanted is None:
+            return False
+        if event.line is not None:
+            (self.disk if wanted == "disk" else self.catalogue)[event.line.model] = event.line
+        if event.answer is not None or event.error:
+            del self._asked[wanted]
+            self.problem = event.error
+        if event.answer is not None:
+            self.place, self.rule = event.answer.place, event.answer.rule
+        if wanted == "models":
+            self.weighed = (event.done, event.total)
+            if event.answer is not None:
+                self.best = tuple(line.model for line in event.answer.models)
+        return True
+
+
+Section = Literal["typed", "downloads", "embedded", "disk", "recommended"]
+MOST_RECOMMENDED = 12
+HOPELESS = "does not fit"
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueOffer:
+    """A model of the catalogue before it is weighed. nbytes: to download; None is unknown."""
+
+    model: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model to choose. nbytes: on disk, or to download; None is unknown. home: where it is; None: not here, or not whole.
+
+    removable: what removing would free is nbytes. line: what this machine makes of it; None where that is not known yet, and
+    ``pending`` where it is being asked.
+    """
+
+    model: str
+    section: Section
+    nbytes: int | None = None
+    home: Home | None = None
+    on_disk: bool = False
+    line: ModelLine | None = None
+    pending: bool = False
+    download: Download | None = None
+
+    @property
+    def id(self) -> str:
+        """What tells it from all other rows."""
+        return f"{self.section}:{self.model}"
+
+
+def rows(
+    text: str,
+    disk: LocalModels,
+    offers: Sequence[CatalogueOffer],
+    estimates: Estimates,
+    downloads: Sequence[Download],
+) -> list[ModelRow]:
+    """Return the rows that fit ``text``, in order; without a text, of the catalogue only the best."""
+    wanted = text.casefold().split()
+    going = {each.model: each for each in downloads}
+    found = [*_downloads(disk, estimates, going), *_here(disk, estimates, going)]
+    known = {row.model for row in found}
+    found += _recommended([offer for offer in offers if offer.model not in known], estimates, everything=bool(wanted))
+    fitting = [row for row in found if all(word in row.model.casefold() for word in wanted)]
+    return [*_typed(text.strip(), fitting), *fitting]
+
+
+def best_guess(offers: Sequence[CatalogueOffer], memory_bytes: int | None) -> list[CatalogueOffer]:
+    """Return what to show first while nothing is weighed: the largest that leave half of the memory free; then the rest."""
+    if memory_bytes is None:
+        return list(offers)
+    half = memory_bytes / 2
+    return sorted(offers, key=lambda each: -each.nbytes if each.nbytes and each.nbytes <= half else 0)
+
+
+def _typed(text: str, fitting: Sequence[ModelRow]) -> Iterator[ModelRow]:
+    """Yield what is typed as a model of its own, where it may be one and is not listed."""
+    listed = any(row.model == text for row in fitting)
+    if text and not listed and (not fitting or is_id(text) or is_folder(text)):
+        yield ModelRow(text, "typed", home="folder" if is_folder(text) else None)
+
+
+def _downloads(disk: LocalModels, estimates: Estimates, going: Mapping[str, Download]) -> Iterator[ModelRow]:
+    parts = {each.model: each for each in disk.models if not each.whole}
+    for model in dict.fromkeys([*going, *parts]):
+        known = estimates.catalogue.get(model)
+        yield ModelRow(
+            model,
+            "downloads",
+            nbytes=parts[model].nbytes if model in parts else None,
+            on_disk=model in parts,
+            line=known,
+            download=going.get(model) or Download(model, DownloadStage.PAUSED, parts[model].nbytes, _total(known)),
+        )
+
+
+def _total(line: ModelLine | None) -> int | None:
+    return None if line is None else line.download_bytes
+
+
+def _here(disk: LocalModels, estimates: Estimates, going: Mapping[str, Download]) -> Iterator[ModelRow]:
+    whole = [each for each in disk.models if each.whole and each.model not in going]
+    for each in sorted(whole, key=lambda each: (each.home != "embedded", each.model.casefold())):
+        yield _row_of(each, estimates)
+
+
+def _row_of(each: OnDisk, estimates: Estimates) -> ModelRow:
+    line = estimates.disk.get(each.model)
+    section: Section = "embedded" if each.home == "embedded" else "disk"
+    return ModelRow(each.model, section, each.nbytes, each.home, on_disk=True, line=line, pending=line is None)
+
+
+def _recommended(offers: Sequence[CatalogueOffer], estimates: Estimates, *, everything: bool) -> Iterator[ModelRow]:
+    """Yield the catalogue, best first once that is known; ``everything``: also what does not fit, and what comes late."""
+    if estimates.best:
+        place = {model: index for index, model in enumerate(estimates.best)}
+        offers = sorted(offers, key=lambda each: place.get(each.model, len(place)))
+        lines = estimates.catalogue
+        if not everything:
+            offers = [each for each in offers if each.model in lines and lines[each.model].verdict != HOPELESS]
+    for offer in offers if everything else offers[:MOST_RECOMMENDED]:
+        line = estimates.catalogue.get(offer.model)
+        nbytes = offer.nbytes if line is None or line.download_bytes is None else line.download_bytes
+        yield ModelRow(offer.model, "recommended", nbytes, line=line, pending=line is None and not estimates.best)
+
+
+def short_name(model: str) -> str:
+    """Return the last part of an id or a path, made safe."""
+    return sanitise_line(model.rstrip("/").rpartition("/")[2]) or sanitise_line(model)
+
+
+class Removal:
+    """Remembers the row that was asked about, until another one is pointed at."""
+
+    def __init__(self) -> None:
+        self.asked = ""
+
+    def ask(self, row: ModelRow) -> None:
+        """The user was asked about ``row``."""
+        self.asked = row.id
+
+    def forget(self) -> None:
+        """Nothing is asked any more."""
+        self.asked = ""
+
+    def is_for(self, row: ModelRow | None) -> bool:
+        """Whether it is ``row`` that was asked about."""
+        return row is not None and row.id == self.asked
+
+    @staticmethod
+    def refusal(row: ModelRow, held: str) -> str:
+        """Return why ``row`` can't be removed; nothing where it can. held: the model that is loaded."""
+        if row.model == held:
+            return "It is loaded: F7 unloads it first."
+        if row.download is not None:
+            return "It is being downloaded: F6 cancels that, and removes what has arrived."
+        if row.home == "embedded":
+            return "It is a part of the program."
+        return "" if row.on_disk else "It is not on this disk."

@@ -1,0 +1,462 @@
+"""The settings as the chat holds them: changed in one place, written at once.
+
+A chat may have some of its own, kept with it: sampling, system prompt, thinking. The settings form is data here: fields of
+Sampling, TemplateOptions and KVSpec, how each is read from text, and what to say of it. A system prompt that was written and is not
+used yet stays with its chat for as long as the app runs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tokamac.app import units
+from tokamac.app.backend.protocol import ModelInfo, ShapeError, build
+from tokamac.app.chat.actions import keymap
+from tokamac.app.settings import DAMAGED, Settings, change, merged, read
+from tokamac.app.store.values import Json
+from tokamac.engine.errors import OptionError
+from tokamac.engine.options import STAGES, THINKING, KVSpec, Sampling, TemplateOptions
+
+if TYPE_CHECKING:
+    from tokamac.app.chat.session import Session
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOverrides:
+    """None: what holds in every chat holds in this one too. An empty system prompt is none, whatever others have."""
+
+    sampling: Sampling | None = None
+    system: str | None = None
+    template: TemplateOptions | None = None
+
+
+def own_of(settings: Json) -> ChatOverrides:
+    """Return what a stored chat has of its own. What another version wrote, and this one can't read, does not hold."""
+    system = settings.get("system")
+    return ChatOverrides(
+        _read(Sampling, settings.get("sampling"), "sampling"),
+        system if isinstance(system, str) else None,
+        _read(TemplateOptions, settings.get("template"), "template"),
+    )
+
+
+def as_settings(own: ChatOverrides) -> dict[str, Any]:
+    """Return the chat's settings as they are stored; None takes a key away."""
+    return {
+        "sampling": None if own.sampling is None else _changed(own.sampling),
+        "system": own.system,
+        "template": None if own.template is None else asdict(own.template),
+    }
+
+
+def _changed(sampling: Sampling) -> dict[str, Any]:
+    """Return what differs from the defaults: a version that does not know the rest can read it, too."""
+    usual = asdict(Sampling())
+    return {name: value for name, value in asdict(sampling).items() if value != usual[name]}
+
+
+def _read(kind: type[T], stored: object, name: str) -> T | None:
+    if not isinstance(stored, dict):
+        return None
+    try:
+        read: T = build(kind, stored, name)
+    except (ShapeError, OptionError):
+        return None
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A system prompt, and whether it is its chat's alone."""
+
+    text: str
+    own: bool
+
+
+class SystemDrafts:
+    """Keeps them by the chat's id; None stands for a new chat, which nothing keeps yet."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[str | None, Written] = {}
+
+    def of(self, chat: str | None) -> Written | None:
+        """Return what was written in ``chat``, if anything was."""
+        return self._drafts.get(chat)
+
+    def keep(self, chat: str | None, draft: Written | None) -> None:
+        """Keep ``draft`` in place of what was written in ``chat``; None: nothing is."""
+        self._drafts.pop(chat, None)
+        if draft is not None:
+            self._drafts[chat] = draft
+
+    def begun(self, chat: str) -> None:
+        """The new chat is kept from here on as ``chat``, and what was written in it goes with it."""
+        self.keep(chat, self._drafts.pop(None, None))
+
+
+class Preferences:
+    """The current settings and the file they live in. What the command line gave goes before them, until something is chosen.
+
+    own: what the chat that is held has of its own. keymap: the actions with the user's keys, as they were at the start.
+    told: what was said of the file already, and need not be said again. What another window changes holds there: only its system
+    prompts are taken over, into the library.
+    """
+
+    def __init__(
+        self, settings: Settings, path: Path, given: ChatOverrides | None = None, told: Iterable[str] = ()
+    ) -> None:
+        self.settings = settings
+        self._written = settings
+        self._told = set(told)
+        self.own = ChatOverrides()
+        self.system_drafts = SystemDrafts()
+        self.keymap = keymap(settings.keys)
+        self._given = given or ChatOverrides()
+        self._path = path
+
+    @property
+    def home(self) -> Path:
+        """The folder that the settings are in; what else is remembered stands beside them."""
+        return self._path.parent
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling that holds in the chat that is held."""
+        return self._given.sampling or self.own.sampling or self.settings.sampling
+
+    @property
+    def system(self) -> str:
+        """The system prompt that holds in the chat that is held."""
+        chosen = (self._given.system, self.own.system, self.settings.system)
+        return next(text for text in chosen if text is not None)
+
+    @property
+    def template(self) -> TemplateOptions:
+        """What the chat template is told in the chat that is held."""
+        return self._given.template or self.own.template or self.settings.template
+
+    def hold(self, own: ChatOverrides, session: "Session") -> None:
+        """Let what a chat has of its own hold in ``session`` from here on, and else what holds in every chat."""
+        self.own = own
+        self.give(session)
+
+    def give(self, session: "Session") -> None:
+        """Let what holds in the chat that is held hold in ``session``, after a change."""
+        session.sampling, session.system = self.sampling, self.system
+        session.template = self.template
+
+    def choose_sampling(self, sampling: Sampling, *, own: bool) -> str:
+        """Hold ``sampling`` in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        self._given = replace(self._given, sampling=None)
+        self.own = replace(self.own, sampling=sampling if own else None)
+        return "" if own else self.keep(replace(self.settings, sampling=sampling))
+
+    def choose_template(self, template: TemplateOptions, *, own: bool) -> str:
+        """Tell the chat template this in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        self._given = replace(self._given, template=None)
+        self.own = replace(self.own, template=template if own else None)
+        return "" if own else self.keep(replace(self.settings, template=template))
+
+    def choose_system(self, system: str, *, own: bool) -> str:
+        """Hold ``system`` in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        self._given = replace(self._given, system=None)
+        self.own = replace(self.own, system=system if own else None)
+        return "" if own else self.keep(replace(self.settings, system=system))
+
+    def library(self) -> Mapping[str, str]:
+        """Return the system prompts by name, with what other windows made of them since."""
+        try:
+            now = read(self._path).settings
+        except (OSError, *DAMAGED):  # that is said when the next change is written
+            return self.settings.system_prompts
+        prompts = merged(now, self._written, self.settings).system_prompts
+        self.settings = replace(self.settings, system_prompts=prompts)
+        self._written = replace(self._written, system_prompts=now.system_prompts)
+        return prompts
+
+    def keep(self, settings: Settings) -> str:
+        """Hold ``settings``, and write what is changed in them; return why they could not be written, what else to say, or ""."""
+        self.settings = settings
+        try:
+            said = change(self._path, self._written, settings)
+        except OSError as error:
+            return f"The settings could not be written to {self._path}: {error.strerror}."
+        self._written = settings
+        new = [each for each in said if each not in self._told]
+        self._told.update(new)
+        return " ".join(new)
+
+
+MOST_DIGITS = 9
+"""Nothing that is numbered here has more, and Python reads no text of thousands of digits as a number."""
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that ``text`` is in digits alone; None where it is none, or has more digits than ``MOST_DIGITS``."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
+
+
+AUTO = "auto"
+"""A number that is chosen where the user gives none, and that is not nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One line of the form. ``read`` raises ValueError; an empty text means ``empty`` where that is allowed.
+
+    show: a value as text; None as ``write`` does.
+    """
+
+    name: str
+    label: str
+    note: str
+    read: Callable[[str], object]
+    empty: object = ValueError
+    show: Callable[[Any], str] | None = None
+
+
+def _keep(text: str) -> object:
+    return "system" if text.strip().lower() == "system" else int(text)
+
+
+def _stop(text: str) -> object:
+    return tuple(part.replace("\\n", "\n") for part in text.split(" | ") if part)
+
+
+def _ids(text: str) -> object:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _show_ids(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def _biases(text: str) -> object:
+    pairs = [part.partition("=") for part in text.split(",")]
+    return tuple((int(token), float(bias)) for token, _, bias in pairs)
+
+
+def _show_biases(pairs: tuple[tuple[int, float], ...]) -> str:
+    return ", ".join(f"{token}={bias:g}" for token, bias in pairs)
+
+
+def _order(text: str) -> object:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _show_order(order: tuple[str, ...]) -> str:
+    return "" if order == STAGES else ",".join(order)
+
+
+def _word(text: str) -> object:
+    return text.strip().lower()
+
+
+def _parts(text: str) -> object:
+    return tuple(part.strip() for part in text.split(" | ") if part.strip())
+
+
+USUAL_FIELDS = (
+    Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
+    Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
+    Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
+    Field("min_p", "Min-p", "0 is off; empty: the model's own", float, None),
+    Field("repetition_penalty", "Repetition penalty", "1 is off; empty: the model's own", float, None),
+    Field("seed", "Seed", "empty: another each time", int, None),
+    Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
+    Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
+)
+RARE_FIELDS = (
+    Field("stop_token_ids", "Stop tokens", "ids, split by commas", _ids, (), _show_ids),
+    Field("min_tokens", "Min tokens", "no end before so many; 0 is off", int, 0),
+    Field("presence_penalty", "Presence penalty", "-2 to 2; 0 is off", float, 0.0),
+    Field("frequency_penalty", "Frequency penalty", "-2 to 2; 0 is off", float, 0.0),
+    Field("logit_bias", "Logit bias", "ID=BIAS, split by commas", _biases, (), _show_biases),
+    Field("xtc_probability", "XTC probability", "0 is off", float, 0.0),
+    Field("xtc_threshold", "XTC threshold", "0 to 0.5", float, 0.1),
+    Field("dry_multiplier", "DRY multiplier", "0 is off; 0.8 is usual", float, 0.0),
+    Field("dry_base", "DRY base", "1 and more", float, 1.75),
+    Field("dry_allowed_length", "DRY allowed length", "repeated tokens", int, 2),
+    Field("dry_sequence_breakers", "DRY breakers", "split by ' | '; \\n: new line", _stop, ()),
+    Field("order", "Order of stages", "split by commas; empty: the usual", _order, STAGES, _show_order),
+)
+SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
+"""What of Sampling the chat has. It shows no log-probabilities, so it has no field for them."""
+TEMPLATE_FIELDS = (
+    Field("thinking", "Thinking", "on, off, low, medium, high; or empty", _word, None),
+    Field("thinking_budget", "Thinking budget", "tokens; empty: no end", int, None),
+    Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ()),
+)
+KV_FIELDS = (
+    Field("key_bits", "Key bits", "16, 8, 6, 5, 4, 3 or 2", int),
+    Field("value_bits", "Value bits", "16, 8, 6, 5, 4, 3 or 2", int),
+    Field("group_size", "Group size", "32, 64 or 128", int),
+    Field("window", "Window", "tokens kept; empty keeps all", int, None),
+    Field("keep", "Keep", "pinned first tokens, or: system", _keep),
+    Field("on_full", "When full", "roll, stop, truncate-middle, error", str.strip, None),
+)
+
+
+def _minutes(text: str) -> int | None:
+    if text.strip().lower() == AUTO:
+        return None
+    if (minutes := whole_number(text.strip())) is None:
+        raise ValueError
+    return minutes
+
+
+MEMORY_FIELDS = (
+    Field("memory_gb", "Memory limit", "GB; empty: the system's limit", float, None),
+    Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
+)
+
+
+class FieldError(Exception):
+    """A field's text can't be read; ``name`` says which."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def write(field: Field, options: object) -> str:
+    """Return ``field`` of ``options`` as text."""
+    value = getattr(options, field.name)
+    if field.show is not None:
+        return field.show(value)
+    if value is None and field.empty is ValueError:
+        return AUTO
+    if isinstance(value, tuple):
+        return " | ".join(part.replace("\n", "\\n") for part in value)
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def read_sampling(texts: Mapping[str, str]) -> Sampling:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return Sampling(**_read_option(SAMPLING_FIELDS, texts))
+
+
+def read_template(texts: Mapping[str, str]) -> TemplateOptions:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return TemplateOptions(**_read_option(TEMPLATE_FIELDS, texts))
+
+
+def read_kv(texts: Mapping[str, str]) -> KVSpec:
+    """Return what the form says; raise FieldError, or OptionError where a value is out of range."""
+    return KVSpec(**_read_option(KV_FIELDS, texts))
+
+
+def read_memory(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the form says of ``Settings.memory_gb`` and ``unload_after_min``; raise FieldError, or OptionError."""
+    values = _read_option(MEMORY_FIELDS, texts)
+    Settings(**values)
+    return values
+
+
+def _read_option(fields: tuple[Field, ...], texts: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in fields:
+        text = texts[field.name]
+        if not text.strip() and field.empty is not ValueError:
+            values[field.name] = field.empty
+            continue
+        try:
+            values[field.name] = field.read(text)
+        except ValueError as error:
+            raise FieldError(
+                field.name, f"{field.label}: {text.strip() or 'nothing'!r:.60} is no number ({field.note})."
+            ) from error
+    return values
+
+
+DEFAULT = "default"
+"""Thinking as the chat template has it, for as long as the model likes."""
+USAGE = f"Use {', '.join(THINKING)}, {DEFAULT}, or a number of tokens."
+
+
+def chosen(text: str, now: TemplateOptions, info: ModelInfo | None) -> TemplateOptions:
+    """Return ``now`` with what /thinking was given. info: of the loaded model; None: nobody knows what it can be told.
+
+    Raises OptionError for what that can't be, and for what the model can't be told.
+    """
+    word = text.strip().lower()
+    if word == DEFAULT:
+        return replace(now, thinking=None, thinking_budget=None)
+    budget = whole_number(word)
+    mode = next((mode for mode in THINKING if mode == word), None)
+    if budget is None and mode is None:
+        raise OptionError(f"there is no thinking {word!r:.40}", USAGE)
+    other = replace(now, thinking=mode) if budget is None else replace(now, thinking_budget=budget)
+    if budget is not None and other.thinking == "off":
+        other = replace(other, thinking=None)  # a budget is for a model that thinks
+    asked = TemplateOptions(mode, budget)
+    if info is not None and (why := next(_untold(asked, info), None)) is not None:
+        raise OptionError(why, _known(info))
+    return other
+
+
+def told(wanted: TemplateOptions, info: ModelInfo | None) -> tuple[TemplateOptions, tuple[str, ...]]:
+    """Return what of ``wanted`` the loaded model can be told, and a sentence for each part that it can't."""
+    if info is None:
+        return wanted, ()
+    thinking = wanted.thinking if wanted.thinking in info.thinking_modes else None
+    budget = wanted.thinking_budget if info.thinks else None
+    values = {name: value for name, value in wanted.values.items() if name in info.template_names}
+    return TemplateOptions(thinking, budget, values), tuple(_untold(wanted, info))
+
+
+def _untold(wanted: TemplateOptions, info: ModelInfo) -> Iterator[str]:
+    template = f"the chat template of {info.name}"
+    if wanted.thinking is not None and wanted.thinking not in info.thinking_modes:
+        modes = ", ".join(info.thinking_modes)
+        why = f"{template} knows {modes} alone" if modes else f"{template} has no switch for it"
+        yield f"thinking {wanted.thinking} can't be had: {why}"
+    if wanted.thinking_budget is not None and not info.thinks:
+        yield f"a thinking budget can't be had: {info.name} marks no thinking"
+    for name in wanted.values:
+        if name not in info.template_names:
+            yield f"the template option {name} can't be had: {template} does not read it"
+
+
+def _known(info: ModelInfo) -> str:
+    return f"It knows: {', '.join(info.thinking_modes)}." if info.thinking_modes else "Another model may have one."
+
+
+def state(options: TemplateOptions) -> str:
+    """Return in few words what is set, for the status line: ``thinking off``, ``thinking ≤ 2k``; "" where nothing is."""
+    if options.thinking == "off":
+        return "thinking off"
+    parts: list[str] = [] if options.thinking is None else [options.thinking]
+    if options.thinking_budget is not None:
+        parts.append(f"≤ {units.short(options.thinking_budget)}")
+    thinking = f"thinking {' '.join(parts)}" if parts else ""
+    others = (
+        f"{len(options.keywords)} template option{'' if len(options.keywords) == 1 else 's'}"
+        if options.keywords
+        else ""
+    )
+    return ", ".join(part for part in (thinking, others) if part)
+
+
+def sentences(options: TemplateOptions, info: ModelInfo | None) -> str:
+    """Return what is set and what the loaded model knows, for /thinking alone."""
+    mode = "as the chat template has it" if options.thinking is None else options.thinking
+    budget = options.thinking_budget
+    said = [f"Thinking: {mode}.", f"Budget: {'none' if budget is None else f'{units.count(budget)} tokens'}."]
+    if options.keywords:
+        said.append(f"Template options: {', '.join(options.keywords)}.")
+    if info is not None:
+        modes = ", ".join(info.thinking_modes)
+        said.append(
+            f"{info.name} knows: {modes}." if modes else f"The chat template of {info.name} has no switch for it."
+        )
+    return " ".join(said)
+
+
+def budget_spent(tokens: int) -> str:
+    """Return what to say of thinking that a budget of so many tokens ended."""
+    return f"ended at its budget of {units.count(tokens)} tokens"

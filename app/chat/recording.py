@@ -1,0 +1,539 @@
+"""Keeps the conversation on disk while it goes on: the prompt before its reply begins, the reply every two seconds.
+
+It is told what the screen is told. The store is written at once, on this thread: a transaction takes about a millisecond. What
+could not be written is tried again until it is:
+
+    tree       1 ─ 2 ─ 3 ─ 4 ─ 5 ─ 6 ─▶ 7 …     keys; 7 was asked for, and nobody has told the ledger yet
+    store     11  12  13  14                    ids; 14 is a reply that is not finished there
+                          └── catch_up ──┘      finishes 14, adds 5 and 6
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tokamac.app.backend.protocol import ShapeError, build
+from tokamac.app.chat.conversation import Ending, MessageNode, Reply, Tree, Turn
+from tokamac.app.chat.preferences import ChatOverrides, Preferences, as_settings, own_of
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Step
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import FinalState, Json, StoredMessage, StoreError, TitleOrigin
+from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.options import NOTHING_TOLD
+from tokamac.engine.perf.diagnosis import Diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyRecord:
+    """What is kept of a reply beside its text.
+
+    reason: why it failed; thinking_ended_at: the budget that ended its thinking. Where there was none neither is written down.
+    """
+
+    ending: Ending = "stop"
+    thinking_s: float | None = None
+    metrics: Metrics | None = None
+    outliers: tuple[Outlier, ...] = ()
+    diagnosis: Diagnosis | None = None
+    reason: str = ""
+    thinking_ended_at: int | None = None
+
+
+def measured(reply: Reply) -> dict[str, Any]:
+    """Return what is kept of ``reply`` beside its text, as plain values."""
+    figures = (reply.metrics, reply.outliers, reply.diagnosis)
+    kept = ReplyRecord(reply.ending, reply.thinking_s, *figures, reply.reason, reply.thinking_ended_at)
+    plain = asdict(kept)
+    if not kept.reason:
+        del plain["reason"]
+    if kept.thinking_ended_at is None:
+        del plain["thinking_ended_at"]
+    return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
+
+
+def state_of(reply: Reply) -> FinalState:
+    """Return the state in which a reply that ended so is kept."""
+    states: dict[Ending, FinalState] = {"cancelled": "stopped", "lost": "failed", "failed": "failed"}
+    return states.get(reply.ending, "complete")
+
+
+def tree_of(messages: Iterable[StoredMessage], head: int | None) -> Tree:
+    """Return the tree of stored messages, parents first, standing at ``head``. Its keys are the store's ids."""
+    tree = Tree()
+    for message in messages:
+        tree.add(_node(message))
+    if head in tree.nodes:
+        tree.go(head)
+    return tree
+
+
+def _node(message: StoredMessage) -> MessageNode:
+    match message.role:
+        case "user":
+            return MessageNode(message.id, message.parent, prompt=message.text, attachments=message.attachments)
+        case "assistant":
+            return MessageNode(message.id, message.parent, reply=_reply(message))
+        case "system":
+            return MessageNode(message.id, message.parent, system=message.text)
+
+
+def _reply(message: StoredMessage) -> Reply:
+    kept = measured_of(message)
+    return Reply(
+        text=message.text,
+        thinking=message.thinking,
+        thinking_s=kept.thinking_s,
+        ending=kept.ending,
+        model=message.model,
+        metrics=kept.metrics,
+        outliers=kept.outliers,
+        diagnosis=kept.diagnosis,
+        reason=kept.reason,
+        thinking_ended_at=kept.thinking_ended_at,
+    )
+
+
+def measured_of(message: StoredMessage) -> ReplyRecord:
+    """Return the figures of a stored reply. What another version measured, and this one can't read, is not shown."""
+    endings: dict[str, Ending] = {"stopped": "cancelled", "failed": "failed", "partial": "cancelled"}
+    unmeasured = ReplyRecord(endings.get(message.state, "stop"))
+    if message.metrics is None:
+        return unmeasured
+    try:
+        known: ReplyRecord = build(ReplyRecord, dict(message.metrics), "metrics")
+    except ShapeError:
+        return unmeasured
+    return known
+
+
+BACK = "The chat was deleted elsewhere; with what was said now it is back."
+ANEW = "The chat was removed for ever elsewhere; what is held of it here is kept as a new chat."
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyRequest:
+    """What a reply was asked of, and how. text, thinking: what it goes on from."""
+
+    model: str
+    settings: Json = field(default_factory=dict)
+    text: str = ""
+    thinking: str = ""
+
+
+class Ledger:
+    """One chat of the store and the tree that is held of it. What was stored before a StoreError stays stored, and known.
+
+    chat: its id; None until something of it is stored. tree: all of it is in the store already, under its own keys.
+    """
+
+    def __init__(self, store: Store, chat: str | None = None, tree: Tree | None = None) -> None:
+        self.chat = chat
+        self._store = store
+        self._tree = Tree() if tree is None else tree
+        self._ids = {key: key for key in self._tree.nodes}
+        self._open: set[int] = set()  # replies that are not finished in the store
+        self._asked: dict[int, ReplyRequest] = {}
+        self._last = max(self._tree.nodes, default=0)  # what was told of so far
+
+    def ask(self, tree: Tree, reply: int, asked: ReplyRequest) -> None:
+        """A reply was asked for, and stands in ``tree`` with all that leads to it."""
+        self._tree, self._last = tree, reply
+        self._asked[reply] = asked
+
+    def end(self, reply: Reply) -> None:
+        """The reply that was asked for last is this."""
+        self._tree.end(self._last, reply)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a reply was asked for that is not whole in the store."""
+        return self._last in self._asked
+
+    @property
+    def running(self) -> bool:
+        """Whether a reply was asked for that has not ended."""
+        return self.awaited and self._tree.nodes[self._last].reply is None
+
+    @property
+    def growing(self) -> int | None:
+        """The id of the reply that grows in the store."""
+        return self._ids.get(self._last) if self._last in self._open else None
+
+    def stored(self, key: int) -> int | None:
+        """Return the id in the store of a message that is held."""
+        return self._ids.get(key)
+
+    def held(self, message: int) -> int | None:
+        """Return the key under which a message of the store is held."""
+        return next((key for key, stored in self._ids.items() if stored == message), None)
+
+    def lacks(self, turn: Turn) -> bool:
+        """Whether the turn is not in the store, or not whole."""
+        return any(key and (key not in self._ids or key in self._open) for key in (turn.key, turn.reply_key))
+
+    def is_current(self) -> bool:
+        """Whether the store holds of the chat just what is held here: no window has added to it. Raises StoreError."""
+        branches = self._store.tree(self.chat) if self.chat is not None else []
+        there = {(branch.id, branch.state) for branch in branches}
+        nodes = self._tree.nodes
+        return there == {(stored, _state(nodes[key])) for key, stored in self._ids.items()}
+
+    def catch_up(self, begin: Callable[[], str]) -> tuple[str, str]:
+        """Store what is not stored yet; return the chat's id, and what is to be said of it, or nothing. Raises StoreError.
+
+        begin: makes a chat, and returns its id.
+        """
+        said = self._look()
+        if self.chat is None:
+            self.chat = begin()
+        for node in self._tree.nodes.values():
+            if node.key <= self._last:
+                self._put(self.chat, node)
+        still_deleted = said == BACK and self._store.chat(self.chat).deleted_at is not None  # nothing was said in it
+        return self.chat, "" if still_deleted else said
+
+    def _look(self) -> str:
+        """Look whether the chat is still there; if not, nothing of it is stored any more."""
+        if self.chat is None:
+            return ""
+        known = self._store.known(self.chat)
+        if known is None:
+            self.chat, self._ids = None, {}
+            self._open.clear()
+            return ANEW
+        return "" if known.deleted_at is None else BACK
+
+    def _put(self, chat: str, node: MessageNode) -> None:
+        if node.system is not None:
+            if node.key not in self._ids:
+                self._ids[node.key] = self._store.add_message(chat, self._before(node), "system", node.system).id
+        elif node.prompt is not None:
+            if node.key not in self._ids:
+                self._put_prompt(chat, node, node.prompt)
+        elif node.reply is None:
+            if node.key not in self._ids:
+                self._begin_reply(chat, node)
+        elif node.key in self._open or node.key not in self._ids:
+            self._put_reply(chat, node, node.reply)
+
+    def _put_prompt(self, chat: str, node: MessageNode, prompt: str) -> None:
+        kept = self._store.add_message(chat, self._before(node), "user", prompt, attachments=node.attachments)
+        self._ids[node.key] = kept.id
+        if not prompt and node.attachments and not self._store.chat(chat).title:  # titles are made of the user's words
+            self._store.rename(chat, node.attachments[0].name, "words")
+
+    def _put_reply(self, chat: str, node: MessageNode, reply: Reply) -> None:
+        stored = self._ids.get(node.key)
+        if (
+            stored is None or self._store.message(stored).state != "partial"
+        ):  # another took us for dead, and ended it short
+            stored = self._begin_reply(chat, node)
+        self._store.finish_reply(stored, reply.text, reply.thinking, state=state_of(reply), metrics=measured(reply))
+        self._open.discard(node.key)
+        self._asked.pop(node.key, None)
+
+    def _begin_reply(self, chat: str, node: MessageNode) -> int:
+        asked = self._asked.get(node.key) or ReplyRequest("" if node.reply is None else node.reply.model)
+        begun = self._store.begin_reply(
+            chat,
+            self._before(node),
+            model=asked.model,
+            settings=asked.settings,
+            text=asked.text,
+            thinking=asked.thinking,
+        )
+        self._ids[node.key] = begun.id
+        self._open.add(node.key)
+        return begun.id
+
+    def _before(self, node: MessageNode) -> int | None:
+        return None if node.parent is None else self._ids[node.parent]
+
+
+def _state(node: MessageNode) -> str:
+    return "complete" if node.reply is None else state_of(node.reply)
+
+
+CHECKPOINT_S = 2.0
+LEFT = "What was not sent stays in the chat that was left."
+AGAIN = "Not saved: {} It is tried again with the next prompt."
+SAVED = "The chat is saved again, all of it."
+LOST = "What was said and is not saved is lost: {}"
+TITLE = "The title was not kept: {}"
+
+
+class Recording:
+    """The chat that is held, in the store. While the store fails the chat goes on without it, ``tell`` is told why, and all that
+    is not stored is tried again with each prompt, at the end of each reply, and when another chat is opened.
+
+    unsaved: whether anything of the chat is not in the store because it failed. title: the chat's, as it was stored when it was
+    last looked up; "" while there is none.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        store: Store,
+        memory: Preferences,
+        tell: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self.unsaved, self.title = False, ""
+        self._session = session
+        self._memory = memory
+        self._tell = tell
+        self._clock = clock
+        self._ledger = Ledger(store)
+        self._owed: dict[str, Callable[[str], object]] = {}  # to be written of the chat, beside its messages
+        self._written_at = 0.0
+        self._draft = ""  # as it is in the store
+
+    @property
+    def chat(self) -> str | None:
+        """The id of the chat; None until there is something to keep."""
+        return self._ledger.chat
+
+    @property
+    def ledger(self) -> Ledger:
+        """What of the chat is in the store. It tells that when the chat was left, too."""
+        return self._ledger
+
+    # What the session does ------------------------------------------------------------------------------------------------
+
+    def begun(self, turn: Turn) -> None:
+        """A prompt was sent."""
+        session, said = self._session, self._session.talk.said  # what a reply that is continued begins with
+        model = session.load.model
+        settings = {"sampling": asdict(session.sampling), "kv": asdict(session.load.kv), **_adapter(session)}
+        if session.template != NOTHING_TOLD:
+            settings["template"] = asdict(session.template)
+        self._ledger.ask(session.talk.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking))
+        self._owed.pop("head", None)
+        self._owed["model"] = lambda chat: self._keep_model(chat, model)
+        self._save(AGAIN)
+        self._written_at = self._clock()
+
+    def grew(self) -> None:
+        """The reply has grown: keep it, if it is time."""
+        reply = self._ledger.growing
+        if reply is not None and not self.unsaved and self._clock() - self._written_at >= CHECKPOINT_S:
+            self._written_at = self._clock()
+            said = self._session.talk.said
+            try:
+                self.store.checkpoint(reply, said.text, said.thinking)
+            except StoreError as error:
+                self._fail(AGAIN, error)
+
+    def ended(self, reply: Reply) -> None:
+        """The reply has ended."""
+        if self._ledger.awaited:
+            self._ledger.end(reply)
+            self._save()
+
+    def moved(self) -> None:
+        """Another path of the conversation is read."""
+        head = self._session.talk.tree.head
+        if head is not None and self._ledger.stored(head) is not None:
+            self._owe("head", lambda chat: self._keep_head(chat, head))
+
+    def left(self) -> None:
+        """Another conversation is held, of which nothing is kept yet."""
+        self._owed.pop("draft", None)  # whoever left it was told that it is not kept
+        if self.unsaved:
+            self._save(LOST)
+        self._ledger, self._owed, self.unsaved, self._draft = Ledger(self.store), {}, False, ""
+        self.title = ""
+
+    def drafted(self, text: str) -> bool:
+        """This stands in the prompt, not sent; return whether it is kept. An empty chat with a draft is kept, too."""
+        self._owed.pop("draft", None)
+        if text != self._draft:
+            self._owe("draft", lambda chat: self._keep_draft(chat, text))
+        return text == self._draft
+
+    # What the user wishes -------------------------------------------------------------------------------------------------
+
+    def read(self, chat: str) -> tuple[Tree, str]:
+        """Return the conversation ``chat``, to be opened, and the draft that was left in it. Raises StoreError."""
+        if chat == self.chat and self.lacking():
+            raise StoreError("What was said in this chat is not all saved", "Read again now, it would be lost.")
+        archive = self.store.archive(chat)
+        if archive.chat.deleted_at is not None:
+            raise StoreError(f"Chat {chat} was deleted", "What is said in it would be lost.")
+        return tree_of(archive.messages, archive.chat.head), archive.chat.draft
+
+    def hold(self, chat: str, tree: Tree, draft: str) -> None:
+        """Go on with ``chat``, which was read and is held now."""
+        self.left()
+        self._draft = draft
+        self._ledger = Ledger(self.store, chat, tree)
+        self.look_up_title()
+
+    def holds(self, chat: str) -> bool:
+        """Whether ``chat`` is held, and need not be read again: no window has added to it, or it can't be left now.
+
+        Raises StoreError.
+        """
+        if chat != self.chat:
+            return False
+        return self.unsaved or self._session.replying or bool(self._session.queued) or self._ledger.is_current()
+
+    def own(self, chat: str) -> ChatOverrides:
+        """Return what ``chat`` has of its own. Raises StoreError."""
+        return own_of(self.store.chat(chat).settings)
+
+    def keep_own(self) -> None:
+        """Keep what the chat that is held has of its own."""
+        if self.chat is not None:
+            self._owe("own", lambda chat: self.store.set_settings(chat, as_settings(self._memory.own)))
+
+    def stored(self, key: int) -> int | None:
+        """Return the id in the store of a message that is held."""
+        return self._ledger.stored(key)
+
+    def held(self, message: int) -> int | None:
+        """Return the key under which a message of the store is held."""
+        return self._ledger.held(message)
+
+    def lacking(self) -> str:
+        """Say how many turns of the path that is read are not in the store, after another try to store them; "": all are."""
+        if self.unsaved:
+            self._save()
+        turns = self._session.turns
+        lacking = sum(self._ledger.lacks(turn) for turn in turns)
+        return f"{lacking} of {len(turns)} turns are not in it: they could not be saved." if lacking else ""
+
+    def retitle(self, title: str) -> bool:
+        """Give the chat the user's title; return whether it is kept. What the store says against it is told."""
+        return (chat := self.chat) is not None and self._entitle(chat, title, "user")
+
+    def look_up_title(self) -> None:
+        """Know the title that the chat has now: the store makes the first one, and the list of chats can change it."""
+        if self.chat is not None:
+            with suppress(StoreError):  # it is told when the next message can't be kept
+                self.title = self.store.chat(self.chat).title
+
+    def entitle(self) -> list[Step]:
+        """Return what to ask for a title by the model, if the chat is to have one now. To be called now and then."""
+        return self._session.entitle() if self._session.titles.wanted and self.may_be_entitled() else []
+
+    def may_be_entitled(self) -> bool:
+        """Whether the chat is kept, has but its first words for a title, and the settings allow another."""
+        if self.chat is None or self.unsaved or self._memory.settings.titles != "model":
+            return False
+        try:
+            return self.store.chat(self.chat).title_origin == "words"
+        except StoreError:
+            return False  # it is told when the next message can't be kept
+
+    def entitled(self, title: str) -> None:
+        """The model gave the chat a title; the user's stays."""
+        if (chat := self.chat) is not None:
+            self._entitle(chat, title, "model")
+
+    def close(self, draft: str) -> None:
+        """Keep what stands in the prompt, and the running reply as far as it came; close the store."""
+        self._owed.pop("draft", None)
+        if draft != self._draft:
+            self._owed["draft"] = lambda chat: self._keep_draft(chat, draft)
+        running = self._ledger.running
+        if running:
+            self._ledger.end(replace(self._session.talk.said, ending="cancelled"))
+        if running or self.unsaved or self._owed:
+            self._save(LOST)
+        try:
+            self.store.close()
+        except StoreError as error:
+            self._fail(LOST, error)
+
+    # Writing --------------------------------------------------------------------------------------------------------------
+
+    def _owe(self, what: str, write: Callable[[str], object]) -> None:
+        """Write it now, or while the store fails, when all that is not stored is tried again."""
+        self._owed[what] = write
+        if not self.unsaved:
+            self._save()
+
+    def _save(self, failing: str = "") -> None:
+        """Store all that is not stored yet. failing: what to say where that fails; "": nothing new, if it failed before."""
+        try:
+            chat, said = self._ledger.catch_up(self._new_chat)
+            while self._owed:
+                what, write = next(iter(self._owed.items()))
+                write(chat)
+                del self._owed[what]
+        except StoreError as error:
+            if failing or not self.unsaved:
+                self._tell((failing or AGAIN).format(error.one_line()))
+            self.unsaved = True
+            return
+        self.look_up_title()
+        if self.unsaved:
+            self.unsaved = False
+            self._tell(SAVED)
+        if said:
+            self._tell(said)
+
+    def _fail(self, failing: str, error: StoreError) -> None:
+        self.unsaved = True
+        self._tell(failing.format(error.one_line()))
+
+    def _new_chat(self) -> str:
+        own = as_settings(self._memory.own)
+        settings = {key: value for key, value in own.items() if value is not None}
+        made = self.store.new_chat(model=self._session.load.model, settings=settings).id
+        self._memory.system_drafts.begun(made)
+        return made
+
+    def _keep_model(self, chat: str, model: str) -> None:
+        if self.store.chat(chat).model != model:
+            self.store.set_model(chat, model)
+
+    def _keep_head(self, chat: str, head: int) -> None:
+        if (stored := self._ledger.stored(head)) is not None:
+            self.store.set_head(chat, stored)
+
+    def _keep_draft(self, chat: str, text: str) -> None:
+        self.store.set_draft(chat, text)
+        self._draft = text
+
+    def _entitle(self, chat: str, title: str, origin: TitleOrigin) -> bool:
+        try:
+            self.title = self.store.rename(chat, title, origin).title
+        except StoreError as error:
+            self._tell(TITLE.format(error.one_line()))
+            return False
+        return True
+
+
+def _adapter(session: Session) -> dict[str, Any]:
+    """Return what is added to the model, as it is stored; nothing where nothing is."""
+    if session.load.adapter is None:
+        return {}
+    digest = None if session.info is None else session.info.adapter_digest
+    return {"adapter": {"name": session.load.adapter, "digest": digest}}
+
+
+LOOK_S = 10.0
+"""How often it is asked whether nobody uses the chat."""
+QUIET_S = 5.0
+"""How long nobody must have used it: while chats are removed, what is said waits to be written."""
+
+
+def is_time(session: Session) -> bool:
+    """Whether neither the user nor the engine has done anything for a while."""
+    return not session.busy and session.idle.quiet_s(session.phase_since) >= QUIET_S
+
+
+def purge(file: Path) -> str:
+    """Remove what was deleted long ago from the store; return why that failed, or nothing. For any thread."""
+    try:
+        with Store.open(file) as store:
+            store.purge()
+    except StoreError as error:
+        return f"Chats that were deleted long ago could not be removed: {error.one_line()}"
+    return ""

@@ -1,0 +1,118 @@
+"""Where a session is; ``session`` draws how it goes from one to the next.
+
+What the session asks of the world (effects) and tells the screen (changes): one small dataclass each.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
+
+from tokamac.app.backend.protocol import Request
+from tokamac.app.chat.conversation import Reply, Turn
+from tokamac.app.store.values import Attachment
+from tokamac.engine.events import TextKind
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    """Start the engine's process; one that runs is ended first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndEngine:
+    """End the engine's process at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send ``request`` to the engine's process."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBegun:
+    """A prompt was sent: show it, and room for its reply. ``again``: the last reply is made anew in its place."""
+
+    turn: Turn
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyGrew:
+    """More of the running reply."""
+
+    text: str
+    kind: TextKind
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyEnded:
+    """The running reply is whole, or as whole as it will be."""
+
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Another path of the conversation is read: show ``turns``, which hold all of it up to here."""
+
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Another conversation is held from here on: show ``turns``. new: it is empty, and nothing of it is kept yet."""
+
+    turns: tuple[Turn, ...]
+    new: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Titled:
+    """The model gave the conversation a title: plain text on one line, safe to show."""
+
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReturned:
+    """Prompts that waited will not be sent, or one was refused: they belong in the box again."""
+
+    text: str
+    attachments: tuple[Attachment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One sentence for the reader."""
+
+    text: str
+    severity: Literal["information", "warning", "error"] = "information"
+
+
+Step = (
+    StartEngine
+    | EndEngine
+    | Ask
+    | TurnBegun
+    | ReplyGrew
+    | ReplyEnded
+    | Moved
+    | Opened
+    | Titled
+    | DraftReturned
+    | Notice
+)
+
+
+class EnginePhase(Enum):
+    """What the engine's process is at, as the session knows it."""
+
+    LOADING = auto()
+    IDLE = auto()
+    PREFILL = auto()
+    DECODING = auto()
+    STOPPING = auto()
+    FAILED = auto()
+    UNLOADED = auto()

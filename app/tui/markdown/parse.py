@@ -1,0 +1,307 @@
+"""The code blocks of a text in Markdown, exactly as they were written.
+
+What a Markdown text is made of, as values: equal text gives equal blocks, so that only what changed is drawn again.
+
+Markdown to blocks. CommonMark with tables and strikethrough; HTML is text like any other, links are shown, never followed.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from markdown_it.tree import SyntaxTreeNode
+
+InlineStyle = Literal["strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote"]
+
+
+@dataclass(frozen=True, slots=True)
+class StyledSpan:
+    """``style`` from character ``start`` to ``end`` (exclusive)."""
+
+    start: int
+    end: int
+    style: InlineStyle
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """Text and its styles. ``text`` may hold newlines: hard breaks."""
+
+    text: str
+    spans: tuple[StyledSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One paragraph to wrap. ``first`` stands before its first row (a bullet), ``rest`` before the others, of equal width."""
+
+    inline: Inline
+    first: str = ""
+    rest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Wrapped text: a paragraph, a heading, a list, a quotation. ``joined``: the next block goes on with it, without a gap."""
+
+    lines: tuple[Line, ...]
+    joined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Code, verbatim. ``closed``: its end was seen, so that it is worth highlighting."""
+
+    text: str
+    language: str = ""
+    closed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells; the first row is the header."""
+
+    rows: tuple[tuple[Inline, ...], ...]
+    right: tuple[bool, ...]  # of each column, whether it is aligned right
+
+
+@dataclass(frozen=True, slots=True)
+class HorizontalRule:
+    """A horizontal line."""
+
+
+Block = Flow | Code | Table | HorizontalRule
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One top-level part of a text: its blocks, its first source line, and the line after its last.
+
+    ``items``: of a list or a table that may be cut before any of them without a trace, the first lines of its items, or of its
+    rows below the header. ``loose``: it is a list with space between its items.
+    """
+
+    start_line: int
+    end_line: int
+    blocks: tuple[Block, ...]
+    items: tuple[int, ...] = ()
+    loose: bool = False
+
+
+BULLETS = "•◦▪"
+QUOTE = "▎ "
+LISTS = ("bullet_list", "ordered_list")
+_STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"}
+
+
+@cache
+def _parser() -> MarkdownIt:
+    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+
+
+def tokens(source: str) -> list[Token]:
+    """Return the parser's own view of ``source``."""
+    return _parser().parse(source)
+
+
+def parse(source: str) -> tuple[Section, ...]:
+    """Return the top-level sections of ``source``, in order."""
+    tree = SyntaxTreeNode(tokens(source))
+    lines = source.splitlines()
+    return tuple(
+        Section(
+            *(node.map or (0, len(lines))),
+            _Writer(lines).section(node),
+            _items(node),
+            node.type in LISTS and _loose(node),
+        )
+        for node in tree.children
+    )
+
+
+def _items(node: SyntaxTreeNode) -> tuple[int, ...]:
+    """Return the first lines of a list's items, if the items after any of them make the same list by themselves, or of rows."""
+    if node.type == "table":
+        return tuple(row.map[0] for body in node.children[1:] for row in body.children if row.map)
+    if node.type not in LISTS:
+        return ()
+    if node.type == "ordered_list":
+        last = int(node.attrs.get("start", 1)) + len(node.children) - 1
+        if node.children[-1].info != str(last):
+            return ()
+    return tuple(item.map[0] for item in node.children if item.map)
+
+
+def _loose(node: SyntaxTreeNode) -> bool:
+    return any(not child.hidden for item in node.children for child in item.children if child.type == "paragraph")
+
+
+class _Writer:
+    """Collects the lines of one section; code and tables cut the flow."""
+
+    def __init__(self, source: list[str]) -> None:
+        self._source = source
+        self._blocks: list[Block] = []
+        self._lines: list[Line] = []
+        self._bullet: str | None = None  # what replaces the end of the next line's indent
+
+    def section(self, node: SyntaxTreeNode) -> tuple[Block, ...]:
+        self._block(node, "", 0)
+        self._cut()
+        return tuple(self._blocks)
+
+    def _cut(self) -> None:
+        while self._lines and not self._lines[-1].inline.text.strip() and not self._lines[-1].first.strip(" ▎"):
+            self._lines.pop()
+        if self._lines:
+            self._blocks.append(Flow(tuple(self._lines)))
+            self._lines = []
+
+    def _line(self, inline: Inline, indent: str) -> None:
+        bullet, self._bullet = self._bullet, None
+        first = indent if bullet is None else indent[: len(indent) - len(bullet)] + bullet
+        self._lines.append(Line(inline, first, indent))
+
+    def _space(self, indent: str) -> None:
+        if self._lines and (self._lines[-1].inline.text or self._lines[-1].first.strip(" ▎")):
+            self._lines.append(Line(Inline(""), indent.rstrip(), indent.rstrip()))
+
+    def _block(self, node: SyntaxTreeNode, indent: str, depth: int) -> None:
+        match node.type:
+            case "paragraph":
+                self._line(inline(node), indent)
+            case "heading":
+                text = inline(node)
+                self._line(Inline(text.text, (StyledSpan(0, len(text.text), "heading"), *text.spans)), indent)
+            case "bullet_list" | "ordered_list":
+                self._list(node, indent, depth)
+            case "blockquote":
+                self._children(node, indent + QUOTE, depth, loose=True)
+            case "fence" | "code_block":
+                self._code(node, indent)
+            case "table":
+                self._cut()
+                self._blocks.append(_table(node))
+            case "hr":
+                self._cut()
+                self._blocks.append(HorizontalRule())
+            case _:
+                self._line(Inline(node.content), indent)
+
+    def _children(self, node: SyntaxTreeNode, indent: str, depth: int, *, loose: bool) -> None:
+        for index, child in enumerate(node.children):
+            if index and loose:
+                self._space(indent)
+            self._block(child, indent, depth)
+
+    def _list(self, node: SyntaxTreeNode, indent: str, depth: int) -> None:
+        first = int(node.attrs.get("start", 1)) if node.type == "ordered_list" else 0
+        width = len(str(first + len(node.children) - 1)) + 2
+        loose = _loose(node)
+        for number, item in enumerate(node.children, first):
+            bullet = f"{number}. ".rjust(width) if node.type == "ordered_list" else f"{BULLETS[depth % 3]} "
+            if number > first and loose:
+                self._space(indent)
+            self._bullet = bullet
+            self._children(item, indent + " " * len(bullet), depth + 1, loose=loose)
+            if self._bullet is not None:  # an item without text still shows its bullet
+                self._line(Inline(""), indent + " " * len(bullet))
+
+    def _code(self, node: SyntaxTreeNode, indent: str) -> None:
+        if self._bullet is not None:
+            self._line(Inline(""), indent)
+        self._cut()
+        closed = node.type == "code_block" or self._fence_closed(node)
+        self._blocks.append(
+            Code(node.content.removesuffix("\n"), node.info.split(maxsplit=1)[0] if node.info.strip() else "", closed)
+        )
+
+    def _fence_closed(self, node: SyntaxTreeNode) -> bool:
+        """Whether the fence ends with its own marker, or because something else begins, rather than with the text."""
+        assert node.map is not None
+        start, end = node.map
+        if any(line.strip(" \t>") for line in self._source[end:]):
+            return True
+        return end - start > 1 and self._source[end - 1].strip(" \t>").startswith(node.markup)
+
+
+def _table(node: SyntaxTreeNode) -> Table:
+    rows = [row for part in node.children for row in part.children]
+    right = tuple("right" in str(cell.attrs.get("style", "")) for cell in rows[0].children)
+    return Table(tuple(tuple(inline(cell) for cell in row.children) for row in rows), right)
+
+
+def inline(node: SyntaxTreeNode) -> Inline:
+    """Return the text in a paragraph, heading or cell."""
+    text: list[str] = []
+    spans: list[StyledSpan] = []
+    for child in node.children:
+        for part in child.children:
+            _inline(part, text, spans)
+    return Inline("".join(text), tuple(spans))
+
+
+def _inline(node: SyntaxTreeNode, text: list[str], spans: list[StyledSpan]) -> None:
+    start = sum(map(len, text))
+    match node.type:
+        case "softbreak":
+            text.append(" ")
+        case "hardbreak":
+            text.append("\n")
+        case "code_inline":
+            text.append(node.content)
+            spans.append(StyledSpan(start, start + len(node.content), "code"))
+        case "image":
+            _linked(node.content or "image", str(node.attrs.get("src", "")), text, spans)
+        case "link":
+            for child in node.children:
+                _inline(child, text, spans)
+            shown = "".join(text)[start:]
+            spans.append(StyledSpan(start, start + len(shown), "link"))
+            _target(shown, str(node.attrs.get("href", "")), text, spans)
+        case "strong" | "em" | "s":
+            for child in node.children:
+                _inline(child, text, spans)
+            spans.append(StyledSpan(start, sum(map(len, text)), _STYLES[node.type]))
+        case _:
+            text.append(node.content)
+
+
+def _linked(label: str, target: str, text: list[str], spans: list[StyledSpan]) -> None:
+    start = sum(map(len, text))
+    text.append(label)
+    spans.append(StyledSpan(start, start + len(label), "link"))
+    _target(label, target, text, spans)
+
+
+def _target(shown: str, target: str, text: list[str], spans: list[StyledSpan]) -> None:
+    """Show where a link leads, unless it says so itself."""
+    if target and target.removeprefix("mailto:") != shown:
+        start = sum(map(len, text))
+        text.append(f" ({target})")
+        spans.append(StyledSpan(start, start + len(target) + 3, "faint"))
+
+
+def code_blocks(source: str) -> list[str]:
+    """Return the content of every fenced or indented block, in order, those in lists and quotes too."""
+    return [token.content for token in tokens(source) if _is_code(token)]
+
+
+def _is_code(token: Token) -> bool:
+    return token.type in ("fence", "code_block")
+
+
+class Back:
+    """Counts how often the same was asked for in a row: 1 the first time, then further back, and round again."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int] | None = None
+        self._back = 0
+
+    def again(self, key: int, count: int) -> int:
+        """Return how far back to go among ``count`` things of ``key``: 1 is the last."""
+        self._back = self._back % count + 1 if self._of == (key, count) else 1
+        self._of = (key, count)
+        return self._back

@@ -1,0 +1,247 @@
+"""Blocks to rows of a given width.
+
+Text as rows of a given width. Each row knows what joins it to the one above in copied text: a wrapped row is no new line.
+
+Tables to rows of a given width. One that grows is laid out row by row.
+
+A cell that is wider than those before it moves every column. Until the table is final that happens seldom, so that a frame's
+cost does not depend on the table's length: a cell that does not fit its column is wrapped meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from textual.content import Content
+from textual.content import Span as ContentSpan
+
+from tokamac.app.tui.markdown.parse import Block, Code, Flow, HorizontalRule, Inline, Line, Table
+
+TAB = 8  # cells
+STYLES = {
+    "strong": "bold",
+    "em": "italic",
+    "code": "$prose-code",
+    "strike": "strike",
+    "link": "underline",
+    "faint": "$text-muted",
+    "marker": "$prose-marker",
+    "heading": "bold $prose-heading",
+    "quote": "$text-muted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row on the screen.
+
+    joint: what stands between it and the row above in copied text; where a row was wrapped, the white space of the text itself.
+    indent: so many characters at its begin are not the text's own.
+    """
+
+    content: Content
+    joint: str = "\n"
+    indent: int = 0
+
+
+def content(inline: Inline) -> Content:
+    """Return ``inline`` as styled text."""
+    return Content(inline.text, spans=[ContentSpan(span.start, span.end, STYLES[span.style]) for span in inline.spans])
+
+
+def wrapped(text: Content, width: int) -> Iterator[Row]:
+    """Yield ``text``, which may hold newlines, as rows of at most ``width`` cells."""
+    text = text.expand_tabs(TAB) if "\t" in text.plain else text
+    end = 0
+    for index, part in enumerate(text.wrap(width)):
+        start = text.plain.find(part.plain, end)
+        yield Row(part, text.plain[end:start] if index else "\n")
+        end = start + len(part.plain)
+
+
+NARROWEST_COLUMN = 4
+BAR, CROSSING = " │ ", "─┼─"
+SHORT = 24
+"""Rows of a table whose columns may move whenever they want to;"""
+OFTEN = 2
+"""so many times as long as it was when they last did, a longer one must be before they do again;"""
+LONG = 200
+"""and with more rows than this they stay until it is final."""
+
+Cells = tuple[Inline, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What changed: the first ``kept`` rows are as before, and ``rows`` follow them."""
+
+    kept: int
+    rows: list[Row]
+
+
+class Grid:
+    """A table as rows of ``width`` cells; ``right`` as in ``Table``. Where columns have no room, each cell is a line of its own."""
+
+    def __init__(self, right: tuple[bool, ...], width: int) -> None:
+        self._right = right
+        self._width = max(width, 2)
+        self._room = self._width - len(BAR) * (len(right) - 1)
+        self._widths: list[int] = []  # of the columns, as they are laid out
+        self._moved_at = 0  # rows of the table when the columns last moved
+        # Of each of the table's rows:
+        self._source: list[Cells] = []
+        self._cells: list[list[Content]] = []
+        self._needs: list[list[int]] = []  # what the columns need for it and all above it
+        self._words: list[list[int]] = []  # the widest words of the columns, of it and all above it
+        self._ends: list[int] = []  # rows on the screen for it and all above it
+
+    def grow(self, table: Table, *, final: bool) -> Growth:
+        """Be ``table``. ``final``: it grows no more, and looks as if it had come at once."""
+        known = self._known(table.rows)
+        self._cut(known)
+        self._source = list(table.rows[:known])  # these objects are told apart by a glance next time
+        for row in table.rows[len(self._source) :]:
+            self._take(row)
+        settled = final or len(self._source) <= SHORT
+        last = -1 if settled else -2  # the last row may be half a row yet
+        widths = _column_widths(self._needs[last], self._words[last], self._room)
+        if widths != self._widths and (settled or self._may_move()):
+            self._widths, self._moved_at = widths, len(self._source)
+            self._ends.clear()
+        kept, rows = self._end(), list[Row]()
+        for index in range(len(self._ends), len(self._source)):
+            rows += self._laid_out(index)
+            self._ends.append(kept + len(rows))
+        return Growth(kept, rows)
+
+    def _known(self, rows: Sequence[Cells]) -> int:
+        """Return how many of ``rows``, from the first, are here already."""
+        pairs = zip(self._source, rows, strict=False)
+        changed = (index for index, (was, row) in enumerate(pairs) if was is not row and was != row)
+        return next(changed, min(len(self._source), len(rows)))
+
+    def _cut(self, count: int) -> None:
+        for of_rows in (self._source, self._cells, self._needs, self._words, self._ends):
+            del of_rows[count:]
+
+    def _take(self, row: Cells) -> None:
+        cells = [content(cell) for cell in row]
+        least = [NARROWEST_COLUMN] * len(cells)
+        above, words = (self._needs[-1], self._words[-1]) if self._needs else (least, least)
+        self._source.append(row)
+        self._cells.append(cells)
+        self._needs.append([max(need, cell.cell_length) for need, cell in zip(above, cells, strict=True)])
+        self._words.append([max(word, _widest_word(cell)) for word, cell in zip(words, cells, strict=True)])
+
+    def _may_move(self) -> bool:
+        return not self._moved_at or OFTEN * self._moved_at <= len(self._source) <= LONG
+
+    def _end(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _laid_out(self, index: int) -> Iterator[Row]:
+        if not self._widths:
+            yield from self._record(index)
+            return
+        lines = [_lines(cell, size) for cell, size in zip(self._cells[index], self._widths, strict=True)]
+        for height in range(max(map(len, lines))):
+            yield Row(self._joined([line[height] if height < len(line) else Content("") for line in lines]))
+        if index == 0:
+            yield Row(Content.styled(CROSSING.join("─" * size for size in self._widths), STYLES["faint"]))
+
+    def _joined(self, cells: Sequence[Content]) -> Content:
+        """Return one line of each cell, side by side. (Content's own ``pad`` and ``join`` take several times as long.)"""
+        text, spans = "", list[ContentSpan]()
+        for column, (cell, size, right) in enumerate(zip(cells, self._widths, self._right, strict=True)):
+            if column:
+                spans.append(ContentSpan(len(text), len(text) + len(BAR), STYLES["faint"]))
+                text += BAR
+            gap = " " * (size - cell.cell_length)
+            start = len(text) + (len(gap) if right else 0)
+            spans += (ContentSpan(start + span.start, start + span.end, span.style) for span in cell.spans)
+            text += gap + cell.plain if right else cell.plain + gap
+        return Content(text, spans, strip_control_codes=False)
+
+    def _record(self, index: int) -> Iterator[Row]:
+        """A row of a table that is too wide for the window, as ``header: cell`` lines."""
+        if index > 1:
+            yield Row(Content(""))
+        for name, cell in zip(self._cells[0], self._cells[index], strict=True) if index else ():
+            yield from wrapped(name.stylize("bold") + ": " + cell, self._width)
+
+
+def _lines(cell: Content, size: int) -> list[Content]:
+    """Return ``cell`` in lines of at most ``size`` cells; one that fits, as most do, is not asked where it would break."""
+    plain = cell.plain
+    if cell.cell_length <= size and "\n" not in plain and "\t" not in plain:
+        return [cell]
+    return cell.wrap(size)
+
+
+def _widest_word(cell: Content) -> int:
+    """Return the cells of the widest word of ``cell``."""
+    return max(map(cell_len, cell.plain.split()), default=0)
+
+
+def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> list[int]:
+    """Return the columns' widths: what they need, the widest shortened first; none where ``room`` does not do.
+
+    A column keeps the room of its widest word as long as shortening others is enough; of words, too, the widest is torn first.
+    """
+    least = [NARROWEST_COLUMN] * len(needs)
+    if room < sum(least):
+        return []
+    return _shortened(needs, _shortened(words, least, room), room)
+
+
+def _shortened(wanted: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Return ``wanted`` within ``room``, none below its ``least``: all of the widest are shortened to the next one, and so on."""
+    widths = list(wanted)
+    while (excess := sum(widths) - room) > 0:
+        spare = [index for index, width in enumerate(widths) if width > least[index]]
+        widest = max(widths[index] for index in spare)
+        tied = [index for index in spare if widths[index] == widest]
+        floor = max([least[index] for index in tied] + [widths[index] for index in spare if widths[index] < widest])
+        each, over = divmod(min(excess, len(tied) * (widest - floor)), len(tied))
+        for place, index in enumerate(tied):
+            widths[index] -= each + (place < over)
+    return widths
+
+
+__all__ = ["Row", "rows", "wrapped"]
+
+CODE_TAB = 4  # cells
+
+
+def rows(block: Block, width: int) -> list[Row]:
+    """Return ``block`` laid out in ``width`` cells."""
+    width = max(width, 2)
+    match block:
+        case Flow(lines):
+            return [row for line in lines for row in _line(line, width)]
+        case Code():
+            return list(_code(block, width))
+        case Table():
+            return Grid(block.right, width).grow(block, final=True).rows
+        case HorizontalRule():
+            return [Row(Content.styled("─" * width, STYLES["faint"]))]
+
+
+def _line(line: Line, width: int) -> Iterator[Row]:
+    indent = min(len(line.rest), width // 2)  # deep nesting in a narrow window gives up its indent first
+    for index, row in enumerate(wrapped(content(line.inline), width - indent)):
+        prefix = (line.first if index == 0 else line.rest)[len(line.rest) - indent :]
+        text = Content.styled(prefix, STYLES["marker"]) + row.content if prefix else row.content
+        yield Row(text, row.joint, len(prefix) if index else 0)
+
+
+def _code(block: Code, width: int) -> Iterator[Row]:
+    text = Content(block.text)
+    if block.closed and block.language:
+        from textual.highlight import highlight
+
+        text = highlight(block.text, language=block.language)
+    for line in text.split("\n", allow_blank=True):
+        pieces = line.expand_tabs(CODE_TAB).fold(width) if line.plain else [Content("")]
+        for index, piece in enumerate(pieces):
+            yield Row(piece, "" if index else "\n")

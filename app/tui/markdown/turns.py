@@ -1,0 +1,272 @@
+"""One turn as rows: what the user wrote, and the model's reply with its thinking, its text and its verdict."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+from textual.content import Content
+
+from tokamac.app.chat.conversation import ENDINGS, Ending, Reply, Turn
+from tokamac.app.chat.preferences import budget_spent
+from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
+from tokamac.app.store.values import Attachment
+from tokamac.app.tui.markdown.page import BLANK, PLAIN, Frame, PageRow, Prose, guess, keep_same
+from tokamac.app.tui.markdown.rows import Row, wrapped
+from tokamac.app.tui.theme import FAINT
+from tokamac.app.units import seconds
+from tokamac.app.verdict import brief
+from tokamac.engine.events import TextKind
+
+BAR = "█"
+USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)
+USER_CHOSEN = Frame(Content.styled(BAR, "$accent") + Content.styled(" ", "on $surface"), "on $surface", right=0)
+THOUGHT = f"italic {FAINT}"
+FOLDED = Frame(Content(" "), THOUGHT)
+UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
+CHOSEN = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
+CHOSEN_NAME = Frame(Content.styled("▸", "$accent"))
+VERDICT = ASIDE = Frame(Content(" "), FAINT)
+SYSTEM = "System"
+SIDES = 2  # cells that are left free at both sides of a message's text, together
+
+
+Place = tuple[int, int]
+"""Which of how many messages that stand at the same place, from 1."""
+
+
+class UserMessage:
+    """What the user wrote, verbatim, under the names of what goes with it. ``chosen``: it is pointed at by the keyboard."""
+
+    def __init__(
+        self, text: str, key: int = 0, place: Place = (1, 1), attachments: tuple[Attachment, ...] = ()
+    ) -> None:
+        self.text = sanitise(text)
+        self._attached = [f"+ {sanitise_line(each.name)}" for each in attachments]
+        self.key = key
+        self.chosen = False
+        self._place = place
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        frame = USER_CHOSEN if self.chosen else USER
+        names = Content("\n").join(Content.styled(name, "$text-primary") for name in self._attached)
+        parts = [part for part in (names, Content(self.text)) if part.plain]
+        text = [PageRow(row, frame) for part in parts for row in wrapped(part, width - SIDES - len(BAR))]
+        return [*([PageRow(Row(_placed(self._place)), frame)] if self._place[1] > 1 else []), *text]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells."""
+        return guess(self.text, width) + len(self._attached)
+
+
+class SystemMessage:
+    """What a system message of the conversation itself says, verbatim."""
+
+    def __init__(self, text: str, key: int = 0) -> None:
+        self.key = key
+        self._text = sanitise(text)
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        parts = (Content.styled(SYSTEM, "bold"), Content(self._text))
+        return [PageRow(row, ASIDE) for part in parts if part.plain for row in wrapped(part, width - SIDES)]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells."""
+        return 1 + guess(self._text, width)
+
+
+class Thinking:
+    """The model's thinking: open while it goes on, folded into one line after, until it is unfolded."""
+
+    def __init__(self) -> None:
+        self.folded = False
+        self.chosen = False  # by the keyboard
+        self._text = ""
+        self._over = False
+        self._seconds: float | None = None
+        self._ended_at: int | None = None
+        self._laid: list[PageRow] = []
+        self._whole = _Whole()
+
+    def __bool__(self) -> bool:
+        """Whether there was any."""
+        return bool(self._text.strip())
+
+    @property
+    def height(self) -> int:
+        """Rows at the last width, the blank one included."""
+        return len(self._laid)
+
+    def add(self, text: str) -> None:
+        """Append ``text``."""
+        self._text += text
+
+    def fold(self, took_s: float | None, text: str | None = None, ended_at: int | None = None) -> None:
+        """The thinking is over, after ``took_s``, None where nobody timed it. ``text`` replaces what was added.
+
+        ended_at: the budget of tokens that ended it.
+        """
+        self._text = self._text if text is None else text
+        self._seconds, self._ended_at = took_s, ended_at
+        self._over = self.folded = True
+
+    def toggle(self) -> None:
+        """Fold or unfold, once the thinking is over."""
+        if self._over:
+            self.folded = not self.folded
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells, with a blank one below."""
+        took = "" if self._seconds is None else f" for {seconds(self._seconds)}"
+        took += "" if self._ended_at is None else f", {budget_spent(self._ended_at)}"
+        if self.folded:
+            laid = [PageRow(Row(Content(f"▸ thought{took}")), CHOSEN if self.chosen else FOLDED)]
+        else:
+            frame = CHOSEN if self.chosen else UNFOLDED
+            head = Content.styled(f"▾ thought{took}" if self._over else "thinking …", "bold")
+            laid = [PageRow(Row(head), frame), *self._text_rows(frame, width - len(BAR) - SIDES)]
+        self._laid = keep_same(self._laid, [*laid, BLANK])
+        return self._laid
+
+    def _text_rows(self, frame: Frame, width: int) -> list[PageRow]:
+        """Wrap the text; whole lines of it are wrapped once, however long it becomes."""
+        text = self._text.strip()
+        end = text.rfind("\n") + 1
+        if (self._whole.frame, self._whole.width) != (frame, width) or not text.startswith(self._whole.text):
+            self._whole = _Whole(frame, width)
+        whole = self._whole
+        if lines := text[len(whole.text) : end]:
+            whole.rows += (PageRow(row, frame) for row in wrapped(Content(lines[:-1]), width))
+            whole.text = text[:end]
+        return [*whole.rows, *(PageRow(row, frame) for row in wrapped(Content(text[end:]), width))]
+
+
+@dataclass(slots=True)
+class _Whole:
+    """The whole lines of a text that grows, laid out."""
+
+    frame: Frame = FOLDED
+    width: int = 0
+    text: str = ""
+    rows: list[PageRow] = field(default_factory=list)
+
+
+class ReplyMessage:
+    """A reply that grows. ``add`` is cheap; ``rows`` lays out what was added since."""
+
+    def __init__(
+        self, model: str, key: int = 0, place: Place = (1, 1), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.thinking = Thinking()
+        self.reply: Reply | None = None
+        self.key = key
+        self._model = sanitise_line(model)
+        self._place = place
+        self._chosen = False
+        self._name = self._named()
+        self._prose = Prose()
+        self._cleaners = {"answer": Sanitiser(), "thinking": Sanitiser()}
+        self._clock = clock
+        self._thinking_from: float | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether it is pointed at by the keyboard."""
+        return self._chosen
+
+    @chosen.setter
+    def chosen(self, chosen: bool) -> None:
+        self._chosen = self.thinking.chosen = chosen
+        self._name = self._named()
+
+    def add(self, text: str, kind: TextKind) -> None:
+        """Append ``text``, made safe."""
+        clean = self._cleaners[kind].feed(text)
+        if kind == "thinking":
+            if self._thinking_from is None:
+                self._thinking_from = self._clock()
+            self.thinking.add(clean)
+            return
+        self._prose.add(clean)
+        if self._thinking_from is not None:
+            self.thinking.fold(self._clock() - self._thinking_from)
+            self._thinking_from = None
+
+    def begin(self, said: Reply) -> None:
+        """Begin with what was ``said`` before the reply was cut, which is continued."""
+        thought = self._cleaners["thinking"].feed(said.thinking)
+        self._prose.add(self._cleaners["answer"].feed(said.text))
+        if thought:
+            self.thinking.add(thought)
+            if said.text:
+                self.thinking.fold(said.thinking_s)
+            else:
+                self._thinking_from = self._clock() - (said.thinking_s or 0.0)
+
+    def end(self, reply: Reply) -> None:
+        """Be the whole reply, and say what it cost."""
+        self.reply = reply
+        if reply.thinking:
+            self.thinking.fold(reply.thinking_s, sanitise(reply.thinking), reply.thinking_ended_at)
+        self._prose.finish(sanitise(reply.text))
+
+    def rows(self, width: int) -> list[PageRow]:
+        """Return the rows at ``width`` cells."""
+        self._prose.look()
+        room = width - SIDES
+        thinking = self.thinking.rows(room) if self.thinking else []
+        return [self._name, *thinking, *self._prose.rows(room), *self._verdict(room)]
+
+    def guess(self, width: int) -> int:
+        """Return about how many rows there are at ``width`` cells, once it has ended."""
+        if self.reply is None:
+            return 0
+        return 3 + guess(self.reply.text, width) + len(self.reply.reason) // max(1, width)
+
+    def _named(self) -> PageRow:
+        name = Content.styled(self._model, "bold $text-accent" if self._chosen else "bold $text-primary")
+        place = Content("  ") + _placed(self._place) if self._place[1] > 1 else Content("")
+        return PageRow(Row(name + place), CHOSEN_NAME if self._chosen else PLAIN)
+
+    def is_thinking(self, row: int) -> bool:
+        """Whether ``row``, counted from the message's first, shows its thinking."""
+        return bool(self.thinking) and 1 <= row < self.thinking.height
+
+    def _verdict(self, width: int) -> list[PageRow]:
+        reply = self.reply
+        if reply is None:
+            return []
+        ending, why = ENDINGS[reply.ending], sanitise_line(reply.reason)
+        cost = brief(reply.metrics, reply.diagnosis) if reply.metrics is not None else ""
+        parts = [Content.styled(ending, "$text-warning"), Content.styled(why, "$foreground"), Content(cost)]
+        text = Content(" · ").join(part for part in parts if part.plain)
+        return [PageRow(row, VERDICT) for row in wrapped(text, width)] if text.plain else []
+
+
+Spoken = UserMessage | ReplyMessage
+"""What can be pointed at."""
+
+
+def ended(ending: Ending, reason: str) -> str:
+    """Return how a reply ended that is not whole, and why it failed: on one line, safe to show; "" where it is whole."""
+    return ": ".join(part for part in (ENDINGS[ending], sanitise_line(reason)) if part)
+
+
+def told(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
+    """Yield the messages of turns that are over."""
+    for turn in turns:
+        yield from map(SystemMessage, turn.system, chain(turn.system_keys, repeat(0)))
+        if turn.key or turn.asked:  # else the reply has no prompt
+            yield UserMessage(turn.prompt, turn.key, turn.place, turn.attachments)
+        yield from map(SystemMessage, turn.between, chain(turn.between_keys, repeat(0)))
+        if turn.reply is not None:
+            message = ReplyMessage(turn.reply.model, turn.reply_key, turn.reply_place)
+            message.end(turn.reply)
+            yield message
+
+
+def _placed(place: Place) -> Content:
+    """Return which of the versions this is, and that there are more."""
+    return Content.styled(f"‹ {place[0]} of {place[1]} ›", FAINT)

@@ -1,0 +1,96 @@
+"""Numbers as the screen writes them. None is ``unknown``, never 0.
+
+Where the vertical axis of a roofline begins: for plotext's plots, in the shell and in the chat.
+"""
+
+from collections.abc import Iterable
+
+UNKNOWN = "unknown"
+
+
+def count(value: int | None) -> str:
+    """Return a whole number with thousands marked."""
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def short(value: int | None) -> str:
+    """Return a count in three figures: 981, 32.8k, 4.02B."""
+    if value is None:
+        return UNKNOWN
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{_figures(value / size)}{letter}"
+    return str(value)
+
+
+def size(value: int | None) -> str:
+    """Return bytes in decimal units: 2.26 GB."""
+    if value is None:
+        return UNKNOWN
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if value >= factor:
+            return f"{_figures(value / factor)} {unit}"
+    return f"{value} B"
+
+
+def sizes(first: int, second: int) -> tuple[str, str]:
+    """Return two sizes as text, to the byte where they differ and would look alike."""
+    if first == second or size(first) != size(second):
+        return size(first), size(second)
+    return f"{first:,} B", f"{second:,} B"
+
+
+def rate(value: float | None) -> str:
+    """Return tokens a second."""
+    return UNKNOWN if value is None else f"{_figures(value)} tok/s"
+
+
+def bandwidth(value: float | None) -> str:
+    """Return bytes read a second, given in GB/s."""
+    return UNKNOWN if value is None else f"{_figures(value)} GB/s"
+
+
+def tflops(value: float | None) -> str:
+    """Return operations a second, given in 10^12."""
+    return UNKNOWN if value is None else f"{value:.3g} TFLOP/s"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in whole per cent; what is less than one of them, but not nothing, is not written as nothing."""
+    if share is None:
+        return UNKNOWN
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def milliseconds(value: float | None) -> str:
+    """Return milliseconds."""
+    return UNKNOWN if value is None else f"{_figures(value)} ms"
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration in the unit a person would use."""
+    if value is None:
+        return UNKNOWN
+    if value < 0.0995:
+        return f"{value * 1e3:.0f} ms"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    if value < 99.5:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def _figures(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+_BENEATH = 2
+"""How many times lower than the lowest mark the axis begins: of a mark outside of it plotext can't draw the legend."""
+
+
+def lowest(roof: float, marks: Iterable[float | None]) -> float:
+    """Return where the logarithmic axis begins, given where the roof does at its left end, and the marks; None is not drawn."""
+    return min([roof, *(mark / _BENEATH for mark in marks if mark)])

@@ -1,0 +1,445 @@
+"""The engine: a loaded model on a thread of its own, and everything a program may ask of it."""
+
+import atexit
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from tokamac.engine.chat import (
+    Chat,
+    given_count,
+    given_ids,
+    given_limit,
+    given_messages,
+    given_prompt,
+    given_question,
+    given_sampling,
+    given_template,
+)
+from tokamac.engine.device import cannot_import, check_backends, installed_backends, leave_thread
+from tokamac.engine.errors import EngineClosedError, OptionError
+from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, Price, TextChunk, TokenLogprob
+from tokamac.engine.metrics import Recorder
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from tokamac.engine.perf.memory import check_address_space
+from tokamac.engine.worker import Replies, ReplyHandle, ReplyStream, Stream, UnpacedReply, Worker
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from tokamac.engine.generation import ReplyTask
+    from tokamac.engine.kv.divergence import Trial, TrialProgress
+    from tokamac.engine.perf.memory import Memory
+    from tokamac.engine.perf.roofline import Limits, Prediction
+    from tokamac.engine.prompt_cache.cache import Check
+    from tokamac.engine.prompt_cache.exchange import Exchanged
+    from tokamac.engine.runner import Core, ModelSpec
+    from tokamac.engine.scoring import Perplexity
+    from tokamac.engine.text.tokenizer import Tokenizer
+
+
+T = TypeVar("T")
+Prompt = Sequence[int] | Sequence[Message]
+
+
+class Engine:
+    """A loaded model. Its methods may be called from any thread; MLX is touched by one thread alone.
+
+    What that thread must do waits for a reply in progress: ``price``, ``logprobs``, ``memory``, ``measure``, ``between``,
+    ``compare_kv``, ``check_cache``, and another reply. Asked for in the loop that reads the reply, all but another reply come
+    after its next event; another reply comes once the first is some way ahead of its reader: then that one rests until it is read
+    on, so nobody waits for a reader who has paused. All else, like ``limits``, ``predict``, ``live`` and ``cancel``, returns at
+    once.
+
+    Use as a context manager, or call ``close``. One that nobody refers to any more closes itself.
+    """
+
+    def __init__(self, worker: Worker, core: "Core") -> None:
+        self._worker = worker
+        self._core = core
+        worker.when_idle = core.idle
+        self._replies = Replies(worker)
+        # None of these refers to the engine, so it can go away. The process must not end before its thread: MLX would abort it.
+        self._at_exit = partial(self._replies.close, core.close)
+        self._collected = weakref.finalize(self, self._replies.close, core.close, wait=False)
+        self._collected.atexit = False
+        atexit.register(self._at_exit)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "guide",
+        *,
+        kv: KVSpec = KVSpec(),  # noqa: B008  # frozen
+        prompt_cache: PromptCacheSpec | None = PromptCacheSpec(),  # noqa: B008  # frozen
+        dtype: str | None = None,
+        memory: int | None = None,
+        unchecked: bool = False,
+        adapter: str | Path | None = None,
+        progress: Callable[[LoadProgress], None] | None = None,
+    ) -> Self:
+        """Load a model; what is computed of prompts is kept in memory and **on disk**, unless ``prompt_cache`` says otherwise.
+
+        model: a folder, a Hugging Face id (downloaded when it is not on disk), or "guide". prompt_cache: by default, prompts of 256
+        tokens and more are written to the user's cache folder, keys and values as well as the tokens themselves, readable by that
+        user alone. ``PromptCacheSpec(disk=False)`` keeps them in memory; None keeps nothing.
+
+        kv: how keys and values are kept. dtype: of what is not packed; None
+        takes the checkpoint's own on a GPU and float32 on a CPU. On a GPU that has TF32 (CUDA, Apple's from M5 on), MLX rounds
+        factors of float32 products to 10 bits unless the process was started with MLX_ENABLE_TF32=0. memory: bytes that MLX's
+        arrays of this process may take, 14_000_000_000 say, in place of the limit that the system sets (``Memory.budget``), also
+        beyond it. unchecked: load a model although something of its config would be computed otherwise; ``spec.doubts`` and every
+        ``Finished`` say what. adapter: a folder or a Hugging Face id of low-rank changes (LoRA or DoRA, of mlx-lm or
+        PEFT) that are added to what the model's own weights compute. progress is called from another thread.
+        Raises ModelError, DownloadError, OptionError or DeviceError.
+        """
+        _check_load(model, kv, prompt_cache, adapter)
+        limit = None if memory is None else given_limit(memory)
+        worker = Worker(f"tokamac-engine-{model}", at_end=leave_thread)
+        given_up = threading.Event()
+
+        def tell(at: LoadProgress) -> None:
+            if given_up.is_set():
+                raise EngineClosedError("loading was interrupted", "Load it again.")
+            if progress is not None:
+                progress(at)
+
+        def work() -> "Core":
+            check_backends(installed_backends())
+            check_address_space()
+            try:
+                from tokamac.engine.loading import load
+            except ImportError as error:
+                if (explained := cannot_import(error)) is None:
+                    raise
+                raise explained from error
+
+            return load(
+                model,
+                kv=kv,
+                prompt_cache=prompt_cache,
+                dtype=dtype,
+                memory=limit,
+                progress=tell,
+                unchecked=unchecked,
+                adapter=adapter,
+            )
+
+        try:
+            return cls(worker, worker.call(work))
+        except BaseException:
+            # An interrupted load ends at its next tensor. The process must not exit before: MLX would abort it.
+            given_up.set()
+            worker.leave()
+            atexit.register(worker.close)
+            raise
+
+    @property
+    def spec(self) -> "ModelSpec":
+        """The shape of the model: layers, parameters, bytes, context length."""
+        return self._core.spec
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """Text to ids and back."""
+        return self._core.runtime.tokenizer
+
+    def chat(
+        self, system: str | None = None, messages: Sequence[Message] = (), *, template: TemplateOptions | None = None
+    ) -> Chat:
+        """Return a conversation, new or continued from ``messages``. template: what the chat template is told in all of it."""
+        return Chat(self, system, messages, template)
+
+    def ask(
+        self,
+        prompt: str | Prompt,
+        sampling: Sampling | None = None,
+        *,
+        system: str | None = None,
+        template: TemplateOptions | None = None,
+    ) -> Finished:
+        """Return the whole reply to a text, to messages or to token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
+
+        Its ``ids`` and ``logprobs`` are those of all tokens of the reply. system: a system prompt, for a text or messages without
+        one. template: as for ``generate``. ``cancel`` ends it from another thread, with reason "cancelled". Raises what
+        ``generate`` raises.
+        """
+        ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        # An interrupt leaves nothing running, though its traceback holds on to this frame.
+        with closing(self.generate(given_question(prompt, system), sampling, template=template)) as events:
+            for event in events:
+                if isinstance(event, TextChunk | Finished):
+                    ids.extend(event.ids)
+                    logprobs.extend(event.logprobs)
+                if isinstance(event, Finished):
+                    end = event
+        return replace(end, ids=tuple(ids), logprobs=tuple(logprobs))
+
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        continues: bool = False,
+        template: TemplateOptions | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of ``generate`` to a task: ``async for event in engine.generate_async(prompt)``.
+
+        Cancelling the task, or closing the iterator (``aclose``), ends the reply. The same as ``async for`` over ``generate``,
+        ``chat.send`` or another of a chat's replies.
+        """
+        return aiter(self.generate(prompt, sampling, continues=continues, template=template))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        continues: bool = False,
+        template: TemplateOptions | None = None,
+    ) -> ReplyStream:
+        """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
+
+        continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
+        all of the reply, and ``max_tokens`` counts what is new. template: what the chat template is told beside the messages, and
+        how long the model may think; what it can't be told, and anything but a budget for token ids, raises OptionError.
+        Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
+        this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
+        Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
+        """
+        handle = ReplyHandle()
+        return ReplyStream(self._generated(prompt, sampling, template, handle, continues=continues), handle)
+
+    def _generated(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        template: TemplateOptions | None,
+        handle: ReplyHandle,
+        *,
+        continues: bool,
+    ) -> Generator[Event, None, None]:
+        recorder = Recorder()
+        recorder.accept()
+        given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
+
+        def answer(stream: Stream) -> "ReplyTask":
+            return self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues, template=told)
+
+        yield from self._replies.stream(answer, opened=handle.attach)
+
+    def cancel(self) -> None:
+        """End the reply in progress and those that wait, from any thread: readers get Finished with reason "cancelled"."""
+        self._replies.cancel()
+
+    def live(self) -> Live | None:
+        """Return what is measured of the reply in progress, or None when there is none."""
+        current = self._replies.live
+        return current() if current is not None else None
+
+    def logprobs(self, tokens: Sequence[int], chunk: int | None = None) -> "mx.array":
+        """Return (n, vocabulary) float32: row i is the model's log-probability of what follows token i.
+
+        Computed through the engine's own prefill and KV cache, ``chunk`` tokens at a time (None: the engine chooses). Waits for a
+        reply in progress. Raises OptionError for what are no token ids, ContextError where they do not fit the context, and
+        MemoryLimitError where the rows would not fit the memory.
+        """
+        ids = given_ids(tokens, "scoring")
+        size = None if chunk is None else given_count(chunk, "a chunk", least=1)
+        return self._replies.call(lambda: self._core.logprobs(ids, size))
+
+    def perplexity(
+        self,
+        text: str | Sequence[int],
+        *,
+        window: int | None = None,
+        stride: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Perplexity":
+        """Return the perplexity of a text of any length, or of token ids, read in windows through the engine's own KV cache.
+
+        Args:
+            text: a text, each window of which begins with what the tokenizer puts before every text; of ids, if they do.
+            window: tokens read at once; None is 2,048, or the context where that is shorter.
+            stride: tokens from one window's beginning to the next one's; None is half a window. Each token counts once.
+            progress: told tokens read, and all, on this thread.
+
+        Each window waits for a reply in progress. Raises OptionError, and ContextError for a window that the context can't hold.
+        """
+        from tokamac.engine.scoring import PerplexityProgress
+
+        given = text if isinstance(text, str) else given_ids(text, "perplexity")
+        size = None if window is None else given_count(window, "a window", least=2)
+        step = None if stride is None else given_count(stride, "a stride", least=1)
+        steps = self._replies.steps(lambda stopped: self._core.perplexity(given, size, step, stopped.is_set))
+        with closing(steps):
+            for at in steps:
+                if not isinstance(at, PerplexityProgress):
+                    return at
+                if progress is not None:
+                    progress(at.done, at.total)
+        raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+
+    def compare_kv(
+        self,
+        tokens: Sequence[int],
+        bits: Sequence[tuple[int, int]],
+        kv: KVSpec = KVSpec(),  # noqa: B008  # frozen
+        *,
+        depths: Sequence[int] = (128, 1024, 4096),
+    ) -> Generator["TrialProgress | Trial", None, None]:
+        """Try KV settings on the loaded weights: ``kv``, with each of ``bits`` (keys, values) and with 16, the reference.
+
+        Yields progress, and a Trial for each setting: bytes, how far it moves the log-probabilities of ``tokens``, decode rates at
+        ``depths``. A depth that the model's context can't hold is reduced. Stop iterating, or close the iterator, to cancel.
+        Each step waits for a reply in progress.
+        Raises OptionError where no cache of the model can be packed, or the window of ``kv`` can't be honoured; ContextError for
+        more tokens than the model's context holds.
+        """
+        ids = given_ids(tokens, "a comparison")
+        if not depths or min(depths) < 1:
+            raise OptionError("a comparison needs depths of at least one token", "Check the arguments.")
+        yield from self._replies.steps(
+            lambda stopped: self._core.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
+        )
+
+    def warm(self, prompt: Prompt, *, template: TemplateOptions | None = None) -> Generator[Event, None, None]:
+        """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
+        given, told = given_prompt(prompt), given_template(template)
+        yield from self._replies.stream(
+            lambda stream: UnpacedReply(self._core.warm(given, stream.is_cancelled, template=told))
+        )
+
+    def export_prompt(
+        self, prompt: Prompt, file: str | Path, *, goes_on: bool = False
+    ) -> Generator["Event | Exchanged", None, None]:
+        """Compute a prompt, or take it from the prompt cache, and write its keys and values to ``file``, which must not be there.
+
+        Yields PrefillProgress, at last Exchanged once the file is whole; cancelled like ``generate``. goes_on: of messages, what is
+        certain however the last of them, the user's, goes on. Raises what ``warm`` raises; OptionError where it can't be written.
+        """
+        given, path = given_prompt(prompt), Path(file).expanduser()
+        done: list[Exchanged] = []
+        yield from self._replies.stream(
+            lambda stream: UnpacedReply(
+                self._core.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+            )
+        )
+        yield from done
+
+    def import_prompt(self, file: str | Path) -> "Exchanged":
+        """Put a computed prompt that ``export_prompt`` wrote into the prompt cache on disk, all of it or nothing.
+
+        It must have been computed by this very model, adapter, KV settings and versions. All of the file is checked first; what
+        its numbers say no check can tell, so take one only from whom you would take a model. Raises TokamacError.
+        """
+        path = Path(file).expanduser()
+        return self._replies.call(lambda: self._core.import_prompt(path))
+
+    def warm_ahead(self, messages: Sequence[Message], *, template: TemplateOptions | None = None) -> None:
+        """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
+
+        Any request for tokens ends it, and so does another call; a price waits for it. What was computed stays in the prompt cache.
+        """
+        given = given_messages(messages)
+        if not given or given[-1].role != "user":
+            raise OptionError("only a conversation that ends with the user's message can be warmed ahead", "Add one.")
+        told = given_template(template)
+        self._replies.ahead(lambda cancelled: self._core.warm_stable(given, cancelled, told))
+
+    def price(self, prompt: Prompt, *, continues: bool = False, template: TemplateOptions | None = None) -> Price:
+        """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.
+
+        continues, template: as for ``generate``. Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
+        """
+        given, told = given_prompt(prompt), given_template(template)
+        return self._replies.call(lambda: self._core.price(given, told, continues=continues))
+
+    def cache_trouble(self) -> str | None:
+        """Return what the user should know of the prompt cache on disk, once something went wrong there. Callable at any time."""
+        return self._core.cache_trouble()
+
+    def check_cache(self) -> Generator["Check", None, None]:
+        """Compute what is stored on disk for this model again, and yield how far its logits are from the stored ones'.
+
+        Each step waits for a reply in progress.
+        """
+        yield from self._replies.steps(lambda stopped: self._core.check_cache(stopped.is_set))
+
+    def limits(self, context: int) -> "Limits":
+        """Return what this machine allows for decoding at a context of so many tokens. Arithmetic: waits for nothing."""
+        return self._core.limits(given_count(context, "a context", least=0))
+
+    def predict(self, prompt: int, context: int | None = None, *, cached: int = 0) -> "Prediction":
+        """Return both phases of a reply: reading ``prompt`` tokens, ``cached`` of them there already, and decoding at ``context``.
+
+        context: tokens in the middle of the reply; None is the prompt's. Ceilings, expected seconds, which side of the ridge.
+        Arithmetic: waits for nothing.
+        """
+        tokens, known = given_count(prompt, "a prompt", least=1), given_count(cached, "a cached part", least=0)
+        if known >= tokens:
+            raise OptionError(
+                f"{known} tokens of a prompt of {tokens} can't be cached", "The last is always computed: give fewer."
+            )
+        at = tokens if context is None else given_count(context, "a context", least=1)
+        return self._core.predict(tokens, at, known)
+
+    def measure(self) -> None:
+        """Measure this machine's pace with the model now (a few seconds, once), where nothing published knows it.
+
+        Idle time does the same by itself. Until then ``expected_tps`` is None. Waits for a reply in progress.
+        """
+        self._replies.call(self._core.measure)
+
+    def between(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, run on the engine's thread, which alone may touch MLX, between two requests.
+
+        For short work: the next request waits for it. Asked for in the loop that reads a reply, it runs between two of its events.
+        """
+        return self._replies.call(work)
+
+    def memory(self) -> "Memory":
+        """Return what is used now, and what there is, in bytes. Waits for a reply in progress.
+
+        Earlier prompts count as used: they stay in memory for reuse, so that this grows from prompt to prompt until they take
+        ``PromptCacheSpec.memory_bytes``, a tenth of the budget where nothing else was set.
+        """
+        return self._replies.call(self._core.memory)
+
+    def close(self) -> None:
+        """End all replies (their readers get EngineClosedError), free the model and stop the thread. Safe to call again."""
+        self._collected.detach()
+        self._replies.close(self._core.close)
+        atexit.unregister(self._at_exit)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.spec.name!r} on {self.spec.device}{', closed' if self._worker.closed else ''}>"
+
+    def __enter__(self) -> Self:
+        if self._worker.closed:
+            raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_load(model: object, kv: object, prompt_cache: object, adapter: object) -> None:
+    """Raise OptionError for arguments of the wrong kind, before anything is read."""
+    if not isinstance(model, str | Path):
+        raise OptionError(f"{model!r:.60} names no model", 'Give a folder, a Hugging Face id, or "guide".')
+    if not isinstance(adapter, str | Path | None):
+        raise OptionError(f"{adapter!r:.60} names no adapter", "Give a folder, or a Hugging Face id.")
+    if not isinstance(kv, KVSpec):
+        raise OptionError(f"kv is a {type(kv).__name__}", "Use KVSpec(), or leave it out.")
+    if not isinstance(prompt_cache, PromptCacheSpec | None):
+        raise OptionError(f"prompt_cache is a {type(prompt_cache).__name__}", "Use PromptCacheSpec(), or None for off.")

@@ -1,0 +1,1 @@
+"""The Hugging Face hub: names of models, its cache on disk, downloads."""

@@ -1,0 +1,543 @@
+"""Bring a repository of the hub to disk: a plan first, then file by file, each one able to go on where it stopped.
+
+    listing ─▶ what is missing ─▶ room on the disk? ─▶ small files, then weights: blobs/<etag>.incomplete ─▶ checked ─▶
+    blobs/<etag> ─▶ linked into the snapshot ─▶ whole? ─▶ refs/<revision>
+
+Nothing is ever whole by its name alone: a blob is renamed after its checksum, a revision recorded after its last file.
+The bytes are fetched here, over HTTP with Range, because today's client (2.4) starts a file over after an interruption;
+its own ``hf_hub_download`` then finds and links them, so that the cache stays the one all Hugging Face tools share.
+
+What can go wrong with the hub, in words that say what to do; the client's own log stays off the screen.
+
+Where a model is: a folder, the embedded ``guide``, or a Hugging Face id, downloaded once and then used offline.
+
+resolve("guide")                                  assets/guide/model
+resolve("~/models/mine")                          that folder
+resolve("mlx-community/Qwen3-4B-4bit")            its snapshot in the Hugging Face cache, downloaded unless whole
+resolve("org/name@v1.0")                          a branch, a tag or a commit
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from tokamac.engine.errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, TokamacError
+from tokamac.engine.events import LoadProgress
+from tokamac.engine.files import to_disk
+from tokamac.engine.hub.cache import (
+    _ID,
+    GUIDE,
+    ModelOnDisk,
+    Repo,
+    cache_folder,
+    list_models,
+    meant,
+    remove_model,
+    repo_of,
+    whole_adapter,
+    whole_snapshot,
+)
+from tokamac.engine.model.safetensors import find_shards
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+
+ADVICE = "What has arrived is kept: the same command goes on from there."
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
+    """Return the error for a download that does not fit."""
+    from tokamac.engine.perf.mitigation import told_apart
+
+    wanted, left = told_apart(needed, free)
+    return DownloadError(
+        f"{repo} needs {wanted} and {cache_folder()} has {left} free",
+        "Free some space (`tokamac models list` shows what is there), or set HF_HOME to a folder on another disk.",
+    )
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether the connection failed. Told by name: the client brings its own httpx, or httpx2."""
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+
+
+def translate(error: Exception, repo: Repo) -> Exception:
+    """Return what the user should read of ``error``; itself when it is nothing known."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, TokamacError):
+        return error
+    if isinstance(error, hub.GatedRepoError):
+        return _gated(repo)
+    if isinstance(error, hub.RepositoryNotFoundError):
+        near = meant(repo.id, cache_folder())
+        return ModelNotFoundError(
+            f"there is no folder {repo.id}, and no such model on Hugging Face (or it is private)",
+            f"{'Check the spelling.' if near is None else f'Did you mean {near}?'} For a private model set HF_TOKEN.",
+        )
+    if isinstance(error, hub.RevisionNotFoundError):
+        return ModelNotFoundError(f"{repo.id} has no revision {repo.revision}", "Leave @… out for the newest.")
+    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return translate(error.__cause__, repo)  # the client's word for "not here, and the hub did not answer"
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return DownloadError(
+            f"{repo} is not whole on disk, and HF_HUB_OFFLINE forbids the network", "Unset HF_HUB_OFFLINE."
+        )
+    if isinstance(error, HfHubHTTPError):
+        return _refused(error.response.status_code, str(error.response.url), repo)
+    if is_transport_error(error):
+        return _unreachable(error, repo)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _disk(error, repo)
+    return error
+
+
+def _gated(repo: Repo) -> DownloadError:
+    if os.environ.get("HF_TOKEN"):
+        return DownloadError(
+            f"{repo.id} is gated and your HF_TOKEN has no access to it",
+            f"Ask for it at https://huggingface.co/{repo.id}.",
+        )
+    return DownloadError(
+        f"{repo.id} is gated: its makers want their terms accepted",
+        f"Accept them at https://huggingface.co/{repo.id}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens.",
+    )
+
+
+def _refused(status: int, url: str, repo: Repo) -> DownloadError:
+    name = url.split("?", maxsplit=1)[0].rpartition("/")[2]
+    if status == 404:
+        return DownloadError(
+            f"the hub lists {name} of {repo} but does not have it", "Try another revision or another model."
+        )
+    if status in (401, 403):
+        return DownloadError(
+            f"the hub refuses {repo} (HTTP {status})", "Check HF_TOKEN, and that its account may read the model."
+        )
+    if status == 429:
+        return DownloadError("the hub says there were too many requests (HTTP 429)", _then("Wait some minutes.", repo))
+    return DownloadError(f"the hub failed (HTTP {status}) at {name}", _then("Try again later.", repo))
+
+
+def _then(do: str, repo: Repo) -> str:
+    """Return what to do, and that an attempt will go on where this one ended, if anything has arrived."""
+    arrived = (repo.folder / "blobs").glob("*" if whole_snapshot(repo) is None else "*.incomplete")
+    return f"{do} {ADVICE}" if any(path.stat().st_size for path in arrived) else do
+
+
+def _unreachable(error: Exception, repo: Repo) -> DownloadError:
+    from huggingface_hub import constants
+
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DownloadError(f"no connection to {constants.ENDPOINT} ({reason})", _then("Check the network.", repo))
+
+
+def _disk(error: OSError, repo: Repo) -> DownloadError:
+    if error.errno in _FULL:
+        return DownloadError(
+            f"the disk is full: {cache_folder()} has no room for the rest of {repo}",
+            _then("Free some space, or set HF_HOME to a folder on another disk.", repo),
+        )
+    if error.errno in _DENIED:
+        return DownloadError(f"{error.filename or cache_folder()} can't be written", "Check its owner, or set HF_HOME.")
+    return DownloadError(f"{repo} can't be downloaded: {error}", _then("Check the disk that HF_HOME is on.", repo))
+
+
+@contextmanager
+def quiet_client() -> Iterator[None]:
+    """Keep the client's log lines and warnings off the screen: what matters of them is said in our errors."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+# What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
+WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+
+ADAPTER_WANTED = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
+"""What an adapter needs: its weights in either format, and its config."""
+
+OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}
+
+RETRIES = 5
+"""Attempts without a new byte before a connection is given up."""
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+RETRY_S = 0.5
+"""Wait before the first new attempt; each one after waits this much longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository. ``etag`` names its blob: the SHA-256 of a ``large`` file, else git's SHA-1."""
+
+    name: str
+    nbytes: int
+    etag: str
+    large: bool
+
+    def digest(self) -> "_Hash":
+        """Return a digest that has seen none of the contents; at the end its hexdigest must be the etag."""
+        return hashlib.sha256() if self.large else hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False)
+
+
+class Meter:
+    """Bytes so far, of all files; reports at most 20 times a second, and raises DownloadError once cancelled."""
+
+    def __init__(self, total: int, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> None:
+        self.total = total
+        self.done = 0
+        self._progress = progress
+        self._cancelled = cancelled
+        self._told_s = 0.0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are on disk now; negative ones are gone again."""
+        self.done += nbytes
+        now = time.monotonic()
+        if now - self._told_s >= 0.05 or self.done >= self.total:
+            self._told_s = now
+            self._progress(LoadProgress("download", self.done, self.total))
+        if self._cancelled():
+            raise DownloadError("the download was stopped", ADVICE if self.done else "")
+
+
+def download(
+    repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool], *, adapter: bool = False
+) -> Path:
+    """Return the repository's folder, whole. adapter: of an adapter's files alone.
+
+    Raises DownloadError, ModelNotFoundError, ModelDamagedError or ModelUnsupportedError.
+    """
+    with quiet_client():
+        try:
+            commit, files = _listing(repo, ADAPTER_WANTED if adapter else WANTED)
+            snapshot = repo.snapshot(commit)
+            missing = [file for file in files if not _is_there(snapshot / file.name, file)]
+            lacking = _check_room(repo, missing)
+            meter = Meter(sum(file.nbytes for file in _contents(files)), progress, cancelled)
+            meter.add(meter.total - lacking)
+            for file in sorted(missing, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
+                _fetch(repo, commit, file, meter)
+            if not adapter:
+                find_shards(snapshot)
+            _record(repo, commit)
+        except Exception as error:
+            raise translate(error, repo) from error
+    return snapshot
+
+
+def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]]:
+    """Return the commit that the revision stands for, and those of its files that are wanted, by pattern."""
+    from huggingface_hub import HfApi, constants
+
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    info = HfApi().model_info(repo.id, revision=repo.revision, files_metadata=True, timeout=timeout)
+    siblings = info.siblings or []
+    files = [
+        RemoteFile(item.rfilename, item.lfs.size, item.lfs.sha256, large=True)
+        if item.lfs
+        else RemoteFile(item.rfilename, item.size or 0, item.blob_id or "", large=False)
+        for item in siblings
+        if "/" not in item.rfilename and any(fnmatch(item.rfilename, pattern) for pattern in wanted)
+    ]
+    if not any(file.name.endswith(".safetensors") for file in files):
+        kinds = {Path(item.rfilename).suffix for item in siblings} & OTHER_WEIGHTS
+        has = f" (only {', '.join(sorted(kinds))} files)" if kinds else ""
+        raise ModelUnsupportedError(
+            f"{repo} has no {' or '.join(each for each in wanted if each.endswith('.safetensors'))} weights{has}",
+            "Choose a safetensors version, for example from mlx-community.",
+        )
+    for name, value in (("commit", info.sha or ""), *((file.name, file.etag) for file in files)):
+        if not _HASH.fullmatch(value):  # it becomes a part of a path
+            raise DownloadError(
+                f"the hub names the contents of {name} of {repo} by no hash ({value!r:.60})",
+                "Try again later, or check HF_ENDPOINT.",
+            )
+    return str(info.sha), files
+
+
+def _is_there(path: Path, file: RemoteFile) -> bool:
+    """Whether a file is on disk at its full length; one that is not is taken away, contents too, to be fetched anew."""
+    if not path.exists():
+        return False
+    if path.stat().st_size == file.nbytes:
+        return True
+    path.resolve().unlink()
+    path.unlink(missing_ok=True)
+    return False
+
+
+def _blob(repo: Repo, file: RemoteFile) -> Path:
+    return repo.folder / "blobs" / file.etag
+
+
+def _partial(repo: Repo, file: RemoteFile) -> Path:
+    return repo.folder / "blobs" / f"{file.etag}.incomplete"
+
+
+def _check_room(repo: Repo, missing: list[RemoteFile]) -> int:
+    """Return the bytes that are still to be fetched. Raises DownloadError where the disk has no room for them."""
+    (repo.folder / "blobs").mkdir(parents=True, exist_ok=True)
+    needed = sum(file.nbytes - _arrived(repo, file) for file in _contents(missing))
+    free = shutil.disk_usage(repo.folder).free
+    if needed > free:
+        raise disk_full(repo, needed, free)
+    return needed
+
+
+def _contents(files: Iterable[RemoteFile]) -> Iterable[RemoteFile]:
+    """Return one file for each content: files that are alike are fetched once."""
+    return {file.etag: file for file in files}.values()
+
+
+def _arrived(repo: Repo, file: RemoteFile) -> int:
+    """Return the bytes of a file that are on disk already; those of a blob or a part that is too long are of no use."""
+    blob, partial = _blob(repo, file), _partial(repo, file)
+    if blob.exists() and blob.stat().st_size == file.nbytes:
+        return file.nbytes
+    arrived = partial.stat().st_size if partial.exists() else 0
+    return arrived if arrived <= file.nbytes else 0
+
+
+def _fetch(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
+    """Put one file in its place in the cache."""
+    from huggingface_hub import constants, hf_hub_download
+
+    with _locked(repo, file):
+        blob = _blob(repo, file)
+        if not blob.exists() or blob.stat().st_size != file.nbytes:
+            _fetch_blob(repo, commit, file, meter)
+    hf_hub_download(repo.id, file.name, revision=commit, etag_timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+
+def _fetch_blob(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
+    """Fetch the contents, from where an earlier attempt stopped, and name the blob once its checksum is right."""
+    from huggingface_hub import hf_hub_url
+
+    partial = _partial(repo, file)
+    if partial.exists() and partial.stat().st_size > file.nbytes:
+        partial.unlink()
+    with partial.open("a+b") as out:
+        transfer = _Transfer(hf_hub_url(repo.id, file.name, revision=commit), file, out, meter)
+        transfer.run()
+        out.flush()
+        to_disk(out.fileno())
+    if not transfer.intact:
+        partial.unlink()
+        raise DownloadError(f"the checksum of {file.name} of {repo} is wrong", "Try again: it is fetched anew.")
+    partial.replace(_blob(repo, file))
+
+
+class _Transfer:
+    """One file on its way to the end of ``out``, which may hold its beginning already."""
+
+    def __init__(self, url: str, file: RemoteFile, out: BinaryIO, meter: Meter) -> None:
+        self._url, self._file, self._out, self._meter = url, file, out, meter
+        self._digest = file.digest()
+        out.seek(0)
+        while block := out.read(1 << 20):
+            self._digest.update(block)
+        self._arrived = out.tell()
+
+    @property
+    def intact(self) -> bool:
+        """Whether what has arrived is the file."""
+        return self._arrived == self._file.nbytes and self._digest.hexdigest() == self._file.etag
+
+    def run(self) -> None:
+        """Fetch until all has arrived; a broken connection is taken up again where it broke."""
+        fruitless = 0
+        while self._arrived < self._file.nbytes:
+            before, failure = self._arrived, None
+            try:
+                self._request()
+            except Exception as error:
+                if not is_transport_error(error):
+                    raise
+                failure = error
+            fruitless = 0 if self._arrived > before else fruitless + 1
+            if fruitless >= RETRIES:
+                raise failure or DownloadError(
+                    f"the hub sends only a part of {self._file.name}", ADVICE if self._arrived else "Try again later."
+                )
+            if failure:
+                time.sleep(RETRY_S * (fruitless + 1))
+
+    def _request(self) -> None:
+        from huggingface_hub import constants
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not listed in __all__
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
+
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # compressed bytes can't be counted or resumed
+        if self._arrived:
+            headers["Range"] = f"bytes={self._arrived}-"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        ask = get_session().stream("GET", self._url, headers=headers, timeout=timeout, follow_redirects=True)
+        with ask as response:
+            hf_raise_for_status(response)
+            if self._arrived and response.status_code != 206:
+                self._start_over()
+            for chunk in response.iter_bytes():
+                self._out.write(chunk)
+                self._digest.update(chunk)
+                self._arrived += len(chunk)
+                self._meter.add(len(chunk))
+
+    def _start_over(self) -> None:
+        """The server sends all of it again."""
+        self._meter.add(-self._arrived)
+        self._out.truncate(0)
+        self._digest, self._arrived = self._file.digest(), 0
+
+
+@contextmanager
+def _locked(repo: Repo, file: RemoteFile) -> Iterator[None]:
+    """Hold the lock that the hub's own client takes for this blob, so that no two programs write to it."""
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    lock = cache_folder() / ".locks" / repo.folder.name / f"{file.etag}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    manager = WeakFileLock(lock, timeout=1.0)
+    try:
+        manager.__enter__()
+    except TimeoutError as error:
+        raise DownloadError(
+            f"another program is downloading {file.name} of {repo}", "Wait until it is done, then try again."
+        ) from error
+    try:
+        yield
+    finally:
+        manager.__exit__(None, None, None)
+
+
+def _record(repo: Repo, commit: str) -> None:
+    """Note which commit the revision stands for: from now on it is found without a network."""
+    if repo.revision == commit:
+        return
+    repo.reference.parent.mkdir(parents=True, exist_ok=True)
+    temporary = repo.reference.with_name(f".{repo.reference.name}.{secrets.token_hex(8)}")
+    temporary.write_text(commit, encoding="ascii")
+    temporary.replace(repo.reference)
+
+
+__all__ = [
+    "GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve", "resolve_adapter",
+]  # fmt: skip
+
+Progress = Callable[[LoadProgress], None]
+Cancelled = Callable[[], bool]
+
+
+def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
+    """Return the folder of ``model``, downloading it first when it is a Hugging Face id that is not whole on disk.
+
+    progress: told the bytes so far and in all. cancelled: asked often; True ends the download, what arrived is kept.
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    """
+    return find(model) or _download(repo_of(str(model)), progress, cancelled)
+
+
+def resolve_adapter(
+    adapter: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None
+) -> Path:
+    """Return the folder of an adapter, downloading it first when it is a Hugging Face id that is not whole on disk.
+
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    """
+    path = Path(adapter).expanduser()
+    if str(adapter).strip() and path.is_dir():
+        return path
+    if path.exists() or isinstance(adapter, Path) or _is_path(str(adapter)):
+        what = "a file, not the folder of an adapter" if path.exists() else "no folder"
+        raise ModelNotFoundError(f"{adapter} is {what}", "Name the folder that the adapter was saved to.")
+    if _ID.fullmatch(str(adapter)) is None:
+        raise ModelNotFoundError(
+            f"there is no adapter {str(adapter)!r}", "Name a folder, or a Hugging Face id such as org/name."
+        )
+    repo = repo_of(str(adapter))
+
+    return whole_adapter(repo) or download(
+        repo, progress or (lambda _: None), cancelled or (lambda: False), adapter=True
+    )
+
+
+def find(model: str | Path) -> Path | None:
+    """Return the folder of ``model`` if it is whole on disk; None for a Hugging Face id that is not.
+
+    Raises ModelNotFoundError for what is neither.
+    """
+    return _local(model) or whole_snapshot(repo_of(str(model)))
+
+
+def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
+    """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
+
+    The embedded model is as new as the program. Raises like ``resolve``.
+    """
+    if model == GUIDE:
+        return _embedded()
+    return _download(repo_of(model), progress, cancelled)
+
+
+def _local(model: str | Path) -> Path | None:
+    """Return the folder that ``model`` names; None where it can only be an id."""
+    if model == GUIDE:
+        return _embedded()
+    if not str(model).strip():
+        return None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
+    if isinstance(model, Path) or _is_path(model):
+        hint = "Check the path, or name a Hugging Face id such as org/name."
+        if path == Path(GUIDE):
+            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
+        raise ModelNotFoundError(f"there is no folder {path}", hint)
+    return None
+
+
+def _embedded() -> Path:
+    from tokamac.assets import asset_path
+
+    folder = asset_path("guide", "model")
+    if not folder.is_dir():
+        raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
+    return folder
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or "\\" in model or model.endswith("/")
+
+
+def _download(repo: Repo, progress: Progress | None, cancelled: Cancelled | None) -> Path:
+
+    return download(repo, progress or (lambda _: None), cancelled or (lambda: False))

@@ -1,0 +1,414 @@
+"""Every rate the product shows is computed here, from time stamps, and nowhere else.
+
+The words are defined as follows (seconds from one monotonic clock; token stamps are taken where the token reaches the host):
+
+    TTFT          accepted → first token
+    prefill rate  prompt tokens actually computed ÷ seconds spent computing them; cached tokens never count
+    ITL           each gap between consecutive tokens
+    decode rate   (n − 1) ÷ (t_last − t_first); undefined below two tokens
+    total         accepted → last token
+
+What is not known is None, never 0 and never infinity.
+
+A gap is an **outlier** if it is more than twice the median gap and at least 1 ms longer. Twice: a step costs much the same as the
+one before, so one that takes two steps' time was held up, and a reader sees it. 1 ms: below that, timers and scheduling double
+the steps of a small model all the time, and nobody sees it.
+
+A cause is named only where it was recorded in that gap and may have taken the larger part of the excess over the median. All other
+outliers have no cause: unknown, not guessed.
+"""
+
+import bisect
+import heapq
+import itertools
+import math
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+RECENT_GAPS = 16
+"""Gaps that are "now": the last quarter of a second at 60 tok/s, steady to the eye and quick to follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Percentiles of the gaps between tokens, in milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What one reply cost. Times in seconds, rates in tokens a second, sizes in bytes; None is unknown."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prefill_tokens: int
+    generated_tokens: int
+    ttft_s: float | None
+    prefill_s: float | None
+    total_s: float | None
+    prefill_tps: float | None
+    decode_tps: float | None
+    itl_ms: Gaps | None
+    kv_bytes: int | None
+    weight_bytes_per_token: int | None
+    kv_bytes_per_step: int | None
+    achieved_gbs: float | None
+    ceiling_tps: float | None
+    expected_tps: float | None
+    peak_memory_bytes: int | None
+
+
+def rate(count: float, seconds: float | None) -> float | None:
+    """Return count ÷ seconds, or None where there is nothing to divide."""
+    if seconds is None or seconds <= 0 or count <= 0:
+        return None
+    return count / seconds
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    """Return part ÷ whole; None where either is unknown, or the whole is nothing."""
+    return None if part is None or not whole else part / whole
+
+
+def decode_rate(token_times: Sequence[float]) -> float | None:
+    """Return (n − 1) ÷ (t_last − t_first) for n token times in seconds; None below two tokens."""
+    if len(token_times) < 2:
+        return None
+    return rate(len(token_times) - 1, token_times[-1] - token_times[0])
+
+
+def recent_rate(gaps: Sequence[float]) -> float | None:
+    """Return the decode rate of the last few ``gaps`` (ms): what "now" means. None where there is none."""
+    recent = gaps[-RECENT_GAPS:]
+    return rate(len(recent), sum(recent) / 1e3)
+
+
+def gaps_ms(token_times: Sequence[float]) -> tuple[float, ...]:
+    """Return the gaps between consecutive token times, in milliseconds."""
+    return tuple((b - a) * 1e3 for a, b in itertools.pairwise(token_times))
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the nearest-rank percentile: the smallest value that at least ``share`` (0…1) of ``ordered`` reach.
+
+    ``ordered`` is sorted and not empty.
+    """
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def gap_percentiles(gaps: Sequence[float]) -> Gaps | None:
+    """Return p50, p95, p99 and the largest of the gaps; None where there is no gap."""
+    return percentiles(sorted(gaps))
+
+
+def percentiles(ordered: Sequence[float]) -> Gaps | None:
+    """Return those of gaps that are sorted already."""
+    if not ordered:
+        return None
+    return Gaps(percentile(ordered, 0.50), percentile(ordered, 0.95), percentile(ordered, 0.99), ordered[-1])
+
+
+def ceiling_tps(bandwidth_gbs: float | None, bytes_per_step: int | None) -> float | None:
+    """Return bandwidth ÷ bytes read per decoded token: no kernel can be faster. GB are 10^9 bytes."""
+    if bandwidth_gbs is None or not bytes_per_step:
+        return None
+    return bandwidth_gbs * 1e9 / bytes_per_step
+
+
+def achieved_gbs(bytes_per_step: int | None, decode_tps: float | None) -> float | None:
+    """Return the bandwidth that a decode rate amounts to, in GB/s."""
+    if bytes_per_step is None or decode_tps is None:
+        return None
+    return bytes_per_step * decode_tps / 1e9
+
+
+Throttle = Literal["thermal", "low power"]
+"""What the system slows the chip down for."""
+
+Cause = Literal["kv growth", "pool cleared", "swap", "slow reader", "processor taken", "thermal", "low power"]
+"""kv growth: a cache's arrays were full, and copied to larger ones.
+pool cleared: MLX's unused buffers went back to the system, so the next step had to ask for memory again.
+swap: pages of this process had to be read from disk (major page faults).
+slow reader: the engine waited for whoever reads the reply.
+processor taken: where the model computes on the CPU, this process stood still for that long.
+thermal: the system said during this reply that it holds the chip back. A state: it is said of each of the reply's outliers.
+low power: Low Power Mode was switched on during this reply. One that was on all along makes all gaps longer, and none stand out.
+"""
+
+LAUNCHED: frozenset[Cause] = frozenset({"kv growth", "pool cleared"})
+"""What the host does while it launches a step. One step ahead, the device may pay for it only in the gap after."""
+
+TIMES, LEAST_MS = 2.0, 1.0
+"""An outlier is longer than so many medians, and than the median by so much."""
+
+MOST = 5
+"""Outliers told of a reply: the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A gap that stands out. token: the one that it came before, counted from 1; causes: none where they are not known."""
+
+    token: int
+    gap_ms: float
+    causes: tuple[Cause, ...] = ()
+
+
+class Gap(NamedTuple):
+    """The milliseconds before a token, which is counted from 1: so the first gap is token 2's."""
+
+    ms: float
+    token: int
+
+
+class Mark(NamedTuple):
+    """Something that happened before a token, after the one before it. most_ms: what it can have taken, at most."""
+
+    token: int
+    cause: Cause
+    most_ms: float = math.inf
+
+
+def outliers(
+    gaps: Sequence[Gap], median_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: Sequence[Throttle] = ()
+) -> tuple[Outlier, ...]:
+    """Return those of ``gaps`` that are outliers, longest first.
+
+    marks: in the order of their tokens. ahead: steps are launched before the token before them is read.
+    throttled: states that are a cause of each.
+    """
+    bound_ms = max(TIMES * median_ms, median_ms + LEAST_MS)
+    found = sorted((gap for gap in gaps if gap.ms > bound_ms), key=lambda gap: (-gap.ms, gap.token))
+    return tuple(
+        Outlier(gap.token, gap.ms, _causes(gap, gap.ms - median_ms, marks, ahead=ahead, throttled=throttled))
+        for gap in found
+    )
+
+
+def _causes(
+    gap: Gap, excess_ms: float, marks: Sequence[Mark], *, ahead: bool, throttled: Sequence[Throttle]
+) -> tuple[Cause, ...]:
+    first = bisect.bisect_left(marks, gap.token - 1, key=lambda mark: mark.token)
+    near = itertools.takewhile(lambda mark: mark.token <= gap.token, itertools.islice(marks, first, None))
+    causes: list[Cause] = [
+        mark.cause
+        for mark in near
+        if mark.most_ms >= excess_ms / 2 and (mark.token == gap.token or (ahead and mark.cause in LAUNCHED))
+    ]
+    return tuple(dict.fromkeys([*causes, *throttled]))
+
+
+class GapLog:
+    """The gaps of a reply that goes on: their percentiles and the longest, at any time.
+
+    Each gap is sorted in once, so asking costs no more after 100,000 tokens than what was added since. Any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokens = 0
+        self._ordered: list[float] = []
+        self._longest: list[Gap] = []
+
+    def read(self, token_times: list[float]) -> tuple[Gaps | None, list[Gap]]:
+        """Take in what was appended to ``token_times`` (s) since; return the percentiles of all gaps, and the longest.
+
+        Always of the same list.
+        """
+        with self._lock:
+            fresh = token_times[max(self._tokens - 1, 0) :]  # a copy: the engine's thread may be appending
+            gaps = [Gap(ms, token) for token, ms in enumerate(gaps_ms(fresh), max(self._tokens, 1) + 1)]
+            self._tokens = max(self._tokens - 1, 0) + len(fresh)
+            self._longest = heapq.nlargest(MOST, itertools.chain(self._longest, gaps))
+            self._ordered.extend(gap.ms for gap in gaps)
+            self._ordered.sort()  # a sorted run and a short tail: merged, not sorted again
+            return percentiles(self._ordered), self._longest
+
+
+T = TypeVar("T")
+
+FAULT_MS = 1.0
+"""What a page read from a solid-state drive is taken to cost at most. A slower disk explains less here than it could."""
+
+LEAST_IDLE_MS = 8.0
+"""A shorter standstill is not told: of a thread that runs, the system knows the time to a tick of its clock, 4 ms at 250 Hz."""
+
+LEAST_WAIT_MS = 0.5
+"""A shorter wait for the reader explains no outlier: these are 1 ms longer than others."""
+
+
+class Usage(Protocol):
+    """What ``getrusage`` counts of the whole process: page faults that read a disk, and the seconds its threads computed."""
+
+    @property
+    def ru_majflt(self) -> int:
+        """Faults."""
+
+    @property
+    def ru_utime(self) -> float:
+        """Seconds in the program."""
+
+    @property
+    def ru_stime(self) -> float:
+        """Seconds in the system, for the program."""
+
+
+def own_usage() -> Usage:
+    """Return this process's."""
+    return resource.getrusage(resource.RUSAGE_SELF)
+
+
+class ProcessWatch:
+    """Tells ``mark`` what held the process up: call ``look`` as each token arrives, before it is stamped.
+
+    computes: whether the model computes on the CPU, in this process's threads. There they are never all idle in a step, so
+    where all of them together computed for less time than has passed, the difference was taken from them. Involuntary context
+    switches are not counted: there were some in 698 of 699 steps, a hundred in a usual one (the guide, 2-core x86 CPU).
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[Cause, float], None],
+        *,
+        computes: bool,
+        usage: Callable[[], Usage] = own_usage,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._mark = mark
+        self._computes = computes
+        self._usage = usage
+        self._clock = clock
+        self._waited_s = 0.0
+        self._at_s = clock()
+        before = usage()
+        self._faults, self._computed_s = before.ru_majflt, before.ru_utime + before.ru_stime
+
+    def look(self) -> None:
+        """A token has arrived."""
+        at_s, now = self._clock(), self._usage()
+        faults, computed_s = now.ru_majflt - self._faults, now.ru_utime + now.ru_stime
+        waited_s, self._waited_s = self._waited_s, 0.0
+        idle_ms = (at_s - self._at_s - waited_s - (computed_s - self._computed_s)) * 1e3
+        self._at_s, self._faults, self._computed_s = at_s, now.ru_majflt, computed_s
+        if waited_s * 1e3 >= LEAST_WAIT_MS:
+            self._mark("slow reader", waited_s * 1e3)
+        if faults:
+            self._mark("swap", faults * FAULT_MS)
+        elif self._computes and idle_ms >= LEAST_IDLE_MS:  # who waits for a disk is idle, too
+            self._mark("processor taken", idle_ms)
+
+    def handed(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield ``items``, and note how long whoever takes them keeps the engine."""
+        for item in items:
+            given_s = self._clock()
+            yield item
+            self._waited_s += self._clock() - given_s
+
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one decoded token reads: bytes of weights and of keys and values, and the bandwidth it is read with (GB/s).
+
+    expected_tps: tokens a second that good kernels reach at this cost.
+    """
+
+    weight_bytes: int | None
+    kv_bytes: int | None
+    bandwidth_gbs: float | None
+    expected_tps: float | None = None
+
+    @property
+    def bytes_per_step(self) -> int | None:
+        """All bytes read for one token."""
+        if self.weight_bytes is None:
+            return None
+        return self.weight_bytes + (self.kv_bytes or 0)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The time stamps (seconds, one monotonic clock) and counts of one reply.
+
+    marks: what happened between its tokens, in order.
+    """
+
+    clock: Clock = time.perf_counter
+    accepted_s: float = 0.0
+    prefill_began_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefilled: int = 0
+    token_times: list[float] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    ended_s: float | None = None
+    _gaps: GapLog = field(default_factory=GapLog)
+
+    def accept(self) -> None:
+        """The request has arrived."""
+        self.accepted_s = self.clock()
+
+    def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The caches are ready; the rest of the prompt is about to be computed."""
+        self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
+        self.prefill_began_s = self.clock()
+
+    def token(self) -> None:
+        """A token has reached the host."""
+        self.token_times.append(self.clock())
+
+    def mark(self, cause: Cause, most_ms: float = math.inf) -> None:
+        """Something happened since the last token that may hold the next one up, by ``most_ms`` at most."""
+        self.marks.append(Mark(len(self.token_times) + 1, cause, most_ms))
+
+    def end(self) -> None:
+        """The reply is over."""
+        self.ended_s = self.clock()
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the prompt and of the reply so far."""
+        return self.prompt_tokens + len(self.token_times)
+
+    def outliers(self, *, ahead: bool, throttled: Sequence[Throttle] = ()) -> tuple[Outlier, ...]:
+        """Return the longest gaps that stand out so far, and what is known of why; see ``gaps.outliers``."""
+        gaps, longest = self._gaps.read(self.token_times)
+        return () if gaps is None else outliers(longest, gaps.p50, self.marks, ahead=ahead, throttled=throttled)
+
+    def metrics(self, cost: StepCost, *, kv_bytes: int | None, peak_memory_bytes: int | None) -> Metrics:
+        """Return what is known so far."""
+        times = list(self.token_times)  # a copy: the engine's thread may be appending
+        first = times[0] if times else None
+        # The first token's step computes the last of the prompt; a reply cancelled before it computed fewer.
+        prefill_tokens = self.prompt_tokens - self.cached_tokens if times else self.prefilled
+        prefill_s = None if first is None or self.prefill_began_s is None else first - self.prefill_began_s
+        decode_tps = decode_rate(times)
+        return Metrics(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            prefill_tokens=prefill_tokens,
+            generated_tokens=len(times),
+            ttft_s=None if first is None else first - self.accepted_s,
+            prefill_s=prefill_s,
+            total_s=times[-1] - self.accepted_s if times else None,
+            prefill_tps=rate(prefill_tokens, prefill_s),
+            decode_tps=decode_tps,
+            itl_ms=self._gaps.read(self.token_times)[0],
+            kv_bytes=kv_bytes,
+            weight_bytes_per_token=cost.weight_bytes,
+            kv_bytes_per_step=cost.kv_bytes,
+            achieved_gbs=achieved_gbs(cost.bytes_per_step, decode_tps),
+            ceiling_tps=ceiling_tps(cost.bandwidth_gbs, cost.bytes_per_step),
+            expected_tps=cost.expected_tps,
+            peak_memory_bytes=peak_memory_bytes,
+        )

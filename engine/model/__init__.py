@@ -1,0 +1,1 @@
+"""A model: its config, its weights and its layers, brought to what mlx-lm's classes take."""

@@ -1,0 +1,230 @@
+"""From a folder to a model ready to run: whole, safe, and in the right types for the device.
+
+Learned positions: a table with a row for each, which GPT-2 and its like look up. Beyond its last row there is nothing.
+
+MLX's lookup has no bounds: a position beyond the table is read from foreign memory. So what such a model is asked for is refused
+where it does not fit (``Runtime.room``), and the table itself answers NaN for a row that it has not, which the engine tells from a
+reply.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
+from tokamac.engine.files import not_opened
+from tokamac.engine.model.config import doubts_of, model_classes, read_config
+from tokamac.engine.model.cpu import logits_width, unpack
+from tokamac.engine.model.safetensors import find_shards
+from tokamac.engine.model.weights import without_fp8
+from tokamac.engine.perf.cost import Cost, cost_of_model, leaf_modules
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+NAMES = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb\w*)$")
+
+
+def position_rows(model: Any) -> int | None:
+    """Return how many positions the learned tables of mlx-lm's module hold; None where it has none."""
+    return min((len(module.weight) for path, module in model.named_modules() if _is_table(path, module)), default=None)
+
+
+def bound_positions(model: Any) -> None:
+    """Let the tables of learned positions answer NaN beyond their last row. Names and types of parameters stay."""
+    for path, module in model.named_modules():
+        if _is_table(path, module):
+            module.__class__ = _bounded(type(module))
+
+
+def _is_table(path: str, module: Any) -> bool:
+    return NAMES.search(path) is not None and "weight" in module
+
+
+def _bounded(kind: type[Any]) -> type[Any]:
+    import mlx.core as mx
+
+    class Bounded(kind):
+        """A table of positions that is never read beyond its end."""
+
+        def __call__(self, positions: "mx.array") -> "mx.array":
+            last = len(self.weight) - 1
+            found = super().__call__(mx.minimum(positions, last))
+            return mx.where((positions > last)[..., None], mx.array(float("nan"), found.dtype), found)
+
+    return Bounded
+
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+BUILD_ERRORS = (
+    *(ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError),
+    AssertionError,
+)
+"""What mlx-lm's classes raise for weights that don't fit them, and for configs that lack a key or hold nonsense."""
+
+BytesProgress = Callable[[int, int], None]
+Classes = tuple[Callable[..., Any], type[Any]]
+"""What builds a model, and mlx-lm's ModelArgs for it (``model_classes``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on the device: mlx-lm's module and the normalised config.
+
+    stored: what its weights cost as they are on disk, before anything was unpacked.
+    eager: decoding waits for the device between layers. doubts: what of its config its class computes otherwise.
+    """
+
+    module: nn.Module
+    config: dict[str, Any]
+    folder: Path
+    stored: Cost
+    eager: bool
+    doubts: tuple[str, ...] = ()
+
+
+def load_model(
+    folder: Path, *, dtype: str | None, device: DeviceKind, progress: BytesProgress, unchecked: bool = False
+) -> LoadedModel:
+    """Load the model in ``folder``. ``progress`` is told the bytes read so far, and all.
+
+    dtype: of everything that is not packed; None keeps the checkpoint's own on a GPU. On a CPU it is float32, because MLX's
+    CPU backend runs half precision by slow scalar code. unchecked: load what the rule for configs doubts, too.
+    Raises ModelError (missing, damaged, unsupported) and OptionError.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype {dtype} is not supported", f"Use one of {', '.join(DTYPES)}.")
+    config = read_config(folder)
+    find_shards(folder)
+    doubts = doubts_about(config) if unchecked else ()
+    module, config = build_model(folder, config, unchecked=unchecked)
+    if device == "cpu":
+        _refuse_gpu_words(module)
+    stored = cost_of_model(module, config)
+    wanted = DTYPES[dtype] if dtype else (mx.float32 if device == "cpu" else None)
+    if wanted is not None:
+        module.set_dtype(wanted)
+    _read(module, folder, dtype, progress)
+    eager = device == "cpu" and wanted == mx.float32 and unpack(module, logits=_logits(module))
+    bound_positions(module)
+    mx.clear_cache()
+    return LoadedModel(module, config, folder, stored, eager, doubts)
+
+
+def _logits(module: nn.Module) -> int | None:
+    """Return how many logits a model writes, or None where its forward pass fails: planning its caches then says so."""
+    try:
+        return logits_width(module)
+    except BUILD_ERRORS:
+        return None
+
+
+def doubts_about(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return what of a normalised config its class computes otherwise, a sentence each. Raises ModelError like ``build_model``."""
+    return tuple(doubt.message for doubt in doubts_of(config, model_classes(config)[1]))
+
+
+def build_model(folder: Path, config: dict[str, Any], *, unchecked: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """Return mlx-lm's module with lazy weights, packed as they are stored, and the config it was built from. Raises ModelError."""
+    classes = model_classes(config)
+    for doubt in doubts_of(config, classes[1]):
+        if not unchecked:
+            raise doubt
+    try:
+        module, loaded = load_lazily(folder, without_fp8(config), classes)
+    except ModelError:
+        raise
+    except BUILD_ERRORS as error:
+        if (failure := not_opened(error, folder)) is not None:
+            raise failure from error
+        reason = " ".join(str(error).split())[:240]
+        raise ModelDamagedError(
+            f"{folder} does not hold a whole {config.get('model_type')} model: {reason}",
+            "Download it again, or convert it from its source with `tokamac convert`.",
+        ) from error
+    except ImportError as error:
+        raise ModelUnsupportedError(
+            f"{folder} needs a package that is not installed: {error}", "Use another model."
+        ) from error
+    return module, loaded
+
+
+def _refuse_gpu_words(module: nn.Module) -> None:
+    """Raise where experts are packed as MLX multiplies them on GPUs alone: nvfp4, each expert with a scale of its own."""
+    if any(leaf.get("global_scale") is not None for _, leaf in leaf_modules(module)):
+        raise ModelUnsupportedError(
+            "its experts are nvfp4 with scales of their own, which MLX multiplies on a GPU alone",
+            "Convert it to MLX's own packing with `tokamac convert`, which reads it anywhere.",
+        )
+
+
+def load_lazily(folder: Path, config: dict[str, Any], classes: Classes) -> tuple[nn.Module, dict[str, Any]]:
+    """Return what mlx-lm's loader makes of a folder: the module with lazy weights, and its config.
+
+    Raises ValueError where an array is of another type than its place in the model, and whatever mlx-lm raises.
+    """
+    from mlx_lm.utils import load_model as build
+
+    make, arguments = classes
+    expected: dict[str, tuple[type | None, bool]] = {}
+
+    def made(args: Any) -> Any:
+        module = make(args)
+        expected.update({name: (owner, floating) for name, owner, floating in _typed(module)})
+        return module
+
+    module, loaded = build(folder, lazy=True, model_config=config, get_model_classes=lambda **_: (made, arguments))
+    _check_types(module, expected)
+    return module, loaded
+
+
+def _typed(module: nn.Module) -> Iterator[tuple[str, type | None, bool]]:
+    """Yield the name of each parameter, the type of the layer that owns it, and whether it holds floating numbers."""
+    leaves = dict(leaf_modules(module))
+    for name, array in tree_flatten(module.parameters()):
+        leaf = leaves.get(name.rpartition(".")[0])
+        yield name, None if leaf is None else type(leaf), mx.issubdtype(array.dtype, mx.floating)
+
+
+def _check_types(module: nn.Module, expected: Mapping[str, tuple[type | None, bool]]) -> None:
+    """Raise ValueError for integers where the class made floating numbers, and packed weights that are no words."""
+    arrays = dict(tree_flatten(module.parameters()))
+    for name, owner, floating in _typed(module):
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "weight" and f"{stem}.scales" in arrays and owner not in (None, expected.get(name, (None,))[0]):
+            if arrays[name].dtype != mx.uint32:
+                raise ValueError(f"{name} holds {_plain(arrays[name])} where the model has packed weights")
+        elif not floating and expected.get(name) == (owner, True):
+            raise ValueError(f"{name} holds {_plain(arrays[name])} where the model has floating numbers")
+
+
+def _plain(array: mx.array) -> str:
+    return str(array.dtype).removeprefix("mlx.core.")
+
+
+def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesProgress) -> None:
+    parameters = tree_flatten(module.parameters())
+    total, done = sum(array.nbytes for _, array in parameters), 0
+    progress(0, total)
+    for name, array in parameters:
+        # Evaluated one by one, so that a bar can move and a nonsense value can be named.
+        floating = mx.issubdtype(array.dtype, mx.floating)
+        if floating and not bool(mx.all(mx.isfinite(array)).item()):
+            if dtype == "float16":
+                raise OptionError(f"{name} holds values that float16 can't", "Load with bfloat16 or float32.")
+            raise ModelDamagedError(
+                f"the weights in {folder} are damaged: {name} holds values that are not numbers",
+                "Download the model again.",
+            )
+        mx.eval(array)
+        done += array.nbytes
+        progress(done, total)

@@ -1,0 +1,407 @@
+"""What each layer of a model will keep, before any weight is read: the engine's own plan, made over a model of zeros.
+
+The plan made over a model of zeros (model/skeleton.py) is the one that a loaded model gets.
+
+A model on the scales: its arrays, from its config or from its files, as a device would hold them. No weight is read.
+
+Whether a model fits, before any weight of it is read: from its config and the headers of its files.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.errors import MemoryLimitError, ModelError
+from tokamac.engine.kv.attention_kernel import AttentionDevice
+from tokamac.engine.model.config import read_config
+from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.config_cost import Packing, cost_of_hollow, names_unknown_layers, value_bytes_of
+from tokamac.engine.perf.cost import ADDED, Cost, Form, Tensor, bits_per_weight, cost_of_folder, tensors_of
+from tokamac.engine.perf.hardware import Chip, attention_device, detect
+from tokamac.engine.perf.mitigation import LEAST_CHUNK, OFFERS, Chunking, gb, override, prompt_peak, refusal
+from tokamac.engine.perf.peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
+from tokamac.engine.perf.workload import module_of
+
+if TYPE_CHECKING:
+    from tokamac.engine.adapters import Adapter
+    from tokamac.engine.kv.plan import CachePlan, Keep, Kind, LayerPlan
+    from tokamac.engine.perf.peak_memory import ModelShape, Order
+    from tokamac.engine.perf.workload import Workload
+
+
+MODELS_KEPT = 12
+"""Models that stay on the scales: one in all its packings, which are asked for again with each other context, cache or chip."""
+
+ORDERS: "Mapping[Form, Order]" = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
+"""In which order arrays are computed (peak_shape.Order), by the form of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A model as one device holds it. stored: in files; held: in memory, in ``form``. module: mlx-lm's, hollow."""
+
+    config: Mapping[str, Any]
+    stored: Cost
+    held: Cost
+    form: Form
+    value_bytes: int
+    module: Any = field(repr=False, compare=False)
+    _planned: "dict[KVSpec, tuple[CachePlan, Workload]]" = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def planned(self, kv: KVSpec) -> "tuple[CachePlan, Workload]":
+        """Return the plan of its caches and its work with them. Raises OptionError for a flag that they can't take."""
+        if kv not in self._planned:
+            plan = self.plan(kv)
+            self._planned[kv] = plan, self.work(plan)
+        return self._planned[kv]
+
+    def plan(self, kv: KVSpec) -> "CachePlan":
+        """Return the plan of its caches. Raises OptionError for a flag that they can't take."""
+        from tokamac.engine.kv import plan_caches
+
+        return plan_caches(self.module, self.config, kv)
+
+    def work(self, plan: "CachePlan") -> "Workload":
+        """Return what it asks of a machine."""
+        from tokamac.engine.perf.workload import work_of
+
+        return work_of(self.module, self.config, self.held, plan)
+
+    def shape(self, plan: "CachePlan", device: DeviceKind, chip: Chip | None = None) -> "ModelShape":
+        """Return what its peak of memory depends on. chip: None is one without neural accelerators."""
+        from tokamac.engine.perf.peak_memory import shape_of
+
+        return shape_of(
+            self.config,
+            plan,
+            weights=self.held.weight_bytes,
+            value_bytes=self.value_bytes,
+            order=ORDERS[self.form],
+            device=attention_device(device, chip),
+        )
+
+
+def weigh(
+    config: Mapping[str, Any],
+    device: DeviceKind,
+    memory_bytes: int | None,
+    *,
+    packing: Packing | None = None,
+    folder: Path | None = None,
+    adapter: "Adapter | None" = None,
+) -> Footprint | str:
+    """Return the model of a normalised config on a device of so much memory, or the reason why it can't be weighed.
+
+    packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
+    adapter: added to it; raises ModelUnsupportedError where it does not fit.
+    """
+    if folder is not None and packing is None:
+        return _weigh(config, device, memory_bytes, None, folder, adapter)  # files come and go
+    if adapter is not None:
+        return _weigh(config, device, memory_bytes, packing, None, adapter)
+    return _weigh_shape(_Shape(repr(config), config), device, memory_bytes, packing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A config, known by all that is written in it."""
+
+    text: str
+    config: Mapping[str, Any] = field(compare=False)
+
+
+@lru_cache(maxsize=MODELS_KEPT)
+def _weigh_shape(
+    shape: _Shape, device: DeviceKind, memory_bytes: int | None, packing: Packing | None
+) -> Footprint | str:
+    return _weigh(shape.config, device, memory_bytes, packing, None)
+
+
+def _weigh(  # noqa: PLR0917
+    config: Mapping[str, Any],
+    device: DeviceKind,
+    memory_bytes: int | None,
+    packing: Packing | None,
+    files: Path | None,
+    adapter: "Adapter | None" = None,
+) -> Footprint | str:
+    if names_unknown_layers(config):
+        return "its config names kinds of layers that are not known here"
+    value_bytes = 2 if packing else value_bytes_of(config)
+    try:
+        module = module_of(config, packing=packing)
+    except ModelError as error:
+        return error.message
+    added = _add(adapter, module, config)
+    try:
+        stored = _cost(module, config, "stored", files, added)
+        form = form_on(stored, device, memory_bytes)
+        if form == "stored":
+            return Footprint(config, stored, stored, form, value_bytes, module)
+        held = _cost(module, config, form, files, added)
+        module = module_of(config, packing=packing, form=form)
+        _add(adapter, module, config)
+    except ModelError as error:
+        return error.message
+    return Footprint(config, stored, held, form, 4, module)
+
+
+def form_on(stored: Cost, device: DeviceKind, memory_bytes: int | None) -> Form:
+    """Return how the engine would hold these weights (engine/model/cpu.py decides the same from the modules)."""
+    if device != "cpu":
+        return "stored"
+    from tokamac.engine.model.cpu import MEMORY_SHARE
+
+    stays = ("experts", "norms and other")
+    dense = 4 * sum(part.parameters for name, part in stored.parts.items() if name not in stays)
+    return "unpacked" if memory_bytes is not None and dense <= MEMORY_SHARE * memory_bytes else "float32"
+
+
+def form_here(stored: Cost) -> Form:
+    """Return how the engine would hold these weights on this machine."""
+    from tokamac.engine.device import device_kind
+
+    return form_on(stored, device_kind(), memory.machine_total())
+
+
+def _add(adapter: "Adapter | None", module: Any, config: Mapping[str, Any]) -> list[Tensor]:
+    """Put an adapter into a hollow module, and return its tensors."""
+    if adapter is None:
+        return []
+    from tokamac.engine.adapters import attach, changes_of
+
+    attach(module, changes_of(adapter, module, config), hollow=True)
+    return [tensor for tensor in tensors_of(module) if tensor.name.endswith(ADDED)]
+
+
+def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | None, added: list[Tensor]) -> Cost:
+    if folder is None:
+        return cost_of_hollow(module, config, form=form)
+    return cost_of_folder(folder, config, form=form, added=added)
+
+
+SMALL_BITS = 4
+"""What a model that does not fit is offered to be packed to."""
+
+
+def check_fits(
+    folder: Path, kv: KVSpec, device: DeviceKind, asked: int | None = None, *, more: int = 0
+) -> tuple[str, ...]:
+    """Raise MemoryLimitError where not even the weights and a few tokens fit, before any weight is read.
+
+    A model that can't be weighed passes: loading says what is wrong with it. Raises OptionError for KV flags that it can't take.
+    asked: the limit, where the user set one. more: bytes of weights that are in none of its files.
+    Returns what the user should know of what loading costs other programs.
+    """
+    budget = memory.array_budget() if asked is None else asked
+    if budget is None:
+        return ()
+    weighed = weigh(read_config(folder), device, memory.machine_total(), folder=folder)
+    if isinstance(weighed, str):
+        return ()
+    shape = weighed.shape(weighed.plan(kv), device, detect())
+    shape = replace(shape, weights=shape.weights + more)
+    least = predict_peak(shape, held=0, new=LEAST_CHUNK, chunk=LEAST_CHUNK)
+    if least.total > budget:
+        refused = refusal(f"this model, with {LEAST_CHUNK} tokens,", least, budget, [])
+        raise _with_smaller(refused, weighed.stored, budget, override(least.total, memory.device_total()))
+    left = memory.available()
+    given = memory.taken_from_others(least.total, None if left is None else left - memory.held())
+    return (f"to make room for this model, {memory.giving_way(given)}",) if given else ()
+
+
+def context_notes(
+    shape: ModelShape, capacity: int | None, *, chunking: Chunking, asked: int | None = None
+) -> tuple[str, ...]:
+    """Return what the user should know of a context that can't be filled here; nothing where all of it fits, or that is unknown."""
+    shape = replace(shape, force_fused=True)  # as a prompt that is short of memory asks for it
+    budget = memory.array_budget() if asked is None else asked
+    if capacity is None or budget is None or _context_peak(shape, capacity, chunking) <= budget:
+        return ()
+    fits = _fitting(shape, capacity, chunking, budget)
+    note = f"of the context of {capacity:,} tokens, about {fits:,} fit into the {gb(budget)} of memory that may be used"
+    for bits in OFFERS:
+        smaller = shape.packed(*bits)
+        if smaller != shape and (more := _fitting(smaller, capacity, chunking, budget)) > fits:
+            return (f"{note}; with --kv-bits {bits[0]},{bits[1]} about {more:,}",)
+    return (note,)
+
+
+def planned_bytes(shape: ModelShape, capacity: int | None, *, chunking: Chunking) -> int:
+    """Return the peak with the whole context in use; with one chunk where its length is unknown."""
+    return _context_peak(shape, capacity or chunking.at(0), chunking)
+
+
+def shaped(  # noqa: PLR0917
+    config: Mapping[str, Any],
+    plan: "CachePlan",
+    weights: int,
+    device: AttentionDevice,
+    bytes_of_value: int,
+    order: Order,
+) -> ModelShape:
+    """Return the shape of a model on this device."""
+    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, device=device)
+
+
+def order_of(device: DeviceKind, dtype: str | None, *, unpacked: bool) -> Order:
+    """Return when arrays are computed."""
+    if device != "cpu" or dtype not in (None, "float32"):
+        return "ahead"
+    return "at once" if unpacked else "by layer"
+
+
+def value_bytes(config: Mapping[str, Any], device: DeviceKind, dtype: str | None) -> int:
+    """Return the bytes of an activation: of the type asked for, else of float32 on a CPU and of the checkpoint's on a GPU."""
+    if dtype is not None:
+        return 4 if dtype == "float32" else 2
+    return 4 if device == "cpu" else value_bytes_of(config)
+
+
+def _context_peak(shape: ModelShape, tokens: int, chunking: Chunking) -> int:
+    return prompt_peak(shape, chunking, held=0, new=max(0, tokens - 1), reply=1).total
+
+
+def _fitting(shape: ModelShape, capacity: int, chunking: Chunking, budget: int) -> int:
+    """Return the most tokens that fit, in whole steps of growth."""
+    low, high = 0, capacity // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _context_peak(shape, middle * STEP, chunking) <= budget else (low, middle - 1)
+    return low * STEP
+
+
+def _with_smaller(error: MemoryLimitError, stored: Cost, budget: int, beyond: str) -> MemoryLimitError:
+    """Return the refusal with what would help: fewer bits, where that would fit; then how to go beyond the limit."""
+    packed = round(stored.parameters * bits_per_weight(SMALL_BITS, 64) / 8)
+    if packed < min(stored.weight_bytes, budget):
+        hint = f"At {SMALL_BITS} bits its weights would take about {gb(packed)}: tokamac convert --bits {SMALL_BITS}."
+    else:
+        hint = "Take a smaller model, or close other programs."
+    return MemoryLimitError(error.message, hint + beyond)
+
+
+@dataclass(frozen=True, slots=True)
+class KVRow:
+    """Layers whose caches are alike. Bytes are of all of them together; None is unknown.
+
+    kind: full (grows), window, state (of a fixed size), latent, compressed (an entry for so many tokens, which is what
+    ``bytes_per_token`` is the mean of), own (another cache of the model's). key_bits, value_bits: 16 is the
+    model's own type; None for what is no keys and values. window, keep: None where it grows. free: whether flags apply to them.
+    """
+
+    layers: tuple[int, ...]
+    kind: "Kind"
+    key_bits: int | None
+    value_bits: int | None
+    window: int | None
+    keep: "Keep | None"
+    free: bool
+    bytes_per_token: int | None
+    bytes_at_context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KVTable:
+    """The caches of a model at a context. notes: what the user should know. Bytes are None if those of any layer are unknown."""
+
+    rows: tuple[KVRow, ...]
+    notes: tuple[str, ...]
+    bytes_per_token: int | None
+    bytes_at_context: int | None
+
+
+def kv_table(config: Mapping[str, Any], spec: KVSpec, context: int, *, value_bytes: int) -> KVTable | str:
+    """Return what the engine would plan for the model of this normalised config, or the reason why that can't be said.
+
+    value_bytes: of a number in the type that the engine holds the model in. Raises OptionError for a flag that it can't honour.
+    """
+    if names_unknown_layers(config):
+        return "its config names kinds of layers that are not known here"
+    try:
+        model = hollow_model(config, value_bytes)
+    except ModelError as error:
+        return error.message
+    from tokamac.engine.kv import plan_caches
+
+    return table_of_plan(plan_caches(model, config, spec), context)
+
+
+def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of consecutive numbers: (0, 1, 2, 5) → [(0, 2), (5, 5)]."""
+    found = []
+    for _, group in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+        members = [layer for _, layer in group]
+        found.append((members[0], members[-1]))
+    return found
+
+
+def table_of_plan(plan: "CachePlan", context: int) -> KVTable:
+    """Return a plan as a table, at a context of so many tokens."""
+    alike: dict[tuple[Any, ...], list[LayerPlan]] = {}
+    for layer in plan.layers:
+        alike.setdefault(_signature(layer), []).append(layer)
+    rows = tuple(_row(layers, context) for layers in alike.values())
+    return KVTable(
+        rows,
+        (*plan.notes, *_spares(plan, context), *_rotations(plan)),
+        _sum(row.bytes_per_token for row in rows),
+        _sum(row.bytes_at_context for row in rows),
+    )
+
+
+def _signature(layer: "LayerPlan") -> tuple[Any, ...]:
+    return (
+        *(layer.kind, layer.key_bits, layer.value_bits, layer.group_size, layer.window, layer.keep),
+        *(layer.ours is None, layer.bytes_per_token, layer.fixed_bytes),
+    )
+
+
+def _row(layers: "list[LayerPlan]", context: int) -> KVRow:
+    first = layers[0]
+    known = first.ours is not None or first.bytes_per_token > 0 or first.fixed_bytes > 0 or first.kind == "state"
+    keys = first.kind not in ("state", "compressed", "own")
+    return KVRow(
+        layers=tuple(layer.index for layer in layers),
+        kind=first.kind,
+        key_bits=first.key_bits if keys else None,
+        value_bits=first.value_bits if keys else None,
+        window=first.window,
+        keep=first.keep,
+        free=first.ours is not None,
+        bytes_per_token=sum(layer.bytes_per_token for layer in layers) if known else None,
+        bytes_at_context=sum(layer.bytes_at(context) for layer in layers) if known else None,
+    )
+
+
+def _spares(plan: "CachePlan", context: int) -> list[str]:
+    """Say what a window holds beside it, where the context fills it."""
+    held = {(layer.window, layer.limit) for layer in plan.layers if layer.ours is not None}
+    return [
+        f"a window of {window:,} tokens holds {limit - window:,} more, unseen, so that a conversation can be taken back"
+        for window, limit in sorted((window, limit) for window, limit in held if window and limit and window < context)
+    ]
+
+
+def _rotations(plan: "CachePlan") -> list[str]:
+    count = sum(layer.rotated for layer in plan.layers)
+    return [f"keys of {count} layers are rotated before they are packed, so that few bits do them less harm"] * bool(
+        count
+    )
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    total = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total

@@ -1,0 +1,426 @@
+"""What this machine, or another, makes of a model that is here: the same figures as for those of the catalogue.
+
+The model that is asked about, wherever it is: its files here, only its config here, or only its row in the catalogue.
+
+What can be said of a model whose caches can't be planned: keys and values by its config, the ceiling by the bytes alone.
+
+The answer to "can I run this, and how fast?" for one model in one case: from config and headers, no weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tokamac.engine.adapters import Adapter
+from tokamac.engine.device import device_kind
+from tokamac.engine.errors import ModelNotFoundError, ModelUnsupportedError, OptionError, TokamacError
+from tokamac.engine.model.config import context_length, read_config
+from tokamac.engine.model.safetensors import INDEX, PICKLES
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import config_cost, memory
+from tokamac.engine.perf.config_cost import Packing, value_bytes_of
+from tokamac.engine.perf.cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
+from tokamac.engine.perf.footprint import Footprint, KVTable, form_on, weigh
+from tokamac.engine.perf.hardware import CatalogueEntry, Chip, Repository, detect, find
+from tokamac.engine.perf.machine import Machine, here
+from tokamac.engine.perf.memory import MemoryFit
+from tokamac.engine.perf.roofline import Prediction, limits_for
+from tokamac.engine.perf.what_if import (
+    KV_UNKNOWN,
+    Verdict,
+    WhatIfCase,
+    WhatIfOutcome,
+    load,
+    outcome_at,
+    outcome_of,
+    reason_of,
+    verdict_of,
+)
+from tokamac.engine.perf.workload import Trait, leaves_out_senses, traits_of
+
+Known = Literal["files", "config", "catalogue"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A model to weigh. name: as the user knows it; of the catalogue, the repository. config: normalised.
+
+    known: by what it is known. packing: how it is packed, where the config does not say. folder: of its weights, if they are here.
+    adapter: added to it.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    known: Known
+    packing: Packing | None = None
+    folder: Path | None = None
+    adapter: Adapter | None = None
+
+
+def subject_of(model: str | Path) -> ModelRef:
+    """Return the model that a folder, "guide", a Hugging Face id or a name of the catalogue stands for. Downloads nothing.
+
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError.
+    """
+    from tokamac.engine.hub import download
+
+    entry = find(str(model))
+    try:
+        folder = download.find(model)
+    except ModelNotFoundError:
+        if entry is None:
+            raise
+        folder = None
+    if folder is not None:
+        return subject_of_folder(folder, str(model))
+    if entry is None:
+        raise ModelNotFoundError(
+            f"{model} is neither whole on this disk nor in the catalogue", f"Download it: tokamac models pull {model}."
+        )
+    return subject_of_entry(entry, entry.repository(str(model)) or next(iter(entry.repositories), None))
+
+
+def subject_of_folder(folder: Path, name: str | None = None) -> ModelRef:
+    """Return the model in a folder, with its weights or without any.
+
+    Raises ModelNotFoundError for no folder, ModelDamagedError for one without a config. Whether weights are whole is seen when they
+    are weighed.
+    """
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"{folder} is not a folder", "Name a model folder, a Hugging Face id, or `guide`.")
+    config = read_config(folder)
+    weights = any(True for pattern in ("model*.safetensors", INDEX, *PICKLES) for _ in folder.glob(pattern))
+    return ModelRef(name or str(folder), config, "files" if weights else "config", folder=folder if weights else None)
+
+
+def subject_of_entry(entry: CatalogueEntry, repository: Repository | None) -> ModelRef:
+    """Return a model of the catalogue, as a repository packs it, or in 16 bits.
+
+    Raises ModelUnsupportedError where its config is not known.
+    """
+    config = entry.config if repository is None else entry.config_of(repository)
+    if config is None:
+        raise ModelUnsupportedError(
+            f"the config of {entry.name} is not known here",
+            f"Download it first: tokamac models pull {repository.id if repository else entry.name}.",
+        )
+    packing = None if repository is None else repository.packing
+    return ModelRef(entry.name if repository is None else repository.id, config, "catalogue", packing)
+
+
+CHUNK = 512
+"""Prompt tokens computed at once, for the estimate of temporaries; the engine's own is of this order on every device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """Bytes and the ceiling; None is unknown."""
+
+    kv_bytes_per_token: int | None
+    kv_bytes: int | None
+    bytes_per_step: int | None
+    ceiling_tps: float | None
+    memory: MemoryFit
+
+
+def bare_cost(config: Mapping[str, Any], held: Cost, case: WhatIfCase, place: Machine, *, value_bytes: int) -> Bare:
+    """Return what the config says of a model whose weights are known.
+
+    An unknown size of keys and values counts as nothing in memory. Raises OptionError for flags that the caches can't take.
+    """
+    per_token, kept = _kv(config, case.kv, case.context, value_bytes)
+    limits = limits_for(
+        case.context, weight_bytes_per_token=held.weight_bytes_per_token, kv_bytes_per_step=kept, chip=place.chip
+    )
+    working = working_bytes(config, value_bytes=value_bytes)
+    fit = place.fit(weights=held.weight_bytes, kv=kept or 0, working=working)
+    return Bare(per_token, kept, limits.bytes_per_step, limits.ceiling_tps, fit)
+
+
+def working_bytes(config: Mapping[str, Any], *, chunk: int = CHUNK, value_bytes: int = 2) -> int:
+    """Return a rough size of the largest temporaries of one layer's prefill chunk, and the logits of one token.
+
+    The widest layer's activations three times over (gate, up and their product), the residual twice, queries, keys and values.
+    """
+    text = text_config(config)
+    hidden = int(first_of(text, "hidden_size", "n_embd") or 0)
+    used = int(first_of(text, "num_experts_per_tok", "num_experts_per_token") or 1)
+    dense = int(first_of(text, "intermediate_size", "n_inner") or 4 * hidden)
+    width = max(dense, used * int(text.get("moe_intermediate_size") or 0))
+    return chunk * value_bytes * (3 * width + 5 * hidden) + 4 * int(text.get("vocab_size") or 0)
+
+
+def _kv(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int) -> tuple[int | None, int | None]:
+    """Return (bytes a token, bytes at this context); None where the config does not say."""
+    from tokamac.engine.kv.plan import spare_slots
+
+    layers = config_cost.kv_layers(config)
+    if layers is None:
+        return None, None
+    if (spec.quantized or spec.window is not None) and not all(layer.free for layer in layers):
+        raise OptionError("this model's caches can be neither packed nor bounded", "Leave out the KV flags.")
+    return (
+        config_cost.kv_bytes_per_token(layers, spec, value_bytes=value_bytes),
+        config_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots)
+        + config_cost.pinned_bytes(layers, spec, context, value_bytes=value_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost:
+    """One part of a model: how many weights, in how many bytes, at how many bits each (None where it has none)."""
+
+    part: PartName
+    parameters: int
+    bytes: int
+    bits_per_weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a model is, and what a place makes of it. Bytes, tokens a second, seconds; None is unknown, and ``reason`` says why.
+
+    known: by what the model is known: its files, its config alone, or the catalogue. weight_bytes, bits_per_weight and parts are
+    as stored; ``form`` says how the engine holds the weights there, and bytes_per_step, the speeds and memory are of that form: a
+    plain CPU unpacks small models to float32. kv_bytes_per_token: while no window is full. kv_table: layer by layer, or None and
+    kv_reason why not; KV bytes are then counted from the config alone. prediction: both phases on the roofline.
+    """
+
+    model: str
+    architecture: str
+    traits: tuple[Trait, ...]
+    known: Known
+    parameters: int
+    active_parameters: int | None
+    weight_bytes: int
+    bits_per_weight: float | None
+    parts: tuple[PartCost, ...]
+    form: Form
+    case: WhatIfCase
+    place: Machine
+    context_length: int | None
+    memory: MemoryFit
+    kv_bytes_per_token: int | None = None
+    kv_bytes: int | None = None
+    bytes_per_step: int | None = None
+    ceiling_tps: float | None = None
+    expected_tps: float | None = None
+    prefill_tps: float | None = None
+    ttft_s: float | None = None
+    reason: str | None = None
+    prediction: Prediction | None = None
+    kv_table: KVTable | None = None
+    kv_reason: str | None = None
+
+    @property
+    def chip(self) -> Chip:
+        """The chip of the place."""
+        return self.place.chip
+
+    @property
+    def context(self) -> int:
+        """Tokens held while decoding."""
+        return self.case.context
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: the names of the public contract first, what else is known after them."""
+        chip = self.chip
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "bytes_per_step": self.bytes_per_step,
+            "chip": {
+                "name": chip.name,
+                "gpu_cores": chip.gpu_cores,
+                "bandwidth_gbs": chip.bandwidth_gbs,
+                "fp16_tflops": chip.fp16_tflops,
+            },
+            "ceiling_tps": self.ceiling_tps,
+            "expected_tps": self.expected_tps,
+            "prefill_tps": self.prefill_tps,
+            "ttft_s": self.ttft_s,
+            "memory": asdict(self.memory),
+            "known_by": self.known,
+            "families": list(self.traits),
+            "active_parameters": self.active_parameters,
+            "parts": [asdict(part) for part in self.parts],
+            "form": self.form,
+            "context": self.case.context,
+            "prompt": self.case.prompt,
+            "context_length": self.context_length,
+            "bandwidth_source": chip.source,
+            "reason": self.reason,
+        }
+
+
+def inspect_model(
+    folder: Path, context: int = 4096, kv: KVSpec | None = None, *, place: Machine | None = None
+) -> Inspection:
+    """Return what the model in ``folder`` costs with a prompt that fills a context of so many tokens. Raises like ``inspect``."""
+    return inspect(subject_of_folder(folder), WhatIfCase(kv=kv or KVSpec(), context=context, prompt=context), place)
+
+
+def inspect(subject: ModelRef, case: WhatIfCase, place: Machine | None = None) -> Inspection:
+    """Return what a model costs in a case.
+
+    place: None takes this machine, measuring its bandwidth where no table knows it. Raises ModelError for a model that is damaged
+    or can't be weighed at all, and OptionError for a flag that it can't take.
+    """
+    packing = case.packing(subject.packing)
+    at = place or _bare()
+    weighed = weigh(
+        subject.config, at.device, at.memory_bytes, packing=packing, folder=subject.folder, adapter=subject.adapter
+    )
+    if isinstance(weighed, str):
+        if subject.adapter is not None:
+            raise ModelUnsupportedError(f"{subject.name} can't be weighed with an adapter: {weighed}", "Leave it out.")
+        return _of_headers(subject, case, place, weighed)
+    loaded = load(weighed, case.kv, _sized(place, weighed.held))
+    table = loaded.kv_table(case.context)
+    if table.bytes_at_context is None:
+        return _of_bytes(subject, case, loaded.place, weighed.stored, weighed.held, weighed.form, kv_table=table)
+    found = outcome_at(loaded, case)
+    assert found.memory is not None
+    return replace(
+        _described(subject, case, loaded.place, weighed.stored, weighed.form, found.memory),
+        kv_bytes_per_token=table.bytes_per_token,
+        kv_bytes=found.kv_bytes,
+        bytes_per_step=found.prediction.decode.bytes_read if found.prediction else None,
+        ceiling_tps=found.ceiling_tps,
+        expected_tps=found.expected_tps,
+        prefill_tps=found.prefill_tps,
+        ttft_s=found.ttft_s,
+        reason=found.reason,
+        prediction=found.prediction,
+        kv_table=table,
+    )
+
+
+def _of_headers(subject: ModelRef, case: WhatIfCase, place: Machine | None, why: str) -> Inspection:
+    """Return what the files alone say of a model that no class here makes."""
+    if subject.folder is None or case.bits is not None:
+        raise ModelUnsupportedError(
+            f"{subject.name} can't be weighed: {why}", "Inspect it with its weights, as they are."
+        )
+    at = place or _bare()
+    stored = cost_of_folder(subject.folder, subject.config)
+    form = form_on(stored, at.device, at.memory_bytes)
+    held = cost_of_folder(subject.folder, subject.config, form=form)
+    return _of_bytes(subject, case, _sized(place, held), stored, held, form, kv_reason=why)
+
+
+def _of_bytes(  # noqa: PLR0917
+    subject: ModelRef,
+    case: WhatIfCase,
+    place: Machine,
+    stored: Cost,
+    held: Cost,
+    form: Form,
+    *,
+    kv_table: KVTable | None = None,
+    kv_reason: str | None = None,
+) -> Inspection:
+    value_bytes = value_bytes_of(subject.config) if form == "stored" else 4
+    bare = bare_cost(subject.config, held, case, place, value_bytes=value_bytes)
+    return replace(
+        _described(subject, case, place, stored, form, bare.memory),
+        kv_bytes_per_token=bare.kv_bytes_per_token,
+        kv_bytes=bare.kv_bytes,
+        bytes_per_step=bare.bytes_per_step,
+        ceiling_tps=bare.ceiling_tps,
+        reason=kv_reason or KV_UNKNOWN,
+        kv_table=kv_table,
+        kv_reason=kv_reason,
+    )
+
+
+def _described(  # noqa: PLR0917
+    subject: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, form: Form, fit: MemoryFit
+) -> Inspection:
+    """Return an inspection that says what the model is and whether it fits, and nothing yet of its speed."""
+    config = subject.config
+    names = config.get("architectures")
+    named = names[0] if isinstance(names, list) and names else text_config(config).get("model_type", "unknown")
+    parts = ((name, stored.parts[name]) for name in PARTS if stored.parts[name].nbytes)
+    return Inspection(
+        model=subject.name,
+        architecture=str(named),
+        traits=traits_of(config),
+        known=subject.known,
+        parameters=stored.parameters,
+        active_parameters=stored.active_parameters,
+        weight_bytes=stored.weight_bytes,
+        bits_per_weight=stored.bits_per_weight,
+        parts=tuple(PartCost(name, part.parameters, part.nbytes, part.bits_per_weight) for name, part in parts),
+        form=form,
+        case=case,
+        place=place,
+        context_length=context_length(config),
+        memory=fit,
+    )
+
+
+def _bare() -> Machine:
+    """Return as much of this machine as weighing needs: its device and memory, without a bandwidth."""
+    return Machine(detect(), memory.device_total(), None, None, device_kind(), local=True)
+
+
+def _sized(place: Machine | None, held: Cost) -> Machine:
+    """Return the place, or this machine, with its bandwidth for weights that are held so."""
+    bytes_read = held.weight_bytes_per_token or held.weight_bytes
+    return here(bytes_read) if place is None else place.reading(bytes_read)
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A model at a place. None is unknown. parameters: all weights; active_parameters: those a token uses. reason: one sentence.
+
+    text_only: it sees or hears, too, and that is left out.
+    """
+
+    model: str
+    parameters: int | None
+    active_parameters: int | None
+    outcome: WhatIfOutcome
+    verdict: Verdict
+    reason: str
+    text_only: bool = False
+
+
+def prospect(model: str, case: WhatIfCase, place: Machine) -> Prospect:
+    """Return what ``place`` makes of a folder or an id that is on disk. A context longer than the model's own is cut to that.
+
+    Never raises for what the model is: one that can't be weighed is unknown, and the reason says why.
+    """
+    try:
+        weighed, case = _weigh(model, case, place)
+        found = outcome_of(weighed, case, place)
+    except TokamacError as error:
+        weighed, found = error.message, WhatIfOutcome(case, place, reason=error.message)
+    except Exception as error:  # a config may hold anything, and one must not take the others of a list with it
+        why = f"its config is not understood ({type(error).__name__})"
+        weighed, found = why, WhatIfOutcome(case, place, reason=why)
+    verdict = verdict_of(found)
+    known = weighed.stored if isinstance(weighed, Footprint) else None
+    return Prospect(
+        model=model,
+        parameters=None if known is None else known.parameters,
+        active_parameters=None if known is None else known.active_parameters,
+        outcome=found,
+        verdict=verdict,
+        reason=reason_of(found, verdict),
+        text_only=isinstance(weighed, Footprint) and leaves_out_senses(weighed.config),
+    )
+
+
+def _weigh(model: str, case: WhatIfCase, place: Machine) -> tuple[Footprint | str, WhatIfCase]:
+    subject = subject_of(model)
+    context = min(case.context, context_length(subject.config) or case.context)
+    case = replace(case, context=context, prompt=min(case.prompt, context))
+    weighed = weigh(subject.config, place.device, place.memory_bytes, packing=subject.packing, folder=subject.folder)
+    return weighed, case

@@ -1,0 +1,189 @@
+"""Where a model would run: this machine, or one that is only named. What is known of it, and what is not.
+
+What macOS lets a GPU use is not tabulated: it moves with the system's version and settings, and the machine itself is asked. Of a
+Mac that is only named, the memory is known, and that two thirds of it may be used: the least that any is reported to allow.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.errors import OptionError
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.bandwidth import LARGEST, with_bandwidth
+from tokamac.engine.perf.hardware import Chip, detect, lookup, plain_name, table
+from tokamac.engine.perf.memory import MemoryFit
+from tokamac.engine.perf.roofline import Fitted, HostLimited, LatencyModel, fitted
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import CachePlan
+    from tokamac.engine.perf.workload import Workload
+
+
+GIB = 1 << 30
+"""Memory is sold in GiB, whatever its maker writes."""
+
+SURE_SHARE = 2 / 3
+"""Of a Mac's memory, what its GPU may surely use. Reported by default: 10.67 of 16 GB (exo-explore/exo#1672), 11.84 of 16 GB
+(AlexsJones/llmfit#754), 107.5 of 128 GiB (antirez/ds4#893); "usually 0.75" (ml-explore/mlx#64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine, as far as it is known. Bytes; None is unknown.
+
+    budget_bytes: what the model may use, read on this machine, else as much as is sure. pace: how fast kernels are on its chip,
+    where that was published. local: it is this machine, so that what was measured here applies. by_size: the chip's bandwidth was
+    measured for one size of model, and ``reading`` tells that of another. available_bytes: what no other program has to give way
+    for, on this machine and now.
+    """
+
+    chip: Chip
+    memory_bytes: int | None
+    budget_bytes: int | None
+    pace: LatencyModel | None
+    device: DeviceKind
+    local: bool = False
+    by_size: bool = False
+    available_bytes: int | None = None
+
+    def reading(self, bytes_read: int) -> "Machine":
+        """Return this place with its bandwidth for a model that reads so many bytes a step.
+
+        That of a table is one for all. One that was measured is kept by size, and measured now where it was not (up to 1.5 s).
+        """
+        if not self.by_size:
+            return self
+        unmeasured = replace(self.chip, bandwidth_gbs=None, source="unknown")
+        return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
+
+    def pace_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
+        """Return the pace with a model: as published, else as measured here and kept. Measures nothing."""
+        from tokamac.engine.perf.measurement_store import machine_key
+        from tokamac.engine.perf.timing import Measuring, TimedModel
+
+        if isinstance(self.pace, Fitted):
+            return HostLimited(self.pace)
+        if self.pace is not None or not self.local:
+            return self.pace
+        return Measuring(TimedModel(work, plan, unpacked, self.device, machine_key(self.chip, self.device))).pace()
+
+    def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:
+        """Return whether so many bytes fit. Between what is sure and all of a Mac's memory, it is unknown."""
+        budget, available = self.budget_bytes, self.available_bytes
+        fit = memory.fit(weights=weights, kv=kv, working=working, budget=budget, available=available)
+        unsure = self.memory_bytes is not None and fit.total <= self.memory_bytes and not self.local
+        return replace(fit, fits=None) if fit.fits is False and unsure else fit
+
+    @property
+    def budget_rule(self) -> str | None:
+        """One sentence on the budget, where it was not read; None where it was, or is unknown."""
+        if self.local or self.budget_bytes is None or self.memory_bytes is None:
+            return None
+        if self.device == "cuda":
+            return "all of the card's memory"
+        total, sure = self.memory_bytes / 1e9, self.budget_bytes / 1e9
+        return (
+            f"macOS lets a GPU use two thirds of {total:.1f} GB ({sure:.1f} GB) or more: how much, only that Mac says"
+        )
+
+
+def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Machine:
+    """Return this machine. Where no table knows its bandwidth, it is measured once for models that read so many bytes a step.
+
+    For another model it is that of its own size: ``reading``. limit: bytes that may be used, where the user set them.
+    """
+    from tokamac.engine.device import device_kind
+
+    device = device_kind()
+    found = detect()
+    chip = _with_peak(with_bandwidth(found, bytes_read), device)
+    pace, by_size = fitted(chip), found.bandwidth_gbs is None
+    return Machine(
+        chip,
+        memory.device_total(),
+        memory.array_budget() if limit is None else limit,
+        pace,
+        device,
+        local=True,
+        by_size=by_size,
+        available_bytes=memory.available(),
+    )
+
+
+def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | None = None) -> Machine:
+    """Return a machine with a chip of the table. memory_gb: as its maker says it, that is in GiB.
+
+    Raises OptionError for a chip that is not in the table, and where only the GPU cores tell two bandwidths apart.
+    """
+    name = _named(chip_name)
+    bins = _bins(name)
+    if gpu_cores is not None and gpu_cores not in bins:
+        raise OptionError(*_no_such_bin(name, gpu_cores, bins))
+    chip = lookup(name, gpu_cores)
+    if chip.bandwidth_gbs is None:
+        cores = " or ".join(map(str, bins))
+        raise OptionError(f"{name} has several memory bandwidths", f"Say how many GPU cores it has: {cores}.")
+    return _place(chip, memory_gb)
+
+
+def everywhere(memory_gb: float | None = None) -> tuple[Machine, ...]:
+    """Return a place for every chip of the table, in its order. memory_gb: of the Macs; cards have the memory that they have."""
+    chips = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
+    return tuple(_place(chip, memory_gb if _is_apple(chip) else None) for chip in chips)
+
+
+def _with_peak(chip: Chip, device: DeviceKind) -> Chip:
+    """Return this machine's chip with the peak of its arithmetic: the table's, else the one measured and kept, if it was."""
+    from tokamac.engine.perf.measurement_store import machine_key
+    from tokamac.engine.perf.timing import kept_tflops
+
+    if chip.fp16_tflops is not None or (tflops := kept_tflops(machine_key(chip, device))) is None:
+        return chip
+    return replace(chip, fp16_tflops=tflops, peak_source="measured")
+
+
+def _place(chip: Chip, memory_gb: float | None) -> Machine:
+    apple = _is_apple(chip)
+    gb = memory_gb if memory_gb is not None or apple else _card_memory_gb(chip.name)
+    total = None if gb is None else round(gb * GIB)
+    budget = total if total is None or not apple else round(SURE_SHARE * total)
+    return Machine(chip, total, budget, fitted(chip), "metal" if apple else "cuda")
+
+
+def _is_apple(chip: Chip) -> bool:
+    return chip.name.startswith("Apple")
+
+
+def _named(asked: str) -> str:
+    """Return the table's name for a chip; its maker and its case may be left out. Raises OptionError."""
+    names = dict.fromkeys(plain_name(row["chip"]) for row in table())
+    wanted = " ".join(asked.split()).casefold()
+    for name in names:
+        if wanted in (name.casefold(), name.partition(" ")[2].casefold()):
+            return name
+    short = {name.partition(" ")[2].casefold(): name for name in names}
+    close = difflib.get_close_matches(wanted.removeprefix("apple ").removeprefix("nvidia "), short, n=3, cutoff=0.5)
+    known = ", ".join(short[each] for each in close) or "Apple M1 to M6 with Pro, Max and Ultra, and a few NVIDIA cards"
+    raise OptionError(f"no chip {asked!r} is in the table", f"Known and near: {known}.")
+
+
+def _bins(name: str) -> tuple[int, ...]:
+    return tuple(
+        row["gpu_cores"] for row in table() if plain_name(row["chip"]) == name and row["gpu_cores"] is not None
+    )
+
+
+def _no_such_bin(name: str, gpu_cores: int, bins: Sequence[int]) -> tuple[str, str]:
+    if not bins:
+        return f"GPU cores tell nothing about {name}", "Leave out --gpu-cores."
+    return f"no {name} in the table has {gpu_cores} GPU cores", f"Known: {', '.join(map(str, bins))}."
+
+
+def _card_memory_gb(name: str) -> float | None:
+    """Return the memory of a card, which comes in one size only."""
+    sizes = {row["memory_gb"] for row in table() if plain_name(row["chip"]) == name}
+    size = str(sizes.pop()) if len(sizes) == 1 else ""
+    return float(size) if size.isdecimal() else None

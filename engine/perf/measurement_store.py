@@ -1,0 +1,83 @@
+"""Measurements of this machine, kept in small JSON files: {what was measured, where and with what: a number}.
+
+A file that is damaged, or a value that can't be right, is as good as none: it is measured again.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.files import read_text
+from tokamac.engine.perf.hardware import Chip
+
+
+def store_file(name: str) -> Path:
+    """Return the file of this name in the cache folder."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tokamac")) / name
+
+
+def machine_key(chip: Chip, device: DeviceKind) -> str:
+    """Return what a measurement depends on beside its subject: the chip, its cores, and the library that computes."""
+    library = "numpy" if device == "cpu" else "mlx"
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = threads if device == "cpu" else chip.gpu_cores
+    versions = f"mlx {metadata.version('mlx')} {library} {metadata.version(library)}"
+    return f"{chip.name} | {cores} cores | {device} | {versions}"
+
+
+def read(file: Path, key: str) -> float | None:
+    """Return the kept number; None where there is none, or it can't be right."""
+    return read_all(file).get(key)
+
+
+def read_all(file: Path) -> dict[str, float]:
+    """Return all numbers of a file that can be right: above zero and below a million."""
+    return {key: float(value) for key, value in load(file).items() if _is_sound(value)}
+
+
+def keep(file: Path, values: Mapping[str, float]) -> None:
+    """Add numbers to a file, mode 0600, whole or not at all. Where it can't be written they are not kept: that costs a second."""
+    write(file, {**load(file), **values})
+
+
+def forget(file: Path, key: str) -> None:
+    """Take a number out of a file, if it is there and the file can be written."""
+    known = load(file)
+    if key in known:
+        write(file, {name: value for name, value in known.items() if name != key})
+
+
+def write(file: Path, values: Mapping[str, Any]) -> None:
+    """Write a file anew, mode 0600, whole or not at all. Where it can't be written nothing happens."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(values, indent=1)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-")  # mkstemp makes it 0600
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as temporary:
+                temporary.write(text)
+            Path(name).replace(file)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _is_sound(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
+
+
+def load(file: Path) -> dict[str, Any]:
+    """Return what a file holds; {} where there is none, or it is damaged."""
+    try:
+        kept = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):  # the last: of brackets without end
+        return {}
+    return kept if isinstance(kept, dict) else {}

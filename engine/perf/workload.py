@@ -1,0 +1,668 @@
+"""What a model asks of a machine, phase by phase: bytes to read, operations to do, kernels to launch. Knows no machine.
+
+    bytes of a decode step = shared weights + active experts + keys and values of every sequence
+    operations of a prefill = 2 × active linear parameters × tokens + attention, the head on the last token only
+
+Made from a module, loaded or hollow, its config and its cache plan, so that a model that was never downloaded counts as a
+loaded one.
+
+What attention computes: which queries see which keys, how many numbers each pair takes, and which heads read a cache, layer by
+layer.
+
+About how many kernels a decode step launches on a GPU: what it takes beside reading, however few the bytes.
+
+What kind of model a config describes, by the names the field uses: it decides what a step reads and how fast kernels are.
+
+The matrices that a model multiplies with, by shape and packing: what a decode step reads, as kernels see it.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, Kernel, kernel_of
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.config_cost import COMPRESSED, STATE, STATELESS_KV, value_bytes_of
+from tokamac.engine.perf.cost import (
+    Cost,
+    Form,
+    Tensor,
+    active_share,
+    added_matrices,
+    cost_of_tensors,
+    first_of,
+    leaf_modules,
+    part_of,
+    text_config,
+)
+
+if TYPE_CHECKING:
+    from tokamac.engine.kv.plan import CachePlan, LayerPlan
+    from tokamac.engine.perf.config_cost import Packing
+
+
+SPARSE = "compressed_sparse_attention"
+"""Layers that choose among compressed entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's attention.
+
+    width: numbers multiplied for each query and key that see each other: the dims of a key and of a value, over all query heads.
+    window: keys that a query sees at most; None is all. layer: whose keys and values they are. every: tokens to a key.
+    """
+
+    width: int
+    window: int | None
+    layer: int = 0
+    every: int = 1
+
+    def operations(self, tokens: int, cached: int) -> int:
+        """Operations of ``tokens`` queries after ``cached``: two for each number of each pair that sees each other."""
+        if self.every > 1:
+            pairs = _pairs_before(cached + tokens, self) - _pairs_before(cached, self)
+        else:
+            pairs = visible_pairs(tokens, cached, self.window)
+        return 2 * self.width * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads that read one cache in a decode step.
+
+    queries, keys: heads of each kind. key_dim, value_dim: numbers of a head. written_out: the model multiplies by itself, as for a
+    soft cap. layers: how many attend to this cache, its own included.
+    """
+
+    queries: int
+    keys: int
+    key_dim: int
+    value_dim: int
+    written_out: bool = False
+    layers: int = 1
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.queries // self.keys
+
+    @property
+    def fused(self) -> bool:
+        """Whether Metal has one kernel for a long context, and not two products with the scores between them."""
+        return self.kernel(LONG, large=True) != "unfused"
+
+    def kernel(self, held: int, *, large: bool) -> Kernel:
+        """Return the kernel that Metal runs for one query after ``held`` tokens, without a mask. large: on Pro, Max and Ultra."""
+        return _decode_kernel(self, max(held, 1), large)
+
+
+LONG = 1 << 20
+"""Tokens of a context for which it is asked whether there is a fused kernel: one that begins somewhere would else make the step at
+which it begins quicker than the one before."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _decode_kernel(heads: Heads, held: int, large: bool) -> Kernel:
+    call = AttentionCall(
+        query_heads=heads.queries,
+        heads=heads.keys,
+        queries=1,
+        keys=held,
+        size=heads.key_dim,
+        value_size=heads.value_dim,
+        mask="none",
+        written_out=heads.written_out,
+    )
+    return kernel_of(call, AttentionDevice("metal", architecture="s" if large else "g"))
+
+
+def visible_pairs(tokens: int, cached: int, window: int | None) -> int:
+    """Return how many (query, key) pairs see each other: ``tokens`` queries after ``cached``, each sees itself and what came before
+    it, ``window`` tokens at most."""
+    last = cached + tokens
+    if window is None or last <= window:
+        return _triangle(last) - _triangle(cached)
+    if cached >= window:
+        return tokens * window
+    return _triangle(window) - _triangle(cached) + (last - window) * window
+
+
+CAPPED = frozenset({"gemma2", "vaultgemma"})
+"""Families that cap their scores where the config does not say."""
+
+
+def attention_of(config: Mapping[str, Any], layers: "Sequence[LayerPlan]") -> tuple[Attention, ...] | None:
+    """Return the attention of every layer that has keys, of its own or another's; None where the config does not tell its size.
+
+    Latent attention multiplies with the dims that its config names, unfolded, as prefill does.
+    """
+    own: list[Attention] = []
+    for layer in layers:
+        if layer.kind == "state":
+            continue
+        width = _width(config, layer)
+        if width is None:
+            return None
+        if layer.kind == "compressed":
+            own.extend(_compressed(text_config(config), width, layer.index))
+        else:
+            own.append(Attention(width, layer.window, layer.index))
+    return (*own, *_reusing(config, own))
+
+
+def heads_of(config: Mapping[str, Any], layer: "LayerPlan", attention: Sequence[Attention]) -> Heads | None:
+    """Return the heads that read a layer's cache; None where they are unknown. Packed keys and values are multiplied by kernels of
+    which no measurement was published: they are taken to compute no faster than the others."""
+    queries = query_heads(config, layer.index)
+    if layer.ours is None or queries is None:
+        return None
+    seen = layer.ours.seen
+    if seen.heads < 1 or queries % seen.heads:
+        return None
+    text = text_config(config)
+    capped = bool(text.get("attn_logit_softcapping", text.get("model_type") in CAPPED))
+    layers = sum(each.layer == layer.index for each in attention)
+    return Heads(queries, seen.heads, seen.key_dim, seen.value_dim, capped or not seen.through, max(layers, 1))
+
+
+def query_heads(config: Mapping[str, Any], layer: int = 0) -> int | None:
+    """Return the query heads of a layer; None where the config does not say."""
+    text = text_config(config)
+    heads = first_of(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+    kinds, sliding = text.get("layer_types"), text.get("attention_other_setting")  # Step 3.5's
+    if isinstance(sliding, dict) and isinstance(kinds, list) and kinds[layer] == "sliding_attention":
+        heads = sliding.get("num_attention_heads")
+    if isinstance(heads, list):
+        heads = heads[layer]
+    return heads if isinstance(heads, int) else None
+
+
+def reusing_layers(config: Mapping[str, Any]) -> int:
+    """Return how many of the upper layers attend to keys and values of lower ones (gemma3n, gemma4, afm7)."""
+    return int(first_of(text_config(config), "num_kv_shared_layers", "num_kv_reuse_layers") or 0)
+
+
+def _width(config: Mapping[str, Any], layer: "LayerPlan") -> int | None:
+    text, heads = text_config(config), query_heads(config, layer.index)
+    if heads is None:
+        return None
+    if layer.ours is not None:
+        return heads * (layer.ours.seen.key_dim + layer.ours.seen.value_dim)
+    if layer.kind == "latent":
+        index = (text.get("index_n_heads"), text.get("index_head_dim"))
+        if layer.path[1:] == (1,) and isinstance(index[0], int) and isinstance(index[1], int):
+            return index[0] * index[1]  # scores that choose what to attend to (DeepSeek-V3.2)
+        dims = [text.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        return heads * sum(dims) if all(isinstance(dim, int) for dim in dims) else None  # type: ignore[arg-type]
+    dim, hidden = text.get("head_dim"), first_of(text, "hidden_size", "n_embd")
+    known = isinstance(dim, int) or isinstance(hidden, int)
+    return 2 * heads * (dim or hidden // heads) if known else None
+
+
+def _reusing(config: Mapping[str, Any], own: Sequence[Attention]) -> Iterator[Attention]:
+    """Yield the attention of the layers that reuse keys: those of the last layer of their kind that made some."""
+    count, kinds = reusing_layers(config), text_config(config).get("layer_types")
+    made = {attention.layer: attention for attention in own}
+    if not count or not made:
+        return
+    first = max(made) + 1
+    for layer in range(first, first + count):
+        alike = [index for index in made if not isinstance(kinds, list) or kinds[index] == kinds[layer]]
+        yield replace(made[max(alike, default=first - 1)])
+
+
+def chosen_entries(config: Mapping[str, Any], layer: int) -> tuple[int, int] | None:
+    """Return (tokens to an entry, entries that a query attends to) of a layer that chooses among compressed entries, else None."""
+    text = text_config(config)
+    kind = text["layer_types"][layer]
+    return (text["compress_rates"][kind], text["index_topk"]) if kind == SPARSE else None
+
+
+def _compressed(text: Mapping[str, Any], width: int, layer: int) -> Iterator[Attention]:
+    """Yield the attention of a layer that compresses (DeepSeek V4): its window, the keys that choose among entries, and these."""
+    kind = text["layer_types"][layer]
+    every = text["compress_rates"][kind]
+    yield Attention(width, text["sliding_window"], layer)
+    if kind == SPARSE:
+        yield Attention(text["index_n_heads"] * text["index_head_dim"], None, layer, every)
+    yield Attention(width, text["index_topk"] if kind == SPARSE else None, layer, every)
+
+
+def _pairs_before(tokens: int, attention: Attention) -> int:
+    """Return the pairs of the first ``tokens`` queries with the entries that they see: query t (from 1) sees t // every."""
+    every, most = attention.every, attention.window
+    full = tokens if most is None else min(tokens, most * every - 1)  # queries that see fewer than the most
+    whole, rest = divmod(full, every)
+    pairs = every * _triangle(whole - 1) + whole * (rest + 1) if whole else 0
+    return pairs + (0 if most is None else (tokens - full) * most)
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2
+
+
+PER_LAYER = 8
+"""Kernels of an attention layer beside its modules: two rotations, two cache writes, attention, two residual sums, the gated
+product. A layer with a state instead of keys has about as many."""
+
+UNFUSED = 3
+"""More of a layer whose attention no kernel fuses: the scaled queries, scores, their softmax and the values, for one kernel."""
+
+WRITTEN_OUT = 6
+"""More of a layer that writes its attention out for a soft cap: its quotient, tangent and product besides (gemma2)."""
+
+PER_REUSING_LAYER = 5
+"""Of a layer that attends to another's keys: one rotation, and no cache writes."""
+
+PER_STACK = 2
+"""Kernels beside each expert stack's product: choosing, sorting and weighing the experts comes to about six for three stacks."""
+
+SCALING_ROTATIONS = frozenset({"SuScaledRoPE", "YarnRoPE"})
+"""Of mlx-lm's rotary modules, those that multiply a slice of their input and write it back (mlx_lm/models/rope_utils.py)."""
+
+FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "c_attn"})
+"""Products that make queries, keys and values at once."""
+
+PER_ADAPTED = 4
+"""Of a layer with an adapter: its two products, the scale and the sum."""
+
+PER_STEP = 4
+"""Kernels once a step: the embedding's row, the head, sampling, and the copy to the host."""
+
+
+def launches(model: Any, config: Mapping[str, Any], plan: "CachePlan") -> int:
+    """Return about how many kernels a decode step launches: one for each module that holds weights, and what goes with them.
+
+    A norm that a model file defines itself takes two: it adds one to its weight each time (gemma). Rotations for long contexts
+    scale queries and keys first, and write them back: two more each. Queries, keys and values of one product are cut apart:
+    three copies.
+    """
+    count = PER_STEP + PER_LAYER * len({layer.index for layer in plan.layers})
+    count += PER_REUSING_LAYER * reusing_layers(config)
+    count += sum(_unfused(heads_of(config, layer, ())) for layer in plan.layers)
+    modules = leaf_modules(model)
+    count += PER_ADAPTED * len(added_matrices(model)) // 2
+    return count + sum(_of_module(path.rpartition(".")[2], module) for path, module in modules if not _is_head(path))
+
+
+def _unfused(heads: Heads | None) -> int:
+    if heads is None or heads.fused:
+        return 0
+    return WRITTEN_OUT if heads.written_out else UNFUSED
+
+
+def _is_head(path: str) -> bool:
+    return part_of(Tensor(f"{path}.weight", "BF16", (), 0), {}) == "head"
+
+
+def _of_module(name: str, module: Any) -> int:
+    """Return the kernels of one module. name: the last of its path."""
+    kind = type(module)
+    if kind.__name__ in SCALING_ROTATIONS:
+        return 4
+    if "mbedding" in kind.__name__ or not _has_weights(module):
+        return 0  # a row of a table is looked up: one of PER_STEP
+    if "norm" in name and not kind.__module__.startswith("mlx."):
+        return 2
+    stack = PER_STACK if "SwitchLinear" in kind.__name__ else 0
+    return 1 + stack + (len("qkv") if name in FUSED else 0)
+
+
+def _has_weights(module: Any) -> bool:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    plain = any(isinstance(value, mx.array) and not name.startswith("_") for name, value in module.items())
+    return plain or bool(tree_flatten(module.parameters()))
+
+
+Trait = Literal[
+    "dense", "mixture", "sliding window", "latent attention", "compressed attention", "hybrid", "state space"
+]
+"""dense: every weight is read for every token. mixture: of experts, only some are active. sliding window: some layers see only the
+last tokens. latent attention: keys and values are compressed together (MLA). compressed attention: so many tokens become one entry.
+hybrid: some layers keep a state of fixed size instead of keys and values (linear attention, state space, convolution). state space:
+all of them do."""
+
+SLIDING_BY_CLASS = frozenset(
+    {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "cohere2"}
+)
+"""Families whose every model slides, whether or not the config lists its layers."""
+
+HYBRID_MARKS = (
+    "full_attention_interval", "full_attn_idxs", "hybrid_override_pattern", "attn_layer_period", "mamba_d_state",
+    "linear_attn_config",
+)  # fmt: skip
+"""Keys by which configs say which layers attend, and so that the others keep a state; some families list the layers instead."""
+
+
+def traits_of(config: Mapping[str, Any]) -> tuple[Trait, ...]:
+    """Return the kinds a config belongs to, most telling first; a mixture may well slide, and a hybrid be dense."""
+    text = text_config(config)
+    found: list[Trait] = ["mixture" if _is_mixture(text) else "dense"]
+    if str(text.get("model_type")) in STATELESS_KV:
+        return (*found, "state space")
+    if _is_hybrid(text):
+        found.append("hybrid")
+    if isinstance(text.get("kv_lora_rank"), int):
+        found.append("latent attention")
+    if COMPRESSED.intersection(text.get("layer_types") or ()):
+        found.append("compressed attention")
+    if _slides(text):
+        found.append("sliding window")
+    return tuple(found)
+
+
+def leaves_out_senses(config: Mapping[str, Any]) -> bool:
+    """Return whether a model sees or hears beside reading: of such a one, the language part alone is used."""
+    return any(isinstance(config.get(part), dict) and config[part] for part in ("vision_config", "audio_config"))
+
+
+def _is_mixture(text: Mapping[str, Any]) -> bool:
+    experts = first_of(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return isinstance(experts, int) and experts > 1 and text.get("enable_moe_block") is not False
+
+
+def _is_hybrid(text: Mapping[str, Any]) -> bool:
+    listed = first_of(text, "layer_types", "layers_block_type", "block_types", "_block_types")
+    if isinstance(listed, list):
+        return any(name in STATE for name in listed)
+    return any(text.get(mark) for mark in HYBRID_MARKS)
+
+
+def _slides(text: Mapping[str, Any]) -> bool:
+    listed = first_of(text, "layer_types", "layers_block_type")
+    if isinstance(listed, list):
+        return any("sliding" in str(name) or "chunked" in str(name) for name in listed)
+    if str(text.get("model_type")) in SLIDING_BY_CLASS:
+        return True
+    window = first_of(text, "sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size")
+    return isinstance(window, int) and text.get("use_sliding_window") is not False
+
+
+TERNARY = "ternary"
+"""The mode of BitNet's matrices: four weights of three values each to a byte, stacked along the rows, with one scale for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Matrices alike: (rows, columns), packed with ``bits`` in groups (None: floats), ``count`` of them in the model.
+
+    stack: matrices in one array, of which a token multiplies with ``active``: all of them, or a mixture's chosen experts. 1 and 1
+    for a plain matrix. A convolution along the tokens counts as a stack too: a row of its weights a channel. head: it makes logits,
+    so prefill uses it once.
+    """
+
+    rows: int
+    columns: int
+    bits: int | None
+    group_size: int = 64
+    mode: str = "affine"
+    stack: int = 1
+    active: int = 1
+    head: bool = False
+    count: int = 1
+
+    def nbytes(self, value_bytes: int) -> int:
+        """Bytes of one matrix that a token reads. value_bytes: of a number that is not packed: weights, scales, biases."""
+        weights = self.rows * self.columns * self.active
+        if self.bits is None:
+            return weights * value_bytes
+        # Affine groups have a scale and a bias each, microscaled ones a scale of one byte.
+        group_bytes = {"affine": 2 * value_bytes, TERNARY: 0}.get(self.mode, 1)
+        return round(weights * (self.bits / 8 + group_bytes / self.group_size))
+
+    @property
+    def parameters(self) -> int:
+        """Weights that a token is multiplied with, of all matrices alike."""
+        return self.rows * self.columns * self.active * self.count
+
+    @property
+    def key(self) -> str:
+        """What names it in a file of measurements."""
+        packing = "float" if self.bits is None else f"{self.mode} {self.bits} in {self.group_size}"
+        stack = "" if self.stack == 1 else f" {self.active} of {self.stack}"
+        return f"{self.rows}x{self.columns} {packing}{stack}"
+
+
+def products_of(model: Any, config: Mapping[str, Any]) -> tuple[Product, ...]:
+    """Return the products of mlx-lm's module, loaded or hollow. A mixture that does not say how many of its experts a token chooses
+    gets one of each stack."""
+    leaves = leaf_modules(model)
+    matrices = {path: module for path, module in leaves if "weight" in module and module.weight.ndim in (2, 3)}
+    parts = {path: part_of(_tensor(path, module), config) for path, module in matrices.items()}
+    used, experts = active_share(config) or (1, 1)
+    found: dict[Product, Fraction] = {}
+    for path, module in matrices.items():
+        part = parts[path]
+        if part == "embedding" and ("head" in parts.values() or _is_looked_up(path, module, config)):
+            continue
+        product = _product(module, used if part == "experts" else None, head=part in ("embedding", "head"))
+        listed = part == "experts" and module.weight.ndim == 2  # one module an expert (dbrx): some of them are chosen
+        found[product] = found.get(product, Fraction(0)) + (Fraction(used, experts) if listed else 1)
+    for path, matrix in added_matrices(model):
+        part = part_of(Tensor(path, "BF16", tuple(matrix.shape), int(matrix.nbytes)), config)
+        if part == "embedding" and ("head" in parts.values() or path.endswith("lora_a")):
+            continue  # its rows are looked up, as the table's are
+        product = _added(matrix, used if part == "experts" else None, head=part in ("embedding", "head"))
+        found[product] = found.get(product, Fraction(0)) + 1
+    in_order = sorted(found.items(), key=lambda item: item[0].head)  # wherever the class keeps its head
+    return tuple(replace(product, count=int(count)) for product, count in in_order)
+
+
+def _product(module: Any, used: int | None, *, head: bool) -> Product:
+    """used: of a stack's matrices by a token; None: all of them (MLA keeps one a head)."""
+    *stack, rows, columns = module.weight.shape
+    bits = module.bits if "scales" in module else None
+    if "weight_scale" in module:
+        rows, bits = 4 * rows, 2
+    packed = "scales" in module
+    whole = stack[0] if stack else 1
+    return Product(
+        rows=rows,
+        columns=columns * 32 // bits if packed else columns,
+        bits=bits,
+        group_size=module.group_size if packed else 64,
+        mode=module.mode if packed else "affine" if bits is None else TERNARY,
+        stack=whole,
+        active=whole if used is None else min(used, whole),
+        head=head,
+    )
+
+
+def _added(matrix: Any, used: int | None, *, head: bool) -> Product:
+    """Return the product with one of an adapter's matrices: (in, r) and (r, out), or of a stack (r, in) and (out, r)."""
+    *stack, rows, columns = matrix.shape
+    whole = stack[0] if stack else 1
+    if not stack:
+        rows, columns = columns, rows
+    return Product(rows, columns, None, stack=whole, active=whole if used is None else min(used, whole), head=head)
+
+
+def _is_looked_up(path: str, module: Any, config: Mapping[str, Any]) -> bool:
+    """Whether a table is never the output head: positions, and the inputs of single layers (gemma3n)."""
+    return cost_of_tensors([_tensor(path, module)], config).weight_bytes_per_token == 0
+
+
+def _tensor(path: str, module: Any) -> Tensor:
+    return Tensor(f"{path}.weight", "BF16", tuple(module.weight.shape), int(module.weight.nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class KVUse:
+    """What one cache holds: bytes a token up to ``limit`` tokens (None: all of them), and ``fixed_bytes`` whatever the context.
+
+    heads: those that read it in a decode step; None where they are unknown. picked_bytes_per_token: the part of
+    ``bytes_per_token`` of which a step reads no more than ``picked`` tokens' worth (compressed entries that are chosen).
+    """
+
+    bytes_per_token: int
+    limit: int | None
+    fixed_bytes: int
+    heads: Heads | None = None
+    picked_bytes_per_token: int = 0
+    picked: int = 0
+
+    def held(self, context: int) -> int:
+        """Tokens held after ``context`` tokens."""
+        return context if self.limit is None else min(context, self.limit)
+
+    def bytes_at(self, context: int) -> int:
+        """Bytes read by a step after ``context`` tokens: all that are held, but of chosen entries those alone."""
+        held = self.held(context)
+        unread = max(0, held - self.picked) * self.picked_bytes_per_token
+        return self.fixed_bytes + held * self.bytes_per_token - unread
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model's work. Bytes and parameters; None is unknown.
+
+    hidden: width of the residual. launches: kernels a decode step launches, counted from the modules. shared_bytes: weights
+    every step reads. expert_bytes: all experts' weights, of which each token reads the share ``active``: None for a mixture that
+    does not say it. prefill_parameters: active linear parameters, without the head; None also where the config does not tell the
+    size of attention. kv: one a cache: keys that several layers share are counted once. attention: one a layer that attends.
+    products: the matrices of which the parameters are the sum.
+    """
+
+    traits: tuple[Trait, ...]
+    layers: int
+    hidden: int | None
+    launches: int
+    shared_bytes: int
+    expert_bytes: int
+    active: float | None
+    prefill_parameters: int | None
+    head_parameters: int
+    kv: tuple[KVUse, ...]
+    attention: tuple[Attention, ...]
+    products: tuple[Product, ...]
+    query_heads: int | None
+    vocabulary: int | None
+
+    @property
+    def expert_products(self) -> int:
+        """Products of a step that gather a token's experts from a stack of them."""
+        return sum(product.count for product in self.products if product.active < product.stack)
+
+    def weight_bytes(self, batch: int = 1) -> int | None:
+        """Bytes of weights that one step of ``batch`` sequences reads: experts that any of them chose, each once."""
+        if not self.expert_bytes:
+            return self.shared_bytes
+        if self.active is None:
+            return None
+        return self.shared_bytes + round(self.expert_bytes * self.touched(batch))
+
+    def touched(self, tokens: int) -> float:
+        """Share of the experts that any of ``tokens`` tokens chose, on average where each chooses for itself; 0 without experts."""
+        return 1 - (1 - (self.active or 0.0)) ** tokens
+
+    def kv_bytes(self, context: int, batch: int = 1) -> int:
+        """Bytes of keys, values and states that one step reads at this context.
+
+        What it writes is left out: of keys and values that is one token; of states as much as is read, and a chip's cache may take
+        it, so that the ceiling stays one.
+        """
+        return batch * sum(layer.bytes_at(context) for layer in self.kv)
+
+    def step_bytes(self, context: int, batch: int = 1) -> int | None:
+        """Bytes that one decode step reads."""
+        weights = self.weight_bytes(batch)
+        return None if weights is None else weights + self.kv_bytes(context, batch)
+
+    def prefill_operations(self, tokens: int, cached: int = 0) -> int | None:
+        """Operations of reading ``tokens`` after ``cached`` and making the first token: the head runs once."""
+        if self.prefill_parameters is None:
+            return None
+        linear = 2 * (self.prefill_parameters * tokens + self.head_parameters)
+        return linear + sum(layer.operations(tokens, cached) for layer in self.attention)
+
+
+def work_of(model: Any, config: Mapping[str, Any], cost: Cost, plan: "CachePlan") -> Workload:
+    """Return the work of mlx-lm's module for a normalised config; ``cost`` is of the form its weights are held in."""
+    experts = cost.parts["experts"]
+    shared = [part for name, part in cost.parts.items() if name != "experts"]
+    known = cost.active_parameters is not None
+    products, attention = products_of(model, config), attention_of(config, plan.layers)
+    head = next((each for each in products if each.head), None)
+    counted = known and attention is not None and head is not None
+    return Workload(
+        traits=traits_of(config),
+        layers=len(model.layers),
+        hidden=head.columns if head is not None else None,
+        launches=launches(model, config, plan),
+        shared_bytes=sum(part.nbytes_per_token for part in shared),
+        expert_bytes=experts.nbytes,
+        active=_share(experts.nbytes_per_token, experts.nbytes) if known else None,
+        prefill_parameters=sum(each.parameters for each in products if not each.head) if counted else None,
+        head_parameters=sum(each.parameters for each in products if each.head),
+        kv=tuple(_kv_layer(layer, config, attention or ()) for layer in plan.layers),
+        attention=attention or (),
+        products=products,
+        query_heads=query_heads(config),
+        vocabulary=head.rows if head is not None else None,
+    )
+
+
+def _kv_layer(layer: "LayerPlan", config: Mapping[str, Any], attention: Sequence[Attention]) -> KVUse:
+    read = KVUse(layer.bytes_per_token, layer.limit, layer.fixed_bytes, heads_of(config, layer, attention))
+    chosen = chosen_entries(config, layer.index) if layer.kind == "compressed" else None
+    if chosen is None:
+        return read
+    text = text_config(config)
+    share = text["head_dim"] / (text["head_dim"] + text["index_head_dim"])  # the rest are the keys that choose
+    return replace(read, picked_bytes_per_token=round(layer.bytes_per_token * share), picked=chosen[0] * chosen[1])
+
+
+def work_of_config(
+    config: Mapping[str, Any],
+    *,
+    packing: "Packing | None" = None,
+    form: Form = "stored",
+    kv: KVSpec = KVSpec(),  # noqa: B008
+) -> Workload | str:
+    """Return the work of a model that need not be on disk, or the reason why it can't be said.
+
+    packing: instead of the config's own. Raises OptionError for a KV flag that the model's caches can't take.
+    """
+    from tokamac.engine.errors import ModelError
+    from tokamac.engine.kv import plan_caches
+    from tokamac.engine.perf.config_cost import cost_of_config
+
+    cost = cost_of_config(config, packing=packing, form=form)
+    if isinstance(cost, str):
+        return cost
+    try:
+        model = module_of(config, packing=packing, form=form)
+    except ModelError as error:
+        return error.message
+    return work_of(model, config, cost, plan_caches(model, config, kv))
+
+
+def module_of(config: Mapping[str, Any], *, packing: "Packing | None" = None, form: Form = "stored") -> Any:
+    """Return mlx-lm's module, hollow, with its weights in this form. Raises ModelUnsupportedError and ModelDamagedError."""
+    from mlx.utils import tree_unflatten
+
+    from tokamac.engine.model.skeleton import hollow_model
+    from tokamac.engine.perf.config_cost import pack
+
+    stored_bytes = 2 if packing else value_bytes_of(config)
+    model = hollow_model(config, stored_bytes if form == "stored" else 4)
+    unpacked = _plain(model) if form == "unpacked" else []
+    pack(model, config, packing)
+    model.update_modules(tree_unflatten(unpacked))
+    return model
+
+
+def _plain(model: Any) -> list[tuple[str, Any]]:
+    """Return the modules, by path, that a plain CPU unpacks (model/cpu.py): not the expert stacks, nor the stacks of heads."""
+    from mlx import nn
+
+    return [(path, module) for path, module in leaf_modules(model) if type(module) in (nn.Linear, nn.Embedding)]
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

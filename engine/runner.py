@@ -1,0 +1,438 @@
+"""All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits.
+
+When the machine's pace with the loaded model gets measured: where no published measurement knows it, once, in idle time.
+
+Until then the expected speed is unknown. A busy machine is not measured: its times would be too long.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from tokamac.engine.device import DeviceKind
+from tokamac.engine.errors import (
+    ContextError,
+    DeviceError,
+    EngineClosedError,
+    MemoryLimitError,
+    OptionError,
+    TemplateError,
+    computing,
+)
+from tokamac.engine.events import Event, MemoryPressure, Message, PrefillProgress, Price
+from tokamac.engine.files import FLUSH_S
+from tokamac.engine.generation import STAGE_S, Generation, PrefillChunker, ReplyTask, Request, check_room, make_room
+from tokamac.engine.kv.divergence import Trial, TrialProgress
+from tokamac.engine.metrics import Recorder
+from tokamac.engine.model.config import read_config
+from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions, Thinking
+from tokamac.engine.perf.bandwidth import is_busy
+from tokamac.engine.perf.memory import Memory, snapshot
+from tokamac.engine.perf.mitigation import whole_chunks
+from tokamac.engine.perf.roofline import Limits, Prediction, limits_of, predict
+from tokamac.engine.perf.timing import Measuring
+from tokamac.engine.prompt_cache.cache import Check, check
+from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
+from tokamac.engine.prompt_cache.interface import CacheStore, NoCache
+from tokamac.engine.runtime import MachineSpeed, Runtime
+from tokamac.engine.scoring import (
+    CHUNK,
+    LOGPROBS_CHUNK,
+    WINDOW,
+    Perplexity,
+    PerplexityProgress,
+    check_scored,
+    check_windows,
+    compare,
+    perplexity,
+    score,
+)
+from tokamac.engine.text.prompt import Prompt, Prompting, Turn
+from tokamac.engine.text.tokenizer import opening
+
+QUIET_S = 3.0
+"""Seconds without a request before measuring begins, so that the next prompt does not wait for it."""
+
+AGAIN_S = 20.0
+"""Seconds until a busy machine is looked at again."""
+
+
+class Pacing:
+    """Measures a part of a step at a time, and hands the pace to the machine once all are known."""
+
+    def __init__(
+        self, machine: MachineSpeed, measuring: Measuring | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._machine = machine
+        self._measuring = measuring
+        self._steps: Iterator[None] | None = None
+        self._clock = clock
+        self._quiet_since: float | None = None
+        self._take()
+        if measuring is not None and not measuring.remaining:
+            self._measuring = None
+
+    def later(self) -> None:
+        """A request has come: wait again, from when it is done."""
+        self._quiet_since = None
+
+    def idle(self) -> float | None:
+        """Measure one part, if it is time; return after how many seconds to call again, or None when all is known."""
+        if self._measuring is None:
+            return None
+        now = self._clock()
+        if self._quiet_since is None:
+            self._quiet_since = now  # idle again
+        if now < self._quiet_since + QUIET_S:
+            return self._quiet_since + QUIET_S - now
+        if self._steps is None:
+            if is_busy():
+                return AGAIN_S
+            self._steps = self._measuring.steps()
+        try:
+            self._step(self._steps)
+        except (RuntimeError, ValueError):  # a product that MLX has no kernel for here: the pace stays unknown
+            self.end()
+        return None if self._measuring is None else 0.0
+
+    def finish(self) -> None:
+        """Measure all that is missing now, busy or not: for a benchmark, which takes the machine for itself."""
+        if self._measuring is not None:
+            steps = self._steps or self._measuring.steps()
+            while self._measuring is not None:
+                self._step(steps)
+
+    def end(self) -> None:
+        """Measure no more, and let go of the model."""
+        self._measuring = self._steps = None
+
+    def _step(self, steps: Iterator[None]) -> None:
+        for _ in steps:
+            self._take()  # known after the first pass, and truer after each further part
+            return
+        self._measuring = self._steps = None  # known, or it can't be
+
+    def _take(self) -> None:
+        """Hand over the pace, if it is known."""
+        if self._measuring is not None and (pace := self._measuring.pace()) is not None:
+            self._machine.pace = pace
+            chip = self._machine.chip
+            if chip.fp16_tflops is None or chip.peak_source == "measured":
+                self._machine.chip = replace(chip, fp16_tflops=self._measuring.peak_tflops, peak_source="measured")
+
+
+IDLE_STAGE_S = 0.1
+"""What is computed in idle time can be interrupted so often."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a loaded model. Sizes in bytes.
+
+    device: what it computes on. capacity: tokens that the context holds at once, as it was loaded; rolls: whether the oldest make
+    room then.
+    recommended: the sampling values its makers suggest. notes: what of the caller's KVSpec was changed for it, and why.
+    advice: what to do about the installation, where that holds it up. memory_notes: what loading it cost other programs.
+    doubts: what of its config is computed otherwise, where it was loaded unchecked.
+    adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
+    thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
+    """
+
+    name: str
+    path: Path
+    device: DeviceKind
+    architecture: str
+    layers: int
+    parameters: int
+    weight_bytes: int
+    bits_per_weight: float | None
+    context_length: int | None
+    capacity: int | None
+    rolls: bool
+    vocabulary_size: int
+    thinks: bool
+    recommended: Sampling
+    notes: tuple[str, ...] = ()
+    advice: str | None = None
+    memory_notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    adapter: str | None = None
+    adapter_digest: str | None = None
+    thinking_modes: tuple[Thinking, ...] = ()
+    template_names: tuple[str, ...] = ()
+
+
+class Core:
+    """A loaded model and what may be done with it. One thread only, where nothing else is said."""
+
+    def __init__(
+        self, runtime: Runtime, spec: ModelSpec, store: CacheStore, pacing: Pacing, on_close: ExitStack
+    ) -> None:
+        self.spec = spec
+        self._runtime: Runtime | None = runtime
+        self._store: CacheStore = store
+        self._on_close = on_close
+        self._pacing = pacing
+
+    @property
+    def runtime(self) -> Runtime:
+        """What requests share. Raises EngineClosedError after ``close``."""
+        runtime = self._runtime
+        if runtime is None:
+            raise EngineClosedError("the engine is closed", "Load it again with Engine.load.")
+        return runtime
+
+    def _prompting(self, template: TemplateOptions = NOTHING_TOLD) -> Prompting:
+        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks, template=template)
+
+    def reply(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        recorder: Recorder,
+        cancelled: Callable[[], bool],
+        *,
+        continues: bool = False,
+        template: TemplateOptions = NOTHING_TOLD,
+    ) -> ReplyTask:
+        """Return the reply to a prompt, ready to run; ``continues``: the rest of the reply that ends it.
+
+        Raises OptionError, ContextError or TemplateError.
+        """
+        self._pacing.later()
+        resolved = sampling.resolved(self.spec.recommended)
+        prompting = self._prompting(template)
+        prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
+        request = prompting.request(prompt, resolved, recorder, turn=_turn(continues))
+        check_room(self.runtime, len(request.ids))
+        return ReplyTask(self.runtime, self._store, request, cancelled)
+
+    def warm(
+        self,
+        prompt: Prompt,
+        cancelled: Callable[[], bool],
+        *,
+        stage_s: float = STAGE_S,
+        template: TemplateOptions = NOTHING_TOLD,
+    ) -> Generator[Event, None, None]:
+        """Compute a prompt into the prompt cache, all but its last token; look about every ``stage_s`` whether to stop."""
+        yield from self._warmed(self._to_warm(prompt, template=template), cancelled, stage_s)
+
+    def export_prompt(
+        self,
+        prompt: Prompt,
+        file: Path,
+        cancelled: Callable[[], bool],
+        then: Callable[[Exchanged], None],
+        *,
+        goes_on: bool,
+    ) -> Generator[Event, None, None]:
+        """Compute a prompt, or take it from the prompt cache, write its keys and values to a file, and tell ``then``.
+
+        goes_on: of messages, all but what may follow inside the last of them; else with the assistant's turn opened.
+        """
+        request = self._to_warm(prompt, "closed" if goes_on else "opened")
+        messages = [item for item in prompt if isinstance(item, Message)]
+        if goes_on and messages:
+            stable = self._prompting().stable(messages)
+            request = replace(request, ids=[*stable, stable[-1]] if stable else [])
+        check_worth(request.ids[:-1])
+        yield from self._warmed(request, cancelled, STAGE_S)
+        if not cancelled():
+            then(export(self.runtime, self._store, file, request.ids[:-1], request.keep))
+
+    def import_prompt(self, file: Path) -> Exchanged:
+        """Put a computed prompt from a file into the prompt cache on disk. Raises TokamacError."""
+        with computing():
+            return take_in(self.runtime, self._store, file, self.spec.vocabulary_size)
+
+    def _to_warm(
+        self,
+        prompt: Prompt,
+        turn: Turn = "closed",
+        template: TemplateOptions = NOTHING_TOLD,
+    ) -> Request:
+        if not self._store.keeps:
+            raise OptionError("the prompt cache is off, so there is nothing to warm", "Load with a PromptCacheSpec.")
+        return self._prompting(template).request(prompt, Sampling(), Recorder(), turn=turn)
+
+    def _warmed(
+        self, request: Request, cancelled: Callable[[], bool], stage_s: float
+    ) -> Generator[PrefillProgress | MemoryPressure, None, None]:
+        check_room(self.runtime, len(request.ids))
+        slot = self._store.take(request.ids, request.keep)
+        room = make_room(self.runtime, self._store, slot, len(request.ids))
+        if room.squeezed is not None:
+            yield room.squeezed
+        force = self.runtime.shape.device if room.force_fused else None
+        run = Generation(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=force)
+        cached, total = len(slot.ids), len(request.ids)
+        with computing(), self._store.lending(slot):
+            yield PrefillProgress(cached, total, cached)
+            began = time.perf_counter()
+            pieces = PrefillChunker(self.runtime.chunking, room.chunk, cached, stage_s=stage_s, stopped=cancelled)
+            for _ in pieces.compute(run, request.ids[cached:-1]):
+                yield PrefillProgress(len(run.held), total, cached)
+                if cancelled():
+                    break
+            self._store.rates.saw_prefill(len(run.held) - cached, time.perf_counter() - began)
+            if cancelled():
+                return
+            self._store.mark(slot)
+
+    def warm_stable(
+        self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions
+    ) -> None:
+        """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
+
+        For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
+        much of it there was time for. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
+        """
+        try:
+            prompting = self._prompting(template)
+            ids = prompting.stable(messages) if self._store.keeps else []
+            if self.runtime.kv.quantized:
+                ids = ids[: whole_chunks(self.runtime.chunking, len(ids) - 1) + 1]
+            keep = prompting.pinned(messages)
+            known = self._store.known(ids, keep)
+            if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
+                request = replace(self._to_warm(ids), keep=keep)  # ids are told nothing: they are rendered already
+                for _ in self._warmed(request, cancelled, IDLE_STAGE_S):
+                    if cancelled():
+                        return
+        except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
+            return  # it is said when the user sends it
+
+    def price(self, prompt: Prompt, template: TemplateOptions, *, continues: bool = False) -> Price:
+        """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
+        request = self._prompting(template).request(prompt, Sampling(), Recorder(), turn=_turn(continues))
+        check_room(self.runtime, len(request.ids))
+        known, rates = self._store.known(request.ids, request.keep), self._store.rates
+        tokens = len(request.ids) - known.tokens
+        computing_s = rates.prefill_s(tokens)
+        estimated = computing_s is None
+        if estimated:
+            computing_s = self.predict(len(request.ids), len(request.ids), len(request.ids) - tokens).ttft_s
+        parts = [computing_s, rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
+        seconds = None if None in parts else sum(part for part in parts if part is not None)
+        return Price(len(request.ids), tokens, known.disk_bytes, seconds, estimated and seconds is not None)
+
+    def cache_trouble(self) -> str | None:
+        """Return what the user should know of the prompt cache on disk; None while all is well."""
+        return self._store.trouble
+
+    def check_cache(self, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
+        """Compute what is stored on disk for this model again, and compare."""
+        yield from check(self.runtime, self._store, cancelled)
+
+    def logprobs(self, ids: list[int], chunk: int | None) -> mx.array:
+        """ids (n,) → (n, V) float32 log-probabilities of what follows each.
+
+        Raises OptionError for ids that are none, ContextError and MemoryLimitError where they or their rows do not fit.
+        """
+        prompting = self._prompting()
+        prompting.check_ids(ids)
+        size = min(chunk or LOGPROBS_CHUNK, len(ids))
+        check_scored(self.runtime, self._store, len(ids), size, self.spec.vocabulary_size)
+        with computing():
+            return score(self.runtime, ids, size, keep=prompting.pinned([]))
+
+    def perplexity(
+        self, given: str | list[int], window: int | None, stride: int | None, cancelled: Callable[[], bool]
+    ) -> Generator[PerplexityProgress | Perplexity, None, None]:
+        """Yield progress, and the perplexity of a text or of ids; see ``Engine.perplexity``."""
+        prompting, tokenizer, longest = self._prompting(), self.runtime.tokenizer, self.runtime.longest
+        before, ids = opening(tokenizer), tokenizer.encode(given) if isinstance(given, str) else given
+        if not isinstance(given, str):  # as they are: with what stands before a text, or without
+            before = before if given[: len(before)] == before else []
+            ids = given[len(before) :]
+        prompting.check_ids(ids)
+        if len(before) + len(ids) < 2:
+            raise OptionError("a text of fewer than two tokens has no perplexity", "Give a longer one.")
+        size = min(WINDOW, longest or WINDOW) if window is None else window
+        step = check_windows(size, stride, len(before))
+        most = min(size, len(before) + len(ids))
+        check_scored(self.runtime, self._store, most, min(CHUNK, most), self.spec.vocabulary_size, rows=2 * CHUNK)
+        pinned = prompting.pinned([])
+        with computing():
+            yield from perplexity(self.runtime, ids, before, window=size, stride=step, keep=pinned, cancelled=cancelled)
+
+    def compare_kv(
+        self,
+        ids: list[int],
+        *,
+        bits: Sequence[tuple[int, int]],
+        kv: KVSpec,
+        depths: Sequence[int],
+        cancelled: Callable[[], bool],
+    ) -> Generator[TrialProgress | Trial, None, None]:
+        """Try other KV settings on the loaded weights; see ``kv_trial.compare``."""
+        self._prompting().check_ids(ids)
+        config = read_config(self.spec.path)
+        yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
+
+    def limits(self, context: int) -> Limits:
+        """Return what the machine allows at a context of so many tokens. Callable from any thread."""
+        work, machine = self.runtime.work, self.runtime.machine
+        return limits_of(context, work, machine.chip, machine.pace)
+
+    def predict(self, prompt: int, context: int, cached: int) -> Prediction:
+        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``. From any thread."""
+        runtime = self.runtime
+        machine, chunk = runtime.machine, runtime.chunking.at(prompt // 2)
+        return predict(runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
+
+    def measure(self) -> None:
+        """Measure the machine's pace with this model now, where nothing published knows it."""
+        self._pacing.finish()
+
+    def idle(self) -> float | None:
+        """Do a little of what can wait; return after how many seconds there may be more, or None."""
+        if self._runtime is None:
+            return None
+        return min((wait for wait in (self._store.idle(), self._pacing.idle()) if wait is not None), default=None)
+
+    def memory(self) -> Memory:
+        """Return what is used and what there is."""
+        return snapshot(self.runtime.memory_limit)
+
+    def close(self) -> None:
+        """Free what is held and put the device's limits back."""
+        self._store.flush(FLUSH_S)
+        self._store.clear()
+        self._pacing.end()
+        self._store = NoCache(lambda _: [])  # the other knows the model
+        self._runtime = None  # a closed engine may be kept, its weights may not
+        self._on_close.close()
+        mx.clear_cache()
+
+
+def _turn(continues: bool) -> Turn:
+    return "continued" if continues else "opened"
+
+
+def recommended_sampling(generation_config: dict[str, object]) -> Sampling:
+    """Return what a model's generation_config.json suggests; what it leaves out, or gets wrong, is None."""
+
+    def number(name: str) -> float | None:
+        value = generation_config.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    greedy = generation_config.get("do_sample") is False
+    suggested = Sampling()
+    for change in (
+        {"temperature": 0.0 if greedy else number("temperature")},
+        {"top_p": number("top_p")},
+        {"top_k": None if number("top_k") is None else int(number("top_k") or 0)},
+        {"min_p": number("min_p")},
+        {"repetition_penalty": number("repetition_penalty")},
+    ):
+        try:
+            suggested = replace(suggested, **change)
+        except OptionError:
+            continue  # a nonsense suggestion is no suggestion
+    return suggested

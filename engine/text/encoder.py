@@ -1,0 +1,142 @@
+"""How much longer a tokenizer makes a text before it is encoded, or after it is decoded: hostile ones multiply it without end.
+
+Replacements follow one another, so a short list of them makes a word of a book: tokenizers' library replaces in one call that
+nothing can interrupt. What a tokenizer.json can do at most is arithmetic, and it is refused before the file is loaded.
+
+Encode texts piece by piece, and remember the pieces: of a conversation that went on, only what is new is encoded.
+
+A tokenizer splits a text at its added tokens before anything else, so what stands before ``<|im_start|>`` and what begins with it
+are encoded apart anyway. A rendered conversation is cut there: its ids are those of its segments, one after another, and each
+segment is encoded once, however often the conversation is rendered. Nothing of a conversation is kept beside that: an edit, a
+branch and a truncated prompt find the segments that they share with any other.
+"""
+
+import json
+import math
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokamac.engine.errors import ModelDamagedError
+from tokamac.engine.files import TOKENIZER_BYTES, read_text
+
+MOST_CHARACTERS = 1 << 23
+"""Of the segments that are remembered: some two million tokens, in about 16 MB."""
+
+
+class AddedToken(Protocol):
+    """What is asked of an added token of transformers."""
+
+    content: str
+    lstrip: bool
+    normalized: bool
+    single_word: bool
+
+
+class SegmentEncoder:
+    """Encodes texts by segments. encode: the ids of one. added: the tokenizer's added tokens; none where it does not split at them.
+
+    Callable from any thread.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], added: Iterable[AddedToken] = ()) -> None:
+        self._encode = encode
+        # Others are found in the normalized text, or not everywhere: the text is not cut where it has one of these alone.
+        exact = {str(token.content): token for token in added if not (token.normalized or token.single_word)}
+        self._cuts = {text for text, token in exact.items() if not token.lstrip}  # which takes white space before it
+        longest_first = sorted(filter(None, exact), key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of ``text``."""
+        ids: list[int] = []
+        for segment in self._segments(text):
+            ids += self._ids(segment)
+        return ids
+
+    def _segments(self, text: str) -> Iterator[str]:
+        """Yield the text in pieces; all but the first begin with a mark."""
+        begin = 0
+        for found in self._marks.finditer(text):
+            if found.start() > begin and found.group() in self._cuts:
+                yield text[begin : found.start()]
+                begin = found.start()
+        yield text[begin:]
+
+    def _ids(self, segment: str) -> "array[int]":
+        with self._lock:
+            known = self._known.get(segment)
+            if known is not None:
+                self._known.move_to_end(segment)
+                return known
+        ids = array("q", self._encode(segment))
+        with self._lock:
+            if segment not in self._known and len(segment) <= MOST_CHARACTERS:
+                self._known[segment] = ids
+                self._characters += len(segment)
+            while self._characters > MOST_CHARACTERS:
+                self._characters -= len(self._known.popitem(last=False)[0])
+        return ids
+
+
+MOST_GROWTH = 256
+"""Times as many characters as before. Unicode's longest decomposition takes 18, and published tokenizers replace by a character."""
+DECOMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Precompiled": 18, "BertNormalizer": 4, "Lowercase": 3}
+"""Characters that one becomes at most (unicode.org/faq/normalization.html); a second time
+there is nothing left to take apart."""
+
+
+def check_growth(file: Path) -> None:
+    """Raise ModelDamagedError where a tokenizer.json could make a text much longer; does nothing where there is none.
+
+    What is not JSON, or not a tokenizer's, passes: loading it says what is wrong.
+    """
+    try:
+        parts = json.loads(read_text(file, TOKENIZER_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(parts, dict):
+        return
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        try:
+            steps = [*_steps(parts.get(name))]
+            growth = math.prod(map(_replaced, steps)) * max(
+                (DECOMPOSED.get(step["type"], 1) for step in steps), default=1
+            )
+        except (TypeError, KeyError, AttributeError, RecursionError):
+            continue
+        if growth > MOST_GROWTH:
+            raise ModelDamagedError(
+                f"the {name} in {file} could make a text {growth:,.0f} times as long".replace(" inf ", " endless "),
+                "Don't use this model.",
+            )
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a part, one after another, whatever they are nested in."""
+    if not isinstance(part, dict):
+        return
+    nested = next((part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), None)
+    if nested is None:
+        yield part
+        return
+    for step in nested:
+        yield from _steps(step)
+
+
+def _replaced(step: dict[str, Any]) -> float:
+    """Return how many characters a replacement makes of one at most; 1 for any other step."""
+    if step["type"] != "Replace":
+        return 1.0
+    pattern, content = step["pattern"], step["content"]
+    literal = pattern.get("String") if isinstance(pattern, dict) else pattern
+    if not literal:  # a regular expression may match at every character, and between all
+        return 1.0 + len(content)
+    return max(1.0, len(content) / len(literal))

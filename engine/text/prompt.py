@@ -1,0 +1,259 @@
+"""From what a caller gives, messages or token ids, to a request: rendered, checked, cut where it must be, its places marked.
+
+What is left out of a prompt that does not fit its context: the middle.
+
+A conversation keeps its system prompt, its first exchange (it says what all is about) and its newest message; the exchanges after
+the first go, oldest first. Only when that is not enough the newest message loses its own middle: a file with a question after it
+keeps both its ends. Nothing here is remembered: the same conversation is always cut in the same way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tokamac.engine.errors import ContextError, OptionError, TemplateError
+from tokamac.engine.events import Message, Truncated
+from tokamac.engine.generation import Request
+from tokamac.engine.metrics import Recorder
+from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
+from tokamac.engine.prompt_cache.radix_tree import common_prefix
+from tokamac.engine.runtime import Runtime
+from tokamac.engine.text import continuation
+from tokamac.engine.text.continuation import PartialReply
+
+REPLY_SHARE = 4
+"""The reply gets a quarter of the context, unless it is bounded. Exchanges go by the quarter as well: a cut that moved with every
+message would leave nothing of the prompt cache to reuse."""
+
+MARK = "\n[… left out …]\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How messages become token ids. ``render``: a whole conversation; ``encode``, ``decode``: plain text."""
+
+    render: Callable[[Sequence[Message]], list[int]]
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def room_for_prompt(capacity: int, max_tokens: int | None) -> int:
+    """Return how many tokens of a context of ``capacity`` the prompt may take, never less than half: the reply gets the rest."""
+    reply = capacity // REPLY_SHARE if max_tokens is None else min(max_tokens, capacity // 2)
+    return capacity - max(1, reply)
+
+
+def fit_messages(
+    messages: Sequence[Message], words: Words, capacity: int, room: int
+) -> tuple[list[int], Truncated | None]:
+    """Return the token ids of as much of the conversation as fits ``room`` tokens, and what was left out.
+
+    Raises ContextError when not even the ends of the newest message fit.
+    """
+    ids = words.render(messages)
+    whole, surplus = len(ids), len(ids) - room
+    if surplus <= 0:
+        return ids, None
+    step = max(1, capacity // REPLY_SHARE)
+    kept = list(messages)
+    goal = -(-surplus // step) * step
+    while len(ids) > room and len(shorter := _drop(messages, words, goal)) < len(kept):
+        kept, goal = shorter, goal + step
+        ids = words.render(kept)
+    if len(ids) > room:
+        ids = _cut_newest(kept, words, room)
+    return ids, Truncated(len(messages) - len(kept), whole - len(ids))
+
+
+def fit_ids(ids: list[int], room: int) -> tuple[list[int], Truncated | None]:
+    """Return the first and the last half of the ids that fit ``room``, and what was left out."""
+    if len(ids) <= room:
+        return ids, None
+    tail = room // 2
+    return ids[: room - tail] + ids[len(ids) - tail :], Truncated(0, len(ids) - room)
+
+
+def _drop(messages: Sequence[Message], words: Words, goal: int) -> list[Message]:
+    """Leave out exchanges after the first, oldest first, until their texts amount to ``goal`` tokens; the first goes last."""
+    system = [message for message in messages[:1] if message.role == "system"]
+    exchanges = _exchanges(messages[len(system) : -1])
+    dropped, count = 0, 0
+    while count < len(exchanges) and dropped < goal:
+        count += 1
+        gone = exchanges[count] if count < len(exchanges) else exchanges[0]
+        dropped += sum(len(words.encode(message.content)) for message in gone)
+    first = exchanges[:1] if count < len(exchanges) else []
+    return [*system, *(message for exchange in first + exchanges[count + 1 :] for message in exchange), messages[-1]]
+
+
+def _exchanges(messages: Sequence[Message]) -> list[list[Message]]:
+    """Split a conversation before each user's message, so that roles still take turns when one part is left out."""
+    parts: list[list[Message]] = []
+    for message in messages:
+        if message.role == "user" or not parts:
+            parts.append([])
+        parts[-1].append(message)
+    return parts
+
+
+def _cut_newest(messages: Sequence[Message], words: Words, room: int) -> list[int]:
+    newest = messages[-1]
+    text = words.encode(newest.content)
+    budget = room - (len(words.render(messages)) - len(text)) - len(words.encode(MARK))
+    while budget >= 2:
+        tail = budget // 2
+        begin, end = words.decode(text[: budget - tail]), words.decode(text[len(text) - tail :])
+        cut = begin.rstrip("\ufffd") + MARK + end.lstrip("\ufffd")  # a cut may fall inside a character
+        ids = words.render([*messages[:-1], replace(newest, content=cut)])
+        if len(ids) <= room:
+            return ids
+        budget -= max(1, len(ids) - room)  # where the ends meet the mark, tokens join in another way
+    raise ContextError(
+        f"the conversation does not fit: {room:,} tokens are free for it, and not even its newest message's ends fit",
+        "Shorten the system prompt, ask for fewer tokens (--max-tokens, max_tokens), or use a larger context.",
+    )
+
+
+Prompt = Sequence[int] | Sequence[Message]
+"""One of the two, not empty: engine/chat.py sees to it."""
+
+Turn = Literal["closed", "opened", "continued"]
+"""How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
+
+LONGEST_OPENING = 16
+"""Tokens that the mark with which thinking begins, and white space after it, have at most."""
+
+
+SINKS = 4
+"""First tokens that much attention goes to, whatever they are (https://arxiv.org/abs/2309.17453): pinned at least."""
+
+
+class Prompting:
+    """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before.
+
+    template: what the model's chat template is told. Raises OptionError where that can't be.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        vocabulary_size: int,
+        *,
+        marks: bool,
+        template: TemplateOptions = NOTHING_TOLD,
+    ) -> None:
+        self._runtime = runtime
+        self._tokenizer = runtime.tokenizer.using(template)
+        self._template = template
+        self._vocabulary_size = vocabulary_size
+        self._needs_marks = marks
+
+    def request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, turn: Turn = "opened") -> Request:
+        """Return the request for a prompt that ends with this ``turn``.
+
+        Raises OptionError, ContextError or TemplateError for a prompt that can't be.
+        """
+        messages = [item for item in prompt if isinstance(item, Message)]
+        ids = [item for item in prompt if not isinstance(item, Message)]
+        tokenizer, in_thinking = self._tokenizer, False
+        said = continuation.unfinished(messages) if turn == "continued" else None
+        asked = messages if said is None else messages[:-1]
+        render = self._renderer(said, turn)
+        if messages:
+            text = render(asked)
+            # What opens it stands at the end, which stays whatever is left out.
+            thinks = continuation.goes_on_thinking
+            in_thinking = tokenizer.opens_thinking(text) if said is None else thinks(tokenizer, said)
+            ids = tokenizer.encode(text)
+            if not ids:
+                raise TemplateError("the model's chat template renders nothing", "Use another model.")
+        elif self._template.changes_prompt:
+            raise OptionError(
+                "token ids are a prompt that is rendered already: thinking and template options can't change it",
+                "Give messages, or render them with engine.tokenizer.using(options).",
+            )
+        self.check_ids(ids)
+        if not messages:
+            in_thinking = tokenizer.opens_thinking(tokenizer.decode(ids[-LONGEST_OPENING:]))
+        ids, left_out = self._fitted(asked, ids, sampling.max_tokens, render)
+        marks = self._marks(asked, ids) if self._needs_marks else ()
+        begun = None if said is None else PartialReply(said, tuple(ids))
+        return Request(
+            ids,
+            sampling,
+            self.pinned(asked),
+            in_thinking,
+            begun,
+            left_out,
+            marks,
+            recorder,
+            thinking_budget=self._template.thinking_budget,
+        )
+
+    def _renderer(self, said: Message | None, turn: Turn) -> Callable[[Sequence[Message]], str]:
+        """Return what renders a conversation; ``said`` is the reply that stands unfinished after it."""
+        tokenizer = self._tokenizer
+        if said is None:
+            return lambda asked: tokenizer.render(asked, reply=turn == "opened")
+        return lambda asked: continuation.render(tokenizer, asked, said)
+
+    def _marks(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
+        """Return where the system prompt ends, and where the newest message begins: other chats and edits part from there."""
+        begins = [messages[:1]] if messages and messages[0].role == "system" else []
+        begins += [messages[:-1]] if len(messages) > 2 else []
+        try:
+            return tuple(sorted({common_prefix(ids, self.stable([*begin, Message("user", "")])) for begin in begins}))
+        except TemplateError:  # it refuses a conversation of that shape
+            return ()
+
+    def _fitted(
+        self,
+        messages: Sequence[Message],
+        ids: list[int],
+        max_tokens: int | None,
+        render: Callable[[Sequence[Message]], str],
+    ) -> tuple[list[int], Truncated | None]:
+        """Leave out the middle of a prompt that does not fit, where the user wants that."""
+        capacity, tokenizer = self._runtime.capacity, self._tokenizer
+        if capacity is None or self._runtime.kv.when_full != "truncate-middle":
+            return ids, None
+        room = room_for_prompt(capacity, max_tokens)
+        if not messages:
+            return fit_ids(ids, room)
+        words = Words(lambda some: tokenizer.encode(render(some)), tokenizer.encode, tokenizer.decode)
+        return fit_messages(messages, words, capacity, room)
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raise OptionError for ids that are none."""
+        bound = self._vocabulary_size
+        if ids and not 0 <= min(ids) <= max(ids) < bound:
+            bad = next(token for token in ids if not 0 <= token < bound)
+            raise OptionError(f"token id {bad} is not in the vocabulary of {bound:,}", "Use the model's own tokenizer.")
+
+    def pinned(self, messages: Sequence[Message]) -> int | None:
+        """Return how many tokens a rotating cache pins: the user's number, or those of the system prompt, and SINKS at least."""
+        kv = self._runtime.kv
+        if kv.window is None:
+            return None
+        if kv.keep != "system":
+            return kv.keep
+        sinks = min(SINKS, kv.window - 1)
+        if not messages or messages[0].role != "system":
+            return sinks
+        pinned = max(sinks, len(self.stable([messages[0], Message("user", "")])))
+        if pinned >= kv.window:
+            raise OptionError(
+                f"the system prompt has {pinned:,} tokens, which fills a KV window of {kv.window:,}",
+                "Use a larger --kv-window or a number for --kv-keep.",
+            )
+        return pinned
+
+    def stable(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids that a conversation begins with, however its last message, the user's, goes on."""
+        tokenizer = self._tokenizer
+        *before, last = messages
+        a, b = (
+            tokenizer.encode(tokenizer.render([*before, replace(last, content=last.content + more)]))
+            for more in ("a", " b")
+        )
+        return a[: common_prefix(a, b)]

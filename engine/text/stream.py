@@ -1,0 +1,246 @@
+"""From tokens to what the reader sees: whole characters, stop texts never shown, thinking told apart from the answer."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from tokamac.engine.events import Alternative, TextChunk, TextKind, TokenLogprob
+from tokamac.engine.text.continuation import PartialReply
+from tokamac.engine.text.tokenizer import LONGEST_PENDING, Tokenizer
+
+if TYPE_CHECKING:
+    from tokamac.engine.sampling import Score
+
+
+CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+"""What ends a Harmony message or begins the header of the next, which "<|message|>" ends:
+``<|end|><|start|>assistant<|channel|>final<|message|>``. https://cookbook.openai.com/articles/openai-harmony"""
+
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def held_back(text: str, markers: tuple[str, ...]) -> int:
+    """Return how many characters at the end of ``text`` could be the beginning of a marker, and so must wait.
+
+    That is the longest suffix of ``text`` that is a proper prefix of any marker.
+    """
+    longest = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), longest, -1):
+            if marker.startswith(text[-size:]):
+                longest = size
+                break
+    return longest
+
+
+def first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
+    """Return the position and the text of the marker that appears first; the longer one where two begin together."""
+    found = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
+    if not found:
+        return None
+    position, _, marker = min(found)
+    return position, marker
+
+
+class ReplyText:
+    """Collects a reply token by token.
+
+    ``add`` and ``finish`` yield TextChunks. Once ``stopped_by`` is a text, that stop text was met and nothing more will come.
+    Of the first ``unstopped`` tokens no stop text is looked for.
+    ``answer`` and ``thinking`` hold all that was yielded of each kind, after what the reply had ``begun`` with where it is
+    continued. Stop texts apply to the answer alone. Of a Harmony reply the channel ``analysis`` is thinking, every other is answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: tuple[str, ...] = (),
+        *,
+        in_thinking: bool = False,
+        begun: PartialReply | None = None,
+        unstopped: int = 0,
+    ) -> None:
+        self.answer = "" if begun is None else begun.said.content
+        self.thinking = "" if begun is None else begun.said.thinking
+        self.stopped_by: str | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(() if begun is None else begun.ids)
+        self._stops = () if unstopped else stops
+        self._later_stops, self._unstopped = stops, unstopped
+        self._in_thinking = in_thinking
+        self._in_header = False  # between a channel's marks: not text
+        self._fresh = begun is None  # nothing shown since the kind last changed: leading blank lines there are padding
+        self._pending = ""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the next token is thinking, as far as the tokens so far tell."""
+        return self._in_thinking and not self._in_header and not self.stopped
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all text is shown: no character is incomplete, and nothing may yet be the beginning of a mark."""
+        return not self._pending and self._detokenizer.is_whole
+
+    def add(self, token: int) -> Iterator[TextChunk]:
+        """Take the next token of the reply; end and padding marks are passed over, unless a stop text ends with one."""
+        if self.stopped:
+            return
+        if self._unstopped:
+            self._unstopped -= 1
+        else:
+            self._stops = self._later_stops
+        if self._tokenizer.is_hidden(token):
+            yield from self._stop_at(self._tokenizer.token_text(token))
+            return
+        self._pending += self._detokenizer.add(token)
+        yield from self._drain(final=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was met."""
+        return self.stopped_by is not None
+
+    def finish(self) -> Iterator[TextChunk]:
+        """Yield what was held back, now that nothing follows."""
+        if not self.stopped:
+            self._pending += self._detokenizer.flush()
+            yield from self._drain(final=True)
+
+    def _stop_at(self, mark: str) -> Iterator[TextChunk]:
+        """Stop if a stop text ends with this hidden mark: it is matched, though it is never shown."""
+        match = first_of(self._pending + mark, tuple(stop for stop in self._stops if stop.endswith(mark)))
+        if match is not None and not self._in_thinking:
+            yield from self._end(*match)
+
+    def _end(self, position: int, stop: str) -> Iterator[TextChunk]:
+        yield from self._show(self._pending[:position])
+        self.stopped_by = stop
+        self._pending = ""
+
+    def _drain(self, *, final: bool) -> Iterator[TextChunk]:
+        channels = self._tokenizer.writes_channels
+        while not self.stopped:
+            if self._in_header and not self._leave_header():
+                if final:
+                    self._pending = ""  # the reply was cut inside a header
+                return
+            match = first_of(self._pending, self._markers())
+            if match is None:
+                yield from self._show(self._take_ready(final=final))
+                return
+            position, marker = match
+            if marker in self._stops and not self._in_thinking:
+                yield from self._end(position, marker)
+            elif channels:
+                yield from self._show(self._pending[:position])
+                self._pending, self._in_header = self._pending[position:], True
+            else:
+                if not self._is_padding(position):
+                    yield from self._show(self._pending[:position])
+                self._pending = self._pending[position + len(marker) :]
+                self._in_thinking = not self._in_thinking
+                self._fresh = True
+
+    def _leave_header(self) -> bool:
+        """Read the channel of a header that is whole, and begin its text; return whether it was."""
+        header, mark, text = self._pending.partition("<|message|>")
+        if not mark:
+            return False
+        named = CHANNEL.search(header)
+        self._in_thinking = named is not None and named.group(1) == "analysis"
+        again = bool(self.answer.strip()) and not self._in_thinking
+        self._pending, self._in_header, self._fresh = ("\n\n" if again else "") + text, False, not again
+        return True
+
+    def _take_ready(self, *, final: bool) -> str:
+        """Take from what is pending all that can't be part of a marker."""
+        keep = 0 if final else held_back(self._pending, self._markers())
+        ready = self._pending[: len(self._pending) - keep]
+        if not final and self._is_padding(len(ready)):
+            return ""  # thinking may begin after it
+        self._pending = self._pending[len(ready) :]
+        return ready
+
+    def _is_padding(self, position: int) -> bool:
+        """Whether all before this place in what is pending is white space, at the beginning of a reply that may yet think."""
+        may_think = self._tokenizer.thinking is not None and not self.answer and not self.thinking
+        return self._fresh and may_think and not self._in_thinking and not self._pending[:position].strip()
+
+    def _markers(self) -> tuple[str, ...]:
+        thinking = self._tokenizer.thinking
+        if self._tokenizer.writes_channels:
+            return CHANNEL_MARKS + (() if self._in_thinking else self._stops)
+        if self._in_thinking:
+            return (thinking[1],) if thinking else ()
+        # A second opening mark is text about thinking, not thinking: models think once, before they answer.
+        opening = (thinking[0],) if thinking and not self.answer and not self.thinking else ()
+        return opening + self._stops
+
+    def _show(self, text: str) -> Iterator[TextChunk]:
+        if self._fresh and self._tokenizer.thinking:
+            text = text.lstrip("\n")
+        if not text:
+            return
+        self._fresh = False
+        kind: TextKind = "thinking" if self._in_thinking else "answer"
+        if self._in_thinking:
+            self.thinking += text
+        else:
+            self.answer += text
+        yield TextChunk(text, kind)
+
+
+class TokenSources:
+    """Which tokens each piece of text came from: a token goes with the first text that is shown once it is there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def add(self, token: int, score: "Score | None" = None) -> None:
+        """Take the next token of the reply, and its score where that is wanted."""
+        self._ids.append(token)
+        if score is not None:
+            text = self._tokenizer.token_text
+            others = tuple(Alternative(each, text(each), value) for each, value in score.top)
+            self._logprobs.append(TokenLogprob(token, text(token), score.logprob, others))
+
+    def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Return the tokens that went with no text yet, and what is known of them; they are counted with what asks."""
+        taken = tuple(self._ids), tuple(self._logprobs)
+        self._ids.clear()
+        self._logprobs.clear()
+        return taken
+
+    def mark(self, chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
+        """Yield text with the tokens it came from."""
+        for chunk in chunks:
+            yield TextChunk(chunk.text, chunk.kind, *self.take())
+
+
+class ThinkingBudget:
+    """Ends a reply's thinking after so many tokens of it, as the model ends it.
+
+    most: tokens; None is without end. It lasts until the character, and what may be a mark, is whole; a few tokens more at most.
+    thought: tokens that the reply, which is continued, thought before. ended_at: the budget, once it has ended the thinking.
+    """
+
+    def __init__(self, most: int | None, text: ReplyText, tokenizer: Tokenizer, thought: int = 0) -> None:
+        self.ended_at: int | None = None
+        self._most, self._count = most, thought
+        self._text, self._tokenizer = text, tokenizer
+        self._thinks = False  # of the token before
+
+    def ending(self) -> list[int]:
+        """Return what must come next: the ids that end the thinking, once; before the reply's first token and after each."""
+        thought, self._thinks = self._thinks, self._text.thinks
+        if self._most is None or self.ended_at is not None or not self._thinks:
+            return []
+        self._count += thought
+        unsettled = not self._text.is_settled and self._count < self._most + LONGEST_PENDING
+        if self._count < self._most or unsettled:
+            return []
+        self.ended_at = self._most
+        return self._tokenizer.thinking_end(self._text.thinking)

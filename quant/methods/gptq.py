@@ -1,0 +1,207 @@
+"""GPTQ by mlx-lm: rounds a weight column by column and lets the columns to come make up for each error.
+
+Frantar et al., arXiv 2210.17323. For every linear layer, H = Σ x xᵀ over the calibration tokens (in × in) says which errors of a
+row cancel in its products. mlx-lm sums H for all layers at once, beside the whole model: 39 GB for 8 billion weights. Here the
+model runs layer by layer (streaming.py); a layer's H are summed as it runs, and mlx-lm packs its weights before the next one runs.
+What a layer reads comes from unpacked layers in either case, so the result is the same.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from tokamac.engine.device import device_kind
+from tokamac.engine.errors import ConversionError, OptionError
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.quant.calibration import LENGTH
+from tokamac.quant.choices import Choices
+from tokamac.quant.methods.method import (
+    FLOAT_BYTES,
+    OTHERWISE,
+    Progress,
+    Silent,
+    attention_bytes,
+    check_plain,
+    packed_layer,
+    running,
+    taken_over,
+    uniform,
+    working,
+)
+from tokamac.quant.modules import Packed, layer_paths, leaves
+from tokamac.quant.options import Options
+from tokamac.quant.report import StageDone, WeightError
+from tokamac.quant.search import squared_error
+from tokamac.quant.source import Source, fresh
+from tokamac.quant.streaming import Inputs, Streamed, rows_here, streamable_source
+
+SEQUENCES = 32
+"""Of ``calibration.LENGTH`` tokens: as many as the shipped text fills, about. The paper's authors read 128 of 2,048."""
+
+STAGE = "packing by gptq"
+
+BITS = (2, 4, 8)
+"""mlx-lm's GPTQ writes no others: a word must hold a whole number of codes."""
+
+
+def check(config: Mapping[str, Any], module: Any, options: Options) -> None:  # noqa: ARG001
+    """Raise OptionError where GPTQ can't do what ``options`` ask for."""
+    check_plain("gptq", options)
+    if options.packed_bits not in BITS:
+        raise OptionError(
+            f"gptq packs 2, 4 or 8 bits, not {options.packed_bits}",
+            "Choose one of these with --bits, or use --method search.",
+        )
+    if not any(_is_linear(layer) for _, layer in leaves(module)):
+        raise OptionError("gptq packs linear layers, and this model has none", OTHERWISE)
+
+
+def pack(
+    source: Source, options: Options, chosen: Choices, sequences: Sequence[Sequence[int]], progress: Progress
+) -> Source:
+    """Return ``source`` with its linear layers packed: those that ``chosen`` packs uniformly.
+
+    The others, the embedding among them, stay as they are. sequences: of equal length. Raises ConversionError, and OptionError for
+    tokens that the model does not know.
+    """
+    packer = _Packer(source, uniform(options), _paths(source, options, chosen))
+
+    def layer_done(done: int, total: int) -> None:
+        packer.pack()
+        progress(StageDone(STAGE, done, total))
+
+    Streamed(streamable_source(source), progress=layer_done).observe(sequences, packer.note)
+    packer.pack()  # the output head, which is no layer
+    packer.check_all()
+    return taken_over(source, packer.packed, changed={})
+
+
+def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:
+    """Return the memory that ``pack`` takes at most, about.
+
+    All that is packed; of one layer the weights, every H and the activations; of one weight its errors, H, its factor and inverse.
+    """
+    packing, paths = uniform(options), _paths(source, options, chosen)
+    shapes = {path: tuple(source.weights[f"{path}.weight"].shape) for path in paths}
+    packed = sum(math.prod(shape) for shape in shapes.values()) * (packing.bits or 0) // 8
+    layers = [
+        [shape for path, shape in shapes.items() if path.startswith(f"{layer}.")]
+        for layer in layer_paths(source.module)
+    ]
+    of_layer = max(sum(math.prod(shape) + shape[-1] ** 2 for shape in layer) for layer in layers)
+    of_weight = max((4 * math.prod(shape) + 5 * shape[-1] ** 2 for shape in shapes.values()), default=0)
+    activations = 5 * SEQUENCES * LENGTH * max((max(shape[-2:]) for layer in layers for shape in layer), default=0)
+    return packed + FLOAT_BYTES * (of_layer + of_weight + activations) + attention_bytes(source.config, SEQUENCES)
+
+
+class _Packer:
+    """Sums H while a layer runs, and packs it when it has run."""
+
+    def __init__(self, source: Source, packing: Packing, paths: Sequence[str]) -> None:
+        self.packed: dict[str, Packed] = {}
+        self._source, self._packing, self._wanted = source, packing, frozenset(paths)
+        self._left = fresh(source)
+        self._templates = dict(leaves(source.module))
+        self._sums: dict[str, mx.array] = {}
+
+    def note(self, inputs: Inputs) -> None:
+        """Add what a linear layer was given. A model may run a layer again: it is packed by then, for what came first."""
+        if inputs.path not in self._wanted or inputs.path in self.packed:
+            return
+        squares = _squares(inputs.rows)
+        before = self._sums.get(inputs.path)
+        self._sums[inputs.path] = squares if before is None else before + squares
+        mx.eval(self._sums[inputs.path])
+
+    def pack(self) -> None:
+        """Pack what has been summed for, and let the sums go."""
+        for path in list(self._sums):
+            name = f"{path}.weight"
+            dtype = self._source.weights[name].dtype
+            weight = working(name, self._left.pop(name))
+            layer = _packed(_layer(self._templates[path], weight), self._sums.pop(path), self._packing, dtype)
+            packed = packed_layer(layer, path, self._packing, dtype)
+            error = WeightError(*squared_error(weight, packed.arrays, self._packing))
+            self.packed[path] = replace(packed, error=error)
+
+    def check_all(self) -> None:
+        """Raise ConversionError where a layer was never called: nothing is known of its inputs."""
+        for path in sorted(self._wanted - self.packed.keys()):
+            raise ConversionError(f"gptq saw no input of {path} on this text", OTHERWISE)
+
+
+def _squares(rows: mx.array) -> mx.array:
+    """Return Σ x xᵀ over rows x (n, in): float32 (in, in)."""
+    import numpy as np
+
+    rows = rows.astype(mx.float32)
+    if device_kind() == "cpu":  # NumPy's matrix product is some thirty times faster there: see engine/model/cpu.py
+        x = np.asarray(rows)
+        return mx.array(x.T @ x)
+    step = rows_here(2 * rows.shape[-1] ** 2) or max(len(rows), 1)
+    total = mx.zeros((rows.shape[-1], rows.shape[-1]))
+    for begin in range(0, len(rows), step):
+        piece = rows[begin : begin + step]
+        total = total + piece.T @ piece
+        mx.eval(total)
+    return total
+
+
+def _packed(layer: nn.Module, squares: mx.array, packing: Packing, dtype: mx.Dtype) -> Any:
+    """Return a layer packed by mlx-lm's GPTQ for inputs with this Σ x xᵀ, and for scales and biases in ``dtype``."""
+    from mlx_lm.quant import gptq
+
+    holder = nn.Module()
+    holder.layer = layer
+
+    class Known(nn.Module):
+        """Stands in for mlx-lm's Catcher, which sums H while a model runs: it is summed already."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+            self.H = squares
+
+    with running("gptq", gptq, tqdm=Silent(), Catcher=Known, mx=_storing(dtype)):
+        # No data: nothing is left to run. No fallback: the holder has no other layer.
+        gptq.gptq_quantize(holder, [], packing.bits, packing.group_size, packing.bits, packing.group_size)
+    return holder.layer
+
+
+def _storing(dtype: mx.Dtype) -> SimpleNamespace:
+    """Return MLX with a ``quantize`` whose scales and biases are numbers that ``dtype`` holds: codes are then found for these.
+
+    At 8 bits, scales that are rounded to bfloat16 afterwards cost a third of the precision.
+    """
+
+    def quantize(weight: mx.array, **how: Any) -> tuple[mx.array, ...]:
+        words, *steps = mx.quantize(weight, **how)
+        return (words, *(step.astype(dtype).astype(step.dtype) for step in steps))
+
+    return SimpleNamespace(**{**vars(mx), "quantize": quantize})
+
+
+def _layer(template: Any, weight: mx.array) -> Any:
+    """Return a layer of the template's kind that holds ``weight`` alone: a bias is not packed."""
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    made = SwitchLinear(1, 1, 1, bias=False) if isinstance(template, SwitchLinear) else nn.Linear(1, 1, bias=False)
+    made.weight = weight
+    return made
+
+
+def _paths(source: Source, options: Options, chosen: Choices) -> list[str]:
+    packing = uniform(options)
+    return [path for path, layer in leaves(source.module) if _is_linear(layer) and chosen.get(path) == packing]
+
+
+def _is_linear(layer: Any) -> bool:
+    """Whether mlx-lm's GPTQ packs a layer: by its very class, since a subclass may mean something else."""
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    return type(layer) in (nn.Linear, SwitchLinear)
