@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tokamac.engine.perf.roofline import Limits, Prediction
     from tokamac.engine.prompt_cache.cache import Check
     from tokamac.engine.prompt_cache.exchange import Exchanged
-    from tokamac.engine.runner import Core, ModelSpec
+    from tokamac.engine.runner import ModelSpec, Runner
     from tokamac.engine.scoring import Perplexity
     from tokamac.engine.text.tokenizer import Tokenizer
 
@@ -60,14 +60,14 @@ class Engine:
     Use as a context manager, or call ``close``. One that nobody refers to any more closes itself.
     """
 
-    def __init__(self, worker: Worker, core: "Core") -> None:
+    def __init__(self, worker: Worker, runner: "Runner") -> None:
         self._worker = worker
-        self._core = core
-        worker.when_idle = core.idle
+        self._runner = runner
+        worker.when_idle = runner.idle
         self._replies = Replies(worker)
         # None of these refers to the engine, so it can go away. The process must not end before its thread: MLX would abort it.
-        self._at_exit = partial(self._replies.close, core.close)
-        self._collected = weakref.finalize(self, self._replies.close, core.close, wait=False)
+        self._at_exit = partial(self._replies.close, runner.close)
+        self._collected = weakref.finalize(self, self._replies.close, runner.close, wait=False)
         self._collected.atexit = False
         atexit.register(self._at_exit)
 
@@ -110,7 +110,7 @@ class Engine:
             if progress is not None:
                 progress(at)
 
-        def work() -> "Core":
+        def work() -> "Runner":
             check_backends(installed_backends())
             check_address_space()
             try:
@@ -143,12 +143,12 @@ class Engine:
     @property
     def spec(self) -> "ModelSpec":
         """The shape of the model: layers, parameters, bytes, context length."""
-        return self._core.spec
+        return self._runner.spec
 
     @property
     def tokenizer(self) -> "Tokenizer":
         """Text to ids and back."""
-        return self._core.runtime.tokenizer
+        return self._runner.runtime.tokenizer
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), *, template: TemplateOptions | None = None
@@ -231,7 +231,7 @@ class Engine:
         given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
 
         def answer(stream: Stream) -> "ReplyTask":
-            return self._core.reply(given, how, recorder, stream.is_cancelled, continues=continues, template=told)
+            return self._runner.reply(given, how, recorder, stream.is_cancelled, continues=continues, template=told)
 
         yield from self._replies.stream(answer, opened=handle.attach)
 
@@ -253,7 +253,7 @@ class Engine:
         """
         ids = given_ids(tokens, "scoring")
         size = None if chunk is None else given_count(chunk, "a chunk", least=1)
-        return self._replies.call(lambda: self._core.logprobs(ids, size))
+        return self._replies.call(lambda: self._runner.logprobs(ids, size))
 
     def perplexity(
         self,
@@ -278,7 +278,7 @@ class Engine:
         given = text if isinstance(text, str) else given_ids(text, "perplexity")
         size = None if window is None else given_count(window, "a window", least=2)
         step = None if stride is None else given_count(stride, "a stride", least=1)
-        steps = self._replies.steps(lambda stopped: self._core.perplexity(given, size, step, stopped.is_set))
+        steps = self._replies.steps(lambda stopped: self._runner.perplexity(given, size, step, stopped.is_set))
         with closing(steps):
             for at in steps:
                 if not isinstance(at, PerplexityProgress):
@@ -307,14 +307,14 @@ class Engine:
         if not depths or min(depths) < 1:
             raise OptionError("a comparison needs depths of at least one token", "Check the arguments.")
         yield from self._replies.steps(
-            lambda stopped: self._core.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
+            lambda stopped: self._runner.compare_kv(ids, bits=bits, kv=kv, depths=depths, cancelled=stopped.is_set)
         )
 
     def warm(self, prompt: Prompt, *, template: TemplateOptions | None = None) -> Generator[Event, None, None]:
         """Compute a prompt into the prompt cache without generating; yields PrefillProgress, cancelled like ``generate``."""
         given, told = given_prompt(prompt), given_template(template)
         yield from self._replies.stream(
-            lambda stream: UnpacedReply(self._core.warm(given, stream.is_cancelled, template=told))
+            lambda stream: UnpacedReply(self._runner.warm(given, stream.is_cancelled, template=told))
         )
 
     def export_prompt(
@@ -329,7 +329,7 @@ class Engine:
         done: list[Exchanged] = []
         yield from self._replies.stream(
             lambda stream: UnpacedReply(
-                self._core.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
+                self._runner.export_prompt(given, path, stream.is_cancelled, done.append, goes_on=goes_on)
             )
         )
         yield from done
@@ -341,18 +341,35 @@ class Engine:
         its numbers say no check can tell, so take one only from whom you would take a model. Raises TokamacError.
         """
         path = Path(file).expanduser()
-        return self._replies.call(lambda: self._core.import_prompt(path))
+        return self._replies.call(lambda: self._runner.import_prompt(path))
 
-    def warm_ahead(self, messages: Sequence[Message], *, template: TemplateOptions | None = None) -> None:
+    def warm_ahead(
+        self,
+        messages: Sequence[Message],
+        *,
+        template: TemplateOptions | None = None,
+        then: Callable[[Price | None], None] = lambda _: None,
+    ) -> None:
         """Compute what is certain of a conversation whose last message, the user's, is still being written. Returns at once.
 
         Any request for tokens ends it, and so does another call; a price waits for it. What was computed stays in the prompt cache.
+        then: called at the end, on the engine's thread, with what a reply would take now; None where the computing was ended early,
+        or the conversation can't be sent. Raises OptionError where the last message is not the user's.
         """
         given = given_messages(messages)
         if not given or given[-1].role != "user":
             raise OptionError("only a conversation that ends with the user's message can be warmed ahead", "Add one.")
         told = given_template(template)
-        self._replies.ahead(lambda cancelled: self._core.warm_stable(given, cancelled, told))
+        runner = self._runner
+
+        def work(cancelled: Callable[[], bool]) -> None:
+            price = None
+            try:
+                price = runner.warm_stable(given, cancelled, told)
+            finally:
+                then(price)
+
+        self._replies.ahead(work)
 
     def price(self, prompt: Prompt, *, continues: bool = False, template: TemplateOptions | None = None) -> Price:
         """Return what a prompt would take until its first token: tokens to compute, bytes to read from disk, seconds.
@@ -360,22 +377,22 @@ class Engine:
         continues, template: as for ``generate``. Waits for a reply in progress. Raises what ``generate`` raises for that prompt.
         """
         given, told = given_prompt(prompt), given_template(template)
-        return self._replies.call(lambda: self._core.price(given, told, continues=continues))
+        return self._replies.call(lambda: self._runner.price(given, told, continues=continues))
 
     def cache_trouble(self) -> str | None:
         """Return what the user should know of the prompt cache on disk, once something went wrong there. Callable at any time."""
-        return self._core.cache_trouble()
+        return self._runner.cache_trouble()
 
     def check_cache(self) -> Generator["Check", None, None]:
         """Compute what is stored on disk for this model again, and yield how far its logits are from the stored ones'.
 
         Each step waits for a reply in progress.
         """
-        yield from self._replies.steps(lambda stopped: self._core.check_cache(stopped.is_set))
+        yield from self._replies.steps(lambda stopped: self._runner.check_cache(stopped.is_set))
 
     def limits(self, context: int) -> "Limits":
         """Return what this machine allows for decoding at a context of so many tokens. Arithmetic: waits for nothing."""
-        return self._core.limits(given_count(context, "a context", least=0))
+        return self._runner.runtime.limits(given_count(context, "a context", least=0))
 
     def predict(self, prompt: int, context: int | None = None, *, cached: int = 0) -> "Prediction":
         """Return both phases of a reply: reading ``prompt`` tokens, ``cached`` of them there already, and decoding at ``context``.
@@ -389,14 +406,14 @@ class Engine:
                 f"{known} tokens of a prompt of {tokens} can't be cached", "The last is always computed: give fewer."
             )
         at = tokens if context is None else given_count(context, "a context", least=1)
-        return self._core.predict(tokens, at, known)
+        return self._runner.runtime.predict(tokens, at, known)
 
     def measure(self) -> None:
         """Measure this machine's pace with the model now (a few seconds, once), where nothing published knows it.
 
         Idle time does the same by itself. Until then ``expected_tps`` is None. Waits for a reply in progress.
         """
-        self._replies.call(self._core.measure)
+        self._replies.call(self._runner.measure)
 
     def between(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, run on the engine's thread, which alone may touch MLX, between two requests.
@@ -411,12 +428,12 @@ class Engine:
         Earlier prompts count as used: they stay in memory for reuse, so that this grows from prompt to prompt until they take
         ``PromptCacheSpec.memory_bytes``, a tenth of the budget where nothing else was set.
         """
-        return self._replies.call(self._core.memory)
+        return self._replies.call(self._runner.memory)
 
     def close(self) -> None:
         """End all replies (their readers get EngineClosedError), free the model and stop the thread. Safe to call again."""
         self._collected.detach()
-        self._replies.close(self._core.close)
+        self._replies.close(self._runner.close)
         atexit.unregister(self._at_exit)
 
     def __repr__(self) -> str:

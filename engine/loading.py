@@ -38,7 +38,7 @@ from tokamac.engine.perf.roofline import Fitted, HostLimited, fitted, measure_ho
 from tokamac.engine.perf.timing import Measuring, TimedModel, can_measure
 from tokamac.engine.perf.workload import leaves_out_senses, work_of
 from tokamac.engine.prompt_cache.cache import open_cache
-from tokamac.engine.runner import Core, ModelSpec, Pacing, recommended_sampling
+from tokamac.engine.runner import ModelSpec, Pacing, Runner, recommended_sampling
 from tokamac.engine.runtime import MachineSpeed, Runtime
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.text.tokenizer import Tokenizer, generation_config, load_tokenizer
@@ -82,8 +82,8 @@ def load(
     progress: Progress | None,
     unchecked: bool = False,
     adapter: str | Path | None = None,
-) -> Core:
-    """Return a Core for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
+) -> Runner:
+    """Return a Runner for a folder, a Hugging Face id or "guide". Runs on the engine's thread. Raises TokamacError.
 
     adapter: a folder or a Hugging Face id of low-rank changes to the model.
     memory: bytes that arrays may take; None is the system's limit.
@@ -168,7 +168,7 @@ def load(
         short_factors=short_factors,
         **({} if added is None else {"adapter": added.digest}),
     )
-    return Core(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
+    return Runner(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
 
 
 def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: DeviceKind) -> dict[str, Change]:

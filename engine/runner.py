@@ -1,8 +1,7 @@
-"""All that runs on the engine's thread: it turns prompts into replies, log-probabilities, warm caches and limits.
+"""What runs on the MLX thread: prompts become replies, log-probabilities, prices and warm caches.
 
-When the machine's pace with the loaded model gets measured: where no published measurement knows it, once, in idle time.
-
-Until then the expected speed is unknown. A busy machine is not measured: its times would be too long.
+In idle time it writes the prompt cache to disk and, where no published measurement knows this machine's speed with the loaded
+model, measures it once. Until then the expected speed is unknown; a busy machine is not measured, for its times would be too long.
 """
 
 import time
@@ -33,7 +32,6 @@ from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptio
 from tokamac.engine.perf.bandwidth import is_busy
 from tokamac.engine.perf.memory import Memory, snapshot
 from tokamac.engine.perf.mitigation import whole_chunks
-from tokamac.engine.perf.roofline import Limits, Prediction, limits_of, predict
 from tokamac.engine.perf.timing import Measuring
 from tokamac.engine.prompt_cache.cache import Check, check
 from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
@@ -166,8 +164,8 @@ class ModelSpec:
     template_names: tuple[str, ...] = ()
 
 
-class Core:
-    """A loaded model and what may be done with it. One thread only, where nothing else is said."""
+class Runner:
+    """A loaded model and what may be done with it, on the MLX thread alone."""
 
     def __init__(
         self, runtime: Runtime, spec: ModelSpec, store: CacheStore, pacing: Pacing, on_close: ExitStack
@@ -286,11 +284,14 @@ class Core:
 
     def warm_stable(
         self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions
-    ) -> None:
+    ) -> Price | None:
         """Compute what is certain of a conversation that goes on: all but what the rest of its last message may change.
 
         For idle time. Packed keys and values end with a whole chunk: so a prompt is cut alike, and its logits are the same, however
-        much of it there was time for. Does nothing where the prompt cache is off, or the conversation can't be sent as it is.
+        much of it there was time for. Computes nothing where the prompt cache is off.
+
+        Returns:
+            What a reply would take now; None where ``cancelled``, or the conversation can't be sent: that is said when it is.
         """
         try:
             prompting = self._prompting(template)
@@ -302,10 +303,10 @@ class Core:
             if len(ids) > 1 and (known.tokens < len(ids) - 1 or known.disk_bytes):
                 request = replace(self._to_warm(ids), keep=keep)  # ids are told nothing: they are rendered already
                 for _ in self._warmed(request, cancelled, IDLE_STAGE_S):
-                    if cancelled():
-                        return
+                    pass
+            return None if cancelled() else self.price(messages, template)
         except (OptionError, TemplateError, ContextError, MemoryLimitError, DeviceError):
-            return  # it is said when the user sends it
+            return None
 
     def price(self, prompt: Prompt, template: TemplateOptions, *, continues: bool = False) -> Price:
         """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
@@ -316,7 +317,7 @@ class Core:
         computing_s = rates.prefill_s(tokens)
         estimated = computing_s is None
         if estimated:
-            computing_s = self.predict(len(request.ids), len(request.ids), len(request.ids) - tokens).ttft_s
+            computing_s = self.runtime.predict(len(request.ids), len(request.ids), len(request.ids) - tokens).ttft_s
         parts = [computing_s, rates.read_s(known.disk_bytes) if known.disk_bytes else 0.0]
         seconds = None if None in parts else sum(part for part in parts if part is not None)
         return Price(len(request.ids), tokens, known.disk_bytes, seconds, estimated and seconds is not None)
@@ -374,17 +375,6 @@ class Core:
         self._prompting().check_ids(ids)
         config = read_config(self.spec.path)
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)
-
-    def limits(self, context: int) -> Limits:
-        """Return what the machine allows at a context of so many tokens. Callable from any thread."""
-        work, machine = self.runtime.work, self.runtime.machine
-        return limits_of(context, work, machine.chip, machine.pace)
-
-    def predict(self, prompt: int, context: int, cached: int) -> Prediction:
-        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``. From any thread."""
-        runtime = self.runtime
-        machine, chunk = runtime.machine, runtime.chunking.at(prompt // 2)
-        return predict(runtime.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)
 
     def measure(self) -> None:
         """Measure the machine's pace with this model now, where nothing published knows it."""

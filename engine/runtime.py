@@ -13,7 +13,7 @@ from tokamac.engine.perf.diagnosis import Situation
 from tokamac.engine.perf.hardware import Chip
 from tokamac.engine.perf.mitigation import Chunking
 from tokamac.engine.perf.peak_memory import ModelShape
-from tokamac.engine.perf.roofline import LatencyModel, decode_phase
+from tokamac.engine.perf.roofline import LatencyModel, Limits, Prediction, decode_phase, limits_of, predict
 from tokamac.engine.perf.workload import KVUse, Workload
 from tokamac.engine.text.tokenizer import Tokenizer
 
@@ -115,3 +115,12 @@ class Runtime:
         work, machine = self.work, self.machine
         expected = decode_phase(work, machine.chip, machine.pace, context).expected_tps
         return StepCost(work.weight_bytes(), work.kv_bytes(context), machine.chip.bandwidth_gbs, expected)
+
+    def limits(self, context: int) -> Limits:
+        """Return what the machine allows at a context of so many tokens."""
+        return limits_of(context, self.work, self.machine.chip, self.machine.pace)
+
+    def predict(self, prompt: int, context: int, cached: int) -> Prediction:
+        """Return what the machine will make of a prompt of so many tokens, and of decoding at ``context``."""
+        machine, chunk = self.machine, self.chunking.at(prompt // 2)
+        return predict(self.work, machine.chip, machine.pace, prompt, context, cached=cached, chunk=chunk)

@@ -31,10 +31,10 @@ QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
 
 async def idle(app: TokamacApp, pilot: Pilot[Any]) -> None:
     """Wait until the engine is ready and nothing runs."""
-    while app.chat.session.phase is not EnginePhase.IDLE:
+    while app.chat.session.engine.phase is not EnginePhase.IDLE:
         await asyncio.sleep(0.05)
-        if app.chat.session.phase is EnginePhase.FAILED and app.chat.session.problem:
-            raise RuntimeError(app.chat.session.problem)
+        if app.chat.session.engine.phase is EnginePhase.FAILED and app.chat.session.engine.problem:
+            raise RuntimeError(app.chat.session.engine.problem)
     await asyncio.sleep(0.8)  # the screen's own timers
     await pilot.pause()
 
@@ -56,7 +56,7 @@ async def measured(app: TokamacApp) -> None:
             raise RuntimeError(
                 f"no speed is expected after {MEASURED_S:g} s: {why}. What is timed on a busy machine is not kept."
             )
-        what_ifs.ask(first_question(session, session.load.model))
+        what_ifs.ask(first_question(session, session.engine.load.model))
         await asyncio.sleep(LOOK_S)
     what_ifs.listeners.remove(hear)
 

@@ -17,8 +17,8 @@ MAY_IMPORT = {
     "assets": {"assets"},
 }
 MOST_FILES = 20
-SHARED_NAMES = {"Attention", "FeedForward", "Mixture", "Model", "ModelArgs", "Router"} | {"Notice", "Send"}
-"""What the files of mlx-lm's form call their parts; and two that are said on the wire as well."""
+SHARED_NAMES = {"Attention", "FeedForward", "Mixture", "Model", "ModelArgs", "Router"}
+"""What the files of mlx-lm's form call their parts."""
 SCREEN_FREE = (
     "app/chat",
     "app/tui",

@@ -1,30 +1,26 @@
-"""The engine's process: ``python -m tokamac.app.backend.child``. Requests on stdin, replies on stdout, everything else to stderr.
+"""The engine's process: ``python -m tokamac.app.backend.child``. Requests on stdin, messages on stdout, all else to stderr.
 
-    stdin ─ reader thread ─▶ queue ─ main thread ─▶ engine ─▶ events ─ outbox ─▶ stdout
-                └── Cancel: straight to the engine         pulse ─▶ text batches, measurements, heartbeat
+    stdin ─ reader thread ─▶ queue ─ main thread ─▶ Engine ─▶ its events ─ outbox ─▶ stdout
+                └── Cancel: straight to the engine             pulse ─▶ text batches, measurements, heartbeat
 
-The main thread alone asks the engine for replies; prices and counts are asked on threads of their own (``answerer``). The
-file descriptor of stdout is taken away at the start, so that a stray print of any library lands in the log and can't break
-the protocol. When stdin closes (the screen is gone, however it went) the process ends.
-
-Questions answered aside: the engine answers once it is free, and the child's main thread must not wait for that.
+The main thread alone asks the engine for replies. Prices and counts wait for the engine to be free, which the main thread must
+not, so threads of their own ask for them. The file descriptor of stdout is taken away at the start: a stray print of any library
+lands in the log and can't break the protocol. When stdin closes, however the screen went, the process ends.
 """
 
-import argparse
 import faulthandler
 import os
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
-from typing import BinaryIO, Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 from tokamac.app import settings
 from tokamac.app.backend.advice import Advisor
 from tokamac.app.backend.outbox import Outbox, Pulse
-from tokamac.app.backend.port import EnginePort
 from tokamac.app.backend.protocol import (
     LONGEST_LINE,
     AskCount,
@@ -32,123 +28,171 @@ from tokamac.app.backend.protocol import (
     AskWhatIf,
     Cancel,
     Counted,
-    Done,
+    EngineNotice,
     Failed,
-    LeftOut,
+    Generate,
     Load,
-    Loading,
-    Notice,
-    Prefill,
+    Loaded,
+    MemoryUse,
+    ModelInfo,
     Priced,
     Quit,
     Reply,
+    ReplyEvent,
     Request,
-    Send,
-    ShortOfMemory,
-    Stats,
     Unload,
     Unloaded,
     Warm,
+    Warmed,
     WireError,
     decode_request,
 )
-from tokamac.engine.errors import TokamacError, panic_error
-from tokamac.engine.events import (
-    Event,
-    Finished,
-    LoadProgress,
-    MemoryPressure,
-    Message,
-    PrefillProgress,
-    TextChunk,
-    Truncated,
-)
+from tokamac.engine.errors import OptionError, TokamacError, panic_error
+from tokamac.engine.events import Finished, LoadProgress, Message, Price
 from tokamac.engine.files import FLUSH_S, raise_open_files
-from tokamac.engine.options import TemplateOptions
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from tokamac.engine.perf.memory import SOURCES
 
-Asked = TypeVar("Asked")
+if TYPE_CHECKING:
+    from tokamac.engine import Engine
+
+T = TypeVar("T")
+Question = TypeVar("Question", bound=AskCount | AskPrice)
+Loader = Callable[[Load, Callable[[LoadProgress], None]], "tuple[Engine, ModelInfo]"]
+
+CLOSE_S = FLUSH_S + 2.0
+"""How long the engine gets to end its reply and close once the screen is gone."""
+TROUBLE_S = 2.0
+"""The prompt cache is written in idle time: how often an idle process asks whether that went well."""
 
 
-class Answerer(Generic[Asked]):
-    """A thread that answers questions of one kind. unknown: what is said where there is no answer."""
+def load_engine(request: Load, progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelInfo]":
+    """Return the engine with the model that ``request`` names, and what the screen shows of it; raise TokamacError.
+
+    A group size is stored for all models: where this one can't have it, the default is used, and a note says so.
+    """
+    from tokamac.engine import Engine
+
+    cache = PromptCacheSpec() if request.prompt_cache else None
+
+    def load(kv: KVSpec) -> "Engine":
+        if not kv.rolls:
+            kv = replace(kv, keep=KVSpec().keep)  # a chat names it for the day when something rolls
+        return Engine.load(
+            request.model,
+            kv=kv,
+            prompt_cache=cache,
+            memory=request.memory,
+            unchecked=request.unchecked,
+            adapter=request.adapter,
+            progress=progress,
+        )
+
+    try:
+        engine = load(request.kv)
+        return engine, _model_info(engine)
+    except OptionError as refused:
+        usual = replace(request.kv, group_size=KVSpec().group_size)
+        if usual == request.kv:
+            raise
+        engine = load(usual)
+        return engine, _model_info(engine, f"{refused.message}; the default is used")
+
+
+def _model_info(engine: "Engine", *notes: str) -> ModelInfo:
+    """notes: what of the settings was changed for this model, before what the engine says itself."""
+    spec, tokenizer = engine.spec, engine.tokenizer
+    shared = {each.name for each in fields(ModelInfo)} & {each.name for each in fields(spec)}
+    return replace(
+        ModelInfo(**{name: getattr(spec, name) for name in shared}),
+        path=str(spec.path),
+        later_system=tokenizer.has_chat_template and tokenizer.takes_later_system(),
+        recommended=Sampling().resolved(spec.recommended),
+        notes=(*notes, *spec.notes),
+    )
+
+
+def _memory_use(engine: "Engine") -> MemoryUse:
+    memory = engine.memory()
+    source = "" if memory.budget_source is None else SOURCES[memory.budget_source]
+    return MemoryUse(memory.active, memory.peak, memory.budget, budget_source=source, total_bytes=memory.device_total)
+
+
+class Answerer(Generic[Question]):
+    """A thread that answers questions of one kind, each of which waits for the engine."""
 
     def __init__(
         self,
         outbox: Outbox,
-        answer: Callable[[EnginePort, Asked], Reply],
-        unknown: Callable[[Asked], Reply],
-        *,
-        replaces: Callable[[Asked], Hashable] | None = None,
+        answer: "Callable[[Engine, Question], Reply]",
+        unknown: Callable[[Question], Reply],
+        replaces: Callable[[Question], Hashable] = lambda question: question.id,
     ) -> None:
-        """Begin the thread. replaces: of the questions that wait and have this in common, only the last is answered."""
+        """Start the thread.
+
+        Args:
+            outbox: where answers go.
+            answer: asks the engine; may raise.
+            unknown: the answer where there is none.
+            replaces: of the waiting questions that share this, only the last is answered.
+        """
         self._outbox = outbox
-        self._answer, self._unknown = answer, unknown
-        self._replaces = replaces
-        self._asked: queue.SimpleQueue[tuple[EnginePort, Asked]] = queue.SimpleQueue()
+        self._answer, self._unknown, self._replaces = answer, unknown, replaces
+        self._questions: queue.SimpleQueue[tuple[Engine, Question]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="answerer", daemon=True).start()
 
-    def ask(self, engine: EnginePort | None, question: Asked) -> None:
-        """Have ``question`` answered by ``engine``; None: nothing is loaded. Returns at once."""
+    def ask(self, engine: "Engine | None", question: Question) -> None:
+        """Have ``question`` answered by ``engine`` (None: nothing is loaded). Returns at once."""
         if engine is None:
             self._outbox.put(self._unknown(question))
         else:
-            self._asked.put((engine, question))
+            self._questions.put((engine, question))
 
     def _run(self) -> None:
         while True:
-            for engine, question in self._waiting():
-                self._tell(engine, question)
+            waiting = [self._questions.get()]
+            while not self._questions.empty():
+                waiting.append(self._questions.get())
+            for engine, question in {
+                self._replaces(question): (engine, question) for engine, question in waiting
+            }.values():
+                self._outbox.put(self._answered(engine, question))
 
-    def _waiting(self) -> list[tuple[EnginePort, Asked]]:
-        """Wait for a question; return those that wait by then, less those that were replaced."""
-        asked = [self._asked.get()]
-        if self._replaces is None:
-            return asked
-        while not self._asked.empty():
-            asked.append(self._asked.get())
-        return list({self._replaces(question): (engine, question) for engine, question in asked}.values())
-
-    def _tell(self, engine: EnginePort, question: Asked) -> None:
-        reply = self._unknown(question)
+    def _answered(self, engine: "Engine", question: Question) -> Reply:
         try:
-            reply = self._answer(engine, question)
+            return self._answer(engine, question)
         except TokamacError:
-            pass  # too long, no Unicode, or closed meanwhile: that is told when the prompt is sent
+            pass  # too long, no Unicode, or closed meanwhile: sending the prompt will say so
         except BaseException as error:
             if not isinstance(error, Exception) and panic_error(error) is None:
                 raise
             traceback.print_exc()
-        self._outbox.put(reply)
+        return self._unknown(question)
 
 
 def counter(outbox: Outbox) -> Answerer[AskCount]:
     """Return what counts texts in tokens, each in its turn."""
-    return Answerer(
-        outbox,
-        lambda engine, asked: Counted(asked.id, engine.count(asked.text)),
-        lambda asked: Counted(asked.id, None),
-    )
+
+    def count(engine: "Engine", ask: AskCount) -> Counted:
+        # On the engine's thread: a tokenizer is one thread's at a time.
+        return Counted(ask.id, engine.between(lambda: len(engine.tokenizer.encode(ask.text))))
+
+    return Answerer(outbox, count, lambda ask: Counted(ask.id, None))
 
 
-def pricer(outbox: Outbox) -> Answerer[AskPrice]:
-    """Return what tells prices, to each asker the last one alone.
+def pricer(outbox: Outbox, accept: Callable[[Sequence[Message]], list[Message]] = list) -> Answerer[AskPrice]:
+    """Return what tells prices, to each asker the last one alone. accept: leaves out what the chat template does not take."""
 
-    Asked for while something is read ahead, a price comes when that is done, which is how the screen learns of it.
-    """
-    return Answerer(
-        outbox,
-        lambda engine, asked: Priced(
-            asked.asker, asked.id, engine.price(asked.messages, continues=asked.continues, template=asked.template)
-        ),
-        lambda asked: Priced(asked.asker, asked.id, None),
-        replaces=lambda asked: asked.asker,
-    )
+    def price(engine: "Engine", ask: AskPrice) -> Priced:
+        found = engine.price(accept(ask.messages), continues=ask.continues, template=ask.template)
+        return Priced(ask.asker, ask.id, found)
+
+    return Answerer(outbox, price, lambda ask: Priced(ask.asker, ask.id, None), replaces=lambda ask: ask.asker)
 
 
-T = TypeVar("T")
-Loader = Callable[[Load, Callable[[LoadProgress], None]], EnginePort]
-CLOSE_S = FLUSH_S + 2.0  # how long a vanished screen's engine gets to end its reply and close
-TROUBLE_S = 2.0  # the prompt cache is written in idle time: how often an idle child asks whether that went well
+def accepted(messages: Sequence[Message], *, later_system: bool) -> list[Message]:
+    """Return what the chat template takes. That later system messages are left out where it does not, the screen says."""
+    return [each for at, each in enumerate(messages) if later_system or at == 0 or each.role != "system"]
 
 
 class Child:
@@ -157,16 +201,17 @@ class Child:
     def __init__(self, load: Loader, outbox: Outbox) -> None:
         self._load = load
         self._outbox = outbox
-        self._engine: EnginePort | None = None
+        self._engine: Engine | None = None
+        self._later_system = True
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._running: int | None = None
         self._told_trouble = False
-        self._pricer = pricer(outbox)
-        self._counter = counter(outbox)
+        self._prices = pricer(outbox, self._accepted)
+        self._counts = counter(outbox)
         self._advisor = Advisor(outbox)
         self._unloaded = threading.Lock()
-        self._pulse = Pulse(outbox, self._stats)
+        self._pulse = Pulse(outbox, self._measurements)
 
     def run(self, stdin: BinaryIO) -> None:
         """Answer requests until told to quit."""
@@ -180,7 +225,7 @@ class Child:
         self._close()
 
     def _next(self) -> Request:
-        """Wait for a request, and see meanwhile whether the prompt cache is well."""
+        """Wait for a request, and look now and then whether the prompt cache is well."""
         while True:
             watched = self._engine is not None and not self._told_trouble
             try:
@@ -192,26 +237,17 @@ class Child:
         try:
             match request:
                 case Load():
-                    self._close()
-                    self._advisor.limit = request.memory
-                    with self._unloaded:
-                        self._engine = self._load(request, self._progress)
-                    self._told_trouble = False
-                    loaded = self._engine.loaded()
-                    self._outbox.suit(loaded.info.device)
-                    self._outbox.put(loaded)
-                    if (advice := loaded.info.advice) is not None and settings.is_new(advice):
-                        self._outbox.put(Notice(advice))
-                case Send():
+                    self._load_model(request)
+                case Generate():
                     self._reply(request)
-                case Warm(messages, template):
-                    self._warm(messages, template)
+                case Warm():
+                    self._warm(request)
                 case AskPrice():
-                    self._pricer.ask(self._engine, request)
+                    self._prices.ask(self._engine, request)
                 case AskCount():
-                    self._counter.ask(self._engine, request)
+                    self._counts.ask(self._engine, request)
                 case AskWhatIf():
-                    self._advise(request)
+                    self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)
                 case Unload():
                     self._close()
                     self._outbox.put(Unloaded())
@@ -228,89 +264,95 @@ class Child:
             self._fail(request, known.message, known.hint)
 
     def _fail(self, request: Request, error: str, hint: str) -> None:
-        self._outbox.put(Failed(request.id if isinstance(request, Send) else None, error, hint))
+        self._outbox.put(Failed(request.id if isinstance(request, Generate) else None, error, hint))
 
-    def _reply(self, request: Send) -> None:
-        if self._engine is None:
+    def _load_model(self, request: Load) -> None:
+        self._close()
+        self._advisor.limit = request.memory
+        with self._unloaded:
+            self._engine, info = self._load(request, self._outbox.put)
+        self._later_system, self._told_trouble = info.later_system, False
+        self._outbox.suit(info.device)
+        limits = self._engine.limits(1)
+        self._outbox.put(Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, _memory_use(self._engine)))
+        if info.advice is not None and settings.is_new(info.advice):
+            self._outbox.put(EngineNotice(info.advice))
+
+    def _reply(self, request: Generate) -> None:
+        if (engine := self._engine) is None:
             raise TokamacError("no model is loaded", "Choose one with /model.")
+        messages, template = self._accepted(request.messages), request.template
+        end: Finished | None = None
         self._running = request.id
         try:
-            events = self._engine.reply(
-                request.messages, request.sampling, continues=request.continues, template=request.template
-            )
-            finished = self._pass_on(request.id, events)
+            for event in engine.generate(messages, request.sampling, continues=request.continues, template=template):
+                if isinstance(event, Finished):
+                    end = event  # told once the engine is free to say what memory it takes
+                else:
+                    self._outbox.put(ReplyEvent(request.id, event))
+                # A cancel between two requests found no reply to end: it is repeated here.
+                if request.id in self._cancelled:
+                    engine.cancel()
         finally:
             self._running = None
             self._cancelled.discard(request.id)
-        if finished is not None:
-            end = finished
-            memory = replace(self._engine.memory_use(), predicted_peak_bytes=end.predicted_peak_bytes)
-            measured = (end.metrics, memory, end.outliers, end.diagnosis)
-            self._outbox.put(
-                Done(request.id, end.reason, end.text, end.thinking, *measured, thinking_ended_at=end.thinking_ended_at)
-            )
-            self._reread(request, end)
-            self._tell_trouble()
-
-    def _pass_on(self, request: int, events: Iterator[Event]) -> Finished | None:
-        """Send the events of a reply on; return the last, which waits until the engine is free to tell its memory."""
-        finished = None
-        for event in events:
-            match event:
-                case Truncated(_, tokens):
-                    self._outbox.put(LeftOut(request, tokens))
-                case MemoryPressure():
-                    self._outbox.put(ShortOfMemory(request, event))
-                case PrefillProgress(done, total, cached):
-                    self._outbox.put(Prefill(request, done, total, cached))
-                case TextChunk(text, kind):
-                    self._outbox.text(request, text, kind)
-                case Finished():
-                    finished = event
-            # Asked for between two requests, a cancel finds no reply to end: it is repeated here.
-            if request in self._cancelled and self._engine is not None:
-                self._engine.cancel()
-        return finished
-
-    def _warm(self, messages: Sequence[Message], template: TemplateOptions) -> None:
-        """Have what is certain of a conversation computed; what fails here fails again, and is told, when the prompt is sent."""
-        if self._engine is None:
+        if end is None:
             return
-        try:
-            self._engine.warm(messages, template)
-        except TokamacError:
-            pass
-        except Exception:
-            traceback.print_exc()
+        self._outbox.put(replace(_memory_use(engine), predicted_peak_bytes=end.predicted_peak_bytes))
+        self._outbox.put(ReplyEvent(request.id, end))
+        self._reread(engine, request, end)
+        self._tell_trouble()
 
-    def _advise(self, request: AskWhatIf) -> None:
-        self._advisor.ask(self._alone if self._engine is None else self._engine.between, request)
-
-    def _alone(self, work: Callable[[], T]) -> T:
-        """Run what asks of a model's shape alone, while none is loaded; a load waits for it."""
-        with self._unloaded:
-            return work()
-
-    def _reread(self, request: Send, end: Finished) -> None:
+    def _reread(self, engine: "Engine", request: Generate, end: Finished) -> None:
         """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
         if end.text and (end.thinking or request.template.thinking is not None):
-            asked = request.messages[:-1] if request.continues else request.messages
-            self._warm([*asked, Message("assistant", end.text, end.thinking), Message("user", "")], request.template)
+            before = request.messages[:-1] if request.continues else request.messages
+            turn = (Message("assistant", end.text, end.thinking), Message("user", ""))
+            self._warm_ahead(engine, [*before, *turn], request.template, lambda _: None)
+
+    def _warm(self, request: Warm) -> None:
+        def then(price: Price | None) -> None:
+            self._outbox.put(Warmed(request.id, price))
+
+        if self._engine is None:
+            then(None)
+        else:
+            self._warm_ahead(self._engine, request.messages, request.template, then)
+
+    def _warm_ahead(
+        self,
+        engine: "Engine",
+        messages: Sequence[Message],
+        template: TemplateOptions,
+        then: Callable[[Price | None], None],
+    ) -> None:
+        """Begin a warm-up. What fails here fails again, and is told, when the prompt is sent."""
+        try:
+            engine.warm_ahead(self._accepted(messages), template=template, then=then)
+        except Exception as error:
+            if not isinstance(error, TokamacError):
+                traceback.print_exc()
+            then(None)
+
+    def _accepted(self, messages: Sequence[Message]) -> list[Message]:
+        return accepted(messages, later_system=self._later_system)
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which may touch MLX, while no model is loaded; a load waits for it."""
+        with self._unloaded:
+            return work()
 
     def _tell_trouble(self) -> None:
         if self._engine is None or self._told_trouble or (trouble := self._engine.cache_trouble()) is None:
             return
         self._told_trouble = True
-        self._outbox.put(Notice(trouble))
+        self._outbox.put(EngineNotice(trouble))
 
-    def _progress(self, progress: LoadProgress) -> None:
-        self._outbox.put(Loading(progress.stage, progress.done, progress.total))
-
-    def _stats(self) -> Stats | None:
+    def _measurements(self) -> ReplyEvent | None:
         engine, running = self._engine, self._running
         if engine is None or running is None or (live := engine.live()) is None:
             return None
-        return Stats(running, live)
+        return ReplyEvent(running, live)
 
     def _close(self) -> None:
         engine, self._engine = self._engine, None
@@ -342,29 +384,16 @@ class Child:
             engine.cancel()
 
 
-def _loader(scripted: bool) -> Loader:
-    if scripted:
-        from tokamac.app.backend.scripted import load_scripted
-
-        return load_scripted
-    from tokamac.app.backend.port import load_engine
-
-    return load_engine
-
-
-def main() -> None:
-    """Serve the process's stdin and stdout, then end the process."""
-    parser = argparse.ArgumentParser(prog="tokamac-engine", description="The engine's process; the chat starts it.")
-    parser.add_argument("--scripted", action="store_true", help="a scripted engine, for tests and demonstrations")
-    options = parser.parse_args()
+def serve(load: Loader = load_engine) -> None:
+    """Serve the process's stdin and stdout with engines that ``load`` makes, then end the process."""
     faulthandler.enable(sys.stderr)
     raise_open_files()
     out = os.dup(1)
     os.dup2(2, 1)
-    Child(_loader(options.scripted), Outbox(out)).run(sys.stdin.buffer)
+    Child(load, Outbox(out)).run(sys.stdin.buffer)
     sys.stderr.flush()
     os._exit(0)  # the reader still waits for stdin, and Python aborts when it is torn down around such a thread
 
 
 if __name__ == "__main__":
-    main()
+    serve()

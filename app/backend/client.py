@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tokamac.app.backend.protocol import LONGEST_LINE, Notice, Quit, Reply, Request, WireError, decode_reply, encode
+from tokamac.app.backend.protocol import (
+    LONGEST_LINE,
+    EngineNotice,
+    Quit,
+    Reply,
+    Request,
+    WireError,
+    decode_reply,
+    encode,
+)
 from tokamac.app.backend.subprocess import killed_by
 from tokamac.app.sanitise import sanitise_line
 from tokamac.engine.files import FLUSH_S
@@ -50,9 +59,8 @@ class Died:
 BackendEvent = Reply | Garbled | Died
 
 
-def child_command(*, scripted: bool = False) -> list[str]:
-    """Return the command that starts the engine's process."""
-    return [sys.executable, "-m", "tokamac.app.backend.child", *(["--scripted"] if scripted else [])]
+CHILD_COMMAND = (sys.executable, "-m", "tokamac.app.backend.child")
+"""Starts the engine's process."""
 
 
 class EngineProcess:
@@ -84,7 +92,7 @@ class EngineProcess:
             self._log.close()
             raise
         if unkept:
-            on_event(Notice(unkept))
+            on_event(EngineNotice(unkept))
         for run in (self._read, self._write, self._watch):
             threading.Thread(target=run, name=f"engine-{run.__name__}", daemon=True).start()
 

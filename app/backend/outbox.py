@@ -8,9 +8,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 
-from tokamac.app.backend.protocol import Heartbeat, Reply, Stats, Text, encode
-from tokamac.engine.events import TextKind
+from tokamac.app.backend.protocol import Heartbeat, Reply, ReplyEvent, encode
+from tokamac.engine.events import TextChunk
 
 FLUSH_S = 1 / 15
 FLUSH_BESIDE_S: dict[str, float] = {"cpu": 0.2}
@@ -20,13 +21,13 @@ HEARTBEAT_S = 1.0
 
 
 class Outbox:
-    """Writes replies to a file descriptor. Any thread may call."""
+    """Writes messages to a file descriptor. Any thread may call."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        self._waiting: list[str] = []
-        self._waiting_of: tuple[int, TextKind] | None = None
+        self._reply = 0
+        self._waiting: list[TextChunk] = []  # of reply ``_reply``, all of one kind
         self._flushed = 0.0
         self.flush_s = FLUSH_S
 
@@ -34,48 +35,56 @@ class Outbox:
         """Batch text as is best while ``device`` computes."""
         self.flush_s = FLUSH_BESIDE_S.get(device, FLUSH_S)
 
-    def put(self, reply: Reply) -> None:
-        """Write ``reply``, after any text that still waits."""
+    def put(self, message: Reply) -> None:
+        """Write ``message`` after any text that waits; text itself now, or with what follows within ``flush_s``."""
         with self._lock:
-            self._flush()
-            self._write(reply)
-
-    def text(self, request: int, text: str, kind: TextKind) -> None:
-        """Write ``text`` now, or with what follows within ``flush_s``."""
-        with self._lock:
-            if self._waiting_of not in (None, (request, kind)):
+            if isinstance(message, ReplyEvent) and isinstance(message.event, TextChunk):
+                self._wait(message.id, message.event)
+            else:
                 self._flush()
-            self._waiting_of = (request, kind)
-            self._waiting.append(text)
-            if time.monotonic() - self._flushed >= self.flush_s:
-                self._flush()
+                self._write(message)
 
     def flush(self) -> None:
         """Write the text that waits."""
         with self._lock:
             self._flush()
 
+    def _wait(self, reply: int, chunk: TextChunk) -> None:
+        if self._waiting and (self._reply, self._waiting[0].kind) != (reply, chunk.kind):
+            self._flush()
+        self._reply = reply
+        self._waiting.append(chunk)
+        if time.monotonic() - self._flushed >= self.flush_s:
+            self._flush()
+
     def _flush(self) -> None:
-        if self._waiting_of is None:
+        if not self._waiting:
             return
-        request, kind = self._waiting_of
-        self._write(Text(request, "".join(self._waiting), kind))
-        self._waiting.clear()
-        self._waiting_of = None
+        chunks, self._waiting = self._waiting, []
+        self._write(ReplyEvent(self._reply, _joined(chunks)))
         self._flushed = time.monotonic()
 
-    def _write(self, reply: Reply) -> None:
-        line = memoryview(encode(reply))
+    def _write(self, message: Reply) -> None:
+        line = memoryview(encode(message))
         while line:
             line = line[os.write(self._fd, line) :]
+
+
+def _joined(chunks: list[TextChunk]) -> TextChunk:
+    return TextChunk(
+        "".join(chunk.text for chunk in chunks),
+        chunks[0].kind,
+        tuple(chain.from_iterable(chunk.ids for chunk in chunks)),
+        tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+    )
 
 
 class Pulse:
     """A thread that, between ``start`` and ``stop``, flushes text, sends measurements and beats."""
 
-    def __init__(self, outbox: Outbox, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, outbox: Outbox, measurements: Callable[[], ReplyEvent | None]) -> None:
         self._outbox = outbox
-        self._stats = stats
+        self._measurements = measurements
         self._busy = threading.Event()
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
@@ -97,6 +106,6 @@ class Pulse:
                 self._outbox.put(Heartbeat())
             if now - stats >= STATS_S - self._outbox.flush_s / 2:  # with the text that goes out next to it
                 stats = now
-                if (reply := self._stats()) is not None:
-                    self._outbox.put(reply)
+                if (measured := self._measurements()) is not None:
+                    self._outbox.put(measured)
             time.sleep(self._outbox.flush_s)

@@ -1,9 +1,9 @@
 """What the screen and the engine's process say to each other: one JSON object a line, one frozen dataclass a message.
 
-Decoding is strict: the types written in a class are the schema. A line that is too long, is not JSON, has an unknown kind, an
-unknown or missing field, or a value of the wrong type is a ``WireError``, never a traceback further in. No line ever holds a raw
-newline: JSON escapes them. "What if" may ask about models that are not loaded; its answers are computed in the engine's process
-too (advice.py), since the screen imports no MLX, and are plain values here.
+A reply is told in the engine's own words: ``ReplyEvent`` carries the events that ``Engine.generate`` yields. Decoding is strict:
+the types written in a class are the schema. A line that is too long, is not JSON, has an unknown kind, an unknown or missing
+field, or a value of the wrong type is a ``WireError``, never a traceback further in. No line holds a raw newline: JSON escapes
+them. The answers to "what if" are computed in the engine's process (advice.py), since the screen imports no MLX.
 """
 
 import json
@@ -15,10 +15,9 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import FinishReason, Live, MemoryPressure, Message, Price, TextKind
-from tokamac.engine.metrics import Metrics, Outlier
+from tokamac.engine.events import Event, Live, LoadProgress, Message, Price
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions, Thinking
-from tokamac.engine.perf.diagnosis import Diagnosis, Waits
+from tokamac.engine.perf.diagnosis import Waits
 
 
 class ShapeError(ValueError):
@@ -63,6 +62,9 @@ def _plain(hint: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(hints: tuple[Any, ...], value: Any, where: str) -> Any:
+    kinds = {_name(hint): hint for hint in hints if is_dataclass(hint)}
+    if len(kinds) > 1:
+        return _tagged(kinds, value, where)
     reasons = []
     for hint in hints:
         try:
@@ -70,6 +72,20 @@ def _one_of(hints: tuple[Any, ...], value: Any, where: str) -> Any:
         except ShapeError as error:
             reasons.append(str(error))
     raise ShapeError(reasons[0])
+
+
+def _tagged(kinds: Mapping[str, Any], value: Any, where: str) -> Any:
+    """Return an instance of one of several classes, which the value names in its field ``type``."""
+    if not isinstance(value, dict):
+        raise ShapeError(f"{where}: not an object")
+    name = value.get("type")
+    if not isinstance(name, str) or name not in kinds:
+        raise ShapeError(f"{where}: unknown type {name!r:.80}")
+    return _instance(kinds[name], {key: item for key, item in value.items() if key != "type"}, where)
+
+
+def _name(kind: Any) -> str:
+    return str(kind.__name__).lower()
 
 
 def _instance(kind: type, value: Any, where: str) -> Any:
@@ -268,10 +284,10 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Generate:
     """Reply to a conversation. It is always whole: the engine's process remembers nothing that matters.
 
-    continues: it ends with a reply that was cut, and the rest of that is wanted. template: what the chat template is told.
+    continues: the conversation ends with a reply that was cut; generate the rest of it. template: what the chat template is told.
     """
 
     id: int
@@ -290,24 +306,26 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Compute in idle time what is certain of a conversation whose last message is still being written. Nothing is replied.
+    """Compute in idle time what is certain of a conversation whose last message is still being written; ``Warmed`` tells the end.
 
-    Any request ends it, and so does another ``Warm``. Where the prompt cache is off nothing is done. template: as for ``Send``.
+    Any request ends it early, and so does another ``Warm``. Where the prompt cache is off nothing is computed. template: as for
+    ``Generate``.
     """
 
+    id: int
     messages: tuple[Message, ...]
     template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
-Asker = Literal["draft", "actions", "title"]
-"""Who wants to know a price: what is being written, what could be done with older messages, or a title that is to be read ahead."""
+Asker = Literal["draft", "actions"]
+"""Who wants to know a price: the draft, or the menu of what could be done with older messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskPrice:
     """Tell what a reply to a conversation would take until its first token: ``Priced`` comes when the engine is free.
 
-    A later question of the same asker replaces one that still waits. continues, template: as for ``Send``.
+    A later question of the same asker replaces one that still waits. continues, template: as for ``Generate``.
     """
 
     asker: Asker
@@ -346,7 +364,7 @@ class Quit:
     """End the process."""
 
 
-Request = Load | Send | Cancel | Warm | AskPrice | AskCount | AskWhatIf | Unload | Quit
+Request = Load | Generate | Cancel | Warm | AskPrice | AskCount | AskWhatIf | Unload | Quit
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,15 +420,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """How far loading has come, in bytes; ``total`` None is not known yet. Of the warm-up nothing is counted."""
-
-    stage: Literal["download", "weights", "warm-up"]
-    done: int
-    total: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
     """The model is ready. ``ceiling_tps`` is that of an empty context."""
 
@@ -426,64 +435,19 @@ class Unloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Prompt tokens of reply ``id`` in the cache; ``cached`` of them were there before."""
+class ReplyEvent:
+    """An event of reply ``id``, as the engine said it; of ``TextChunk`` several in one. Live: what is measured so far."""
 
     id: int
-    done: int
-    total: int
-    cached: int
+    event: Event | Live
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """The conversation did not fit: ``tokens`` of its middle are not seen in reply ``id``."""
+class Warmed:
+    """The warm-up ``id`` has ended. price: what the conversation takes now; None where it was interrupted or can't be sent."""
 
     id: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShortOfMemory:
-    """Memory was short before reply ``id``, and this was done."""
-
-    id: int
-    done: MemoryPressure
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Characters of reply ``id``, batched."""
-
-    id: int
-    text: str
-    kind: TextKind = "answer"
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """The measurements of reply ``id`` so far."""
-
-    id: int
-    live: Live
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Reply ``id`` has ended. Its whole text is repeated, so that what is kept is what the engine said.
-
-    thinking_ended_at: the budget of tokens that ended its thinking; None where none did.
-    """
-
-    id: int
-    reason: FinishReason
-    text: str
-    thinking: str
-    metrics: Metrics
-    memory: MemoryUse = field(default_factory=MemoryUse)
-    outliers: tuple[Outlier, ...] = ()
-    diagnosis: Diagnosis | None = None
-    thinking_ended_at: int | None = None
+    price: Price | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,8 +483,8 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """Something went wrong that the user should know of and that ends nothing; once for each loaded model."""
+class EngineNotice:
+    """Something the user should know that ends nothing; sent once for each loaded model."""
 
     text: str
 
@@ -540,46 +504,10 @@ class Failed:
 
 
 Reply = (
-    Loading | Loaded | Unloaded | LeftOut | ShortOfMemory | Prefill | Text | Stats | Done | Priced | Counted | WhatIf
-    | Notice | Heartbeat | Failed
+    LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | WhatIf | EngineNotice | Heartbeat
+    | Failed
 )  # fmt: skip
 
-
-__all__ = [
-    "LONGEST_LINE",
-    "AskCount",
-    "AskPrice",
-    "AskWhatIf",
-    "Cancel",
-    "Counted",
-    "Done",
-    "Failed",
-    "Heartbeat",
-    "LeftOut",
-    "Load",
-    "Loaded",
-    "Loading",
-    "MemoryUse",
-    "ModelInfo",
-    "Notice",
-    "Prefill",
-    "Priced",
-    "Quit",
-    "Reply",
-    "Request",
-    "Send",
-    "ShortOfMemory",
-    "Stats",
-    "Text",
-    "Unload",
-    "Unloaded",
-    "Warm",
-    "WhatIf",
-    "WireError",
-    "decode_reply",
-    "decode_request",
-    "encode",
-]
 
 LONGEST_LINE = 64 * 2**20  # a conversation that fills a context of a million tokens is about 5 MB
 
@@ -588,13 +516,15 @@ class WireError(TokamacError):
     """A line that is not a message."""
 
 
-_REQUESTS = {kind.__name__.lower(): kind for kind in get_args(Request)}
-_REPLIES = {kind.__name__.lower(): kind for kind in get_args(Reply)}
+_REQUESTS = {_name(kind): kind for kind in get_args(Request)}
+_REPLIES = {_name(kind): kind for kind in get_args(Reply)}
 
 
 def encode(message: Request | Reply) -> bytes:
     """Return ``message`` as one line, newline included."""
-    fields = {"type": type(message).__name__.lower(), **asdict(message)}
+    fields = {"type": _name(type(message)), **asdict(message)}
+    if isinstance(message, ReplyEvent):
+        fields["event"]["type"] = _name(type(message.event))
     # ASCII, so that a reader may cut the line at any byte and lone surrogates survive as escapes.
     return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 

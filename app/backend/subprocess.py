@@ -1,14 +1,7 @@
-"""``tokamac models pull`` and ``remove`` as processes of their own: what they say, one frozen dataclass for each kind of line.
+"""Commands of this program as processes of their own, which the chat starts, hears and interrupts: ``convert`` and ``models``.
 
-A pull that is interrupted, or killed, goes on from there when it is run again.
-
-A command of this program as a process of its own that says lines: started, heard, interrupted.
-
-How a process that did not end well is told of.
-
-What ``tokamac convert --json`` says, a frozen dataclass for each kind of line, decoded strictly. The screen imports no MLX.
-
-A conversion as a process of its own. However it ends, the same command goes on from there.
+With ``--json`` they say a line of JSON for each step; each kind of line is a frozen dataclass here, decoded strictly. However such
+a process ends, interrupted or killed, the same command goes on from there when it is run again.
 """
 
 import asyncio
@@ -16,7 +9,7 @@ import json
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -255,19 +248,20 @@ _CONVERSION_KINDS: dict[object, type[ConversionLine]] = {
 
 
 def decode(line: bytes) -> ConversionLine:
-    """Return what a line of JSON says. Raises LineError."""
+    """Return what a line of ``convert --json`` says. Raises LineError."""
+    return _decoded(_CONVERSION_KINDS, line, "the conversion")
+
+
+def _decoded(kinds: Mapping[object, type[Line]], line: bytes, whose: str) -> Line:
     try:
         value = json.loads(line)
-        if not isinstance(value, dict) or value.get("event") not in _CONVERSION_KINDS:
+        if not isinstance(value, dict) or value.get("event") not in kinds:
             raise ShapeError("unknown kind")
         event = value.pop("event")
-        found: ConversionLine = build(_CONVERSION_KINDS[event], value, str(event))
+        found: Line = build(kinds[event], value, str(event))
     except (ValueError, RecursionError, TypeError) as error:
-        raise LineError(f"a line of the conversion is not understood: {error}") from error
+        raise LineError(f"a line of {whose} is not understood: {error}") from error
     return found
-
-
-__all__ = ["Converter", "Ended", "converter_command"]
 
 
 def converter_command() -> list[str]:
@@ -276,7 +270,7 @@ def converter_command() -> list[str]:
 
 
 class Converter(LineProcess[ConversionLine]):
-    """Runs ``command``. A line that is not understood is handed over as a Refused: what follows it may still be."""
+    """Runs a conversion. A line that is not understood is handed over as a Refused: what follows may still be."""
 
     def __init__(self, command: Sequence[str]) -> None:
         super().__init__(command, _understood)
@@ -348,20 +342,15 @@ def remove_arguments(model: str, *, unfinished: bool) -> list[str]:
 
 
 class Puller(LineProcess[PullLine]):
-    """Runs ``command``. A line that is not understood is handed over as a Refused: what follows it may still be."""
+    """Runs a download or a removal. A line that is not understood is handed over as a PullRefused."""
 
     def __init__(self, command: Sequence[str]) -> None:
         super().__init__(command, understood)
 
 
 def understood(line: bytes) -> PullLine:
-    """Return what a line of JSON says; a Refused where it says nothing."""
+    """Return what a line of ``models --json`` says; a PullRefused where it says nothing."""
     try:
-        value = json.loads(line)
-        if not isinstance(value, dict) or value.get("event") not in _PULL_KINDS:
-            raise ShapeError("unknown kind")
-        event = value.pop("event")
-        found: PullLine = build(_PULL_KINDS[event], value, str(event))
-    except (ValueError, RecursionError, TypeError) as error:
-        return PullRefused(f"a line of the download is not understood: {error}", "")
-    return found
+        return _decoded(_PULL_KINDS, line, "the download")
+    except LineError as error:
+        return PullRefused(error.message, "")

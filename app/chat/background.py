@@ -1,25 +1,11 @@
-"""A title that the model gives a chat, asked for while nobody uses the engine. Pure, like the session.
+"""What is asked of the engine while no reply runs: a draft computed ahead, prices, token counts, a title. Pure, like the session.
 
-    first whole reply ──▶ WANTED ── idle ──▶ Warm, AskPrice ──▶ READING ── Priced ──▶ Send ──▶ WRITING ── Done ──▶ Titled
-                            ▲──── something else is asked of the engine: Cancel ───────────────────┘
+    a pause in a long draft ──▶ AskPrice ──▶ Priced: much to read? ──▶ Warm ──▶ Warmed: ready
+    a message is selected   ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next action ──▶ …
+    the first whole reply   ──▶ WANTED ── idle ──▶ Warm ──▶ READING ── Warmed ──▶ Generate ──▶ WRITING ── Finished ──▶ Titled
+                                  ▲──── something else is asked of the engine: Cancel ────────────┘
 
-What the model is asked is short and read ahead, in steps that any request ends; so a prompt waits for a token at most.
-
-Reading ahead while the user writes: what is asked of the engine, and what it says the next prompt would take.
-
-    a pause in a long draft ──▶ AskPrice ──▶ Priced: much to read? ──▶ Warm, AskPrice ──▶ Priced: ready
-
-The second price waits in the engine until the reading is done, and so tells that it is. Pure, like the session.
-
-What each attachment takes of the model that is loaded, in tokens: asked of the engine's process, and kept. Pure.
-
-Counted is the block that the attachment is in a prompt, its name and fences included.
-
-What could be done with the message that is pointed at, and what each would take. Pure, like the session.
-
-    a message is pointed at, or versions are in view ──▶ AskPrice ──▶ Priced ──▶ AskPrice for the next ──▶ …
-
-One after the other: of these questions, those that wait, the engine's process answers the last alone.
+A reply goes before all of these: any request for one ends what is being computed ahead, within a step.
 """
 
 import re
@@ -28,15 +14,13 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from tokamac.app import units
-from tokamac.app.backend import protocol
-from tokamac.app.backend.client import BackendEvent
-from tokamac.app.backend.protocol import AskCount, AskPrice, Cancel, Counted, ModelInfo, Priced, Send, Warm
+from tokamac.app.backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, ModelInfo, Priced, Warm, Warmed
 from tokamac.app.chat.attachments import whole
 from tokamac.app.chat.conversation import Conversation, Reply, Turn, cut_here, messages
 from tokamac.app.chat.steps import Ask, Step, Titled
 from tokamac.app.sanitise import REPLACEMENT, sanitise
 from tokamac.app.store.values import Attachment
-from tokamac.engine.events import Message, Price
+from tokamac.engine.events import Event, Finished, Live, Message, Price
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 LEAST_CHARACTERS = 200  # some fifty tokens: fewer are read in a moment once they are sent
@@ -48,64 +32,68 @@ def is_ready(price: Price) -> bool:
     return price.tokens <= READY_TOKENS and price.disk_bytes == 0
 
 
-class Ahead:
-    """What is read ahead. ``price`` is that of the draft at its last pause; None while it is not known, or not worth a word.
+class DraftWarmup:
+    """Has the engine compute the draft ahead while the user pauses in it.
 
-    template: what the chat template is told.
+    Attributes:
+        price: what the draft takes, as of its last pause; None while that is unknown, or the draft is short.
+        template: what the chat template is told.
     """
 
     def __init__(self) -> None:
         self.price: Price | None = None
-        self._messages: tuple[Message, ...] = ()  # what the draft would send; empty where there is none to speak of
-        self._id = 0
         self.template = TemplateOptions()
-        self._reading = False  # a Warm was sent, and the price that follows it has not come
+        self._messages: tuple[Message, ...] = ()  # what the draft would send; empty for a short one
+        self._id = 0
+        self._warming = False
 
-    def pause(self, draft: str, messages: Sequence[Message]) -> list[Step]:
+    def draft_paused(self, draft: str, messages: Sequence[Message]) -> list[Step]:
         """Return what to ask when the user pauses in ``draft``, which would send ``messages``."""
-        given = tuple(messages) if len(draft) >= LEAST_CHARACTERS else ()
-        if given == self._messages:
+        wanted = tuple(messages) if len(draft) >= LEAST_CHARACTERS else ()
+        if wanted == self._messages:
             return []
-        self._messages = given
-        if not given:
+        self._messages = wanted
+        if not wanted:
             self.price = None
             return []
-        # A price alone would wait until an older draft is read; another Warm ends that.
-        return self._warm(given) if self._reading else [self._ask(given)]
+        if self._warming:  # a price would wait until the older draft is computed; another warm-up ends that
+            return self._warm(wanted)
+        self._id += 1
+        return [Ask(AskPrice("draft", self._id, wanted, template=self.template))]
 
-    def begin(self, messages: Sequence[Message]) -> list[Step]:
-        """Return what to ask of a model that is new to a conversation; ``messages`` end with an empty draft."""
+    def history_changed(self, messages: Sequence[Message]) -> list[Step]:
+        """Return what to ask for a conversation that is new to the engine; ``messages`` end with an empty draft."""
         return self._warm(tuple(messages)) if len(messages) > 1 else []
 
     def priced(self, event: Priced) -> list[Step]:
         """Take a price; return what to ask next."""
-        if (event.asker, event.id) != ("draft", self._id):
-            return []
-        read, self._reading = self._reading, False
-        if not self._messages:
+        if (event.asker, event.id) != ("draft", self._id) or not self._messages:
             return []
         self.price = event.price
-        if read or event.price is None or is_ready(event.price):
-            return []
-        return self._warm(self._messages)
+        return [] if event.price is None or is_ready(event.price) else self._warm(self._messages)
 
-    def forget(self) -> None:
+    def warmed(self, event: Warmed) -> list[Step]:
+        """Take the end of a warm-up, and what the draft takes now."""
+        if event.id == self._id and self._warming:
+            self._warming = False
+            if self._messages:
+                self.price = event.price
+        return []
+
+    def reset(self) -> None:
         """Be told that the engine was asked for something else, or is another."""
         self.price = None
         self._messages = ()
-        self._reading = False
+        self._warming = False
 
     def _warm(self, messages: tuple[Message, ...]) -> list[Step]:
-        self._reading = True
-        return [Ask(Warm(messages, self.template)), self._ask(messages)]
-
-    def _ask(self, messages: tuple[Message, ...]) -> Ask:
+        self._warming = True
         self._id += 1
-        return Ask(AskPrice("draft", self._id, messages, template=self.template))
+        return [Ask(Warm(self._id, messages, self.template))]
 
 
-class Counts:
-    """Tokens by attachment, of one model; another model's tokens are others."""
+class TokenCounts:
+    """How many tokens each attachment takes of one model, its name and fences included; another model counts anew."""
 
     def __init__(self) -> None:
         self._model: ModelInfo | None = None
@@ -136,13 +124,13 @@ class Counts:
         new = [each for each in attachments if each not in self._known and each not in pending]
         return [self._ask(each) for each in new] if model is not None else []
 
-    def take(self, event: Counted) -> None:
+    def counted(self, event: Counted) -> None:
         """Take an answer."""
         if (attachment := self._asked.pop(event.id, None)) is not None:
             self._known[attachment] = event.tokens
 
-    def forget(self) -> None:
-        """Expect no answer any more: what was not counted is asked again, what could not be counted too."""
+    def reset(self) -> None:
+        """Expect no answer any more: what was not counted, or could not be, is asked again."""
         self._asked.clear()
         self._known = {each: tokens for each, tokens in self._known.items() if tokens is not None}
 
@@ -181,14 +169,17 @@ class _TitleState(Enum):
     WRITING = auto()
 
 
-class Titles:
-    """The title of the conversation that is held, once: a bad one, or none, leaves the chat its first words."""
+class TitleRequest:
+    """Asks the model for the conversation's title, once: a bad one, or none, leaves the chat its first words.
+
+    The request is short and computed ahead, in steps that any request ends; so a prompt waits for a token at most. Its ids are
+    below zero: those above are of the session's replies and of the draft.
+    """
 
     def __init__(self) -> None:
         self._state = _TitleState.NONE
         self._messages: tuple[Message, ...] = ()
-        self._id = 0  # below zero: those above are of replies
-        self._price = 0
+        self._id = 0
 
     @property
     def wanted(self) -> bool:
@@ -196,7 +187,7 @@ class Titles:
         return self._state is _TitleState.WANTED
 
     def opened(self) -> None:
-        """Another conversation is held."""
+        """Another conversation is shown."""
         self._state = _TitleState.NONE
 
     def ended(self, replies: Iterable[Reply]) -> None:
@@ -207,41 +198,42 @@ class Titles:
     def ask(self, turn: Turn) -> list[Step]:
         """Return what to ask for a title of the conversation that begins with ``turn``."""
         self._state, self._messages = _TitleState.READING, question(turn)
-        self._price += 1
-        return [Ask(Warm(self._messages)), Ask(AskPrice("title", self._price, self._messages))]
+        self._id -= 1
+        return [Ask(Warm(self._id, self._messages))]
 
-    def priced(self, event: Priced) -> list[Step]:
-        """Take the price that comes when the question is read; return what asks it."""
-        if (event.asker, event.id) != ("title", self._price) or self._state is not _TitleState.READING:
+    def warmed(self, event: Warmed) -> list[Step]:
+        """Take the end of the warm-up; return what asks for the title."""
+        if event.id != self._id or self._state is not _TitleState.READING:
             return []
-        if event.price is None or not is_ready(event.price):  # not read ahead: a prompt might have to wait for it
+        if event.price is None or not is_ready(event.price):  # not computed ahead: a prompt might have to wait for it
             self._state = _TitleState.NONE
             return []
         self._state = _TitleState.WRITING
         self._id -= 1
-        return [Ask(Send(self._id, (*self._messages, Message("assistant", BEGUN)), GREEDY, continues=True))]
+        return [Ask(Generate(self._id, (*self._messages, Message("assistant", BEGUN)), GREEDY, continues=True))]
 
-    def take(self, event: BackendEvent) -> list[Step]:
-        """Take an event of a reply that is not the chat's; return the title, if it brings one."""
-        if self._state is not _TitleState.WRITING:
+    def on_reply(self, id: int, event: Event | Live) -> list[Step]:
+        """Take an event of a reply that is not the session's; return the title, if it brings one."""
+        if id != self._id or self._state is not _TitleState.WRITING or not isinstance(event, Finished):
             return []
-        match event:
-            case protocol.Done(id, reason, text) if id == self._id:
-                self._state = _TitleState.NONE
-                title = title_of(text, whole=reason == "stop")
-                return [Titled(title)] if title else []
-            case protocol.Failed(id) if id == self._id:
-                self._state = _TitleState.NONE
+        self._state = _TitleState.NONE
+        title = title_of(event.text, whole=event.reason == "stop")
+        return [Titled(title)] if title else []
+
+    def failed(self, id: int) -> list[Step]:
+        """Take the failure of a reply that is not the session's."""
+        if id == self._id and self._state is _TitleState.WRITING:
+            self._state = _TitleState.NONE
         return []
 
     def stop(self) -> list[Step]:
-        """Make way for what the user wants; it is asked again when nobody uses the chat."""
+        """Make way for what the user wants; the title is asked for again when nobody uses the chat."""
         was = self._state
         if was in (_TitleState.READING, _TitleState.WRITING):
             self._state = _TitleState.WANTED
         return [Ask(Cancel(self._id))] if was is _TitleState.WRITING else []
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Be told that the engine is another. What was asked of the last one may have ended it, and is not asked again."""
         if self._state in (_TitleState.READING, _TitleState.WRITING):
             self._state = _TitleState.NONE
@@ -304,8 +296,8 @@ class KnownPrice:
     price: Price
 
 
-class Prices:
-    """Prices of actions on one message, or of paths.
+class ActionPrices:
+    """Prices of what could be done with the selected message, or of paths, asked for one after another.
 
     known: those that came, in the order they were asked for. unpriced: what was answered, but has no price. waiting: what is not
     answered yet. template: what the chat template is told.
@@ -320,7 +312,7 @@ class Prices:
 
     def ask(self, asked: Sequence[PriceQuestion]) -> list[Step]:
         """Return what to ask in place of what was asked before, which is forgotten with its prices."""
-        self.forget()
+        self.reset()
         self.waiting = tuple(asked)
         return self._next()
 
@@ -336,8 +328,8 @@ class Prices:
             self.known = (*self.known, KnownPrice(question, event.price))
         return self._next()
 
-    def forget(self) -> None:
-        """Nothing is pointed at any more, or another engine is asked."""
+    def reset(self) -> None:
+        """No message is selected any more, or another engine is asked."""
         self.known = ()
         self.unpriced = self.waiting = ()
 
@@ -349,24 +341,28 @@ class Prices:
         return [Ask(AskPrice("actions", self._id, first.messages, first.continues, self.template))]
 
 
-def questions(talk: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
+def questions(conversation: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
     """Return what could be done with the message ``key``: make its reply again, go on with it, write its prompt anew, leave it
     for a copy of what leads to it, or for other versions."""
-    if key not in talk.tree.nodes:
+    if key not in conversation.tree.nodes:
         return []
-    return [*_answers(talk, system, key, info), _fork(talk, system, key), *_versions(talk, system, key)]
+    return [
+        *_answers(conversation, system, key, info),
+        _fork(conversation, system, key),
+        *_versions(conversation, system, key),
+    ]
 
 
-def _answers(talk: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
-    if (prompt := talk.prompt_of(key)) is None:
+def _answers(conversation: Conversation, system: str, key: int, info: ModelInfo | None) -> list[PriceQuestion]:
+    if (prompt := conversation.prompt_of(key)) is None:
         return []
-    asked = messages(system, talk.tree.turns_to(talk.end_of_prompt(prompt.key)))
-    *before, written = messages(system, talk.tree.turns_to(prompt.key))
+    asked = messages(system, conversation.tree.turns_to(conversation.end_of_prompt(prompt.key)))
+    *before, written = messages(system, conversation.tree.turns_to(prompt.key))
     edit = PriceQuestion("edit", (*before, replace(written, content=OTHER + written.content)), most=True)
-    return [PriceQuestion("again", asked), *_going_on(talk.begun(key), asked, info), edit]
+    return [PriceQuestion("again", asked), *_continuing(conversation.partial_reply(key), asked, info), edit]
 
 
-def _going_on(said: Reply | None, asked: tuple[Message, ...], info: ModelInfo | None) -> list[PriceQuestion]:
+def _continuing(said: Reply | None, asked: tuple[Message, ...], info: ModelInfo | None) -> list[PriceQuestion]:
     """Return the question of going on with what was ``said``; None: there is nothing yet, and ``asked`` is answered."""
     if said is None:
         return [PriceQuestion("continue", asked)]
@@ -376,23 +372,23 @@ def _going_on(said: Reply | None, asked: tuple[Message, ...], info: ModelInfo | 
     return [PriceQuestion("continue", (*asked, Message("assistant", begun.text, begun.thinking)), continues=True)]
 
 
-def _fork(talk: Conversation, system: str, key: int) -> PriceQuestion:
-    return PriceQuestion("fork", _gone_on(talk, system, key), key=key)
+def _fork(conversation: Conversation, system: str, key: int) -> PriceQuestion:
+    return PriceQuestion("fork", _next_prompt(conversation, system, key), key=key)
 
 
-def _versions(talk: Conversation, system: str, key: int) -> list[PriceQuestion]:
-    older, newer = (talk.tree.beside(key, by) for by in (-1, 1))
+def _versions(conversation: Conversation, system: str, key: int) -> list[PriceQuestion]:
+    older, newer = (conversation.tree.beside(key, by) for by in (-1, 1))
     named = {"older": older, "newer": newer} if older != newer else {"other": newer}
-    return [path(talk, system, at, name) for name, at in named.items() if at is not None]
+    return [path(conversation, system, at, name) for name, at in named.items() if at is not None]
 
 
-def path(talk: Conversation, system: str, key: int, name: str = PATH) -> PriceQuestion:
+def path(conversation: Conversation, system: str, key: int, name: str = PATH) -> PriceQuestion:
     """Return the question what the next prompt would find to be read, once the path through ``key`` is the one that is read."""
-    return PriceQuestion(name, _gone_on(talk, system, talk.tree.end_of(key)), key=key)
+    return PriceQuestion(name, _next_prompt(conversation, system, conversation.tree.end_of(key)), key=key)
 
 
-def _gone_on(talk: Conversation, system: str, end: int) -> tuple[Message, ...]:
-    return messages(system, [*talk.tree.turns_to(end), Turn("")])
+def _next_prompt(conversation: Conversation, system: str, end: int) -> tuple[Message, ...]:
+    return messages(system, [*conversation.tree.turns_to(end), Turn("")])
 
 
 def of_path(price: Price) -> str:

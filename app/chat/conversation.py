@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokamac.app.backend import protocol
 from tokamac.app.chat.attachments import Draft, whole
 from tokamac.app.store.values import Attachment
-from tokamac.engine.events import Message, TextKind
+from tokamac.engine.events import Finished, Message, TextKind
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.perf.diagnosis import Diagnosis
 from tokamac.engine.text.continuation import whole_characters
@@ -286,7 +285,7 @@ class Conversation:
 
     def __init__(self, tree: Tree | None = None) -> None:
         self.tree = Tree() if tree is None else tree
-        self._growing = ReplyBuilder()
+        self._builder = ReplyBuilder()
         self._reply: int | None = None
 
     @property
@@ -295,9 +294,9 @@ class Conversation:
         return self.tree.turns()
 
     @property
-    def said(self) -> Reply:
+    def partial(self) -> Reply:
         """The running reply as far as it came."""
-        return self._growing.so_far()
+        return self._builder.so_far()
 
     def ask(self, draft: Draft, parent: int | None) -> Turn:
         """Add a prompt after the message ``parent`` (None: at the beginning), and room for its reply."""
@@ -305,31 +304,31 @@ class Conversation:
 
     def answer(self, prompt: int, begun: Reply | None = None) -> Turn:
         """Make room for a reply to ``prompt``, the first or another one; ``begun``: what it goes on from."""
-        self._growing = ReplyBuilder(begun)
+        self._builder = ReplyBuilder(begun)
         self._reply = self.tree.answer(self.end_of_prompt(prompt)).key
         return self.turns[-1]
 
     def grow(self, text: str, kind: TextKind, now: float) -> None:
         """Add to the running reply."""
-        self._growing.add(text, kind, now)
+        self._builder.add(text, kind, now)
 
     def end(
-        self, ending: Ending, now: float, model: str, done: protocol.Done | None = None, *, reason: str = ""
+        self, ending: Ending, now: float, model: str, finished: Finished | None = None, *, reason: str = ""
     ) -> Reply:
-        """Close the running reply of ``model`` with what was said so far, or what ``done`` says was said.
+        """Close the running reply of ``model`` with what was said so far, or what ``finished`` says it is.
 
         reason: why it failed; "" where it did not.
         """
-        reply = replace(self._growing.end(ending, now), model=model, reason=reason)
-        if done is not None:
+        reply = replace(self._builder.end(ending, now), model=model, reason=reason)
+        if finished is not None:
             reply = replace(
                 reply,
-                text=done.text,
-                thinking=done.thinking,
-                metrics=done.metrics,
-                outliers=done.outliers,
-                diagnosis=done.diagnosis,
-                thinking_ended_at=done.thinking_ended_at,
+                text=finished.text,
+                thinking=finished.thinking,
+                metrics=finished.metrics,
+                outliers=finished.outliers,
+                diagnosis=finished.diagnosis,
+                thinking_ended_at=finished.thinking_ended_at,
             )
         assert self._reply is not None
         self.tree.end(self._reply, reply)
@@ -369,7 +368,7 @@ class Conversation:
             key = self.tree.nodes[key].parent
         return None if key is None else self.tree.nodes[key]
 
-    def begun(self, key: int) -> Reply | None:
+    def partial_reply(self, key: int) -> Reply | None:
         """Return the reply ``key`` of the path, or the one to the prompt ``key``; None where that prompt is unanswered.
 
         It is, too, where its reply was stopped, lost or failed before it said a whole character.

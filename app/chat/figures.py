@@ -18,21 +18,21 @@ from tokamac.engine.metrics import RECENT_GAPS, Metrics, Outlier
 
 def decode_now(session: Session) -> float | None:
     """Return the decode rate over the last few gaps, while a reply is written."""
-    if session.live is None or session.phase not in (EnginePhase.DECODING, EnginePhase.STOPPING):
+    if session.live is None or session.engine.phase not in (EnginePhase.DECODING, EnginePhase.STOPPING):
         return None
     return rates.recent_rate(session.live.gaps_ms)
 
 
 def achieved_gbs(session: Session) -> float | None:
     """Return the bandwidth that decoding amounts to: of the last few gaps while a reply is written, else of the whole reply."""
-    if session.live is not None and session.phase in (EnginePhase.DECODING, EnginePhase.STOPPING):
+    if session.live is not None and session.engine.phase in (EnginePhase.DECODING, EnginePhase.STOPPING):
         return session.live.achieved_gbs
     return session.metrics.achieved_gbs if session.metrics is not None else None
 
 
 def context_used(session: Session) -> int | None:
     """Return the tokens that the conversation takes, as far as known."""
-    if session.live is not None and session.replying:
+    if session.live is not None and session.engine.replying:
         return session.live.context_tokens
     if session.metrics is not None:
         return session.metrics.prompt_tokens + session.metrics.generated_tokens
@@ -94,13 +94,13 @@ def context_of(session: Session) -> Context | None:
 
 def peak_bytes(session: Session) -> int | None:
     """Return the most memory that was in use: during the reply, else since the model was loaded, else what is in use now."""
-    memory, metrics = session.memory, session.metrics
+    memory, metrics = session.engine.memory, session.metrics
     return (metrics.peak_memory_bytes if metrics is not None else None) or memory.peak_bytes or memory.active_bytes
 
 
 def capacity_of(session: Session) -> int | None:
     """Return the tokens that the context holds at once."""
-    return session.info.capacity if session.info is not None else None
+    return session.engine.info.capacity if session.engine.info is not None else None
 
 
 def share_of_ceiling(metrics: Metrics) -> float | None:
@@ -128,7 +128,7 @@ def prefill_eta_s(session: Session, now: float) -> float | None:
     prefill = session.prefill
     if prefill is None:
         return None
-    speed = rates.rate(prefill.done - prefill.cached, now - session.phase_since)
+    speed = rates.rate(prefill.done - prefill.cached, now - session.engine.phase_since)
     return None if speed is None else (prefill.total - prefill.done) / speed
 
 
@@ -176,12 +176,12 @@ def bandwidth(session: Session) -> tuple[Input, ...]:
     """Return the memory's bandwidth, and who says so."""
     known = terms(session, "bandwidth")
     source = "the table of chips, or measured on this machine"
-    return known or (Input("bandwidth", units.bandwidth(session.bandwidth_gbs), source),)
+    return known or (Input("bandwidth", units.bandwidth(session.engine.bandwidth_gbs), source),)
 
 
 def step(session: Session) -> tuple[Input, ...]:
     """Return what a step reads: of the last step while a reply is written, else of the one in its middle."""
-    if session.live is not None and session.replying:
+    if session.live is not None and session.engine.replying:
         return (
             Input("bytes a step", units.size(session.live.bytes_per_step), "weights, keys and values: the last step's"),
         )
@@ -198,7 +198,7 @@ def ceiling(session: Session) -> Explained:
     """How near decode came to what the bandwidth allows."""
     m = session.metrics
     reached = None if m is None else share_of_ceiling(m)
-    ceiling = session.ceiling_tps if m is None else m.ceiling_tps
+    ceiling = session.engine.ceiling_tps if m is None else m.ceiling_tps
     return Explained(
         "share of the ceiling",
         units.percent(reached),
@@ -257,7 +257,7 @@ def achieved(session: Session) -> Explained:
 def diagnosis(session: Session) -> Explained:
     """What the reply waited for."""
     m, diagnosis = session.metrics, session.diagnosis
-    done = m is not None and not session.replying
+    done = m is not None and not session.engine.replying
     parts = () if diagnosis is None else diagnosis.parts
     return Explained(
         "diagnosis",
@@ -269,13 +269,13 @@ def diagnosis(session: Session) -> Explained:
         ),
         "computed from the reply's metrics and what this machine allows",
         f"Why the reply took as long as it did; {session.keymap.key('explain')} shows all of it, and what would help.",
-        "" if done else "a reply is being made" if session.replying else NO_REPLY,
+        "" if done else "a reply is being made" if session.engine.replying else NO_REPLY,
     )
 
 
 def model(session: Session) -> Explained:
     """What the model weighs."""
-    info = session.info
+    info = session.engine.info
     bits = None if info is None else info.bits_per_weight
     return Explained(
         "weights",
@@ -284,7 +284,7 @@ def model(session: Session) -> Explained:
         (
             Input("parameters", units.short(None if info is None else info.parameters), "counted in the model's files"),
             Input("bits per weight", units.UNKNOWN if bits is None else f"{bits:.2f}", "stored bits ÷ weights"),
-            Input("model", sanitise_line(session.load.model if info is None else info.name), "what you chose"),
+            Input("model", sanitise_line(session.engine.load.model if info is None else info.name), "what you chose"),
         ),
         "counted from the tensors that are loaded",
         "What the model takes in memory before a word is read, and nearly all of it is read for each token that is written.",
@@ -321,7 +321,7 @@ def out_of_sight(session: Session) -> Explained:
     """What it no longer sees."""
     context = context_of(session)
     gone = None if context is None else context.out_of_sight
-    rolls = session.info is not None and session.info.rolls
+    rolls = session.engine.info is not None and session.engine.info.rolls
     return Explained(
         "out of sight",
         units.UNKNOWN if gone is None else f"{units.count(gone)} tokens",
@@ -346,7 +346,7 @@ def out_of_sight(session: Session) -> Explained:
 
 def kv(session: Session) -> Explained:
     """What the context takes."""
-    m, kv = session.metrics, session.load.kv
+    m, kv = session.metrics, session.engine.load.kv
     bits = "the model's own type" if not kv.quantized else f"{kv.key_bits} and {kv.value_bits} bits"
     return Explained(
         "KV cache",
@@ -363,14 +363,18 @@ def kv(session: Session) -> Explained:
 
 def peak(session: Session) -> Explained:
     """The most that was in use."""
-    memory, m = session.memory, session.metrics
+    memory, m = session.engine.memory, session.metrics
     peak = peak_bytes(session)
     return Explained(
         "peak memory",
         units.size(peak),
         "the most that was in use at once during the reply",
         (
-            Input("weights", units.size(None if session.info is None else session.info.weight_bytes), "counted"),
+            Input(
+                "weights",
+                units.size(None if session.engine.info is None else session.engine.info.weight_bytes),
+                "counted",
+            ),
             Input("KV cache", units.size(None if m is None else m.kv_bytes), "counted"),
             Input("in use now", units.size(memory.active_bytes), "MLX's allocator"),
             Input("limit", units.size(memory.budget_bytes), memory.budget_source or units.UNKNOWN),
@@ -384,7 +388,7 @@ def peak(session: Session) -> Explained:
 
 def predicted(session: Session) -> Explained:
     """What was expected of that."""
-    predicted = session.memory.predicted_peak_bytes
+    predicted = session.engine.memory.predicted_peak_bytes
     return Explained(
         "expected peak",
         units.size(predicted),
@@ -459,7 +463,7 @@ def now(session: Session) -> Explained:
         ),
         MEASURED,
         "How fast the reply is being written at this moment; the mean is of all of it.",
-        "" if now is not None or session.replying else "nothing is being written",
+        "" if now is not None or session.engine.replying else "nothing is being written",
     )
 
 
@@ -552,7 +556,7 @@ def explain(figure: Figure, session: Session) -> Explained:
     found = _EXPLAIN[figure](session)
     if found.value != units.UNKNOWN or found.why:
         return found
-    why = NO_REPLY if session.metrics is None and not session.replying else NOT_YET
+    why = NO_REPLY if session.metrics is None and not session.engine.replying else NOT_YET
     return replace(found, why=why)
 
 

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from tokamac.app.backend import protocol
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
-from tokamac.app.backend.protocol import Load, Request, Send
+from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
 from tokamac.app.backend.subprocess import (
     ConversionLine,
     ConvertedLine,
@@ -50,7 +49,7 @@ from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
 from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size
 from tokamac.app.verdict import closeness
 from tokamac.engine import metrics as rates
-from tokamac.engine.events import Message
+from tokamac.engine.events import Finished, Message, TextChunk
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import Sampling
@@ -531,14 +530,14 @@ class Guidance:
     def on_event(self, event: BackendEvent) -> list[Request]:
         """Take what the process said; return what to ask it then."""
         match event:
-            case protocol.Loaded():
+            case Loaded():
                 self.loaded = True
                 return self._send() if self.answering else []
-            case protocol.Text(id, text) if id == self._id and self.answering:
+            case ReplyEvent(id, TextChunk(text)) if id == self._id and self.answering:
                 self.said[-1].add(text)
-            case protocol.Done(id, _, text) if id == self._id and self.answering:
+            case ReplyEvent(id, Finished(_, text)) if id == self._id and self.answering:
                 self.said[-1].answer, self.said[-1].over = sanitise(text), True
-            case protocol.Failed(_, error, hint):
+            case Failed(_, error, hint):
                 self._end(sanitise(" ".join(f"{error}. {hint}".split())))
             case Died(why, _):
                 self.loaded = False
@@ -560,4 +559,4 @@ class Guidance:
         messages: list[Message] = []
         for each in self.said[:-1]:
             messages += [Message("user", each.question), Message("assistant", each.answer)] if each.answer else []
-        return [Send(self._id, (*messages, Message("user", self.said[-1].question)), LONGEST)]
+        return [Generate(self._id, (*messages, Message("user", self.said[-1].question)), LONGEST)]

@@ -306,12 +306,14 @@ class Recording:
 
     def begun(self, turn: Turn) -> None:
         """A prompt was sent."""
-        session, said = self._session, self._session.talk.said  # what a reply that is continued begins with
-        model = session.load.model
-        settings = {"sampling": asdict(session.sampling), "kv": asdict(session.load.kv), **_adapter(session)}
+        session, said = self._session, self._session.conversation.partial  # what a reply that is continued begins with
+        model = session.engine.load.model
+        settings = {"sampling": asdict(session.sampling), "kv": asdict(session.engine.load.kv), **_adapter(session)}
         if session.template != NOTHING_TOLD:
             settings["template"] = asdict(session.template)
-        self._ledger.ask(session.talk.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking))
+        self._ledger.ask(
+            session.conversation.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking)
+        )
         self._owed.pop("head", None)
         self._owed["model"] = lambda chat: self._keep_model(chat, model)
         self._save(AGAIN)
@@ -322,7 +324,7 @@ class Recording:
         reply = self._ledger.growing
         if reply is not None and not self.unsaved and self._clock() - self._written_at >= CHECKPOINT_S:
             self._written_at = self._clock()
-            said = self._session.talk.said
+            said = self._session.conversation.partial
             try:
                 self.store.checkpoint(reply, said.text, said.thinking)
             except StoreError as error:
@@ -336,7 +338,7 @@ class Recording:
 
     def moved(self) -> None:
         """Another path of the conversation is read."""
-        head = self._session.talk.tree.head
+        head = self._session.conversation.tree.head
         if head is not None and self._ledger.stored(head) is not None:
             self._owe("head", lambda chat: self._keep_head(chat, head))
 
@@ -380,7 +382,7 @@ class Recording:
         """
         if chat != self.chat:
             return False
-        return self.unsaved or self._session.replying or bool(self._session.queued) or self._ledger.is_current()
+        return self.unsaved or self._session.engine.replying or bool(self._session.queued) or self._ledger.is_current()
 
     def own(self, chat: str) -> ChatOverrides:
         """Return what ``chat`` has of its own. Raises StoreError."""
@@ -419,7 +421,7 @@ class Recording:
 
     def entitle(self) -> list[Step]:
         """Return what to ask for a title by the model, if the chat is to have one now. To be called now and then."""
-        return self._session.entitle() if self._session.titles.wanted and self.may_be_entitled() else []
+        return self._session.request_title() if self._session.titles.wanted and self.may_be_entitled() else []
 
     def may_be_entitled(self) -> bool:
         """Whether the chat is kept, has but its first words for a title, and the settings allow another."""
@@ -442,7 +444,7 @@ class Recording:
             self._owed["draft"] = lambda chat: self._keep_draft(chat, draft)
         running = self._ledger.running
         if running:
-            self._ledger.end(replace(self._session.talk.said, ending="cancelled"))
+            self._ledger.end(replace(self._session.conversation.partial, ending="cancelled"))
         if running or self.unsaved or self._owed:
             self._save(LOST)
         try:
@@ -485,7 +487,7 @@ class Recording:
     def _new_chat(self) -> str:
         own = as_settings(self._memory.own)
         settings = {key: value for key, value in own.items() if value is not None}
-        made = self.store.new_chat(model=self._session.load.model, settings=settings).id
+        made = self.store.new_chat(model=self._session.engine.load.model, settings=settings).id
         self._memory.system_drafts.begun(made)
         return made
 
@@ -512,10 +514,10 @@ class Recording:
 
 def _adapter(session: Session) -> dict[str, Any]:
     """Return what is added to the model, as it is stored; nothing where nothing is."""
-    if session.load.adapter is None:
+    if session.engine.load.adapter is None:
         return {}
-    digest = None if session.info is None else session.info.adapter_digest
-    return {"adapter": {"name": session.load.adapter, "digest": digest}}
+    digest = None if session.engine.info is None else session.engine.info.adapter_digest
+    return {"adapter": {"name": session.engine.load.adapter, "digest": digest}}
 
 
 LOOK_S = 10.0
@@ -526,7 +528,7 @@ QUIET_S = 5.0
 
 def is_time(session: Session) -> bool:
     """Whether neither the user nor the engine has done anything for a while."""
-    return not session.busy and session.idle.quiet_s(session.phase_since) >= QUIET_S
+    return not session.engine.busy and session.idle.quiet_s(session.engine.phase_since) >= QUIET_S
 
 
 def purge(file: Path) -> str:

@@ -1,42 +1,47 @@
-"""The chat as a state machine. Pure: events and wishes in, steps out; no screen, no process, no clock of its own.
+"""The chat as a state machine. Pure: events and the user's wishes in, steps out; no screen, no process, no clock of its own.
 
     FAILED ◀─────────── LOADING ──▶ IDLE ──▶ PREFILL ──▶ DECODING ──▶ IDLE
        └── next send ──▶   ▲                    └──── STOPPING ────────▲
                            ├── the engine died (once by itself, then on the next send)
                            └── the user writes again ── UNLOADED ◀── nobody used it for a while ── IDLE
 
-Every event of a reply carries its id; events of a reply that is over are late, and ignored.
-
-A reply that failed: why, in sentences, and the prompts that go back to the box for it. Pure.
-
-When a model that nobody uses gives its memory back: after so many minutes without a wish of the user.
-
-A model keeps its weights wired while it is loaded, so that other programs can't have that memory: of a large one that is forgotten
-in a window, half of the machine's. Where the user said nothing, such a one is unloaded after a while; it loads again when the user
-writes.
-
-The engine's process as the session knows it: started, loading, loaded, unloaded, dead. Pure; ``session`` says what it ends.
-
-What the session asks of the engine beside replies: drafts read ahead, counts, prices, a title. Pure; a reply goes before all.
-
-Whether an engine that was asked to stop still hears. Pure.
-
-A stop acts within a token while a reply is written, and after the piece that is being read while a prompt is. A piece of a large
-model on a slow machine takes seconds, and an engine that is started again has to load, and to read everything again: so one whose
-pulse beats is given several times as long as its pieces took.
+Every event of a reply carries the reply's id; events of a reply that is over are late, and ignored.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tokamac.app.backend import protocol
 from tokamac.app.backend.client import BackendEvent, Died, Garbled
-from tokamac.app.backend.protocol import Cancel, Load, MemoryUse, ModelInfo, Priced, Send
+from tokamac.app.backend.protocol import (
+    Cancel,
+    Counted,
+    EngineNotice,
+    Failed,
+    Generate,
+    Heartbeat,
+    Load,
+    Loaded,
+    MemoryUse,
+    ModelInfo,
+    Priced,
+    ReplyEvent,
+    Unloaded,
+    Warmed,
+    WhatIf,
+)
 from tokamac.app.chat import preferences
 from tokamac.app.chat.actions import Keymap
 from tokamac.app.chat.attachments import Draft, joined
-from tokamac.app.chat.background import IDLE_S, Ahead, Counts, Prices, Titles, path, questions, why_whole
+from tokamac.app.chat.background import (
+    IDLE_S,
+    ActionPrices,
+    DraftWarmup,
+    TitleRequest,
+    TokenCounts,
+    path,
+    questions,
+    why_whole,
+)
 from tokamac.app.chat.conversation import Conversation, Ending, MessageNode, Reply, Tree, Turn, cut_here
 from tokamac.app.chat.steps import (
     Ask,
@@ -56,45 +61,61 @@ from tokamac.app.sanitise import sanitise_line
 from tokamac.app.settings import CHAT_KV
 from tokamac.app.store.values import Attachment
 from tokamac.app.verdict import squeezed_sentence
-from tokamac.engine.events import Live, Message
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    Live,
+    LoadProgress,
+    MemoryPressure,
+    Message,
+    PrefillProgress,
+    TextChunk,
+    Truncated,
+)
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf.diagnosis import Diagnosis
 
-LONGEST = 600
-"""Characters of a reason: it is kept, and what a model's own code says may have no end."""
+LONGEST_REASON = 600
+"""Characters: a reason is stored, and what a model's own code says may have no end."""
+NO_PROMPT = "There is no prompt to answer again."
 
 
 def reason(error: str, hint: str) -> str:
     """Return what failed and what to do as sentences on one line. Both may be foreign text: made safe to show."""
-    said = " ".join(part for part in (f"{sanitise_line(error).rstrip('. ')}.", sanitise_line(hint)) if part)
-    said = said[:1].upper() + said[1:]
-    return said if len(said) <= LONGEST else f"{said[: LONGEST - 1]}…"
+    text = " ".join(part for part in (f"{sanitise_line(error).rstrip('. ')}.", sanitise_line(hint)) if part)
+    text = text[:1].upper() + text[1:]
+    return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 1]}…"
 
 
-def unanswered(sent: Draft | None, said: Reply) -> list[Draft]:
-    """Return the prompt that is the user's again: the one that was ``sent`` from the box, if nothing was ``said`` to it."""
-    return [] if sent is None or said.text or said.thinking else [sent]
+def unanswered(sent: Draft | None, partial: Reply) -> list[Draft]:
+    """Return the prompt that goes back to the user: the one ``sent`` from the input box, if its reply said nothing."""
+    return [] if sent is None or partial.text or partial.thinking else [sent]
 
 
 def returned(drafts: Sequence[Draft]) -> list[Step]:
-    """Return what gives ``drafts`` back as one, in their order; nothing where there are none."""
+    """Return the step that puts ``drafts``, joined in their order, back into the input box; nothing where there are none."""
     back = joined(drafts)
     return [DraftReturned(back.text, back.attachments)] if drafts else []
 
 
-HEAVY_SHARE = 1 / 3
-"""Of the memory there is: a model that takes more is not kept for ever where nobody uses it."""
-HEAVY_MIN = 30
-"""Minutes that it is kept."""
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 class Idle:
-    """Knows when the user was last seen.
+    """Decides when a model that nobody uses gives its memory back.
 
-    after_min: minutes without a wish until the model is unloaded; 0 is never; None: after ``HEAVY_MIN`` a heavy one.
+    A loaded model keeps its weights wired, so other programs can't have that memory. Where the user set nothing, a model that
+    takes a large share of the machine is unloaded after a while; it loads again when the user writes.
+
+    Attributes:
+        after_min: minutes without a sign of the user until the model is unloaded; 0 is never; None: ``HEAVY_MIN`` for a heavy one.
     """
+
+    HEAVY_SHARE = 1 / 3
+    HEAVY_MIN = 30
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.after_min: int | None = None
@@ -102,19 +123,20 @@ class Idle:
         self._clock = clock
         self._seen_s = clock()
 
-    def weigh(self, held: int | None, there_is: int | None) -> None:
-        """Be told what the model holds of the memory there is, in bytes; None is unknown, and not heavy."""
-        self._heavy = held is not None and there_is is not None and held > HEAVY_SHARE * there_is
+    def weigh(self, model_bytes: int | None, total_bytes: int | None) -> None:
+        """Note how much of the machine's memory the model takes; None is unknown, and not heavy."""
+        known = model_bytes is not None and total_bytes is not None
+        self._heavy = known and model_bytes > self.HEAVY_SHARE * total_bytes  # type: ignore[operator]
 
     @property
     def minutes(self) -> int:
-        """Minutes that hold for the model that is loaded; 0 is never."""
+        """Minutes that hold for the loaded model; 0 is never."""
         if self.after_min is not None:
             return self.after_min
-        return HEAVY_MIN if self._heavy else 0
+        return self.HEAVY_MIN if self._heavy else 0
 
     def seen(self) -> None:
-        """The user wants something, or writes."""
+        """Note that the user wants something, or writes."""
         self._seen_s = self._clock()
 
     def due(self, since_s: float) -> bool:
@@ -122,349 +144,26 @@ class Idle:
         return self.minutes > 0 and self.quiet_s(since_s) >= 60 * self.minutes
 
     def quiet_s(self, since_s: float) -> float:
-        """Return how long neither the user wanted anything nor the engine had anything to do, which it had until ``since_s``."""
+        """Return for how long neither the user wanted anything nor the engine, idle since ``since_s``, had anything to do."""
         return self._clock() - max(since_s, self._seen_s)
 
 
-class EngineConnection(ABC):
-    """One process after another, and the model that is loaded in it. problem: why there is none; empty while all is well.
+class CancelWatchdog:
+    """Decides whether an engine that was asked to stop still hears.
 
-    keymap: the keys that hold, for what is said to name them. attended: whether somebody is there to send another prompt.
+    A stop takes effect within a token while a reply is written, and after the chunk in hand while a prompt is read. A chunk of a
+    large model on a slow machine takes seconds, and restarting the engine means loading and reading everything again: so an
+    engine whose heart beats is given several times as long as its chunks took.
     """
 
-    def __init__(self, load: Load, clock: Callable[[], float]) -> None:
-        self.load = load
-        self.phase = EnginePhase.FAILED
-        self.phase_since = clock()
-        self.problem = ""
-        self.info: ModelInfo | None = None
-        self.loading: protocol.Loading | None = None
-        self.memory = MemoryUse()
-        self.ceiling_tps: float | None = None
-        self.bandwidth_gbs: float | None = None
-        self.idle = Idle(clock)
-        self.keymap = Keymap()
-        self.attended = True
-        self._clock = clock
-        self._alive = False
-        self._deaths = 0
-        self._working: Load | None = None
-        self._notices: set[str] = set()
-
-    @property
-    def replying(self) -> bool:
-        """Whether a reply runs."""
-        return self.phase in (EnginePhase.PREFILL, EnginePhase.DECODING, EnginePhase.STOPPING)
-
-    @property
-    def busy(self) -> bool:
-        """Whether the engine's process is at work, so that it must be heard from."""
-        return self.replying or self.phase is EnginePhase.LOADING
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """Expect no answer any more from the process that was."""
-
-    @abstractmethod
-    def _ready(self) -> list[Step]:
-        """Return what to do now that the model is loaded."""
-
-    @abstractmethod
-    def _abandon(self) -> list[Step]:
-        """Return what ends with the model, in place of which another is wanted."""
-
-    @abstractmethod
-    def _lost(self) -> list[Step]:
-        """Return what ends with the process, which died."""
-
-    @abstractmethod
-    def _return_queued(self) -> list[Step]:
-        """Return what becomes of what waits for a model that will not come."""
-
-    def _enter(self, phase: EnginePhase) -> None:
-        if phase is not self.phase:
-            self.phase = phase
-            self.phase_since = self._clock()
-
-    def start(self) -> list[Step]:
-        """Load the model, starting the process if need be."""
-        steps: list[Step] = []
-        if not self._alive or self.phase is EnginePhase.LOADING:
-            steps.append(StartEngine())
-        self._alive = True
-        self.loading = self.info = None
-        self.problem = ""
-        self._forget()
-        self._enter(EnginePhase.LOADING)
-        return [*steps, Ask(self.load)]
-
-    def choose(self, load: Load) -> list[Step]:
-        """Load another model, or the same with other KV settings. The conversation goes on."""
-        steps = self._abandon()
-        self.load = load
-        self._deaths = 0
-        return [*steps, *self.start()]
-
-    def rest(self) -> list[Step]:
-        """Give the model's memory back if nobody has used it for as long as the user set. To be called now and then."""
-        due = self.phase is EnginePhase.IDLE and self.idle.due(self.phase_since)
-        return self._give_back() if due else []
-
-    def unload(self) -> list[Step]:
-        """Give the model's memory back now, as ``rest`` does."""
-        match self.phase:
-            case EnginePhase.IDLE:
-                return self._give_back()
-            case EnginePhase.LOADING:
-                return self._stop_loading()
-            case EnginePhase.UNLOADED | EnginePhase.FAILED:
-                return [Notice("No model is loaded.")]
-            case _:
-                return [
-                    Notice(f"A reply is being written: wait, or stop it with {self.keymap.key('stop')}.", "warning")
-                ]
-
-    def _give_back(self) -> list[Step]:
-        self._alive = False
-        self._forget()
-        self.memory = MemoryUse()
-        self._enter(EnginePhase.UNLOADED)
-        return [EndEngine()]
-
-    def _refuse(self, what: str) -> list[Step]:
-        """Return what to say where no reply can begin now; nothing where it can."""
-        self.idle.seen()
-        if self.phase is EnginePhase.UNLOADED:
-            return [*self.start(), Notice(f"The model loads again: {what} then.", "warning")]
-        stops, chooses = self.keymap.key("stop"), self.keymap.key("choose_model")
-        match self.phase:
-            case EnginePhase.IDLE:
-                return []
-            case EnginePhase.LOADING:
-                why = f"The model is still loading: {what} then."
-            case EnginePhase.FAILED:
-                why = f"No model is loaded: {chooses} chooses one; sending a prompt loads this one."
-            case _:
-                why = f"The engine is not ready: wait, or stop the reply with {stops}."
-        return [Notice(why, "warning")]
-
-    def _stop_loading(self) -> list[Step]:
-        self._alive = False
-        chooses = self.keymap.key("choose_model")
-        self._fail(f"Loading was stopped. {chooses} chooses a model; sending a prompt loads this one.")
-        return [EndEngine(), *self._return_queued(), Notice(self.problem)]
-
-    def _of_process(
-        self,
-        event: Died
-        | Garbled
-        | protocol.Loading
-        | protocol.Loaded
-        | protocol.Unloaded
-        | protocol.Notice
-        | protocol.Heartbeat
-        | protocol.Failed,
-    ) -> list[Step]:
-        """Take what the process said of itself and of the model, or that it died."""
-        match event:
-            case Died():
-                return self._died(event)
-            case Garbled(error):
-                return [Notice(f"The engine sent a line that is no message; it was left out: {error}", "warning")]
-            case protocol.Loading():
-                self.loading = event
-                return []
-            case protocol.Loaded():
-                return self._loaded(event)
-            case protocol.Failed(_, error, hint):
-                return self._load_failed(" ".join(f"{error}. {hint}".split()))
-            case protocol.Notice(text):
-                return self._told(text)
-            case protocol.Unloaded() | protocol.Heartbeat():
-                return []
-
-    def _told(self, text: str) -> list[Step]:
-        """Say what the engine has to say: once, however many models and processes say the same."""
-        new = text not in self._notices
-        self._notices.add(text)
-        return [Notice(text, "warning")] if new else []
-
-    def _loaded(self, event: protocol.Loaded) -> list[Step]:
-        if self.phase is not EnginePhase.LOADING:
-            return []
-        self.info, self.memory = event.info, event.memory
-        self.ceiling_tps, self.bandwidth_gbs = event.ceiling_tps, event.bandwidth_gbs
-        self._working = self.load
-        self.loading = None
-        self._enter(EnginePhase.IDLE)
-        asked = self.load.kv not in (KVSpec(), CHAT_KV)
-        remarks = [note for note in event.info.notes if asked or note.startswith(f"adapter {event.info.adapter}: ")]
-        self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
-        costs = [Notice(f"{remark[0].upper()}{remark[1:]}.", "warning") for remark in event.info.memory_notes]
-        return [*costs, *(Notice(remark) for remark in remarks), *self._ready()]
-
-    def _load_failed(self, why: str) -> list[Step]:
-        if self.phase is not EnginePhase.LOADING:
-            return [Notice(why, "error")]
-        if self._working is not None and self._working != self.load:
-            self.load = self._working
-            self._enter(EnginePhase.FAILED)
-            return [Notice(f"{why} Going back to {self.load.model}.", "error"), *self.start()]
-        self._fail(why)
-        return [*self._return_queued(), Notice(why, "error")]
-
-    def _died(self, event: Died) -> list[Step]:
-        self._alive = False
-        words = f" Its last words: {event.last_line.rstrip('.')}." if event.last_line else ""
-        why = f"The engine stopped ({event.why}).{words}"
-        ended = self._lost()
-        self._deaths += 1
-        if self._deaths == 1:
-            return [*ended, Notice(f"{why} Starting it again; the chat is intact.", "warning"), *self.start()]
-        then = "It starts again when you send a prompt; the chat is intact." if self.attended else "The chat is intact."
-        self._fail(f"{why} {then}")
-        return [*ended, *self._return_queued(), Notice(self.problem, "error")]
-
-    def _fail(self, why: str) -> None:
-        self.problem = why
-        self.loading = self.info = None
-        self._enter(EnginePhase.FAILED)
-
-
-class Beside(EngineConnection):
-    """One conversation and its engine, as far as no reply is asked for."""
-
-    def __init__(self, load: Load, system: str, clock: Callable[[], float]) -> None:
-        super().__init__(load, clock)
-        self.system = system
-        self.talk = Conversation()
-        self.ahead = Ahead()
-        self.prices = Prices()
-        self.counts = Counts()
-        self.titles = Titles()
-        self._template = TemplateOptions()
-        self._told_untold: set[str] = set()  # what was said that models can't be told
-        self._told_of = ""  # the model of which it was said that it is not given all of this conversation
-
-    @property
-    def template(self) -> TemplateOptions:
-        """What the chat template is to be told."""
-        return self._template
-
-    @template.setter
-    def template(self, template: TemplateOptions) -> None:
-        if template != self._template:
-            self._template = template
-            self.ahead.forget()
-            self.prices.forget()
-        self._tell_template()
-
-    def _tell_template(self) -> TemplateOptions:
-        """Return what of the template's options the loaded model can be told; prices and what is read ahead follow it."""
-        able, _ = preferences.told(self._template, self.info)
-        self.ahead.template = self.prices.template = able
-        return able
-
-    def _tell_untold(self) -> list[Step]:
-        """Say, once for each model and option, what its chat template can't be told."""
-        _, why = preferences.told(self._template, self.info)
-        new = [each for each in why if each not in self._told_untold]
-        self._told_untold.update(new)
-        return [Notice(f"{each[0].upper()}{each[1:]}.", "warning") for each in new]
-
-    def pause(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
-        """Have the draft, in which the user pauses, read ahead: as ``submit`` would send it, and if nothing else is to do.
-
-        What goes with it is counted. A model that was unloaded is loaded for it.
-        """
-        self.idle.seen()
-        asked = Draft(text.strip(), attachments).whole
-        if self.phase is EnginePhase.UNLOADED:
-            return self.start() if asked else []
-        counts = self.counts.ask(self.info, attachments) if self.phase is EnginePhase.IDLE else []
-        free = self.phase is EnginePhase.IDLE and self.load.prompt_cache
-        ahead = self.ahead.pause(asked, self.talk.request(self.system, asked)) if free else []
-        return [*counts, *self._before_title(ahead)]
-
-    def tokens(self, attachment: Attachment) -> int | None:
-        """Return how many tokens an attachment takes of the model that is loaded; None while that is unknown."""
-        return self.counts.of(self.info, attachment)
-
-    def point(self, key: int | None) -> list[Step]:
-        """Ask what could be done with the message ``key``, at which the user points, and what it would take; None: at none."""
-        asked = (
-            []
-            if key is None or self.phase is not EnginePhase.IDLE
-            else questions(self.talk, self.system, key, self.info)
-        )
-        return self._before_title(self.prices.ask(asked))
-
-    def price_paths(self, keys: Sequence[int]) -> list[Step]:
-        """Ask what it would take to go on along the paths through the messages ``keys``, in place of what was asked to price."""
-        asked = [path(self.talk, self.system, key) for key in keys] if self.phase is EnginePhase.IDLE else []
-        return self._before_title(self.prices.ask(asked))
-
-    def entitle(self) -> list[Step]:
-        """Have the model give the chat a title, if it can have one and nobody uses the chat. To be called now and then.
-
-        The guide can't: it only knows about the app. Nor where prompts are not kept, so that nothing is read ahead.
-        """
-        able = self.phase is EnginePhase.IDLE and self.load.prompt_cache and self.load.model != GUIDE
-        quiet = self.idle.quiet_s(self.phase_since) >= IDLE_S
-        return self.titles.ask(self.talk.turns[0]) if able and quiet and self.titles.wanted else []
-
-    def _hold(self, tree: Tree) -> None:
-        """Hold another conversation, of which nothing was asked or said yet."""
-        self.talk, self._told_of = Conversation(tree), ""
-        self.titles.opened()
-        self._forget()
-
-    def _tell_left_out(self, messages: Sequence[Message]) -> list[Step]:
-        """Say, once for each model and conversation, how many system messages of those to be sent its template does not take."""
-        if self.info is None or self.info.later_system or self._told_of == self.info.name:
-            return []
-        many = sum(each.role == "system" for each in messages[1:])
-        if not many:
-            return []
-        self._told_of = self.info.name
-        what = "1 system message" if many == 1 else f"{many} system messages"
-        why = f"the chat template of {self.info.name} takes none after others"
-        return [Notice(f"Left out of the prompt: {what} of this chat; {why}.", "warning")]
-
-    def _before_title(self, steps: list[Step]) -> list[Step]:
-        """Return ``steps``; where they ask anything, a title is stopped first."""
-        return [*self.titles.stop(), *steps] if steps else []
-
-    def _priced(self, event: Priced) -> list[Step]:
-        return [*self.prices.priced(event), *self.ahead.priced(event), *self.titles.priced(event)]
-
-    def _begin_ahead(self) -> list[Step]:
-        """Have the engine read, in idle time, the conversation that it finds new."""
-        ready = self.phase is EnginePhase.IDLE and self.load.prompt_cache
-        return self._before_title(self.ahead.begin(self.talk.request(self.system, "")) if ready else [])
-
-    def _forget(self) -> None:
-        self.ahead.forget()
-        self.prices.forget()
-        self.counts.forget()
-        self.titles.forget()
-
-
-IMPATIENT_S, DEAF_S = 1.0, 5.0
-"""After how long a stop counts as not heard: where the user insists, and where not."""
-
-READING_IMPATIENT_S, READING_DEAF_S = 10.0, 30.0
-"""The same while a prompt is read: a first piece may bring the weights from the disk, and no piece before it tells how long."""
-
-IMPATIENT_PIECES, DEAF_PIECES = 2, 4
-"""The same in the longest time between two signs of progress of this reply."""
-
-SILENCE_S = 3.0
-"""The pulse of a busy engine beats every second."""
-
-
-class CancelWatchdog:
-    """What was heard of a reply, and when. ``clock`` in seconds."""
+    WRITING_S, READING_S = 5.0, 30.0
+    """After how long a stop counts as not heard. Reading is slower: the first chunk may bring the weights from the disk."""
+    CHUNKS = 4
+    """The same in the longest time between two signs of progress of this reply."""
+    INSISTING_WRITING_S, INSISTING_READING_S, INSISTING_CHUNKS = 1.0, 10.0, 2
+    """The same where the user asks a second time."""
+    HEARTBEAT_S = 3.0
+    """A busy engine's heart beats every second."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -482,261 +181,553 @@ class CancelWatchdog:
         self._heard_s = self._clock()
 
     def progress(self, *, reading: bool) -> None:
-        """A piece of the prompt was read, or some of the reply written."""
+        """A chunk of the prompt was read, or some of the reply written."""
         now = self._clock()
         if self._progress_s is not None:
             self._longest_s = max(self._longest_s, now - self._progress_s)
         self._progress_s, self.reading = now, reading
 
-    def is_deaf(self, since_s: float, *, insists: bool) -> bool:
-        """Whether a stop that was asked for at ``since_s`` is not heard any more. insists: the user asked for it again."""
+    def timed_out(self, since_s: float, *, insists: bool) -> bool:
+        """True once a stop asked for at ``since_s`` has been ignored for too long. insists: the user asked for it again."""
         now = self._clock()
-        beats = now - self._heard_s < SILENCE_S
-        pieces_s = (IMPATIENT_PIECES if insists else DEAF_PIECES) * self._longest_s if beats else 0.0
-        writing_s, reading_s = (IMPATIENT_S, READING_IMPATIENT_S) if insists else (DEAF_S, READING_DEAF_S)
-        return now - since_s > max(reading_s if beats and self.reading else writing_s, pieces_s)
+        alive = now - self._heard_s < self.HEARTBEAT_S
+        writing_s = self.INSISTING_WRITING_S if insists else self.WRITING_S
+        reading_s = self.INSISTING_READING_S if insists else self.READING_S
+        chunks = self.INSISTING_CHUNKS if insists else self.CHUNKS
+        chunks_s = chunks * self._longest_s if alive else 0.0
+        return now - since_s > max(reading_s if alive and self.reading else writing_s, chunks_s)
 
 
-NO_PROMPT = "There is no prompt to answer again."
+class EngineConnection:
+    """The engine's process, one after another, and the model in it, as the session last heard of them.
 
-_OfReply = (
-    protocol.LeftOut
-    | protocol.ShortOfMemory
-    | protocol.Prefill
-    | protocol.Text
-    | protocol.Stats
-    | protocol.Done
-    | protocol.Failed
-)
+    Attributes:
+        load: the model that is wanted, with its settings.
+        phase, phase_since: what the engine is doing, and since when on the session's clock.
+        problem: why no model is loaded; "" while all is well.
+        info, memory, ceiling_tps, bandwidth_gbs: of the loaded model; None is unknown.
+        loading: how far loading has come.
+        deaths: how often the process died since the last reply that ended well.
+    """
+
+    def __init__(self, load: Load, clock: Callable[[], float]) -> None:
+        self.load = load
+        self.phase = EnginePhase.FAILED
+        self.phase_since = clock()
+        self.problem = ""
+        self.info: ModelInfo | None = None
+        self.loading: LoadProgress | None = None
+        self.memory = MemoryUse()
+        self.ceiling_tps: float | None = None
+        self.bandwidth_gbs: float | None = None
+        self.deaths = 0
+        self._clock = clock
+        self._alive = False
+        self._last_working: Load | None = None
+        self._notices: set[str] = set()
+
+    @property
+    def replying(self) -> bool:
+        """Whether a reply runs."""
+        return self.phase in (EnginePhase.PREFILL, EnginePhase.DECODING, EnginePhase.STOPPING)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the process is at work, so that it must be heard from."""
+        return self.replying or self.phase is EnginePhase.LOADING
+
+    def enter(self, phase: EnginePhase) -> None:
+        """Note what the engine is doing from now on."""
+        if phase is not self.phase:
+            self.phase = phase
+            self.phase_since = self._clock()
+
+    def start(self) -> list[Step]:
+        """Load the model, in a new process where none lives or the one that does is still loading."""
+        steps: list[Step] = [] if self._alive and self.phase is not EnginePhase.LOADING else [StartEngine()]
+        self._alive = True
+        self.loading = self.info = None
+        self.problem = ""
+        self.enter(EnginePhase.LOADING)
+        return [*steps, Ask(self.load)]
+
+    def end(self) -> list[Step]:
+        """End the process."""
+        self.lost()
+        return [EndEngine()]
+
+    def lost(self) -> None:
+        """The process is gone, or not to be heard any more."""
+        self._alive = False
+
+    def unload(self) -> list[Step]:
+        """End the process to give the model's memory back."""
+        self.memory = MemoryUse()
+        self.enter(EnginePhase.UNLOADED)
+        return self.end()
+
+    def fail(self, problem: str) -> None:
+        """Note that there is no model, and why."""
+        self.problem = problem
+        self.loading = self.info = None
+        self.enter(EnginePhase.FAILED)
+
+    def loaded(self, event: Loaded) -> list[Step]:
+        """Note the loaded model; return what the user should know of it."""
+        self.info, self.memory = event.info, event.memory
+        self.ceiling_tps, self.bandwidth_gbs = event.ceiling_tps, event.bandwidth_gbs
+        self._last_working = self.load
+        self.loading = None
+        self.enter(EnginePhase.IDLE)
+        chosen = self.load.kv not in (KVSpec(), CHAT_KV)
+        notes = [note for note in event.info.notes if chosen or note.startswith(f"adapter {event.info.adapter}: ")]
+        costs = [Notice(_sentence(note), "warning") for note in event.info.memory_notes]
+        return [*costs, *(Notice(note) for note in notes)]
+
+    def fall_back(self) -> bool:
+        """Want the model that worked last; return whether there is another one than the one that failed."""
+        if self._last_working is None or self._last_working == self.load:
+            return False
+        self.load = self._last_working
+        self.enter(EnginePhase.FAILED)
+        return True
+
+    def notify(self, text: str) -> list[Step]:
+        """Tell what the engine has to say: once, however many models and processes say the same."""
+        new = text not in self._notices
+        self._notices.add(text)
+        return [Notice(text, "warning")] if new else []
 
 
-class Session(Beside):
-    """One conversation with one engine. Methods return what is to be done, in order; attributes are for reading."""
+class Session:
+    """One conversation with one engine. Methods return what is to be done, in order; attributes are for reading.
+
+    Attributes:
+        engine: the engine's process, and the model in it.
+        conversation: its messages, and the reply that is being made.
+        queued: prompts that wait for the engine.
+        keymap: the keys that hold, for what names them. attended: whether somebody is there to send another prompt.
+        prefill, live, metrics, outliers, diagnosis, left_out: of the running reply, or of the last one.
+    """
 
     def __init__(self, load: Load, sampling: Sampling, system: str, clock: Callable[[], float]) -> None:
-        super().__init__(load, system, clock)
+        self.engine = EngineConnection(load, clock)
+        self.conversation = Conversation()
         self.sampling = sampling
+        self.system = system
+        self.idle = Idle(clock)
+        self.keymap = Keymap()
+        self.attended = True
         self.queued: list[Draft] = []
-        self._sent: Draft | None = None  # what the running reply was asked by, where that came from the box
-        self.prefill: protocol.Prefill | None = None
+        self.warmup = DraftWarmup()
+        self.prices = ActionPrices()
+        self.counts = TokenCounts()
+        self.titles = TitleRequest()
+        self._clock = clock
+        self._id = 0
+        self._sent: Draft | None = None  # what the running reply answers, where that came from the input box
+        self._template = TemplateOptions()
+        self._untold: set[str] = set()  # what the user was told that a model's template can't be told
+        self._system_left_out = ""  # the model of which the user was told that it is not given all system messages
+        self._watchdog = CancelWatchdog(clock)
+        self._reset_reply()
+
+    def _reset_reply(self) -> None:
+        self.engine.phase_since = self._clock()
+        self._watchdog.begin()
+        self.prefill: PrefillProgress | None = None
         self.live: Live | None = None
         self.metrics: Metrics | None = None
-        self.outliers: tuple[Outlier, ...] = ()
         self.diagnosis: Diagnosis | None = None
-        self._id = 0
-        self._hearing = CancelWatchdog(clock)
-        self._begin_reply()
-
-    def _begin_reply(self) -> None:
-        self.phase_since = self._clock()
-        self._hearing.begin()
-        self.prefill = self.live = self.metrics = self.diagnosis = None
-        self.outliers = ()
-        self.memory = replace(self.memory, predicted_peak_bytes=None)
+        self.outliers: tuple[Outlier, ...] = ()
         self.left_out = 0
+        self.engine.memory = replace(self.engine.memory, predicted_peak_bytes=None)
 
     @property
     def turns(self) -> list[Turn]:
         """The conversation as it is read."""
-        return self.talk.turns
+        return self.conversation.turns
 
-    # Wishes of the user ---------------------------------------------------------------------------------------------------
+    @property
+    def template(self) -> TemplateOptions:
+        """What the chat template is to be told."""
+        return self._template
+
+    @template.setter
+    def template(self, template: TemplateOptions) -> None:
+        if template != self._template:
+            self._template = template
+            self.warmup.reset()
+            self.prices.reset()
+        self._able_template()
+
+    # The model ------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> list[Step]:
+        """Load the model, starting the process if need be."""
+        self._expect_nothing()
+        return self.engine.start()
+
+    def choose(self, load: Load) -> list[Step]:
+        """Load another model, or the same with other settings. The conversation goes on."""
+        steps = self._abandon()
+        self.engine.load = load
+        self.engine.deaths = 0
+        return [*steps, *self.start()]
+
+    def unload_if_idle(self) -> list[Step]:
+        """Give the model's memory back if nobody has used it for as long as the user set. To be called now and then."""
+        due = self.engine.phase is EnginePhase.IDLE and self.idle.due(self.engine.phase_since)
+        return self.unload() if due else []
+
+    def unload(self) -> list[Step]:
+        """Give the model's memory back now."""
+        match self.engine.phase:
+            case EnginePhase.IDLE:
+                self._expect_nothing()
+                return self.engine.unload()
+            case EnginePhase.LOADING:
+                return self._stop_loading()
+            case EnginePhase.UNLOADED | EnginePhase.FAILED:
+                return [Notice("No model is loaded.")]
+            case _:
+                return [Notice(f"A reply is running: wait, or stop it with {self.keymap.key('stop')}.", "warning")]
+
+    def _stop_loading(self) -> list[Step]:
+        chooses = self.keymap.key("choose_model")
+        self.engine.fail(f"Loading was stopped. {chooses} chooses a model; sending a prompt loads this one.")
+        return [*self.engine.end(), *self._return_queued(), Notice(self.engine.problem)]
+
+    # What the user asks for -----------------------------------------------------------------------------------------------
 
     def submit(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
-        """Send ``text`` and what goes with it, now, or when the engine is ready and those that wait are answered."""
+        """Send ``text`` and what goes with it, now, or when the engine is ready and the prompts before it are answered."""
         self.idle.seen()
         draft = Draft(text, attachments)
-        if self.phase is EnginePhase.IDLE:
+        if self.engine.phase is EnginePhase.IDLE:
             return self._send(draft)
         self.queued.append(draft)
-        if self.phase in (EnginePhase.FAILED, EnginePhase.UNLOADED):
-            return self.start()
-        return []
+        return self.start() if self.engine.phase in (EnginePhase.FAILED, EnginePhase.UNLOADED) else []
 
     def take_back(self) -> list[Step]:
-        """Return the prompt that would be sent last to the box."""
+        """Put the prompt that would be sent last back into the input box."""
         return returned([self.queued.pop()]) if self.queued else []
 
     def regenerate(self, key: int | None = None) -> list[Step]:
-        """Make a reply anew, beside what it was: the last one, or that of the message ``key``."""
-        at = self.talk.tree.head if key is None else key
+        """Generate another reply beside the last one, or beside that of the message ``key``."""
+        at = self.conversation.tree.head if key is None else key
         if at is None:
-            return [Notice("There is no reply to make again.", "warning")]
-        if (prompt := self.talk.prompt_of(at)) is None:
+            return [Notice("There is no reply to generate again.", "warning")]
+        if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
-        if refused := self._refuse("make the reply again"):
-            return refused
-        return self._answer(prompt)
+        return self._refusal("generate the reply again") or self._answer(prompt)
 
     def continue_reply(self, key: int | None = None) -> list[Step]:
-        """Go on with a reply that was cut, in a copy beside it: the last one, or that of the message ``key``.
+        """Continue a reply that was cut, in a copy beside it: the last one, or that of the message ``key``.
 
         A prompt whose reply is still to come, or ended before it said anything, is answered.
         """
-        at = self.talk.tree.head if key is None else key
+        at = self.conversation.tree.head if key is None else key
         if at is None:
-            return [Notice("There is no reply to go on with.", "warning")]
-        if (prompt := self.talk.prompt_of(at)) is None:
+            return [Notice("There is no reply to continue.", "warning")]
+        if (prompt := self.conversation.prompt_of(at)) is None:
             return [Notice(NO_PROMPT, "warning")]
-        if refused := self._refuse("go on with the reply"):
-            return refused
-        if (reply := self.talk.begun(at)) is None:
+        if refusal := self._refusal("continue the reply"):
+            return refusal
+        if (reply := self.conversation.partial_reply(at)) is None:
             return self._answer(prompt)
-        if why := why_whole(reply, thinks=self.info is not None and self.info.thinks):
+        if why := why_whole(reply, thinks=self.engine.info is not None and self.engine.info.thinks):
             return [Notice(why, "warning")]
         return self._answer(prompt, cut_here(reply))
 
-    def _answer(self, prompt: MessageNode, begun: Reply | None = None) -> list[Step]:
-        """Make another reply to a prompt of the path, from the beginning or on from what was ``begun``."""
-        last = prompt.key == self.turns[-1].key
-        moved = [] if last else [Moved(tuple(self.talk.tree.turns_to(prompt.parent)))]
-        return [*moved, *self._reply(self.talk.answer(prompt.key, begun), begun, again=last)]
-
     def edit(self, key: int, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
-        """Ask ``text``, and what goes with it, in place of the prompt ``key``, which stays beside it."""
-        if refused := self._refuse("send the edited message"):
-            return refused
-        draft, parent = Draft(text, attachments), self.talk.tree.nodes[key].parent
-        return [Moved(tuple(self.talk.tree.turns_to(parent))), *self._reply(self.talk.ask(draft, parent))]
+        """Send ``text``, and what goes with it, in place of the prompt ``key``, which stays beside it."""
+        if refusal := self._refusal("send the edited message"):
+            return refusal
+        draft, parent = Draft(text, attachments), self.conversation.tree.nodes[key].parent
+        moved = Moved(tuple(self.conversation.tree.turns_to(parent)))
+        return [moved, *self._reply(self.conversation.ask(draft, parent))]
 
-    def go(self, key: int) -> list[Step]:
-        """Read the path through the message ``key``."""
-        if self.replying:
-            return [
-                Notice(f"A reply is being written here: wait, or stop it with {self.keymap.key('stop')}.", "warning")
-            ]
-        self.talk.tree.go(key)
-        return [Moved(tuple(self.turns)), *self._begin_ahead()]
+    def show_path(self, key: int) -> list[Step]:
+        """Show the path through the message ``key``."""
+        if self.engine.replying:
+            return [Notice(f"A reply is running here: wait, or stop it with {self.keymap.key('stop')}.", "warning")]
+        self.conversation.tree.go(key)
+        return [Moved(tuple(self.turns)), *self._warm_history()]
 
     def open(self, tree: Tree) -> list[Step]:
-        """Hold another conversation; the model, its settings and the system prompt stay."""
+        """Show another conversation; the model, its settings and the system prompt stay."""
         steps = self._abandon()
-        self._hold(tree)
-        self._begin_reply()
-        return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._begin_ahead()]
-
-    def stop(self) -> list[Step]:
-        """Stop what runs: a reply within a token, a prompt after the piece in hand, a load with the process. Twice: wait less."""
-        if self.phase is EnginePhase.LOADING:
-            return self._stop_loading()
-        back = self._return_queued()
-        if self.phase is EnginePhase.STOPPING:
-            return [*back, *self._insist()]
-        if self.replying:
-            self._enter(EnginePhase.STOPPING)
-            return [Ask(Cancel(self._id)), *back]
-        return back
-
-    def tick(self) -> list[Step]:
-        """Notice that a stop was not heard. To be called about once a second while stopping."""
-        if self.phase is EnginePhase.STOPPING and self._hearing.is_deaf(self.phase_since, insists=False):
-            return self._restart_deaf()
-        return []
-
-    def _insist(self) -> list[Step]:
-        # A second Esc right after the first is a nervous finger, not a verdict on the engine.
-        if self._clock() - self.phase_since <= IMPATIENT_S:
-            return []
-        if self._hearing.is_deaf(self.phase_since, insists=True):
-            return self._restart_deaf()
-        at = "a piece of the prompt is being read" if self._hearing.reading else "a token is being computed"
-        return [Notice(f"The engine is at work: {at}, and the stop acts after it.")]
+        self.conversation, self._system_left_out = Conversation(tree), ""
+        self.titles.opened()
+        self._expect_nothing()
+        self._reset_reply()
+        return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._warm_history()]
 
     def new_chat(self) -> list[Step]:
         """Begin another conversation; the model, its settings and the system prompt stay."""
         return self.open(Tree())
 
-    # Events of the engine's process ---------------------------------------------------------------------------------------
+    def stop(self) -> list[Step]:
+        """Stop what runs: a reply within a token, a prompt after the chunk in hand, a load at once. Twice: wait less."""
+        if self.engine.phase is EnginePhase.LOADING:
+            return self._stop_loading()
+        back = self._return_queued()
+        if self.engine.phase is EnginePhase.STOPPING:
+            return [*back, *self._insist()]
+        if self.engine.replying:
+            self.engine.enter(EnginePhase.STOPPING)
+            return [Ask(Cancel(self._id)), *back]
+        return back
+
+    def check_cancel(self) -> list[Step]:
+        """Restart an engine that ignores a stop. To be called about once a second while stopping."""
+        stopping = self.engine.phase is EnginePhase.STOPPING
+        return self._restart() if stopping and self._timed_out(insists=False) else []
+
+    def _insist(self) -> list[Step]:
+        # A second Esc right after the first is a nervous finger, not a verdict on the engine.
+        if self._clock() - self.engine.phase_since <= CancelWatchdog.INSISTING_WRITING_S:
+            return []
+        if self._timed_out(insists=True):
+            return self._restart()
+        at = "a chunk of the prompt" if self._watchdog.reading else "a token"
+        return [Notice(f"Stopping: the engine is still computing {at}.")]
+
+    def _timed_out(self, *, insists: bool) -> bool:
+        return self._watchdog.timed_out(self.engine.phase_since, insists=insists)
+
+    def _restart(self) -> list[Step]:
+        ended = self._close("cancelled")  # what waits is for the next engine
+        self.engine.lost()
+        return [ended, Notice("The engine did not respond to Stop. Restarting it.", "warning"), *self.start()]
+
+    def _refusal(self, what: str) -> list[Step]:
+        """Return what to say where no reply can begin now; nothing where it can."""
+        self.idle.seen()
+        match self.engine.phase:
+            case EnginePhase.IDLE:
+                return []
+            case EnginePhase.UNLOADED:
+                return [*self.start(), Notice(f"The model is loading again: {what} when it is ready.", "warning")]
+            case EnginePhase.LOADING:
+                why = f"The model is still loading: {what} when it is ready."
+            case EnginePhase.FAILED:
+                why = f"No model is loaded: {self.keymap.key('choose_model')} chooses one; sending a prompt loads this one."
+            case _:
+                why = f"The engine is not ready: wait, or stop the reply with {self.keymap.key('stop')}."
+        return [Notice(why, "warning")]
+
+    # What is asked of the engine beside replies ---------------------------------------------------------------------------
+
+    def draft_paused(self, text: str, attachments: tuple[Attachment, ...] = ()) -> list[Step]:
+        """Have the draft, in which the user pauses, computed ahead as ``submit`` would send it, if nothing else is to do.
+
+        Its attachments are counted. A model that was unloaded is loaded for it.
+        """
+        self.idle.seen()
+        draft = Draft(text.strip(), attachments).whole
+        if self.engine.phase is EnginePhase.UNLOADED:
+            return self.start() if draft else []
+        if self.engine.phase is not EnginePhase.IDLE:
+            return []
+        counts = self.counts.ask(self.engine.info, attachments)
+        if not self.engine.load.prompt_cache:
+            return counts
+        warm = self.warmup.draft_paused(draft, self.conversation.request(self.system, draft))
+        return [*counts, *self._before_title(warm)]
+
+    def tokens(self, attachment: Attachment) -> int | None:
+        """Return how many tokens an attachment takes of the loaded model; None while that is unknown."""
+        return self.counts.of(self.engine.info, attachment)
+
+    def select(self, key: int | None) -> list[Step]:
+        """Ask what could be done with the selected message ``key``, and what it would take; None: none is selected."""
+        if key is None or self.engine.phase is not EnginePhase.IDLE:
+            return self._before_title(self.prices.ask([]))
+        return self._before_title(self.prices.ask(questions(self.conversation, self.system, key, self.engine.info)))
+
+    def price_paths(self, keys: Sequence[int]) -> list[Step]:
+        """Ask what it would take to continue each path through the messages ``keys``, in place of earlier questions."""
+        idle = self.engine.phase is EnginePhase.IDLE
+        return self._before_title(
+            self.prices.ask([path(self.conversation, self.system, key) for key in keys] if idle else [])
+        )
+
+    def request_title(self) -> list[Step]:
+        """Have the model give the chat a title, if it can have one and nobody uses the chat. To be called now and then.
+
+        The guide can't: it only knows about the app. Nor where prompts are not kept, so that nothing is computed ahead.
+        """
+        idle, load = self.engine.phase is EnginePhase.IDLE, self.engine.load
+        able = idle and load.prompt_cache and load.model != GUIDE and self.titles.wanted
+        quiet = self.idle.quiet_s(self.engine.phase_since) >= IDLE_S
+        return self.titles.ask(self.conversation.turns[0]) if able and quiet else []
+
+    def _warm_history(self) -> list[Step]:
+        """Have the engine compute, in idle time, the conversation that it finds new."""
+        ready = self.engine.phase is EnginePhase.IDLE and self.engine.load.prompt_cache
+        return self._before_title(
+            self.warmup.history_changed(self.conversation.request(self.system, "")) if ready else []
+        )
+
+    def _before_title(self, steps: list[Step]) -> list[Step]:
+        """Return ``steps``; where they ask anything, a title is stopped first."""
+        return [*self.titles.stop(), *steps] if steps else []
+
+    def _expect_nothing(self) -> None:
+        """Expect no answer any more to what was asked beside replies."""
+        self.warmup.reset()
+        self.prices.reset()
+        self.counts.reset()
+        self.titles.reset()
+
+    # Messages of the engine's process -------------------------------------------------------------------------------------
 
     def on_event(self, event: BackendEvent) -> list[Step]:
         """Take what the process said, or that it died."""
-        self._hearing.heard()
+        self._watchdog.heard()
         match event:
-            case protocol.Priced():
-                return self._priced(event)
-            case protocol.Counted():
-                self.counts.take(event)
+            case ReplyEvent(id, said):
+                mine = id == self._id and self.engine.replying
+                return self._on_reply(said) if mine else self.titles.on_reply(id, said)
+            case Failed(int(id), error, hint):
+                mine = id == self._id and self.engine.replying
+                return self._reply_failed(reason(error, hint)) if mine else self.titles.failed(id)
+            case MemoryUse():
+                self.engine.memory = event
                 return []
-            case protocol.WhatIf():  # goes to the screen that asked
+            case Priced():
+                return [*self.prices.priced(event), *self.warmup.priced(event)]
+            case Warmed():
+                return [*self.warmup.warmed(event), *self.titles.warmed(event)]
+            case Counted():
+                self.counts.counted(event)
                 return []
-            case (
-                Died()
-                | Garbled()
-                | protocol.Loading()
-                | protocol.Loaded()
-                | protocol.Unloaded()
-                | protocol.Notice()
-                | protocol.Heartbeat()
-            ):
-                return self._of_process(event)
-            case protocol.Failed(None):
-                return self._of_process(event)
-            case _:
-                mine = event.id == self._id and self.replying
-                return self._of_reply(event) if mine else self.titles.take(event)
+            case LoadProgress():
+                self.engine.loading = event
+                return []
+            case Loaded():
+                return self._loaded(event)
+            case Failed(_, error, hint):
+                return self._load_failed(" ".join(f"{error}. {hint}".split()))
+            case EngineNotice(text):
+                return self.engine.notify(text)
+            case Died():
+                return self._died(event)
+            case Garbled(error):
+                return [Notice(f"Ignored a line from the engine that is not a message: {error}", "warning")]
+            case Unloaded() | Heartbeat() | WhatIf():  # the answer to a what-if goes to the screen that asked
+                return []
 
-    def _of_reply(self, event: _OfReply) -> list[Step]:
+    def _loaded(self, event: Loaded) -> list[Step]:
+        if self.engine.phase is not EnginePhase.LOADING:
+            return []
+        notices = self.engine.loaded(event)
+        self.idle.weigh(event.memory.active_bytes, event.memory.total_bytes)
+        self._able_template()
+        return [*notices, *(self._send_queued() or self._warm_history())]
+
+    def _load_failed(self, why: str) -> list[Step]:
+        if self.engine.phase is not EnginePhase.LOADING:
+            return [Notice(why, "error")]
+        if self.engine.fall_back():
+            return [Notice(f"{why} Going back to {self.engine.load.model}.", "error"), *self.start()]
+        self.engine.fail(why)
+        return [*self._return_queued(), Notice(why, "error")]
+
+    def _died(self, event: Died) -> list[Step]:
+        self.engine.lost()
+        words = f" Its last words: {event.last_line.rstrip('.')}." if event.last_line else ""
+        why = f"The engine stopped ({event.why}).{words}"
+        ended = self._end("lost") if self.engine.replying else []
+        self.engine.deaths += 1
+        if self.engine.deaths == 1:
+            return [*ended, Notice(f"{why} Restarting it; the chat is intact.", "warning"), *self.start()]
+        then = "It restarts when you send a prompt; the chat is intact." if self.attended else "The chat is intact."
+        self.engine.fail(f"{why} {then}")
+        return [*ended, *self._return_queued(), Notice(self.engine.problem, "error")]
+
+    # The running reply ----------------------------------------------------------------------------------------------------
+
+    def _on_reply(self, event: Event | Live) -> list[Step]:
         match event:
-            case protocol.LeftOut():
-                self.left_out = event.tokens
+            case TextChunk(text, kind):
+                self._watchdog.progress(reading=False)
+                if self.engine.phase is EnginePhase.PREFILL:
+                    self.engine.enter(EnginePhase.DECODING)
+                self.conversation.grow(text, kind, self._clock())
+                return [ReplyGrew(text, kind)]
+            case Live():
+                self.live, self.metrics, self.outliers = event, event.metrics, event.outliers
                 return []
-            case protocol.ShortOfMemory(_, done):
-                return [Notice(squeezed_sentence(done), "warning")]
-            case protocol.Prefill():
-                self._hearing.progress(reading=True)
+            case PrefillProgress():
+                self._watchdog.progress(reading=True)
                 self.prefill = event
                 return []
-            case protocol.Text(_, text, kind):
-                return self._grew(ReplyGrew(text, kind))
-            case protocol.Stats(_, live):
-                self.live, self.metrics, self.outliers = live, live.metrics, live.outliers
+            case Truncated():
+                self.left_out = event.tokens
                 return []
-            case protocol.Done():
-                self._deaths = 0
-                self.metrics, self.memory = event.metrics, event.memory
-                self.outliers, self.diagnosis = event.outliers, event.diagnosis
-                return [*self._doubts(), *self._end(event.reason, event)]
-            case protocol.Failed(_, error, hint):
-                return self._fail_reply(reason(error, hint))
+            case MemoryPressure():
+                return [Notice(squeezed_sentence(event), "warning")]
+            case Finished():
+                self.engine.deaths = 0
+                self.metrics, self.outliers, self.diagnosis = event.metrics, event.outliers, event.diagnosis
+                doubts = (f"Unchecked: {doubt}. This text may be wrong." for doubt in self._doubts())
+                return [*(Notice(doubt, "warning") for doubt in doubts), *self._end(event.reason, event)]
 
-    def _doubts(self) -> list[Step]:
-        """Say with every reply what of an unchecked model makes its text doubtful."""
-        doubts = () if self.info is None else self.info.doubts
-        return [Notice(f"Unchecked: {doubt}. This text may be wrong.", "warning") for doubt in doubts]
-
-    def _grew(self, step: ReplyGrew) -> list[Step]:
-        self._hearing.progress(reading=False)
-        if self.phase is EnginePhase.PREFILL:
-            self._enter(EnginePhase.DECODING)
-        self.talk.grow(step.text, step.kind, self._clock())
-        return [step]
-
-    # Steps shared by the above --------------------------------------------------------------------------------------------
+    def _doubts(self) -> tuple[str, ...]:
+        return () if self.engine.info is None else self.engine.info.doubts
 
     def _send(self, draft: Draft) -> list[Step]:
-        return self._reply(self.talk.ask(draft, self.talk.tree.head), sent=draft)
+        return self._reply(self.conversation.ask(draft, self.conversation.tree.head), sent=draft)
+
+    def _answer(self, prompt: MessageNode, partial: Reply | None = None) -> list[Step]:
+        """Generate another reply to a prompt of the path, from the beginning or from a ``partial`` one on."""
+        last = prompt.key == self.turns[-1].key
+        moved = [] if last else [Moved(tuple(self.conversation.tree.turns_to(prompt.parent)))]
+        return [*moved, *self._reply(self.conversation.answer(prompt.key, partial), partial, again=last)]
 
     def _reply(
-        self, turn: Turn, begun: Reply | None = None, *, again: bool = False, sent: Draft | None = None
+        self, turn: Turn, partial: Reply | None = None, *, again: bool = False, sent: Draft | None = None
     ) -> list[Step]:
         self._id, self._sent = self._id + 1, sent
-        way = self.titles.stop()
-        self._forget()
-        self._begin_reply()
-        self._enter(EnginePhase.PREFILL)
-        messages, continues = self.talk.request(self.system), begun is not None
-        if begun is not None:
-            messages = (*messages, Message("assistant", begun.text, begun.thinking))
-        send = Send(self._id, messages, self.sampling, continues=continues, template=self._tell_template())
-        told = [*self._tell_left_out(messages), *self._tell_untold()]
-        return [*way, TurnBegun(replace(turn, reply=begun), again), Ask(send), *told]
+        cancel_title = self.titles.stop()
+        self._expect_nothing()
+        self._reset_reply()
+        self.engine.enter(EnginePhase.PREFILL)
+        messages, continues = self.conversation.request(self.system), partial is not None
+        if partial is not None:
+            messages = (*messages, Message("assistant", partial.text, partial.thinking))
+        request = Generate(self._id, messages, self.sampling, continues=continues, template=self._able_template())
+        notices = [*self._tell_left_out(messages), *self._tell_untold()]
+        return [*cancel_title, TurnBegun(replace(turn, reply=partial), again), Ask(request), *notices]
 
-    def _ready(self) -> list[Step]:
-        self._tell_template()
-        return self._send_queued() or self._begin_ahead()
+    def _able_template(self) -> TemplateOptions:
+        """Return what of the template's options the loaded model can be told; prices and warm-ups follow it."""
+        able, _ = preferences.told(self._template, self.engine.info)
+        self.warmup.template = self.prices.template = able
+        return able
 
-    def _lost(self) -> list[Step]:
-        return self._end("lost") if self.replying else []
+    def _tell_untold(self) -> list[Step]:
+        """Say, once for each model and option, what its chat template can't be told."""
+        _, why = preferences.told(self._template, self.engine.info)
+        new = [each for each in why if each not in self._untold]
+        self._untold.update(new)
+        return [Notice(_sentence(each), "warning") for each in new]
+
+    def _tell_left_out(self, messages: Sequence[Message]) -> list[Step]:
+        """Say, once for each model and conversation, how many of the system messages its template does not take."""
+        info = self.engine.info
+        if info is None or info.later_system or self._system_left_out == info.name:
+            return []
+        many = sum(each.role == "system" for each in messages[1:])
+        if not many:
+            return []
+        self._system_left_out = info.name
+        what = "1 system message" if many == 1 else f"{many} system messages"
+        why = f"the chat template of {info.name} takes none after others"
+        return [Notice(f"Left out of the prompt: {what} of this chat; {why}.", "warning")]
 
     def _send_queued(self) -> list[Step]:
         return self._send(self.queued.pop(0)) if self.queued else []
@@ -745,33 +736,28 @@ class Session(Beside):
         drafts, self.queued = self.queued, []
         return returned(drafts)
 
-    def _fail_reply(self, why: str) -> list[Step]:
-        """End the reply that failed. A prompt to which nothing was said is the user's again, before those that wait."""
-        self.queued[:0] = unanswered(self._sent, self.talk.said)
+    def _reply_failed(self, why: str) -> list[Step]:
+        """End the failed reply. A prompt to which nothing was said goes back to the user, before those that wait."""
+        self.queued[:0] = unanswered(self._sent, self.conversation.partial)
         ended, *back = self._end("failed", why=why)
         return [ended, Notice(why, "error"), *back]
 
-    def _end(self, ending: Ending, done: protocol.Done | None = None, *, why: str = "") -> list[Step]:
-        """Close the running reply, and send what waits, if only since a stop; after a failure it is given back."""
-        ended = self._close(ending, done, why)
+    def _end(self, ending: Ending, finished: Finished | None = None, *, why: str = "") -> list[Step]:
+        """Close the running reply, and send the next prompt; after a failure prompts go back to the input box."""
+        ended = self._close(ending, finished, why)
         return [ended, *(self._return_queued() if ending in ("lost", "failed") else self._send_queued())]
 
-    def _close(self, ending: Ending, done: protocol.Done | None = None, why: str = "") -> ReplyEnded:
-        """Close the running reply with what was said so far, or what ``done`` says was said."""
-        model = self.load.model if self.info is None else self.info.name
-        reply = self.talk.end(ending, self._clock(), model, done, reason=why)
-        self.titles.ended(node.reply for node in self.talk.tree.nodes.values() if node.reply is not None)
-        self._enter(EnginePhase.IDLE)
+    def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> ReplyEnded:
+        """Close the running reply with what came so far, or with what ``finished`` says it is."""
+        model = self.engine.load.model if self.engine.info is None else self.engine.info.name
+        reply = self.conversation.end(ending, self._clock(), model, finished, reason=why)
+        self.titles.ended(node.reply for node in self.conversation.tree.nodes.values() if node.reply is not None)
+        self.engine.enter(EnginePhase.IDLE)
         return ReplyEnded(reply)
 
     def _abandon(self) -> list[Step]:
-        """Cancel a running reply and go on at once; the process ends it on its own."""
+        """Cancel a running reply without waiting for its end."""
         back = [*self.titles.stop(), *self._return_queued()]
-        if not self.replying:
+        if not self.engine.replying:
             return back
         return [Ask(Cancel(self._id)), *self._end("cancelled"), *back]
-
-    def _restart_deaf(self) -> list[Step]:
-        ended = self._close("cancelled")  # what waits is for the next engine
-        self._alive = False
-        return [ended, Notice("The engine did not hear the stop; it is started again.", "warning"), *self.start()]

@@ -139,7 +139,7 @@ class FormError(ValueError):
 def first_question(session: Session, model: str) -> Question:
     """Return the case to begin with: with the chat's caches, at the context it has come to."""
     context = max(figures.context_used(session) or 0, LEAST_CONTEXT)
-    return Question("table", model, kv=session.load.kv, context=context, prompt=min(context, PROMPT))
+    return Question("table", model, kv=session.engine.load.kv, context=context, prompt=min(context, PROMPT))
 
 
 def known_names(model: str) -> list[str]:

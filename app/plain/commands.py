@@ -161,7 +161,7 @@ def title(repl: "Repl", text: str) -> None:
 
 def fork(repl: "Repl", _: str) -> None:
     """Go on in a copy; this chat stays as it is."""
-    recording, head = _recording(repl), repl.driver.session.talk.tree.head
+    recording, head = _recording(repl), repl.driver.session.conversation.tree.head
     stored = None if head is None else recording.stored(head)
     if recording.chat is None or stored is None:
         raise NOTHING_YET
@@ -297,7 +297,7 @@ def edit(repl: "Repl", text: str) -> None:
     if node is None:
         repl.console.note("There is no message to edit yet.")
         return
-    prompt = repl.driver.session.talk.prompt_of(node.key)
+    prompt = repl.driver.session.conversation.prompt_of(node.key)
     if prompt is None:
         repl.console.note("There is no prompt to edit here.")
         return
@@ -325,7 +325,7 @@ def newer(repl: "Repl", _: str) -> None:
 def _step(repl: "Repl", by: int) -> None:
     """Go to a version of the last message that has several, and read it out."""
     node = _last(repl)
-    other = None if node is None else repl.driver.session.talk.tree.beside(node.key, by)
+    other = None if node is None else repl.driver.session.conversation.tree.beside(node.key, by)
     if other is None:
         repl.console.note(ONE_VERSION)
     else:
@@ -334,7 +334,7 @@ def _step(repl: "Repl", by: int) -> None:
 
 def branches(repl: "Repl", number: str) -> None:
     """List the versions of this chat, or go to the one of this number in the last list, and read it out."""
-    tree = repl.driver.session.talk.tree
+    tree = repl.driver.session.conversation.tree
     if not number or repl.outline is None or repl.outline.tree is not tree:
         repl.outline = outline(tree)
     keys, lines = repl.outline.keys, repl.outline.lines
@@ -352,7 +352,7 @@ def branches(repl: "Repl", number: str) -> None:
 
 def _go(repl: "Repl", key: int) -> None:
     session = repl.driver.session
-    repl.driver.perform(session.go(key))
+    repl.driver.perform(session.show_path(key))
     repl.console.say(last_turn(session.turns))
 
 
@@ -372,7 +372,7 @@ def code(repl: "Repl", _: str) -> None:
     """Copy the last code block; asked again, the one before it."""
     replies = [turn.reply.text for turn in repl.driver.session.turns if turn.reply is not None]
     blocks = [block for text in replies for block in code_blocks(text)]
-    back = repl.code_back.again(repl.driver.session.talk.tree.head or 0, len(blocks)) if blocks else 0
+    back = repl.code_back.again(repl.driver.session.conversation.tree.head or 0, len(blocks)) if blocks else 0
     which = f"Code block {len(blocks) - back + 1} of {len(blocks)}. " if len(blocks) > 1 else ""
     _copy(repl, blocks[-back] if blocks else "", "There is no code block here.", which)
 
@@ -383,7 +383,7 @@ def _copy(repl: "Repl", text: str, nothing: str, which: str = "") -> None:
 
 
 def _last(repl: "Repl") -> MessageNode | None:
-    tree = repl.driver.session.talk.tree
+    tree = repl.driver.session.conversation.tree
     return None if tree.head is None else tree.nodes[tree.head]
 
 
@@ -398,23 +398,24 @@ def model(repl: "Repl", name: str) -> None:
     driver = repl.driver
     session = driver.session
     if not name:
-        repl.console.say(session.load.model)
+        repl.console.say(session.engine.load.model)
         return
     name = lasting(name)
     if not repl.console.typed:  # a script's line: the model before is loaded first, so that there is one to go back to
         driver.settle(loaded=True)
-    driver.perform(session.choose(session.load.of(name, driver.memory.settings.adapters.get(name))))
+    driver.perform(session.choose(session.engine.load.of(name, driver.memory.settings.adapters.get(name))))
     driver.settle(loaded=True)
-    if session.info is not None and session.load.model == name:
+    if session.engine.info is not None and session.engine.load.model == name:
         _tell(
-            repl, driver.memory.keep(replace(driver.memory.settings, model=name)) or f"{session.info.name} is loaded."
+            repl,
+            driver.memory.keep(replace(driver.memory.settings, model=name)) or f"{session.engine.info.name} is loaded.",
         )
 
 
 def adapter(repl: "Repl", written: str) -> None:
     """Load the model with another adapter, or with none, and keep that for this model; or say which it has."""
     driver = repl.driver
-    load, known = driver.session.load, driver.memory.settings
+    load, known = driver.session.engine.load, driver.memory.settings
     if not written:
         repl.console.say(load.adapter or "This model has no adapter.")
         return
@@ -422,7 +423,7 @@ def adapter(repl: "Repl", written: str) -> None:
     _tell(repl, "The model loads again with it." if chosen else "The model loads again without one.")
     driver.perform(driver.session.choose(replace(load, adapter=chosen)))
     driver.settle(loaded=True)
-    if driver.session.info is not None and driver.session.load.adapter == chosen:
+    if driver.session.engine.info is not None and driver.session.engine.load.adapter == chosen:
         _keep(repl, replace(known, adapters=with_adapter(known, load.model, chosen)))
 
 
@@ -442,9 +443,9 @@ def system(repl: "Repl", text: str) -> None:
 def settings(repl: "Repl", written: str) -> None:
     """Read out how tokens are chosen and how keys and values are kept, or change one of these."""
     session = repl.driver.session
-    sampling, kv = _texts(SAMPLING_FIELDS, session.sampling), _texts(KV_FIELDS, session.load.kv)
+    sampling, kv = _texts(SAMPLING_FIELDS, session.sampling), _texts(KV_FIELDS, session.engine.load.kv)
     template = _texts(TEMPLATE_FIELDS, repl.driver.memory.settings.template)
-    held = Settings(unload_after_min=session.idle.after_min, memory_gb=gigabytes_of(session.load.memory))
+    held = Settings(unload_after_min=session.idle.after_min, memory_gb=gigabytes_of(session.engine.load.memory))
     memory = _texts(MEMORY_FIELDS, held)
     name, _, value = written.partition(" ")
     if not name:
@@ -480,13 +481,13 @@ def _choose_sampling(repl: "Repl", sampling: Sampling) -> None:
 def thinking(repl: "Repl", text: str) -> None:
     """Read out what the chat template is told in this chat, or tell it something else from the next message on."""
     driver = repl.driver
-    if driver.session.info is None and not repl.console.typed:
+    if driver.session.engine.info is None and not repl.console.typed:
         driver.settle(loaded=True)  # a script's line: the model says what it can be told
     session = driver.session
     if not text:
-        repl.console.say(sentences(session.template, session.info))
+        repl.console.say(sentences(session.template, session.engine.info))
         return
-    template = chosen(text, session.template, session.info)
+    template = chosen(text, session.template, session.engine.info)
     driver.memory.choose_template(template, own=True)
     driver.memory.give(session)
     if driver.recording is not None:
@@ -504,8 +505,8 @@ def _choose_template(repl: "Repl", template: TemplateOptions) -> None:
 def _choose_memory(repl: "Repl", name: str, chosen: Settings) -> None:
     """Change what the model may take, which loads it again, or when it is unloaded. name: the field that was named."""
     driver = repl.driver
-    session, load = driver.session, replace(driver.session.load, memory=chosen.memory_bytes)
-    same = load == session.load and chosen.unload_after_min == session.idle.after_min
+    session, load = driver.session, replace(driver.session.engine.load, memory=chosen.memory_bytes)
+    same = load == session.engine.load and chosen.unload_after_min == session.idle.after_min
     said = _texts(MEMORY_FIELDS, chosen)[name] or "not set"
     _tell(repl, f"It is {said} already." if same else f"{name} is {said} now.")
     session.idle.after_min = chosen.unload_after_min
@@ -515,7 +516,7 @@ def _choose_memory(repl: "Repl", name: str, chosen: Settings) -> None:
     else:
         kept = replace(kept, unload_after_min=chosen.unload_after_min)
     _keep(repl, kept)
-    if load != session.load:
+    if load != session.engine.load:
         _tell(repl, "The model loads again with it.")
         driver.perform(session.choose(load))
         driver.settle(loaded=True)
@@ -527,14 +528,14 @@ def _choose_kv(repl: "Repl", name: str, kv: KVSpec) -> None:
     name: the field that was named.
     """
     driver = repl.driver
-    load = driver.session.load
+    load = driver.session.engine.load
     if kv == load.kv:
         _tell(repl, f"It is {_texts(KV_FIELDS, kv)[name] or 'not set'} already.")
         return
     _tell(repl, "The model loads again with it.")
     driver.perform(driver.session.choose(replace(load, kv=kv)))
     driver.settle(loaded=True)
-    if driver.session.info is not None and driver.session.load.kv == kv:
+    if driver.session.engine.info is not None and driver.session.engine.load.kv == kv:
         _keep(repl, replace(driver.memory.settings, kv=kv))
 
 
@@ -742,9 +743,9 @@ def _stop(repl: "Repl", _: str) -> None:
 
 def _unload(repl: "Repl", _: str) -> None:
     driver = repl.driver
-    if driver.session.phase is EnginePhase.LOADING and not repl.console.typed:
+    if driver.session.engine.phase is EnginePhase.LOADING and not repl.console.typed:
         driver.settle(loaded=True)  # who types stops it by this; a script comes only too early
-    if driver.session.phase is EnginePhase.IDLE:
+    if driver.session.engine.phase is EnginePhase.IDLE:
         repl.console.note("The model gives its memory back; it loads again when you ask.")
     driver.perform(driver.session.unload())
 

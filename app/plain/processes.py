@@ -23,8 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tokamac.app.backend import protocol
 from tokamac.app.backend.client import BackendEvent, EngineProcess
+from tokamac.app.backend.protocol import ReplyEvent
 from tokamac.app.backend.subprocess import (
     ConversionLine,
     Converter,
@@ -47,6 +47,7 @@ from tokamac.app.output import INTERRUPTED, WRONG_USAGE
 from tokamac.app.plain.console import heard
 from tokamac.app.units import count, size
 from tokamac.engine.errors import OptionError
+from tokamac.engine.events import TextChunk
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.options import KVSpec
 
@@ -165,7 +166,7 @@ def convert(repl: "Repl", written: str) -> None:
             repl.planned = ()
         return
     repl.planned = ()
-    model, flags = words_of(written, repl.driver.session.load.model)
+    model, flags = words_of(written, repl.driver.session.engine.load.model)
     arguments = (*(flag for flag in flags if flag not in OURS), "--", model)
     if _run(repl, arguments, dry_run=True, written=written) is ConversionPhase.PLANNED:
         repl.planned = arguments
@@ -259,7 +260,7 @@ def what_if(repl: "Repl", written: str) -> None:
     """Say what a model, this one or another, would do in other precisions, with other caches and contexts, here or elsewhere."""
     from tokamac.app.chat.what_if_form import first_question
 
-    model, flags = words_of(written, repl.driver.session.load.model)
+    model, flags = words_of(written, repl.driver.session.engine.load.model)
     asked = first_question(repl.driver.session, model)
     own_size = any(flag.startswith(("--context", "--prompt")) for flag in flags)
     size = () if own_size else (f"--context={asked.context}", f"--prompt={asked.prompt}")
@@ -339,8 +340,8 @@ def _answer(repl: "Repl", process: EngineProcess, question: str, events: Events)
     for event in as_they_come(events, meanwhile=repl.driver.rest):
         if event is None:
             break
-        if isinstance(event, protocol.Text):
-            repl.console.grow(event.text, event.kind)
+        if isinstance(event, ReplyEvent) and isinstance(event.event, TextChunk):
+            repl.console.grow(event.event.text, event.event.kind)
         for request in guidance.on_event(event):
             process.send(request)
         if not guidance.busy:

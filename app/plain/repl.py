@@ -104,8 +104,8 @@ class Driver:
         for step in steps:
             self._perform(step)
         if self._process is not None:
-            self._process.set_busy(self.session.busy)
-        self._begun.keep_awake.tell(self, busy=self.session.busy)
+            self._process.set_busy(self.session.engine.busy)
+        self._begun.keep_awake.tell(self, busy=self.session.engine.busy)
 
     def _perform(self, step: Step) -> None:
         match step:
@@ -118,8 +118,8 @@ class Driver:
                     self._process.send(request)
             case TurnBegun(turn):
                 self._record(lambda recording: recording.begun(turn))
-                info = self.session.info
-                self._console.begin(info.name if info is not None else self.session.load.model)
+                info = self.session.engine.info
+                self._console.begin(info.name if info is not None else self.session.engine.load.model)
             case ReplyGrew(text, kind):
                 self._record(lambda recording: recording.grew())
                 self._console.grow(text, kind)
@@ -166,14 +166,14 @@ class Driver:
 
         loaded: wait for a model that is being loaded, too; one that was unloaded is loaded.
         """
-        if loaded and self.session.phase is EnginePhase.UNLOADED:
+        if loaded and self.session.engine.phase is EnginePhase.UNLOADED:
             self.perform(self.session.start())
         self._rarely.begin()
         with heard(lambda: self._events.put(_Interrupt())):
-            while self.session.replying or (self.session.busy and (loaded or self.session.queued)):
+            while self.session.engine.replying or (self.session.engine.busy and (loaded or self.session.queued)):
                 match self._next():
                     case None:
-                        self.perform(self.session.tick())
+                        self.perform(self.session.check_cancel())
                     case _Interrupt():
                         self.perform(self.session.stop())
                     case (life, event):
@@ -182,7 +182,7 @@ class Driver:
 
     def stop(self) -> None:
         """Stop what is waited for, if anything is."""
-        if self.session.replying or self.session.queued:
+        if self.session.engine.replying or self.session.queued:
             self.perform(self.session.stop())
 
     def before_wait(self) -> None:
@@ -208,13 +208,13 @@ class Driver:
         that nothing is recorded. An engine that nobody hears for long seems to be busy and to hang.
         """
         self._catch_up()
-        if steps := self.session.rest():
+        if steps := self.session.unload_if_idle():
             self.perform(steps)
             self._console.note(
                 "The model was not used for a while and gave its memory back; it loads again when you ask."
             )
         elif self._titling.allowed:
-            self.perform(self.session.entitle())
+            self.perform(self.session.request_title())
 
     def another(self, on_event: Callable[[BackendEvent], object]) -> EngineProcess:
         """Start another process of the same kind; its log stands beside this one's. Raises OSError."""
@@ -259,14 +259,14 @@ class Driver:
         if not self._rarely.due():
             return
         session = self.session
-        if session.phase is EnginePhase.LOADING and (loading := session.loading) is not None:
+        if session.engine.phase is EnginePhase.LOADING and (loading := session.engine.loading) is not None:
             if loading.stage == "warm-up":
-                self._console.note(f"warming up {session.load.model}")
+                self._console.note(f"warming up {session.engine.load.model}")
                 return
             of = "" if loading.total is None else f" of {units.size(loading.total)}"
             verb = "downloading" if loading.stage == "download" else "loading"
-            self._console.note(f"{verb} {session.load.model}: {units.size(loading.done)}{of}")
-        elif session.phase is EnginePhase.PREFILL and (prefill := session.prefill) is not None:
+            self._console.note(f"{verb} {session.engine.load.model}: {units.size(loading.done)}{of}")
+        elif session.engine.phase is EnginePhase.PREFILL and (prefill := session.prefill) is not None:
             done, total = units.count(prefill.done), units.count(prefill.total)
             self._console.note(f"reading the prompt: {done} of {total} tokens")
 
@@ -426,7 +426,7 @@ class Repl:
                 commanded = self._do(obey, text)
                 if interrupted() and not self.console.typed:
                     return INTERRUPTED
-            if not self.console.typed and self.driver.session.phase is EnginePhase.FAILED:
+            if not self.console.typed and self.driver.session.engine.phase is EnginePhase.FAILED:
                 self.driver.failed = True
                 if not commanded:
                     self.console.note(ENDED)

@@ -97,7 +97,7 @@ class ModelLibrary:
                 self._tell()
             return
         self.estimates.again()
-        if is_folder(model := self._chat.session.load.model):
+        if is_folder(model := self._chat.session.engine.load.model):
             self._folders.remember(model)
         if self.watcher is not None:
             self._want()
@@ -150,7 +150,7 @@ class ModelLibrary:
 
     def _want(self) -> None:
         names = [each.model for each in self.disk.models if each.whole]
-        load = self._chat.session.load
+        load = self._chat.session.engine.load
         self.estimates.want(names, load.kv, load.memory)
 
     def _catalogue(self) -> list[CatalogueOffer]:
@@ -193,7 +193,7 @@ class ModelLibrary:
 
     async def _load(self, model: str) -> None:
         """Have a model loaded that has arrived; a reply that is being written is not cut off for it."""
-        while self._chat.session.replying:
+        while self._chat.session.engine.replying:
             await asyncio.sleep(REPLY_LOOK_S)
         if model == self._wanted:
             load_model(self._chat, model)
@@ -210,4 +210,4 @@ def load_model(chat: "ChatScreen", model: str) -> None:
     """Load a model that is here; the conversation and the draft stay. What is on its way here replaces it no more."""
     chat.stock.choose_another()
     chat.picked = model = lasting(model)
-    chat.perform(chat.session.choose(chat.session.load.of(model, chat.memory.settings.adapters.get(model))))
+    chat.perform(chat.session.choose(chat.session.engine.load.of(model, chat.memory.settings.adapters.get(model))))

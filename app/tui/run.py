@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,11 +31,10 @@ OLD_THRESHOLD = 200
 class ChatOptions:
     """What the command line asked for; None takes what the settings remember.
 
-    ``adapter`` is added to the model; "" is none, whatever the settings have for it.
-    ``prompt_cache`` False turns off the reuse of earlier turns. ``memory``: bytes that a model may take. ``scripted`` plays a
-    scenario instead of a model, for tests and pictures. ``chat`` is the stored conversation to open, or the beginning of its id;
-    ``resume`` opens the last one. ``read`` is the settings, where they have been read already. ``settings_path``, ``log_path`` and
-    ``store_path`` default to the user's own folders.
+    adapter: added to the model; "" is none, whatever the settings have for it. prompt_cache: False turns off the reuse of earlier
+    turns. memory: bytes that a model may take. engine: the command that starts the engine's process, where it is not the usual
+    one. chat: the stored conversation to open, or the beginning of its id; resume: open the last one. read: the settings, where
+    they have been read already. settings_path, log_path, store_path: the user's own folders by default.
     """
 
     model: str | None = None
@@ -46,7 +46,7 @@ class ChatOptions:
     unchecked: bool = False
     adapter: str | None = None
     system: str | None = None
-    scripted: bool = False
+    engine: Sequence[str] | None = None
     chat: str | None = None
     resume: bool = False
     read: settings.LoadedSettings | None = None
@@ -64,7 +64,7 @@ class ChatStart:
 
     session: "Session"
     memory: "Preferences"
-    command: list[str]
+    command: tuple[str, ...]
     log: Path
     keep_awake: KeepAwake
     warnings: tuple[str, ...]
@@ -107,7 +107,7 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
 
 def begin(options: ChatOptions) -> ChatStart:
     """Return what every chat begins with: its session, and the settings that hold in it."""
-    from tokamac.app.backend.client import child_command
+    from tokamac.app.backend.client import CHILD_COMMAND
     from tokamac.app.backend.protocol import Load
     from tokamac.app.chat.models import lasting
     from tokamac.app.chat.preferences import ChatOverrides, Preferences
@@ -124,7 +124,7 @@ def begin(options: ChatOptions) -> ChatStart:
     session = Session(load, memory.sampling, memory.system, time.monotonic)
     session.template = memory.template
     session.idle.after_min, session.keymap = known.unload_after_min, memory.keymap
-    command = child_command(scripted=options.scripted)
+    command = tuple(options.engine or CHILD_COMMAND)
     awake = KeepAwake(keep_awake.program(), lambda: memory.settings.keep_awake)
     return ChatStart(session, memory, command, options.log_path or _default_log(), awake, tuple(read.warnings))
 

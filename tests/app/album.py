@@ -14,8 +14,8 @@ import pytest
 from textual.widgets import Input, TextArea
 
 from tests.app.conftest import Chat
+from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app import settings
-from tokamac.app.backend.scripted import CHIP, KV_BYTES_PER_TOKEN, WEIGHT_BYTES
 from tokamac.app.settings import Settings
 from tokamac.app.tui.screens import help
 from tokamac.engine import metrics as rates

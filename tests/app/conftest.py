@@ -12,6 +12,7 @@ from textual.events import Paste
 from textual.pilot import Pilot
 from textual.screen import Screen
 
+from tests.scripted_engine import SCRIPTED
 from tokamac.app.chat.recording import Recording
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase
@@ -59,7 +60,9 @@ class Chat:
         begun = time.monotonic()
         while not condition():
             waited = time.monotonic() - begun
-            assert waited < patience_s, f"never: {what or condition}; {self.session.phase} {self.session.problem}"
+            assert waited < patience_s, (
+                f"never: {what or condition}; {self.session.engine.phase} {self.session.engine.problem}"
+            )
             await asyncio.sleep(OFTEN_S if waited < SOON_S else SELDOM_S)
         await self.pilot.pause()
 
@@ -72,7 +75,7 @@ class Chat:
         return screen
 
     async def phase(self, phase: EnginePhase) -> None:
-        await self.until(lambda: self.session.phase is phase, phase.name)
+        await self.until(lambda: self.session.engine.phase is phase, phase.name)
 
     async def ready(self) -> None:
         """Wait until the model is loaded and the chats are open."""
@@ -138,13 +141,15 @@ class Chat:
 @pytest.fixture
 def chat(tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
-    async def start(model: str = "fast", size: tuple[int, int] = (100, 30), **options: Any) -> AsyncIterator[Chat]:
+    async def start(
+        model: str = "fast", size: tuple[int, int] = (100, 30), *, scripted: bool = True, **options: Any
+    ) -> AsyncIterator[Chat]:
         chosen = {
             "settings_path": tmp_path / "settings.toml",
             "log_path": tmp_path / "engine.log",
             "store_path": tmp_path / "chats" / "chats.db",
         }
-        app, bridge = build(ChatOptions(model=model, **{**chosen, "scripted": True, **options}))
+        app, bridge = build(ChatOptions(model=model, **{**chosen, "engine": SCRIPTED if scripted else None, **options}))
         try:
             async with app.run_test(size=size, notifications=True) as pilot:
                 yield Chat(app, pilot)

@@ -67,7 +67,7 @@ def main(folder: Path) -> int:
     return run_chat(
         ChatOptions(
             model="guide",
-            scripted=True,
+            engine=(sys.executable, str(Path(__file__).parents[1] / "scripted_engine.py")),
             resume=True,
             store_path=folder / "chats" / "chats.db",
             settings_path=folder / "settings.toml",

@@ -3,14 +3,15 @@
 import pytest
 
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.protocol import Cancel, Done, Load, Loaded, ModelInfo, Send, Text
-from tokamac.app.chat.session import IMPATIENT_S, Session
+from tokamac.app.backend.protocol import Cancel, Generate, Load, Loaded, ModelInfo, ReplyEvent
+from tokamac.app.chat.session import CancelWatchdog, Session
 from tokamac.app.chat.steps import Ask, DraftReturned, EnginePhase, ReplyEnded, StartEngine, Step, TurnBegun
+from tokamac.engine.events import Finished, TextChunk
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
 
 METRICS = Metrics(5, 0, 5, 3, 0.5, 0.4, 1.0, 12.5, 4.0, None, None, None, None, None, None, None, None)
-CANCELLED = Done(1, "cancelled", "half", "", METRICS)
+CANCELLED = ReplyEvent(1, Finished("cancelled", "half", METRICS))
 
 
 class Clock:
@@ -32,11 +33,11 @@ def stopping(clock: Clock) -> Session:
     session.start()
     session.on_event(Loaded(ModelInfo("guide")))
     session.submit("one")
-    session.on_event(Text(1, "half"))
+    session.on_event(ReplyEvent(1, TextChunk("half")))
     session.submit("waited")
     assert session.stop() == [Ask(Cancel(1)), DraftReturned("waited")]
     assert session.submit("and now this") == []
-    assert session.phase is EnginePhase.STOPPING
+    assert session.engine.phase is EnginePhase.STOPPING
     return session
 
 
@@ -46,7 +47,7 @@ def kinds(steps: list[Step]) -> list[type]:
 
 def sent(steps: list[Step]) -> list[str]:
     requests = [step.request for step in steps if isinstance(step, Ask)]
-    return [request.messages[-1].content for request in requests if isinstance(request, Send)]
+    return [request.messages[-1].content for request in requests if isinstance(request, Generate)]
 
 
 def test_it_is_sent_when_the_reply_has_ended(stopping: Session) -> None:
@@ -63,7 +64,7 @@ def test_another_stop_gives_it_back(stopping: Session) -> None:
 
 def test_an_engine_that_did_not_hear_the_stop_is_not_asked(stopping: Session, clock: Clock) -> None:
     clock.now += 3600.0
-    steps = stopping.tick()
+    steps = stopping.check_cancel()
     assert StartEngine() in steps
     assert (sent(steps), kinds(steps).count(TurnBegun)) == ([], 0)
     assert sent(stopping.on_event(Loaded(ModelInfo("guide")))) == ["and now this"]
@@ -76,7 +77,7 @@ def test_nor_one_that_dies(stopping: Session) -> None:
 
 
 def test_a_stop_that_is_asked_twice_leaves_nothing_in_the_queue(stopping: Session, clock: Clock) -> None:
-    clock.now += IMPATIENT_S + 3600.0
+    clock.now += CancelWatchdog.INSISTING_WRITING_S + 3600.0
     steps = stopping.stop()
     assert DraftReturned("and now this") in steps
     assert StartEngine() in steps

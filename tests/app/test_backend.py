@@ -13,30 +13,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripted_engine import SCRIPTED
 from tests.tiny import make_tiny
-from tokamac.app.backend.client import BackendEvent, Died, EngineProcess, Garbled, child_command
+from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess, Garbled
 from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
     Cancel,
-    Done,
+    EngineNotice,
     Failed,
+    Generate,
     Heartbeat,
     Load,
     Loaded,
-    Loading,
-    Notice,
-    Prefill,
     Priced,
-    Send,
-    Stats,
-    Text,
+    ReplyEvent,
     Unload,
     Unloaded,
     Warm,
     encode,
 )
-from tokamac.engine.events import Message
+from tokamac.engine.events import Finished, Live, LoadProgress, Message, PrefillProgress, TextChunk
 from tokamac.engine.files import FLUSH_S
 from tokamac.engine.options import Sampling
 
@@ -51,14 +48,16 @@ class Talk:
         self.log = log
         self.process = EngineProcess(command, log, self.events.put, silence_s=silence_s)
 
-    def until(self, kind: type, *also: type) -> list[BackendEvent]:
-        seen: list[BackendEvent] = []
+    def until(self, kind: type, *also: type) -> list[object]:
+        """Return what came up to one of these kinds; of replies, their events."""
+        seen: list[object] = []
         deadline = time.monotonic() + PATIENCE_S
         while not seen or not isinstance(seen[-1], (kind, *also)):
-            seen.append(self.events.get(timeout=max(0.01, deadline - time.monotonic())))
+            event = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
+            seen.append(event.event if isinstance(event, ReplyEvent) else event)
         return seen
 
-    def load(self, model: str, *, prompt_cache: bool = True) -> list[BackendEvent]:
+    def load(self, model: str, *, prompt_cache: bool = True) -> list[object]:
         self.process.send(Load(model, prompt_cache=prompt_cache))
         return self.until(Loaded, Failed, Died)
 
@@ -70,7 +69,7 @@ class Talk:
         return priced
 
     def say(self, text: str = "hello", request: int = 1, **options: object) -> None:
-        self.process.send(Send(request, (Message("user", text),), Sampling(**options)))  # type: ignore[arg-type]
+        self.process.send(Generate(request, (Message("user", text),), Sampling(**options)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def talk(tmp_path: Path) -> Iterator[Callable[..., Talk]]:
     talks: list[Talk] = []
 
     def start(command: list[str] | None = None, silence_s: float = 10.0) -> Talk:
-        talks.append(Talk(tmp_path / "log" / "engine.log", command or child_command(scripted=True), silence_s))
+        talks.append(Talk(tmp_path / "log" / "engine.log", command or SCRIPTED, silence_s))
         return talks[-1]
 
     yield start
@@ -86,8 +85,8 @@ def talk(tmp_path: Path) -> Iterator[Callable[..., Talk]]:
         each.process.close(0.5)
 
 
-def text_of(events: list[BackendEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
+def text_of(events: list[object]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextChunk))
 
 
 def test_a_reply_from_load_to_finish(talk: Callable[..., Talk]) -> None:
@@ -96,15 +95,15 @@ def test_a_reply_from_load_to_finish(talk: Callable[..., Talk]) -> None:
     assert isinstance(loaded, Loaded)
     assert loaded.info.context_length
     child.say(max_tokens=8)
-    events = child.until(Done)
+    events = child.until(Finished)
     done = events[-1]
-    assert isinstance(done, Done)
+    assert isinstance(done, Finished)
     assert done.reason == "length"
     assert text_of(events) == done.text
     assert done.metrics.generated_tokens == 8
-    prefills = [event for event in events if isinstance(event, Prefill)]
+    prefills = [event for event in events if isinstance(event, PrefillProgress)]
     assert prefills[-1].done == prefills[-1].total
-    assert any(isinstance(event, Stats) for event in events)
+    assert any(isinstance(event, Live) for event in events)
     assert any(isinstance(event, Heartbeat) for event in events)
 
 
@@ -112,10 +111,10 @@ def test_text_is_batched(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.load("list")
     child.say()
-    events = child.until(Done)
-    texts = [event for event in events if isinstance(event, Text)]
+    events = child.until(Finished)
+    texts = [event for event in events if isinstance(event, TextChunk)]
     done = events[-1]
-    assert isinstance(done, Done)
+    assert isinstance(done, Finished)
     assert text_of(events) == done.text
     assert len(texts) < done.metrics.generated_tokens / 3
 
@@ -124,14 +123,14 @@ def test_cancel_ends_the_reply_and_the_next_one_runs(talk: Callable[..., Talk]) 
     child = talk()
     child.load("slow")
     child.say()
-    child.until(Text)
+    child.until(TextChunk)
     child.process.send(Cancel(1))
-    done = child.until(Done)[-1]
-    assert isinstance(done, Done)
+    done = child.until(Finished)[-1]
+    assert isinstance(done, Finished)
     assert done.reason == "cancelled"
     assert done.text
     child.say(request=2, max_tokens=2)
-    assert isinstance(child.until(Done)[-1], Done)
+    assert isinstance(child.until(Finished)[-1], Finished)
 
 
 def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Talk]) -> None:
@@ -139,8 +138,8 @@ def test_a_cancel_that_overtakes_its_request_still_counts(talk: Callable[..., Ta
     child.load("slow")
     child.process.send(Cancel(1))
     child.say()
-    done = child.until(Done)[-1]
-    assert isinstance(done, Done)
+    done = child.until(Finished)[-1]
+    assert isinstance(done, Finished)
     assert done.reason == "cancelled"
 
 
@@ -149,7 +148,7 @@ def test_failures_are_events_and_the_process_goes_on(talk: Callable[..., Talk]) 
     child.say()
     assert child.until(Failed)[-1] == Failed(1, "no model is loaded", "Choose one with /model.")
     assert isinstance(child.load("missing")[-1], Failed)
-    assert any(isinstance(event, Loading) for event in child.load("slow-load"))
+    assert any(isinstance(event, LoadProgress) for event in child.load("slow-load"))
     child.load("tiny-context")
     child.say("a prompt that is longer than eight tokens of four characters")
     failed = child.until(Failed)[-1]
@@ -167,14 +166,14 @@ def test_what_is_read_ahead_is_not_computed_again(talk: Callable[..., Talk]) -> 
     assert child.price(LONG, 1) == Priced("draft", 1, None)  # there is no model
     child.load("fast")
     before = child.price(LONG, 2).price
-    child.process.send(Warm((Message("user", LONG),)))
+    child.process.send(Warm(1, (Message("user", LONG),)))
     after = child.price(LONG, 3).price
     assert before is not None
     assert after is not None
     assert before.tokens == before.prompt_tokens == after.prompt_tokens > 10 * after.tokens
     child.say(LONG)
-    done = child.until(Done)[-1]
-    assert isinstance(done, Done)
+    done = child.until(Finished)[-1]
+    assert isinstance(done, Finished)
     assert done.metrics.cached_tokens == after.prompt_tokens - after.tokens
 
 
@@ -183,8 +182,8 @@ def test_the_answer_is_read_again_after_thinking(talk: Callable[..., Talk]) -> N
     for model, read in (("fast", 0), ("thinking", 1)):
         child.load(model)
         child.say("hello")
-        done = child.until(Done)[-1]
-        assert isinstance(done, Done)
+        done = child.until(Finished)[-1]
+        assert isinstance(done, Finished)
         assert child.price("hello", 1).price  # asked after the reading
         said = f"warm [('user', 5), ('assistant', {len(done.text)}), ('user', 0)]"
         assert child.log.read_text().count(said) == read
@@ -193,9 +192,9 @@ def test_the_answer_is_read_again_after_thinking(talk: Callable[..., Talk]) -> N
 def test_without_a_prompt_cache_nothing_is_read_ahead(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.load("thinking", prompt_cache=False)
-    child.process.send(Warm((Message("user", LONG),)))
+    child.process.send(Warm(1, (Message("user", LONG),)))
     child.say()
-    child.until(Done)
+    child.until(Finished)
     priced = child.price(LONG, 1).price
     assert priced is not None
     assert priced.tokens == priced.prompt_tokens
@@ -206,21 +205,21 @@ def test_trouble_with_the_prompt_cache_is_told_once_after_a_reply(talk: Callable
     child = talk()
     child.load("full-disk")
     child.say()
-    child.until(Done)
-    notice = child.until(Notice)[-1]
-    assert isinstance(notice, Notice)
+    child.until(Finished)
+    notice = child.until(EngineNotice)[-1]
+    assert isinstance(notice, EngineNotice)
     assert "disk full" in notice.text
     child.say(request=2)
-    child.until(Done)
+    child.until(Finished)
     child.process.send(Unload())
-    assert not any(isinstance(event, Notice) for event in child.until(Unloaded))
+    assert not any(isinstance(event, EngineNotice) for event in child.until(Unloaded))
 
 
 def test_trouble_with_the_prompt_cache_is_told_while_idle(talk: Callable[..., Talk]) -> None:
     child = talk()
     child.load("full-disk")
-    child.process.send(Warm((Message("user", LONG),)))
-    assert child.until(Notice)
+    child.process.send(Warm(1, (Message("user", LONG),)))
+    assert child.until(EngineNotice)
 
 
 def test_advice_on_the_installation_is_told_once_in_all(
@@ -232,7 +231,7 @@ def test_advice_on_the_installation_is_told_once_in_all(
         child = talk()
         child.load("old-wheel")
         child.say()
-        told.append([event.text for event in child.until(Done) if isinstance(event, Notice)])
+        told.append([event.text for event in child.until(Finished) if isinstance(event, EngineNotice)])
     assert told == [["The installed MLX leaves the accelerators unused."], []]
 
 
@@ -285,9 +284,9 @@ def test_where_the_log_can_not_be_written_the_process_runs_and_that_is_said(
     (tmp_path / "file").touch()
     if not temporary:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    child = Talk(tmp_path / "file" / "log" / "engine.log", child_command(scripted=True))
-    (notice,) = child.until(Notice)
-    assert isinstance(notice, Notice)
+    child = Talk(tmp_path / "file" / "log" / "engine.log", SCRIPTED)
+    (notice,) = child.until(EngineNotice)
+    assert isinstance(notice, EngineNotice)
     assert notice.text == f"The engine's log is not kept: {child.log} can't be written (Not a directory)."
     child.load("dies-sending")
     child.say()
@@ -308,9 +307,7 @@ def test_garbage_is_an_event_and_what_follows_is_read(talk: Callable[..., Talk])
 def test_the_process_ends_when_the_screen_is_gone(tmp_path: Path) -> None:
     with (
         (tmp_path / "err").open("wb") as err,
-        subprocess.Popen(
-            child_command(scripted=True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err
-        ) as child,
+        subprocess.Popen(SCRIPTED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err) as child,
     ):
         assert child.stdin is not None
         child.stdin.write(encode(Load("slow-load")))
@@ -320,10 +317,10 @@ def test_the_process_ends_when_the_screen_is_gone(tmp_path: Path) -> None:
 
 def test_a_stray_print_goes_to_the_log(tmp_path: Path) -> None:
     # File descriptor 1 of the child is the log: what a C library prints can't reach the protocol either.
-    code = "import os, sys; sys.argv=['x','--scripted']; from tokamac.app.backend import child, scripted\n"
-    code += "real = scripted.load_scripted\n"
+    code = f"import os, sys; sys.path.insert(0, {str(Path(SCRIPTED[1]).parent)!r}); import scripted_engine\n"
+    code += "real = scripted_engine.load_scripted\n"
     code += "def load(*a):\n    os.write(1, b'stray\\n'); print('py', flush=True); return real(*a)\n"
-    code += "scripted.load_scripted = load\nchild.main()"
+    code += "scripted_engine.serve(load)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         input=encode(Load("fast")) + b'{"type":"quit"}\n',
@@ -336,7 +333,7 @@ def test_a_stray_print_goes_to_the_log(tmp_path: Path) -> None:
 
 
 def test_close_reaps(tmp_path: Path) -> None:
-    child = Talk(tmp_path / "l", child_command(scripted=True))
+    child = Talk(tmp_path / "l", SCRIPTED)
     child.load("fast")
     child.process.close()
     with pytest.raises(ProcessLookupError):
@@ -366,7 +363,7 @@ def slowly(*arguments):
     return write(*arguments)
 Folder.write = slowly
 sys.argv = ["child"]
-child.main()
+child.serve()
 """
 
 
@@ -380,7 +377,7 @@ def test_what_was_computed_is_written_before_the_process_ends_though_the_disk_is
     child = Talk(tmp_path / "log", [sys.executable, "-c", SLOW_DISK.format(seconds=seconds)])
     assert isinstance(child.load(str(model))[-1], Loaded)
     child.say("x" * 300, max_tokens=2)
-    assert isinstance(child.until(Done, Failed)[-1], Done)
+    assert isinstance(child.until(Finished, Failed)[-1], Finished)
     if leaving == "close":
         child.process.close()
     else:  # the screen is killed: all that the process sees is the end of its input
@@ -397,7 +394,7 @@ def test_a_library_that_panics_costs_a_reply_and_not_the_process(tmp_path: Path)
     pattern = {"type": "Split", "pattern": {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}, "behavior": "Isolated"}
     told = json.loads(file.read_text())
     file.write_text(json.dumps({**told, "pre_tokenizer": {**pattern, "invert": False}}))
-    child = Talk(tmp_path / "log", child_command())
+    child = Talk(tmp_path / "log", CHILD_COMMAND)
     try:
         assert isinstance(child.load(str(model))[-1], Loaded)
         child.say("a" * 400 + "!")
@@ -407,6 +404,6 @@ def test_a_library_that_panics_costs_a_reply_and_not_the_process(tmp_path: Path)
         assert failed.hint
         child.process.send(AskCount(7, "a" * 400 + "!"))
         child.say("A", request=2, max_tokens=2)
-        assert isinstance(child.until(Done, Died)[-1], Done)
+        assert isinstance(child.until(Finished, Died)[-1], Finished)
     finally:
         child.process.close()

@@ -94,11 +94,13 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
         await c.until(lambda: isinstance(c.app.screen, BranchesScreen))
         await c.until(lambda: "○ you ‹1 of 2› · ready  one" in c.screen_text())
         assert "● you ‹2 of 2› · ready  one, but better" in c.screen_text()
-        await c.until(lambda: pointed(c) == c.session.talk.tree.head)
+        await c.until(lambda: pointed(c) == c.session.conversation.tree.head)
         await c.pilot.press("escape")
         assert [turn.prompt for turn in c.session.turns] == ["one, but better"]
         await c.send("/branches")
-        await c.until(lambda: isinstance(c.app.screen, BranchesScreen) and pointed(c) == c.session.talk.tree.head)
+        await c.until(
+            lambda: isinstance(c.app.screen, BranchesScreen) and pointed(c) == c.session.conversation.tree.head
+        )
         await c.pilot.press("up", "up", "enter")
         await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one"])
         assert c.transcript.chosen == c.session.turns[0].reply_key
@@ -163,7 +165,7 @@ async def test_while_a_reply_is_written_no_price_is_asked_for(chat: Start, monke
         screen = c.app.screen
         assert isinstance(screen, BranchesScreen)
         screen._look()  # as it does now and then
-        assert c.session.phase is EnginePhase.DECODING
+        assert c.session.engine.phase is EnginePhase.DECODING
         assert not any(isinstance(request, AskPrice) for request in asked)
         await stopped(c)
         await c.until(lambda: "○ you ‹1 of 2› · " in c.screen_text(), "it is asked for once the reply has ended")

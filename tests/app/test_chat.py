@@ -12,7 +12,6 @@ from textual.selection import Selection
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from tests.tiny import make_tiny
-from tokamac.app.backend import client
 from tokamac.app.chat import external_programs
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.app import teach_alt_enter
@@ -28,7 +27,7 @@ Start = Callable[..., Any]
 async def test_it_paints_before_the_model_is_loaded(chat: Start) -> None:
     async with chat("slow-load") as c:
         assert "Nothing leaves it" in c.screen_text()
-        await c.until(lambda: c.session.loading is not None)
+        await c.until(lambda: c.session.engine.loading is not None)
         await c.until(lambda: "loading slow-load" in c.screen_text(), "progress")
         await c.phase(EnginePhase.IDLE)
 
@@ -247,9 +246,9 @@ async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path:
             assert c.app.screen.query_one(OptionList).option_count >= 2
             c.app.screen.query_one(Input).value = model
             await c.pilot.press("enter")
-            await c.until(lambda: not c.session.busy and isinstance(c.app.screen, type(c.app.chat)))
+            await c.until(lambda: not c.session.engine.busy and isinstance(c.app.screen, type(c.app.chat)))
             assert (f'model = "{model}"' in (tmp_path / "settings.toml").read_text()) is kept
-        assert c.session.info.name == "steady"
+        assert c.session.engine.info.name == "steady"
 
 
 async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
@@ -268,7 +267,7 @@ async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> Non
         screen.query_one("#temperature", Input).value = "0.5"
         screen.query_one("#key_bits", Input).value = "8"
         await c.pilot.press("enter")
-        await c.until(lambda: c.session.load.kv.key_bits == 8 and c.session.phase is EnginePhase.IDLE)
+        await c.until(lambda: c.session.engine.load.kv.key_bits == 8 and c.session.engine.phase is EnginePhase.IDLE)
         assert c.session.sampling.temperature == 0.5
         written = (tmp_path / "settings.toml").read_text()
         assert "temperature = 0.5" in written
@@ -319,11 +318,8 @@ async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyP
         assert c.app.clipboard == "some words"
 
 
-async def test_an_engine_that_cannot_be_started_is_said(
-    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "child_command", lambda **_: [str(tmp_path / "nothing")])
-    async with chat("fast") as c:
+async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast", engine=(str(tmp_path / "nothing"),)) as c:
         await c.until(lambda: "could not be started" in c.notices)
         await c.phase(EnginePhase.FAILED)
 

@@ -34,10 +34,10 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
     async with chat(model) as c:
         await c.phase(EnginePhase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
-        assert c.session.phase is EnginePhase.LOADING
+        assert c.session.engine.phase is EnginePhase.LOADING
         assert kept(tmp_path) == CHAT_KV
         await c.phase(EnginePhase.IDLE)
-        assert c.session.load.kv == remembered
+        assert c.session.engine.load.kv == remembered
         assert kept(tmp_path) == remembered
     assert settings.load(tmp_path / "settings.toml").settings.unload_after_min == 7
 
@@ -46,9 +46,9 @@ async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Star
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
-        assert c.session.phase is EnginePhase.LOADING
+        assert c.session.engine.phase is EnginePhase.LOADING
         await c.phase(EnginePhase.IDLE)
-        assert c.session.load.memory == 3_500_000_000
+        assert c.session.engine.load.memory == 3_500_000_000
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb == 3.5
 
 
@@ -56,7 +56,7 @@ async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path:
     async with chat("fast", memory=2_000_000_000) as c:
         await c.phase(EnginePhase.IDLE)
         wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
-        assert c.session.phase is EnginePhase.IDLE
+        assert c.session.engine.phase is EnginePhase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
 
 
@@ -65,7 +65,7 @@ async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start,
         await c.phase(EnginePhase.IDLE)
         assert kept(tmp_path) == CHAT_KV  # flags are for one run
         wishes._take(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
-        assert c.session.phase is EnginePhase.IDLE
+        assert c.session.engine.phase is EnginePhase.IDLE
         assert kept(tmp_path) == PACKED
 
 
@@ -92,11 +92,11 @@ async def test_a_folder_is_remembered_by_its_whole_path(
     assert lasting("models/mine") == lasting("./models/mine/") == lasting(whole) == whole
     assert [lasting(name) for name in ("guide", "org/name", "models/none")] == ["guide", "org/name", "models/none"]
     begun = begin(ChatOptions(model="./models/mine", settings_path=tmp_path / "settings.toml"))
-    assert begun.session.load.model == whole
+    assert begun.session.engine.load.model == whole
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         wishes.take_model(c.app.chat, "models/mine")
-        assert (c.app.chat.picked, c.session.load.model) == (whole, whole)
+        assert (c.app.chat.picked, c.session.engine.load.model) == (whole, whole)
 
 
 # Adapters, and models that are loaded unchecked --------------------------------------------------------------------------
@@ -112,10 +112,10 @@ async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(c
     settings.save(tmp_path / "settings.toml", Settings(adapters={"guide": "poems"}))
     async with chat("fast", unchecked=True, adapter="letters") as c:
         await c.phase(EnginePhase.IDLE)
-        assert (c.session.load.unchecked, c.session.load.adapter) == (True, "letters")
+        assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (True, "letters")
         wishes.load_model(c.app.chat, "guide")
         await c.phase(EnginePhase.IDLE)
-        assert (c.session.load.unchecked, c.session.load.adapter) == (False, "poems")
+        assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (False, "poems")
 
 
 async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Star
         wishes.adapter(c.app.chat, "org/letters")
         assert held() == {}
         await c.phase(EnginePhase.IDLE)
-        assert c.session.load.adapter == "org/letters"
+        assert c.session.engine.load.adapter == "org/letters"
         assert held() == {"fast": "org/letters"}
         wishes.adapter(c.app.chat, "none")
         await c.phase(EnginePhase.IDLE)
-        assert c.session.load.adapter is None
+        assert c.session.engine.load.adapter is None
         assert held() == {}

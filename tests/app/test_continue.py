@@ -1,19 +1,20 @@
 """Going on with a reply that was cut: a copy beside it that begins with what was said, in the session, the store and the chat."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.app.conftest import Chat
-from tests.app.test_session import LOADED, Clock, asked, done, kinds
-from tokamac.app.backend.protocol import AskPrice, Cancel, Load, Loaded, ModelInfo, Priced, Send, Text
-from tokamac.app.backend.scripted import SCENARIOS
+from tests.app.test_session import LOADED, METRICS, Clock, asked, done, kinds
+from tests.scripted_engine import SCENARIOS
+from tokamac.app.backend.protocol import AskPrice, Cancel, Generate, Load, Loaded, ModelInfo, Priced, ReplyEvent
 from tokamac.app.chat.conversation import Reply, Tree
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, EnginePhase, Moved, Notice, Step, TurnBegun
 from tokamac.app.store.store import Store
-from tokamac.engine.events import Message, Price
+from tokamac.engine.events import Message, Price, TextChunk
 from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
@@ -27,9 +28,9 @@ def ready() -> Session:
     return session
 
 
-def sent(steps: list[Step]) -> Send:
+def sent(steps: list[Step]) -> Generate:
     (request,) = asked(steps)
-    assert isinstance(request, Send)
+    assert isinstance(request, Generate)
     return request
 
 
@@ -42,50 +43,52 @@ def test_a_reply_that_was_cut_goes_on_in_a_copy_that_begins_with_it(ready: Sessi
     ready.on_event(done(1, "the beginn", "length"))
     steps = ready.continue_reply()
     assert kinds(steps) == [TurnBegun, Ask]
-    assert sent(steps) == Send(
+    assert sent(steps) == Generate(
         2,
         (Message("system", "Be brief."), Message("user", "one"), Message("assistant", "the beginn")),
         Sampling(),
         continues=True,
     )
-    assert ready.talk.said.text == "the beginn"
-    ready.on_event(Text(2, "ing"))
-    assert ready.talk.said.text == "the beginning"
+    assert ready.conversation.partial.text == "the beginn"
+    ready.on_event(ReplyEvent(2, TextChunk("ing")))
+    assert ready.conversation.partial.text == "the beginning"
     ready.on_event(done(2, "the beginning"))
     (turn,) = ready.turns
     assert (turn.reply_place, turn.reply.text if turn.reply else "") == ((2, 2), "the beginning")
-    assert ready.talk.tree.nodes[2].reply == Reply("the beginn", ending="length", model="guide", metrics=ready.metrics)
+    assert ready.conversation.tree.nodes[2].reply == Reply(
+        "the beginn", ending="length", model="guide", metrics=ready.metrics
+    )
 
 
 def test_what_was_lost_keeps_what_it_began_with(ready: Session) -> None:
     ready.submit("one")
     ready.on_event(done(1, "so far", "cancelled"))
     ready.continue_reply()
-    ready.on_event(Text(2, " and"))
+    ready.on_event(ReplyEvent(2, TextChunk(" and")))
     assert [type(request) for request in asked(ready.stop())] == [Cancel]
     ready.open(Tree())
     ready.submit("two")
-    assert ready.talk.said.text == ""
+    assert ready.conversation.partial.text == ""
 
 
 def test_thinking_goes_on_and_its_time_is_added_up(ready: Session) -> None:
     session = ready
     session.on_event(Loaded(ModelInfo("guide", thinks=True)))
-    session.info = ModelInfo("guide", thinks=True)
+    session.engine.info = ModelInfo("guide", thinks=True)
     session.submit("one")
-    session.on_event(Text(1, "hm", "thinking"))
+    session.on_event(ReplyEvent(1, TextChunk("hm", "thinking")))
     session._clock.now += 2  # type: ignore[attr-defined]
     session.stop()
     ended = done(1, "", "cancelled")
-    session.on_event(Text(1, "", "thinking"))
-    steps = session.on_event(type(ended)(1, "cancelled", "", "hm", ended.metrics))
+    session.on_event(ReplyEvent(1, TextChunk("", "thinking")))
+    steps = session.on_event(ReplyEvent(1, replace(ended.event, thinking="hm")))
     assert kinds(steps)
-    assert session.turns[-1].reply == Reply("", "hm", 2.0, ending="cancelled", model="guide", metrics=ended.metrics)
+    assert session.turns[-1].reply == Reply("", "hm", 2.0, ending="cancelled", model="guide", metrics=METRICS)
     session.continue_reply()
-    session.on_event(Text(2, " yes", "thinking"))
+    session.on_event(ReplyEvent(2, TextChunk(" yes", "thinking")))
     session._clock.now += 3  # type: ignore[attr-defined]
-    session.on_event(Text(2, "so", "answer"))
-    assert session.talk.said == Reply("so", "hm yes", 5.0)
+    session.on_event(ReplyEvent(2, TextChunk("so", "answer")))
+    assert session.conversation.partial == Reply("so", "hm yes", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_what_can_not_be_continued_is_said_and_nothing_is_sent(ready: Session, r
     steps = ready.continue_reply()
     assert why in said(steps)
     assert kinds(steps) == [Notice]
-    assert ready.phase is EnginePhase.IDLE
+    assert ready.engine.phase is EnginePhase.IDLE
 
 
 @pytest.mark.parametrize(
@@ -141,14 +144,14 @@ def test_an_earlier_reply_goes_on_where_it_stands(ready: Session) -> None:
         assert kinds(steps) == [Moved, TurnBegun, Ask]
         assert sent(steps).messages[-1] == Message("assistant", "first")
         ready.on_event(done(sent(steps).id, "first and more"))
-        ready.go(2)
+        ready.show_path(2)
 
 
 def test_pointing_at_a_message_asks_what_each_action_would_take_one_after_the_other(ready: Session) -> None:
     ready.submit("one")
     ready.on_event(done(1, "cut he", "length"))
     known = []
-    (question,) = asked(ready.point(2))
+    (question,) = asked(ready.select(2))
     while isinstance(question, AskPrice):
         known.append((question.messages[-1].role, question.messages[-1].content, question.continues))
         requests = asked(ready.on_event(Priced("actions", question.id, Price(9, 1, 0, 0.01))))
@@ -160,15 +163,15 @@ def test_pointing_at_a_message_asks_what_each_action_would_take_one_after_the_ot
         ("user", "", False),
     ]
     assert [each.question.id for each in ready.prices.known] == ["again", "continue", "edit", "fork"]
-    ready.point(None)
+    ready.select(None)
     assert not ready.prices.known
 
 
 def test_a_price_of_a_message_that_is_not_pointed_at_any_more_is_forgotten(ready: Session) -> None:
     ready.submit("one")
     ready.on_event(done(1, "whole"))
-    (first,) = asked(ready.point(2))
-    (second,) = asked(ready.point(1))
+    (first,) = asked(ready.select(2))
+    (second,) = asked(ready.select(1))
     assert isinstance(first, AskPrice)
     assert isinstance(second, AskPrice)
     assert not ready.on_event(Priced("actions", first.id, Price(1, 1, 0, None)))
@@ -191,14 +194,14 @@ async def test_a_stopped_reply_goes_on_by_g_and_both_versions_are_kept(chat: Sta
         await c.until(lambda: "go on: " in c.screen_text(), "prices")
         c.session.sampling = Sampling()
         await c.pilot.press("g")
-        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
         assert c.session.turns[-1].reply is not None
         assert c.session.turns[-1].reply.text == whole
         assert "Decode reads" in c.shown(c.replies[-1])
         await c.pilot.press("tab", "[")  # the box has had the keys since
         await c.until(lambda: c.session.turns[-1].reply_place == (1, 2))
         await c.send("/continue")
-        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
     with Store.open(tmp_path / "chats" / "chats.db") as store:
         latest = store.latest()
         assert latest is not None
@@ -214,7 +217,7 @@ async def test_what_is_continued_is_stored_with_its_beginning_before_anything_ne
         await c.ask("Why?")
         c.session.sampling = Sampling()
         await c.send("/continue")
-        await c.until(lambda: c.session.replying)
+        await c.until(lambda: c.session.engine.replying)
         with Store.open(tmp_path / "chats" / "chats.db") as other:
             latest = other.latest()
             assert latest is not None
@@ -232,10 +235,10 @@ async def test_the_embedded_guide_goes_on_word_for_word(chat: Start) -> None:
         assert whole.ending == "stop"
         c.session.sampling = Sampling(temperature=0, max_tokens=6)
         c.app.chat.do("regenerate")
-        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (2, 2))
         c.session.sampling = Sampling(temperature=0)
         c.app.chat.do("continue")
-        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].reply_place == (3, 3))
         went_on = c.session.turns[-1].reply
         assert went_on is not None
         assert went_on.text == whole.text
@@ -244,4 +247,4 @@ async def test_the_embedded_guide_goes_on_word_for_word(chat: Start) -> None:
 
 
 async def _loaded(c: Chat) -> None:
-    await c.until(lambda: c.session.phase is EnginePhase.IDLE, "the guide is loaded")
+    await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE, "the guide is loaded")

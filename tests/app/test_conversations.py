@@ -73,7 +73,7 @@ async def test_the_list_names_the_model_that_replied_last(chat: Start, kept: Any
         await c.ask("one")
         assert kept()[0].model == "fast"
         c.app.chat.do("choose_model", "steady")
-        await c.until(lambda: c.session.info and c.session.info.name == "steady")
+        await c.until(lambda: c.session.engine.info and c.session.engine.info.name == "steady")
         assert kept()[0].model == "fast"  # nothing was asked of the other yet
         await c.ask("two")
         stored, messages = kept()

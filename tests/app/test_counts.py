@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.app.test_session import Clock
+from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tokamac.app.backend.child import counter
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import AskCount, Counted, Load, Loaded, ModelInfo, Reply
-from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
 from tokamac.app.chat.attachments import whole
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, EnginePhase, Step
@@ -37,23 +37,23 @@ def counts(steps: Sequence[Step]) -> list[AskCount]:
 
 
 def test_each_attachment_is_counted_once_as_it_stands_in_the_prompt(ready: Session) -> None:
-    first, second = counts(ready.pause("", (NOTES, CODE)))
+    first, second = counts(ready.draft_paused("", (NOTES, CODE)))
     assert [first.text, second.text] == [whole("", (NOTES,)), whole("", (CODE,))]
     assert ready.tokens(NOTES) is None
     ready.on_event(Counted(second.id, 9))
     ready.on_event(Counted(first.id, 12))
     assert (ready.tokens(NOTES), ready.tokens(CODE)) == (12, 9)
-    assert counts(ready.pause("and words", (NOTES, CODE))) == []
+    assert counts(ready.draft_paused("and words", (NOTES, CODE))) == []
     ready.submit("and words", (NOTES, CODE))
     assert ready.tokens(NOTES) == 12
 
 
 def test_what_is_being_counted_is_not_asked_for_again_unless_the_engine_is_another(ready: Session) -> None:
-    (asked,) = counts(ready.pause("", (NOTES,)))
-    assert counts(ready.pause("x", (NOTES,))) == []
+    (asked,) = counts(ready.draft_paused("", (NOTES,)))
+    assert counts(ready.draft_paused("x", (NOTES,))) == []
     ready.start()
     ready.on_event(Loaded(ModelInfo("guide")))
-    (again,) = counts(ready.pause("x", (NOTES,)))
+    (again,) = counts(ready.draft_paused("x", (NOTES,)))
     ready.on_event(Counted(asked.id, 5))  # of the engine that is no more
     assert ready.tokens(NOTES) is None
     ready.on_event(Counted(again.id, 6))
@@ -61,20 +61,20 @@ def test_what_is_being_counted_is_not_asked_for_again_unless_the_engine_is_anoth
 
 
 def test_another_model_counts_anew(ready: Session) -> None:
-    (asked,) = counts(ready.pause("", (NOTES,)))
+    (asked,) = counts(ready.draft_paused("", (NOTES,)))
     ready.on_event(Counted(asked.id, 12))
     ready.choose(Load("other"))
     assert ready.tokens(NOTES) is None
-    assert counts(ready.pause("", (NOTES,))) == []  # nothing can count while it loads
+    assert counts(ready.draft_paused("", (NOTES,))) == []  # nothing can count while it loads
     ready.on_event(Loaded(ModelInfo("other")))
-    assert len(counts(ready.pause("", (NOTES,)))) == 1
+    assert len(counts(ready.draft_paused("", (NOTES,)))) == 1
 
 
 def test_what_can_not_be_counted_is_asked_for_once(ready: Session) -> None:
-    (asked,) = counts(ready.pause("", (NOTES,)))
+    (asked,) = counts(ready.draft_paused("", (NOTES,)))
     ready.on_event(Counted(asked.id, None))
     assert ready.tokens(NOTES) is None
-    assert counts(ready.pause("x", (NOTES,))) == []
+    assert counts(ready.draft_paused("x", (NOTES,))) == []
 
 
 class Told(Outbox):
@@ -93,15 +93,15 @@ class Told(Outbox):
 class Closed(ScriptedEngine):
     """Was closed before it could count."""
 
-    def count(self, text: str) -> int:
+    def between(self, work: Callable[[], Any]) -> Any:
         raise EngineClosedError("the engine is closed", "Load it again.")
 
 
 def test_an_engine_that_was_closed_counts_nothing_and_the_next_question_is_answered() -> None:
     told = Told()
     asked = counter(told)
-    asked.ask(Closed("fast", SCENARIOS["fast"]), AskCount(1, "some text"))
-    asked.ask(ScriptedEngine("fast", SCENARIOS["fast"]), AskCount(2, "some text"))
+    asked.ask(Closed(SCENARIOS["fast"]), AskCount(1, "some text"))
+    asked.ask(ScriptedEngine(SCENARIOS["fast"]), AskCount(2, "some text"))
     assert [told.next(), told.next()] == [Counted(1, None), Counted(2, 3)]
 
 
@@ -123,7 +123,7 @@ async def test_the_chip_tells_characters_while_nothing_can_count_then_tokens(
         await c.phase(EnginePhase.DECODING)
         c.app.chat.do("attach", "notes.md")
         await c.until(lambda: "+ notes.md 2,500 characters" in c.screen_text(), "the characters")
-        assert c.session.phase is EnginePhase.DECODING
+        assert c.session.engine.phase is EnginePhase.DECODING
         c.app.chat.perform(c.session.stop())
         await c.until(lambda: f"+ notes.md {tokens:,} tokens" in c.screen_text(), "the tokens")
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from tokamac.app.tui.run import FRAMES_PER_S, ChatOptions, build
 assert "textual" not in sys.modules
-build(ChatOptions(scripted=True, settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Path(sys.argv[1]) / "log"))
+build(ChatOptions(settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Path(sys.argv[1]) / "log"))
 from textual.screen import UPDATE_PERIOD
 print(UPDATE_PERIOD == 1 / FRAMES_PER_S)
 """

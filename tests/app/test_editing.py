@@ -114,7 +114,7 @@ async def test_sending_the_second_edit_keeps_the_first(chat: Start) -> None:
         await two_edits(c)
         c.prompt.text = "two, too"
         c.prompt.submit()
-        await c.until(lambda: c.session.turns[-1].place == (2, 2) and c.session.phase is EnginePhase.IDLE)
+        await c.until(lambda: c.session.turns[-1].place == (2, 2) and c.session.engine.phase is EnginePhase.IDLE)
         assert (c.session.turns[-1].prompt, c.prompt.text) == ("two, too", "a draft")
         edit(c, 1)
         assert c.prompt.text == "one, but better"

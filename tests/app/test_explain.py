@@ -76,7 +76,7 @@ async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -
         await c.phase(EnginePhase.IDLE)
         await c.ask("one")
         await c.send("two")
-        await c.until(lambda: c.session.replying, "a second reply")
+        await c.until(lambda: c.session.engine.replying, "a second reply")
         await explain(c)
         assert c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 1"
 

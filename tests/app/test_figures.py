@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from tests.app.test_session import LOADED, Clock
+from tests.scripted_engine import CHIP, PACE, SITUATION, WORK
 from tokamac.app import units
-from tokamac.app.backend.protocol import Done, LeftOut, Load, Loaded, MemoryUse, ModelInfo, Prefill, Stats, Text
-from tokamac.app.backend.scripted import CHIP, PACE, SITUATION, WORK
+from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo, ReplyEvent
 from tokamac.app.chat import figures
 from tokamac.app.chat.figures import FIGURES, Explained, Figure, explain
 from tokamac.app.chat.session import Session
 from tokamac.app.tui.screens.figure import figure_text
 from tokamac.app.tui.widgets.gauges import NONE_YET, WIDTH, rows
-from tokamac.engine.events import Live
+from tokamac.engine.events import Finished, Live, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import Sampling
 from tokamac.engine.perf.diagnosis import diagnose
@@ -58,9 +58,9 @@ def session(info: ModelInfo = INFO) -> Session:
 def ended(info: ModelInfo = INFO, metrics: Metrics = METRICS, outliers: tuple[Outlier, ...] = ()) -> Session:
     made = session(info)
     made.submit("one")
-    memory = replace(MEMORY, predicted_peak_bytes=2_900_000_000)
     verdict = diagnose(metrics, WORK, CHIP, PACE, SITUATION)
-    made.on_event(Done(1, "stop", "text", "", metrics, memory, outliers, verdict))
+    made.on_event(replace(MEMORY, predicted_peak_bytes=2_900_000_000))
+    made.on_event(ReplyEvent(1, Finished("stop", "text", metrics, outliers=outliers, diagnosis=verdict)))
     return made
 
 
@@ -163,8 +163,8 @@ def test_what_rolls_out_is_the_oldest_and_no_token_is_counted_twice() -> None:
 def test_what_was_left_out_of_the_prompt_is_out_of_sight_too() -> None:
     at = session()
     at.submit("one")
-    at.on_event(LeftOut(1, 30))
-    at.on_event(Prefill(1, 60, 90, 20))
+    at.on_event(ReplyEvent(1, Truncated(1, 30)))
+    at.on_event(ReplyEvent(1, PrefillProgress(60, 90, 20)))
     assert figures.context_of(at) == figures.Context(20, 40, 0, 100, 30)
     assert inputs("out of sight", at) == {"left out": "30", "rolled out": "0"}
 
@@ -172,9 +172,9 @@ def test_what_was_left_out_of_the_prompt_is_out_of_sight_too() -> None:
 def test_while_a_reply_is_written_the_figures_are_of_now() -> None:
     at = session()
     at.submit("one")
-    at.on_event(Prefill(1, 150, 150, 100))
-    at.on_event(Text(1, "a"))
-    at.on_event(Stats(1, Live(METRICS, 171, (50.0, 40.0, 35.0), 2_020_000_000, 48.5)))
+    at.on_event(ReplyEvent(1, PrefillProgress(150, 150, 100)))
+    at.on_event(ReplyEvent(1, TextChunk("a")))
+    at.on_event(ReplyEvent(1, Live(METRICS, 171, (50.0, 40.0, 35.0), 2_020_000_000, 48.5)))
     assert value("now", at) == "24.0 tok/s"
     assert inputs("now", at) == {"gaps": "3", "their time": "125 ms"}
     assert value("achieved", at) == "48.5 GB/s"

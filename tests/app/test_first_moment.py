@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.app.conftest import Chat
+from tests.scripted_engine import SCRIPTED
 from tokamac.app.tui.run import ChatOptions, build
 from tokamac.app.tui.screens.chat import ChatScreen
 
@@ -19,7 +20,7 @@ Start = Callable[..., Any]
 async def test_leaving_as_it_begins_is_no_error(tmp_path: Path, turns: int, capsys: pytest.CaptureFixture[str]) -> None:
     """turns: of the event loop until the user leaves; the parts of the screen are made meanwhile."""
     paths = {"settings_path": tmp_path / "s.toml", "log_path": tmp_path / "log", "store_path": tmp_path / "c" / "c.db"}
-    app, bridge = build(ChatOptions(model="fast", scripted=True, **paths))
+    app, bridge = build(ChatOptions(model="fast", engine=SCRIPTED, **paths))
 
     async def leave() -> None:
         for _ in range(turns):
@@ -73,7 +74,7 @@ async def test_a_command_that_is_given_before_the_engine_starts_is_done(begin: C
     async with chat("fast") as c:
         await c.send("/model steady")
         begin()
-        await c.until(lambda: c.session.load.model == "steady")
+        await c.until(lambda: c.session.engine.load.model == "steady")
         await c.ready()
 
 

@@ -105,9 +105,9 @@ async def test_while_a_reply_streams_only_rows_that_changed_are_drawn_and_nothin
             return refresh(*regions, layout=layout, **more)
 
         await c.send("And then?")
-        await c.until(lambda: c.session.phase is EnginePhase.DECODING and c.session.live is not None)
+        await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING and c.session.live is not None)
         gauges(c).refresh = watched  # type: ignore[method-assign]
-        await c.until(lambda: c.session.phase is EnginePhase.IDLE)
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE)
         assert drawn
         assert not laid_out
         titles = [y for y, row in enumerate(gauges(c)._rows) if row.figure is None]

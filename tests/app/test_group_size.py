@@ -5,18 +5,16 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny
-from tokamac.app.backend.port import load_engine
+from tokamac.app.backend.child import load_engine
 from tokamac.app.backend.protocol import Load
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
 
 
 def notes_of(request: Load) -> tuple[str, ...]:
-    port = load_engine(request, lambda _: None)
-    try:
-        return port.loaded().info.notes
-    finally:
-        port.close()
+    engine, info = load_engine(request, lambda _: None)
+    engine.close()
+    return info.notes
 
 
 def test_a_stored_group_size_gives_way_with_a_note(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.scripted_engine import SCRIPTED
 from tokamac.app import keep_awake, settings
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.keep_awake import KeepAwake, awake
@@ -207,7 +208,7 @@ def test_in_the_plain_chat_it_runs_while_a_reply_is_made(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     paths = {name: tmp_path / name for name in ("settings_path", "log_path", "store_path")}
-    assert run_plain(ChatOptions(model="fast", scripted=True, **paths)) == 0
+    assert run_plain(ChatOptions(model="fast", engine=SCRIPTED, **paths)) == 0
     assert capsys.readouterr().out
     assert len(caffeinate.started) == 1
     assert not caffeinate.running

@@ -212,14 +212,14 @@ def test_the_session_names_the_keys_that_hold(event: str) -> None:
     session.start()
     if event == "stop_loading":
         steps = session.stop()
-        assert "F18 chooses a model" in session.problem
+        assert "F18 chooses a model" in session.engine.problem
     else:
         session.on_event(Loaded(ModelInfo("guide")))
         session.submit("hi")
         wishes: dict[str, Callable[[], Any]] = {
             "unload": session.unload,
             "regenerate": session.regenerate,
-            "go": lambda: session.go(1),
+            "go": lambda: session.show_path(1),
         }
         steps = wishes[event]()
         assert any("Ctrl+K" in step.text for step in steps if isinstance(step, Notice))

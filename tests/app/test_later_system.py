@@ -10,8 +10,8 @@ import pytest
 from tests.app.conftest import Chat
 from tests.app.test_session import Clock, asked, done
 from tests.tiny import TEMPLATE, make_tiny
-from tokamac.app.backend.port import load_engine
-from tokamac.app.backend.protocol import Load, Loaded, ModelInfo, Send
+from tokamac.app.backend.child import accepted, load_engine
+from tokamac.app.backend.protocol import Generate, Load, Loaded, ModelInfo
 from tokamac.app.chat.conversation import MessageNode, Reply, Tree, Turn
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase, Notice, Step, TurnBegun
@@ -52,7 +52,7 @@ def session(*said: Said, later_system: bool = False) -> Session:
 
 
 def roles(steps: list[Step]) -> list[Said]:
-    (send,) = [request for request in asked(steps) if isinstance(request, Send)]
+    (send,) = [request for request in asked(steps) if isinstance(request, Generate)]
     return [(message.role, message.content) for message in send.messages]
 
 
@@ -146,15 +146,13 @@ def test_the_engine_is_given_what_its_template_takes(tmp_path: Path, template: s
     named = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": template}))
     said = [Message("user", "hi"), Message("assistant", "hello"), Message("system", "shout"), Message("user", "why?")]
-    port = load_engine(Load(str(folder), prompt_cache=False), lambda _: None)
-    try:
-        assert port.loaded().info.later_system is takes
-        length = port.price(said).prompt_tokens
+    engine, info = load_engine(Load(str(folder), prompt_cache=False), lambda _: None)
+    with engine:
+        assert info.later_system is takes
+        taken = accepted(said, later_system=info.later_system)
+        length = engine.price(taken).prompt_tokens
         assert length == sum(len(each.content) + 2 for each in said if takes or each.role != "system") + 1
-        ended = list(port.reply(said, Sampling(max_tokens=2)))[-1]
-        assert ended.metrics.prompt_tokens == length  # type: ignore[union-attr]
-    finally:
-        port.close()
+        assert engine.ask(taken, Sampling(max_tokens=2)).metrics.prompt_tokens == length
 
 
 async def imported(c: Chat, tmp_path: Path) -> None:
@@ -179,7 +177,7 @@ async def test_it_is_shown_said_to_be_left_out_and_kept(chat: Start, tmp_path: P
         await c.until(lambda: "There is one version only" in c.notices)
         steps = c.session.edit(4, "who?")
         c.app.chat.perform(steps)
-        await c.until(lambda: c.session.phase is EnginePhase.IDLE and c.session.turns[-1].place == (2, 2))
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].place == (2, 2))
         recording = c.app.chat.recording
         assert recording is not None
         assert recording.chat is not None

@@ -116,7 +116,7 @@ async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
 async def running(c: Chat, prompt: str) -> int:
     """Ask, wait for the reply's first words, and return the reply's id in the store."""
     await c.send(prompt)
-    await c.until(lambda: c.session.talk.said.text and c.session.phase is EnginePhase.DECODING)
+    await c.until(lambda: c.session.conversation.partial.text and c.session.engine.phase is EnginePhase.DECODING)
     return c.recording.stored(c.session.turns[-1].reply_key)
 
 
@@ -137,7 +137,7 @@ async def test_a_reply_that_runs_is_stopped_kept_as_far_as_it_was_written_and_th
         await c.pilot.pause()
         assert "The reply was stopped" not in c.notices  # none ran
         reply = await running(c, "two")
-        said = c.session.talk.said.text
+        said = c.session.conversation.partial.text
         await c.send(ways[how].format(first))
         await c.until(lambda: KEPT in c.notices)
         assert "two" not in c.prompts
@@ -189,7 +189,7 @@ async def test_a_reply_that_is_kept_at_its_end_only_is_said_to_be_kept(
         await c.ready()
         c.refuse_writes()
         await c.send("one")
-        await c.until(lambda: c.session.talk.said.text and c.session.phase is EnginePhase.DECODING)
+        await c.until(lambda: c.session.conversation.partial.text and c.session.engine.phase is EnginePhase.DECODING)
         assert c.held is None
         if back == "at its end":
             c.refuse_writes(refused=False)

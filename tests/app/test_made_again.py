@@ -17,7 +17,7 @@ BRIEF = Message("system", "Be brief.")
 
 def priced(held: Session, key: int) -> dict[str, tuple[Message, ...]]:
     """Point at a message, and answer every question; return what each was about."""
-    steps = held.point(key)
+    steps = held.select(key)
     while requests := asked(steps):
         (request,) = requests
         assert isinstance(request, AskPrice)
@@ -33,7 +33,7 @@ def test_a_system_message_before_a_reply_stays_before_the_one_that_is_made_again
     assert (begun.turn.between, begun.turn.reply_place, begun.again) == (("shout",), (2, 2), True)
     assert not [step for step in steps if isinstance(step, Moved)]
     held.on_event(done(1, "HELLO"))
-    assert held.talk.tree.siblings(3) == [3, 4]
+    assert held.conversation.tree.siblings(3) == [3, 4]
 
 
 def test_it_stays_before_one_that_goes_on() -> None:
@@ -79,5 +79,5 @@ def test_going_on_where_nothing_was_said_takes_what_an_answer_takes() -> None:
 
 def test_of_two_replies_in_a_row_each_is_itself() -> None:
     held = session(("user", "hi"), ("assistant", "one"), ("assistant", "two"))
-    assert [node and node.key for node in map(held.talk.reply_at, (1, 2, 3, None))] == [2, 2, 3, 3]
+    assert [node and node.key for node in map(held.conversation.reply_at, (1, 2, 3, None))] == [2, 2, 3, 3]
     assert roles(held.continue_reply(2))[-2:] == [("user", "hi"), ("assistant", "one")]

@@ -236,19 +236,19 @@ async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
         hub.stall_at = None
         hub.resume.set()
         await c.until(lambda: "tiny is here" in c.notices, "the model")
-        assert c.session.load.model == "steady"
+        assert c.session.engine.load.model == "steady"
 
 
 async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(chat: Start) -> None:
     async with chat("slow") as c:
         await c.phase(EnginePhase.IDLE)
         await c.send("hello")
-        await c.until(lambda: c.session.replying, "a reply")
+        await c.until(lambda: c.session.engine.replying, "a reply")
         c.app.chat.stock._ended(Download("org/tiny", loads=True))
         take_model(c.app.chat, "steady")
         await c.until(lambda: "tiny is here" in c.notices, "a notice")
         await c.phase(EnginePhase.IDLE)
-        assert c.session.load.model == "steady"
+        assert c.session.engine.load.model == "steady"
 
 
 async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: Hub) -> None:
@@ -312,7 +312,7 @@ async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_proces
         await c.until(lambda: "org/mine" in c.app.chat.stock.estimates.disk, "an estimate")
         await c.pilot.press("escape")
         await c.until(lambda: not c.app.chat.bridge.running, "its end")
-        assert c.session.phase is EnginePhase.UNLOADED
+        assert c.session.engine.phase is EnginePhase.UNLOADED
 
 
 async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tokamac.app.backend.protocol import Counted, Done, Failed, Load, Loaded, ModelInfo, Text
+from tokamac.app.backend.protocol import Counted, Failed, Load, Loaded, ModelInfo, ReplyEvent
 from tokamac.app.chat.attachments import Draft, whole
-from tokamac.app.chat.background import Counts
+from tokamac.app.chat.background import TokenCounts
 from tokamac.app.chat.conversation import Ending, Reply
 from tokamac.app.chat.recording import measured, tree_of
-from tokamac.app.chat.session import LONGEST, Session, reason
+from tokamac.app.chat.session import LONGEST_REASON, Session, reason
 from tokamac.app.chat.steps import Ask, DraftReturned, EnginePhase, Notice, ReplyEnded
 from tokamac.app.export.html import entries
 from tokamac.app.plain.commands import last_turn
@@ -20,6 +20,7 @@ from tokamac.app.store.values import Attachment, FinalState
 from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.chat import History
 from tokamac.app.tui.widgets.prompt_input import Chips
+from tokamac.engine.events import Finished, TextChunk
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, OnFull, Sampling
 
@@ -55,7 +56,7 @@ def test_a_refused_prompt_comes_back_with_what_goes_with_it_before_those_that_wa
 @pytest.mark.parametrize("kind", ["answer", "thinking"])
 def test_a_prompt_to_which_something_was_said_does_not(ready: Session, kind: Any) -> None:
     ready.submit("one", (NOTES,))
-    ready.on_event(Text(1, "some", kind))
+    ready.on_event(ReplyEvent(1, TextChunk("some", kind)))
     ended, told = ready.on_event(REFUSED)
     assert isinstance(ended, ReplyEnded)
     assert (ended.reply.reason, told) == (WHY, Notice(WHY, "error"))
@@ -69,7 +70,7 @@ def test_a_reply_made_again_gives_nothing_back_and_a_later_prompt_only_itself(re
     ready.submit("two")
     assert DraftReturned("two") in ready.on_event(Failed(3, "too long"))
     ready.submit("three")
-    ready.on_event(Done(4, "stop", "answer", "", METRICS))
+    ready.on_event(ReplyEvent(4, Finished("stop", "answer", METRICS)))
     assert [turn.reply.reason for turn in ready.turns if turn.reply is not None] == ["Too long.", "Too long.", ""]
 
 
@@ -98,7 +99,7 @@ def test_a_reason_is_sentences_on_one_safe_line(error: str, hint: str, said: str
 
 def test_what_a_models_own_code_says_without_end_is_cut() -> None:
     said = reason("x" * 10_000, "The log has the details.")
-    assert (len(said), said[-1]) == (LONGEST, "…")
+    assert (len(said), said[-1]) == (LONGEST_REASON, "…")
 
 
 def kept(tmp_path: Path, reply: Reply, state: FinalState) -> tuple[Store, str]:
@@ -164,10 +165,10 @@ def test_the_reason_stands_under_the_reply_and_what_is_foreign_in_it_is_made_saf
 def test_attachments_exceed_a_context_that_they_leave_no_token_of(
     capacity: int | None, on_full: OnFull | None, attached: tuple[Attachment, ...], exceed: bool
 ) -> None:
-    model, counts = ModelInfo("guide", capacity=capacity), Counts()
+    model, counts = ModelInfo("guide", capacity=capacity), TokenCounts()
     for step, tokens in zip(counts.ask(model, (NOTES, CODE)), (60, 40), strict=True):
         assert isinstance(step, Ask)
-        counts.take(Counted(step.request.id, tokens))  # type: ignore[union-attr]
+        counts.counted(Counted(step.request.id, tokens))  # type: ignore[union-attr]
     assert counts.exceed(model, KVSpec(on_full=on_full), attached) is exceed
     assert not counts.exceed(None, KVSpec(), attached)
 
@@ -181,7 +182,7 @@ async def test_a_file_over_the_context_is_warned_of_refused_and_back_in_the_box(
     attached = (Attachment("notes.md", text, "markdown"),)
     async with chat("guide", scripted=False, size=(100, 40)) as c:
         await c.ready()
-        capacity = c.session.info.capacity
+        capacity = c.session.engine.info.capacity
         c.app.chat.do("attach", "notes.md")
         warning = f"over the context of {capacity:,} tokens"
         await c.until(lambda: warning in c.screen_text(), "the warning")

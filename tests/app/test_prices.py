@@ -60,7 +60,7 @@ def test_versions_that_come_into_view_again_before_they_were_priced_are_asked_fo
     assert set(look.prices.of([2, 3])) == {2, 3}
 
 
-@pytest.mark.parametrize("gives_up", [lambda s: s.prices.forget(), lambda s: s.point(None), lambda s: s.point(2)])
+@pytest.mark.parametrize("gives_up", [lambda s: s.prices.reset(), lambda s: s.select(None), lambda s: s.select(2)])
 def test_questions_given_up_for_others_are_asked_again(gives_up: Callable[[Session], object]) -> None:
     look = Look()
     look.prices.of([2, 3])
@@ -125,7 +125,7 @@ def test_a_path_that_needs_the_disk_alone_is_not_ready() -> None:
 async def test_the_next_prompt_takes_what_an_action_would(chat: Start, price: Price, width: int, said: str) -> None:
     async with chat("fast", size=(width, 24)) as c:
         await c.phase(EnginePhase.IDLE)
-        c.session.ahead.price = price
+        c.session.warmup.price = price
         assert said in await drawn(c)
 
 
@@ -145,8 +145,8 @@ async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look
 async def test_a_name_in_wide_letters_takes_no_more_room_than_there_is(chat: Start, width: int) -> None:
     async with chat("fast", size=(width, 24)) as c:
         await c.phase(EnginePhase.IDLE)
-        assert c.session.info is not None
-        c.session.info = replace(c.session.info, name="通义千问大语言模型指令微调版本四比特-7B")
+        assert c.session.engine.info is not None
+        c.session.engine.info = replace(c.session.engine.info, name="通义千问大语言模型指令微调版本四比特-7B")
         *_, line = (line for line in (await drawn(c)).splitlines() if "7B" in line)  # the panel names it too
         assert cell_len(line.rstrip()) <= width
         assert "help" in line

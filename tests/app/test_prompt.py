@@ -139,7 +139,7 @@ async def test_a_long_paste_is_an_attachment_priced_sent_and_titled_by_its_name(
         await ready(c)
         await paste_long(c)
         assert c.prompt.text == ""
-        await c.until(lambda: c.session.ahead.price is not None or "next:" in c.screen_text(), "its tokens")
+        await c.until(lambda: c.session.warmup.price is not None or "next:" in c.screen_text(), "its tokens")
         await c.pilot.press("enter")
         await c.until(lambda: c.session.turns and c.session.turns[0].reply)
         assert c.session.turns[0].asked == f"Pasted text 1:\n```\n{LONG}\n```"

@@ -20,13 +20,13 @@ def test_what_could_not_be_counted_is_asked_for_again_once_the_model_is_loaded_a
     session = Session(Load("guide"), Sampling(), "", Clock())
     session.start()
     session.on_event(Loaded(ModelInfo("guide")))
-    notes, code = asked(session.pause("", (NOTES, CODE)))
+    notes, code = asked(session.draft_paused("", (NOTES, CODE)))
     session.on_event(Counted(notes, None))
     session.on_event(Counted(code, 7))
-    assert asked(session.pause("x", (NOTES, CODE))) == []
+    assert asked(session.draft_paused("x", (NOTES, CODE))) == []
     session.start()
     session.on_event(Loaded(ModelInfo("guide")))
     assert session.tokens(CODE) == 7
-    (again,) = asked(session.pause("x", (NOTES, CODE)))
+    (again,) = asked(session.draft_paused("x", (NOTES, CODE)))
     session.on_event(Counted(again, 12))
     assert session.tokens(NOTES) == 12

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tokamac.app.backend.protocol import Done, Failed, Load, Loaded, ModelInfo
+from tokamac.app.backend.protocol import Failed, Load, Loaded, ModelInfo, ReplyEvent
 from tokamac.app.chat.actions import keymap
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase, Notice, Step
+from tokamac.engine.events import Finished
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
 
@@ -22,8 +23,8 @@ def talked() -> Session:
     session.start()
     session.on_event(Loaded(ModelInfo("guide")))
     session.submit("one")
-    session.on_event(Done(1, "length", "answer", "", METRICS))
-    assert session.phase is EnginePhase.IDLE
+    session.on_event(ReplyEvent(1, Finished("length", "answer", METRICS)))
+    assert session.engine.phase is EnginePhase.IDLE
     return session
 
 
@@ -43,7 +44,7 @@ def told(steps: list[Step]) -> str:
 @pytest.mark.parametrize("wish", WISHES)
 def test_while_the_model_loads(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.choose(Load("other"))
-    assert talked.phase is EnginePhase.LOADING
+    assert talked.engine.phase is EnginePhase.LOADING
     said = told(wish(talked))
     assert "The model is still loading" in said
     assert "F9" not in said  # which would end the loading
@@ -53,7 +54,7 @@ def test_while_the_model_loads(talked: Session, wish: Callable[[Session], list[S
 def test_where_no_model_is_loaded(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.choose(Load("other"))
     talked.stop()
-    assert talked.phase is EnginePhase.FAILED
+    assert talked.engine.phase is EnginePhase.FAILED
     said = told(wish(talked))
     assert "No model is loaded" in said
     assert "Ctrl+Y" in said

@@ -22,6 +22,7 @@ from textual.color import Color
 from tests.app.conftest import Chat
 from tests.app.terminal_output import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
 from tokamac.app.backend import protocol
+from tokamac.app.backend.protocol import ReplyEvent
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, dumps
 from tokamac.app.store.store import Store
@@ -30,6 +31,7 @@ from tokamac.app.store.values import StoredChat as Stored
 from tokamac.app.tui.app import LastGate
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import TextChunk
 
 Start = Callable[..., Any]
 SEQUENCES = [
@@ -139,7 +141,7 @@ async def test_what_a_model_says(
         reply = c.session._id
         for kind, chunks in (("thinking", thinking), ("answer", [*text, f"\n\nSo {MARKUP} and {LINK}."])):
             for chunk in (char for piece in chunks for char in piece):
-                say(protocol.Text(reply, chunk, kind))
+                say(ReplyEvent(reply, TextChunk(chunk, kind)))
             await c.pilot.pause()  # all of it has arrived
             c.transcript.look(now=True)
             await c.pilot.pause()

@@ -10,21 +10,17 @@ from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
     Cancel,
-    Done,
     Failed,
+    Generate,
     Heartbeat,
-    LeftOut,
     Load,
     Loaded,
-    Loading,
     ModelInfo,
-    Prefill,
-    Send,
-    Text,
+    ReplyEvent,
 )
 from tokamac.app.chat import figures
 from tokamac.app.chat.conversation import Reply, Tree, Turn
-from tokamac.app.chat.session import DEAF_S, IMPATIENT_S, READING_DEAF_S, READING_IMPATIENT_S, Session
+from tokamac.app.chat.session import CancelWatchdog, Session
 from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,
@@ -40,7 +36,7 @@ from tokamac.app.chat.steps import (
     TurnBegun,
 )
 from tokamac.app.store.values import Attachment
-from tokamac.engine.events import Message
+from tokamac.engine.events import Finished, LoadProgress, Message, PrefillProgress, TextChunk, Truncated
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -68,12 +64,12 @@ def ready(clock: Clock) -> Session:
     session = Session(Load("guide"), Sampling(), "", clock)
     session.start()
     session.on_event(LOADED)
-    assert session.phase is EnginePhase.IDLE
+    assert session.engine.phase is EnginePhase.IDLE
     return session
 
 
-def done(request: int, text: str = "answer", reason: str = "stop") -> Done:
-    return Done(request, reason, text, "", METRICS)  # type: ignore[arg-type]
+def done(request: int, text: str = "answer", reason: str = "stop") -> ReplyEvent:
+    return ReplyEvent(request, Finished(reason, text, METRICS))  # type: ignore[arg-type]
 
 
 def kinds(steps: Sequence[Step]) -> list[type]:
@@ -87,20 +83,20 @@ def asked(steps: Sequence[Step]) -> list[object]:
 def test_start_starts_the_engine_and_loads(clock: Clock) -> None:
     session = Session(Load("guide"), Sampling(), "", clock)
     assert session.start() == [StartEngine(), Ask(Load("guide"))]
-    session.on_event(Loading("weights", 1, 2))
-    assert session.loading == Loading("weights", 1, 2)
-    assert session.busy
+    session.on_event(LoadProgress("weights", 1, 2))
+    assert session.engine.loading == LoadProgress("weights", 1, 2)
+    assert session.engine.busy
 
 
 def test_a_reply_from_send_to_end(ready: Session) -> None:
     assert kinds(ready.submit("hi")) == [TurnBegun, Ask]
-    assert ready.phase is EnginePhase.PREFILL
-    ready.on_event(Prefill(1, 2, 5, 0))
-    assert ready.on_event(Text(1, "he")) == [ReplyGrew("he", "answer")]
-    assert ready.phase is EnginePhase.DECODING
+    assert ready.engine.phase is EnginePhase.PREFILL
+    ready.on_event(ReplyEvent(1, PrefillProgress(2, 5, 0)))
+    assert ready.on_event(ReplyEvent(1, TextChunk("he"))) == [ReplyGrew("he", "answer")]
+    assert ready.engine.phase is EnginePhase.DECODING
     (ended,) = ready.on_event(done(1, "hello"))
     assert ended == ReplyEnded(Reply("hello", metrics=METRICS, model="guide"))
-    assert ready.phase is EnginePhase.IDLE
+    assert ready.engine.phase is EnginePhase.IDLE
     assert ready.metrics == METRICS
 
 
@@ -109,7 +105,7 @@ def test_every_send_carries_the_whole_conversation(ready: Session) -> None:
     ready.submit("one")
     ready.on_event(done(1, "1"))
     (request,) = asked(ready.submit("two"))
-    assert isinstance(request, Send)
+    assert isinstance(request, Generate)
     assert request.messages == (
         Message("system", "Be brief."),
         Message("user", "one"),
@@ -123,7 +119,7 @@ def test_a_turn_without_reply_is_left_out(ready: Session) -> None:
     ready.stop()
     ready.on_event(done(1, "", "cancelled"))
     (request,) = asked(ready.submit("two"))
-    assert isinstance(request, Send)
+    assert isinstance(request, Generate)
     assert request.messages == (Message("user", "two"),)
 
 
@@ -161,11 +157,11 @@ def test_a_stop_gives_all_that_waits_back_as_one(ready: Session) -> None:
 
 
 def test_what_is_attached_stands_before_the_words_and_is_priced_as_it_is_sent(ready: Session) -> None:
-    count, price = asked(ready.pause("What is this? ", (NOTES,)))
+    count, price = asked(ready.draft_paused("What is this? ", (NOTES,)))
     (send,) = asked(ready.submit("What is this?", (NOTES,)))
     assert isinstance(count, AskCount)
     assert isinstance(price, AskPrice)
-    assert isinstance(send, Send)
+    assert isinstance(send, Generate)
     assert price.messages == send.messages
     assert send.messages[-1].content == f"File notes.md:\n```\n{NOTES.text}\n```\n\nWhat is this?"
     assert ready.turns[-1].prompt == "What is this?"
@@ -175,39 +171,39 @@ def test_an_edit_has_attachments_of_its_own(ready: Session) -> None:
     ready.submit("one", (NOTES,))
     ready.on_event(done(1))
     (send,) = asked(ready.edit(ready.turns[0].key, "one, alone"))
-    assert isinstance(send, Send)
+    assert isinstance(send, Generate)
     assert [message.content for message in send.messages] == ["one, alone"]
-    tree = ready.talk.tree
+    tree = ready.conversation.tree
     assert [tree.nodes[key].attachments for key in tree.children(None)] == [(NOTES,), ()]
 
 
 def test_stop_keeps_the_text_and_gives_the_waiting_prompt_back(ready: Session) -> None:
     ready.submit("one")
     ready.submit("two")
-    ready.on_event(Text(1, "par"))
+    ready.on_event(ReplyEvent(1, TextChunk("par")))
     assert ready.stop() == [Ask(Cancel(1)), DraftReturned("two")]
-    assert ready.phase is EnginePhase.STOPPING
-    ready.on_event(Text(1, "tial"))
+    assert ready.engine.phase is EnginePhase.STOPPING
+    ready.on_event(ReplyEvent(1, TextChunk("tial")))
     (ended,) = ready.on_event(done(1, "partial", "cancelled"))
     assert ended == ReplyEnded(Reply("partial", ending="cancelled", metrics=METRICS, model="guide"))
 
 
 def test_a_deaf_engine_is_replaced(ready: Session, clock: Clock) -> None:
     ready.submit("one")
-    ready.on_event(Text(1, "par"))
+    ready.on_event(ReplyEvent(1, TextChunk("par")))
     ready.stop()
-    assert ready.tick() == []
-    clock.now += DEAF_S + 1
-    assert kinds(ready.tick()) == [ReplyEnded, Notice, StartEngine, Ask]
+    assert ready.check_cancel() == []
+    clock.now += CancelWatchdog.WRITING_S + 1
+    assert kinds(ready.check_cancel()) == [ReplyEnded, Notice, StartEngine, Ask]
     assert ready.turns[-1].reply == Reply("par", ending="cancelled", model="guide")
 
 
 def test_a_second_esc_is_patient_for_a_moment(ready: Session, clock: Clock) -> None:
     ready.submit("one")
-    ready.on_event(Text(1, "par"))
+    ready.on_event(ReplyEvent(1, TextChunk("par")))
     ready.stop()
     assert ready.stop() == []
-    clock.now += IMPATIENT_S + 0.1
+    clock.now += CancelWatchdog.INSISTING_WRITING_S + 0.1
     assert StartEngine() in ready.stop()
 
 
@@ -218,26 +214,26 @@ def wait(session: Session, clock: Clock, seconds: float, *, beats: bool = True) 
     while clock.now < until:
         clock.now = min(clock.now + 1, until)
         steps += session.on_event(Heartbeat()) if beats else []
-        steps += session.tick()
+        steps += session.check_cancel()
     return steps
 
 
 def test_an_engine_that_reads_a_long_piece_of_a_prompt_is_not_killed_for_it(ready: Session, clock: Clock) -> None:
     ready.submit("one")
-    ready.on_event(Prefill(1, 0, 5000, 0))
+    ready.on_event(ReplyEvent(1, PrefillProgress(0, 5000, 0)))
     ready.stop()
-    assert wait(ready, clock, DEAF_S + 3) == []
+    assert wait(ready, clock, CancelWatchdog.WRITING_S + 3) == []
     (told,) = ready.stop()
     assert isinstance(told, Notice)
-    assert "acts after it" in told.text
+    assert told.text == "Stopping: the engine is still computing a chunk of the prompt."
     assert kinds(ready.on_event(done(1, "", "cancelled"))) == [ReplyEnded]
-    assert ready.phase is EnginePhase.IDLE
+    assert ready.engine.phase is EnginePhase.IDLE
 
 
 def test_an_engine_may_take_some_times_as_long_as_its_pieces_took(ready: Session, clock: Clock) -> None:
     ready.submit("one")
     for read in (0, 512, 1024):
-        ready.on_event(Prefill(1, read, 5000, 0))
+        ready.on_event(ReplyEvent(1, PrefillProgress(read, 5000, 0)))
         clock.now += 20
     ready.stop()
     assert wait(ready, clock, 75) == []
@@ -247,34 +243,34 @@ def test_an_engine_may_take_some_times_as_long_as_its_pieces_took(ready: Session
 def test_an_engine_that_never_stops_reading_is_replaced_though_its_pulse_beats(ready: Session, clock: Clock) -> None:
     ready.submit("one")
     ready.stop()
-    assert wait(ready, clock, READING_DEAF_S) == []
+    assert wait(ready, clock, CancelWatchdog.READING_S) == []
     assert StartEngine() in wait(ready, clock, 2)
 
 
 def test_who_insists_waits_less_for_an_engine_that_reads(ready: Session, clock: Clock) -> None:
     ready.submit("one")
     ready.stop()
-    assert wait(ready, clock, READING_IMPATIENT_S + 1) == []
+    assert wait(ready, clock, CancelWatchdog.INSISTING_READING_S + 1) == []
     assert StartEngine() in ready.stop()
 
 
 def test_an_engine_without_a_pulse_is_soon_deaf_while_it_reads(ready: Session, clock: Clock) -> None:
     ready.submit("one")
-    ready.on_event(Prefill(1, 0, 5000, 0))
+    ready.on_event(ReplyEvent(1, PrefillProgress(0, 5000, 0)))
     ready.stop()
-    assert StartEngine() in wait(ready, clock, DEAF_S + 1, beats=False)
+    assert StartEngine() in wait(ready, clock, CancelWatchdog.WRITING_S + 1, beats=False)
 
 
 def test_a_piece_of_an_earlier_prompt_gives_no_time_to_a_later_reply(ready: Session, clock: Clock) -> None:
     ready.submit("one")
     for read in (0, 512):
-        ready.on_event(Prefill(1, read, 5000, 0))
+        ready.on_event(ReplyEvent(1, PrefillProgress(read, 5000, 0)))
         clock.now += 60
     ready.on_event(done(1))
     ready.submit("two")
-    ready.on_event(Text(2, "a"))
+    ready.on_event(ReplyEvent(2, TextChunk("a")))
     ready.stop()
-    assert StartEngine() in wait(ready, clock, DEAF_S + 1)
+    assert StartEngine() in wait(ready, clock, CancelWatchdog.WRITING_S + 1)
 
 
 def test_esc_while_loading_ends_the_process(clock: Clock) -> None:
@@ -282,20 +278,20 @@ def test_esc_while_loading_ends_the_process(clock: Clock) -> None:
     session.start()
     session.submit("early")
     assert kinds(session.stop()) == [EndEngine, DraftReturned, Notice]
-    assert session.phase is EnginePhase.FAILED
+    assert session.engine.phase is EnginePhase.FAILED
     assert kinds(session.submit("again")) == [StartEngine, Ask]
 
 
 def test_death_mid_reply_keeps_the_text_restarts_once_then_on_the_next_send(ready: Session) -> None:
     ready.submit("one")
-    ready.on_event(Text(1, "half"))
+    ready.on_event(ReplyEvent(1, TextChunk("half")))
     assert kinds(ready.on_event(DIED)) == [ReplyEnded, Notice, StartEngine, Ask]
     assert ready.turns == [Turn("one", Reply("half", ending="lost", model="guide"), 1, 2)]
     ready.on_event(LOADED)
     ready.submit("two")
     steps = ready.on_event(DIED)
     assert kinds(steps) == [ReplyEnded, Notice]
-    assert "last words" in ready.problem
+    assert "last words" in ready.engine.problem
     assert kinds(ready.submit("three")) == [StartEngine, Ask]
     assert kinds(ready.on_event(LOADED)) == [TurnBegun, Ask]
     assert [turn.prompt for turn in ready.turns] == ["one", "two", "three"]
@@ -319,21 +315,21 @@ def test_death_while_loading_gives_the_waiting_prompt_back_at_last(clock: Clock)
     session.submit("early")
     assert StartEngine() in session.on_event(DIED)
     assert DraftReturned("early") in session.on_event(DIED)
-    assert session.phase is EnginePhase.FAILED
+    assert session.engine.phase is EnginePhase.FAILED
 
 
 def test_a_model_that_fails_to_load_gives_way_to_the_one_before(ready: Session) -> None:
     ready.choose(Load("missing"))
     steps = ready.on_event(Failed(None, "no such model", "Check it."))
     assert asked(steps) == [Load("guide")]
-    assert ready.phase is EnginePhase.LOADING
+    assert ready.engine.phase is EnginePhase.LOADING
 
 
 def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
     session = Session(Load("missing"), Sampling(), "", clock)
     session.start()
     assert kinds(session.on_event(Failed(None, "no such model", "Check it."))) == [Notice]
-    assert session.problem == "no such model. Check it."
+    assert session.engine.problem == "no such model. Check it."
     assert asked(session.submit("hi")) == [Load("missing")]
 
 
@@ -348,9 +344,9 @@ def test_leaving_a_running_reply_cancels_it_and_ignores_what_is_late(
     ready: Session, leave: Callable[[Session], list[Step]]
 ) -> None:
     ready.submit("one")
-    ready.on_event(Text(1, "par"))
+    ready.on_event(ReplyEvent(1, TextChunk("par")))
     assert Cancel(1) in asked(leave(ready))
-    assert ready.on_event(Text(1, "late")) == []
+    assert ready.on_event(ReplyEvent(1, TextChunk("late"))) == []
     assert ready.on_event(done(1)) == []
 
 
@@ -395,11 +391,11 @@ def test_an_edited_prompt_stands_beside_the_old_one(talked: Session) -> None:
     assert [turn.prompt for turn in moved.turns] == ["one"]
     assert begun == TurnBegun(Turn("other", None, 5, 6, place=(2, 2)))
     assert isinstance(ask, Ask)
-    assert isinstance(ask.request, Send)
+    assert isinstance(ask.request, Generate)
     assert [message.content for message in ask.request.messages] == ["one", "reply 1", "other"]
     talked.on_event(done(3, "reply 3"))
     assert prompts(talked) == ["one", "other"]
-    assert talked.go(3)[0] == Moved(tuple(talked.turns))
+    assert talked.show_path(3)[0] == Moved(tuple(talked.turns))
     assert prompts(talked) == ["one", "two"]
 
 
@@ -414,13 +410,13 @@ def test_an_earlier_reply_made_again_leaves_what_followed_the_old_one(talked: Se
     assert begun == TurnBegun(Turn("one", None, 1, 5, reply_place=(2, 2)))
     talked.on_event(done(3, "better"))
     assert prompts(talked) == ["one"]
-    talked.go(2)
+    talked.show_path(2)
     assert prompts(talked) == ["one", "two"]
 
 
 def test_while_a_reply_is_written_no_other_path_is_gone(talked: Session) -> None:
     talked.submit("three")
-    for steps in (talked.go(1), talked.edit(1, "no"), talked.regenerate(2)):
+    for steps in (talked.show_path(1), talked.edit(1, "no"), talked.regenerate(2)):
         assert kinds(steps) == [Notice]
     assert prompts(talked) == ["one", "two", "three"]
 
@@ -432,15 +428,15 @@ def test_another_conversation_is_opened_and_goes_on(talked: Session) -> None:
     opened, *_ = talked.open(other)
     assert opened == Opened(tuple(talked.turns))
     (request,) = asked(talked.submit("and now"))
-    assert isinstance(request, Send)
+    assert isinstance(request, Generate)
     assert [message.content for message in request.messages] == ["earlier", "yes", "and now"]
 
 
 def test_thinking_is_timed(ready: Session, clock: Clock) -> None:
     ready.submit("one")
-    ready.on_event(Text(1, "hm", "thinking"))
+    ready.on_event(ReplyEvent(1, TextChunk("hm", "thinking")))
     clock.now += 3.2
-    ready.on_event(Text(1, "so"))
+    ready.on_event(ReplyEvent(1, TextChunk("so")))
     ready.on_event(done(1, "so"))
     reply = ready.turns[-1].reply
     assert reply is not None
@@ -475,8 +471,8 @@ def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
     session.on_event(Loaded(ModelInfo("guide", context_length=100, capacity=40, rolls=True)))
     session.submit("hi")
     assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (None, 0)
-    session.on_event(LeftOut(1, 7))
-    session.on_event(Prefill(1, 30, 30, 0))
+    session.on_event(ReplyEvent(1, Truncated(1, 7)))
+    session.on_event(ReplyEvent(1, PrefillProgress(30, 30, 0)))
     assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (30, 7)
     session.on_event(done(1))
     session.metrics = replace(METRICS, prompt_tokens=50, generated_tokens=9)

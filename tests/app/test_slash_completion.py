@@ -238,7 +238,7 @@ async def test_while_a_reply_runs_up_chooses_a_command_and_takes_no_prompt_back(
         assert [draft.text for draft in c.session.queued] == ["two"]
         await c.pilot.press("escape")
         assert offered(c) == []
-        assert c.session.replying
+        assert c.session.engine.replying
 
 
 async def test_keys_of_the_users_own_close_it_and_escape_does_so_too(chat: Start, tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(ch
 async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Start) -> None:
     async with chat("fast", size=SMALLEST) as c:
         await c.phase(EnginePhase.IDLE)
-        assert c.session.info is not None
-        c.session.info = replace(c.session.info, name="org/a-model-with-a-very-long-name-4bit")
+        assert c.session.engine.info is not None
+        c.session.engine.info = replace(c.session.engine.info, name="org/a-model-with-a-very-long-name-4bit")
         c.app.chat.show()
         await c.until(lambda: "…" in row(c, -1), "the end of the name")
         assert row(c, -1).endswith("long-name-4bit   F1 help")

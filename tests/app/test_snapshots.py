@@ -17,7 +17,7 @@ from textual.widgets import DataTable, Input, OptionList, Select, TabbedContent
 
 from tests.app.album import SIZES, THEMES, Album, colours, figures, nothing_of_this_machine, resized, written
 from tests.app.conftest import Chat
-from tokamac.app.backend.scripted import CHIP, PACE, SITUATION, WORK
+from tests.scripted_engine import CHIP, PACE, SITUATION, WORK
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import FIGURES, explain

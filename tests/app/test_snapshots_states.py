@@ -13,14 +13,14 @@ import pytest
 
 from tests.app.album import SIZES, THEMES, Album, StillClock, figures, nothing_of_this_machine, written
 from tests.app.conftest import Chat
-from tokamac.app.backend.protocol import Done, Failed, Load, Loading, Prefill, Reply, Stats, Text
-from tokamac.app.backend.scripted import KV_BYTES_PER_TOKEN, WEIGHT_BYTES
+from tests.scripted_engine import KV_BYTES_PER_TOKEN, WEIGHT_BYTES
+from tokamac.app.backend.protocol import Failed, Load, Reply, ReplyEvent
 from tokamac.app.chat.figures import FIGURES, explain
 from tokamac.app.chat.steps import Ask, EnginePhase, StartEngine, Step
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.markdown.turns import ReplyMessage
 from tokamac.app.tui.screens.figure import FigureScreen
-from tokamac.engine.events import Live
+from tokamac.engine.events import Finished, Live, LoadProgress, PrefillProgress, TextChunk
 from tokamac.engine.metrics import Outlier
 
 Start = Callable[..., Any]
@@ -70,20 +70,20 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
         await c.app.pop_screen()
         unheard(c, c.session.submit("Why is decode slow?"))
         unheard(c, c.session.submit("And what would help?"))
-        said(c, Prefill(c.session._id, 1000, 1200, 1000))
+        said(c, ReplyEvent(c.session._id, PrefillProgress(1000, 1200, 1000)))
         clock.now_s += 2.0
-        said(c, Prefill(c.session._id, 1100, 1200, 1000))
+        said(c, ReplyEvent(c.session._id, PrefillProgress(1100, 1200, 1000)))
         await album.take_at(c, "chat-reading")
-        said(c, Text(c.session._id, THOUGHT, "thinking"), Stats(c.session._id, live()))
+        said(c, ReplyEvent(c.session._id, TextChunk(THOUGHT, "thinking")), ReplyEvent(c.session._id, live()))
         await album.take_at(c, "chat-thinking")
         clock.now_s += 1.5
-        said(c, Text(c.session._id, SAID), Stats(c.session._id, live()))
+        said(c, ReplyEvent(c.session._id, TextChunk(SAID)), ReplyEvent(c.session._id, live()))
         await album.take_at(c, "chat-writing")
         unheard(c, c.session.stop())
         await album.take_at(c, "chat-stopping")
-        said(c, Done(c.session._id, "cancelled", SAID, THOUGHT, live().metrics))
+        said(c, ReplyEvent(c.session._id, Finished("cancelled", SAID, live().metrics, THOUGHT)))
         unheard(c, c.session.choose(Load("org/another")))
-        said(c, Loading("weights", WEIGHT_BYTES // 3, WEIGHT_BYTES))
+        said(c, LoadProgress("weights", WEIGHT_BYTES // 3, WEIGHT_BYTES))
         await album.take_at(c, "chat-loading")
         c.session._working = None  # else it goes back to the one before
         said(c, Failed(None, "org/another is not whole on this disk", "Download it."))

@@ -73,7 +73,7 @@ async def test_a_draft_belongs_to_its_chat_and_another_model_leaves_it(chat: Sta
         await c.ask("about pears")  # from here on it is a chat of its own
         assert await seen(c) == "pears"
         load_model(c.app.chat, "slow")
-        await c.until(lambda: c.session.load.model == "slow" and c.session.phase is EnginePhase.IDLE)
+        await c.until(lambda: c.session.engine.load.model == "slow" and c.session.engine.phase is EnginePhase.IDLE)
         assert await seen(c) == "pears"
         await c.pilot.press("ctrl+n")
         assert await seen(c) == ""

@@ -92,7 +92,7 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
             assert c.transcript.chosen == 2
             assert c.transcript.has_focus
         await c.pilot.press("down", "]")  # from the prompt after it: the other one is newer
-        await c.until(lambda: c.session.talk.tree.head == 6, "the newer version")
+        await c.until(lambda: c.session.conversation.tree.head == 6, "the newer version")
         assert "shout" in c.screen_text()
         assert c.transcript.chosen == 2
 

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from tokamac.app.backend.protocol import AskPrice, Done, Load, Loaded, ModelInfo, Send, Warm, decode_request, encode
+from tokamac.app.backend.protocol import (
+    AskPrice,
+    Generate,
+    Load,
+    Loaded,
+    ModelInfo,
+    ReplyEvent,
+    Warm,
+    decode_request,
+    encode,
+)
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.preferences import chosen, sentences, state, told
 from tokamac.app.chat.recording import measured
@@ -17,6 +27,7 @@ from tokamac.app.settings import Settings, dumps, load
 from tokamac.app.store.store import Store
 from tokamac.app.tui.screens.settings import SettingsScreen
 from tokamac.engine.errors import OptionError
+from tokamac.engine.events import Finished
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling, TemplateOptions
 
@@ -76,30 +87,30 @@ def test_what_can_not_be_had_is_refused_with_the_reason(text: str, info: ModelIn
 
 def test_each_request_says_what_the_template_is_told() -> None:
     held = session(THINKS, TemplateOptions("off", None, ["style=a"]))
-    pause = held.pause(LONG)
+    pause = held.draft_paused(LONG)
     (price,) = requests(pause, AskPrice)
     assert price.template == held.template
-    (sent,) = requests(held.submit(LONG), Send)
+    (sent,) = requests(held.submit(LONG), Generate)
     assert sent.template == held.template
     assert decode_request(encode(sent)) == sent
-    assert decode_request(encode(Warm((), sent.template))) == Warm((), sent.template)
-    held.on_event(Done(sent.id, "stop", "yes", "", Metrics(*[None] * 17)))
+    assert decode_request(encode(Warm(1, (), sent.template))) == Warm(1, (), sent.template)
+    held.on_event(ReplyEvent(sent.id, Finished("stop", "yes", Metrics(*[None] * 17))))
     held.template = TemplateOptions("on")
-    (key,) = [node.key for node in held.talk.tree.nodes.values() if node.is_reply]
-    assert requests(held.point(key), AskPrice)[0].template == TemplateOptions("on")
-    assert requests(held.regenerate(), Send)[0].template == TemplateOptions("on")
+    (key,) = [node.key for node in held.conversation.tree.nodes.values() if node.is_reply]
+    assert requests(held.select(key), AskPrice)[0].template == TemplateOptions("on")
+    assert requests(held.regenerate(), Generate)[0].template == TemplateOptions("on")
 
 
 def test_what_a_model_can_not_be_told_is_left_out_and_said_once() -> None:
     held = session(PLAIN, TemplateOptions("off", 9, ["style=a"]))
     steps = held.submit("hi")
-    assert requests(steps, Send)[0].template == TemplateOptions()
+    assert requests(steps, Generate)[0].template == TemplateOptions()
     assert notices(steps) == [
         "Thinking off can't be had: the chat template of guide has no switch for it.",
         "A thinking budget can't be had: guide marks no thinking.",
         "The template option style can't be had: the chat template of guide does not read it.",
     ]
-    held.on_event(Done(1, "stop", "yes", "", Metrics(*[None] * 17)))
+    held.on_event(ReplyEvent(1, Finished("stop", "yes", Metrics(*[None] * 17))))
     assert notices(held.submit("again")) == []
     assert held.template == TemplateOptions("off", 9, ["style=a"])  # another model may be told
     assert told(held.template, None) == (held.template, ())

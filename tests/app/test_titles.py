@@ -10,7 +10,7 @@ import pytest
 from tests.app.conftest import Chat
 from tests.app.test_session import DIED, LOADED, METRICS, Clock, asked, done
 from tokamac.app import settings
-from tokamac.app.backend.protocol import AskPrice, Cancel, Done, Failed, Load, Priced, Send, Stats, Text, Warm
+from tokamac.app.backend.protocol import Cancel, Failed, Generate, Load, ReplyEvent, Warm, Warmed
 from tokamac.app.chat.background import (
     BEGUN,
     EXCERPT,
@@ -30,11 +30,11 @@ from tokamac.app.store.store import Store
 from tokamac.app.store.values import Attachment
 from tokamac.engine import Engine
 from tokamac.engine.errors import OptionError
-from tokamac.engine.events import Finished, Live, Message, Price
+from tokamac.engine.events import Finished, Live, Message, Price, TextChunk
 from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
-READ = Priced("title", 1, Price(200, 10, 0, 0.1))
+READ = Warmed(-1, Price(200, 10, 0, 0.1))
 TITLE = "Where decode spends its time"
 
 
@@ -60,17 +60,17 @@ def answered(clock: Clock) -> Session:
     return session
 
 
-def sent(session: Session) -> Send:
+def sent(session: Session) -> Generate:
     """Ask for the title, and return how it was asked."""
-    _, price = asked(session.entitle())
-    assert isinstance(price, AskPrice)
-    (request,) = asked(session.on_event(replace(READ, id=price.id)))
-    assert isinstance(request, Send)
+    (warm,) = asked(session.request_title())
+    assert isinstance(warm, Warm)
+    (request,) = asked(session.on_event(replace(READ, id=warm.id)))
+    assert isinstance(request, Generate)
     return request
 
 
-def says(request: Send, text: str, reason: str = "stop") -> Done:
-    return Done(request.id, reason, f"{BEGUN} {text}", "", METRICS)  # type: ignore[arg-type]
+def says(request: Generate, text: str, reason: str = "stop") -> ReplyEvent:
+    return ReplyEvent(request.id, Finished(reason, f"{BEGUN} {text}", METRICS))  # type: ignore[arg-type]
 
 
 # The state machine ------------------------------------------------------------------------------------------------------
@@ -78,50 +78,50 @@ def says(request: Send, text: str, reason: str = "stop") -> Done:
 
 def test_it_is_read_ahead_then_asked_then_told(answered: Session) -> None:
     turn = answered.turns[0]
-    assert asked(answered.entitle()) == [Warm(question(turn)), AskPrice("title", 1, question(turn))]
-    assert answered.entitle() == []  # once
+    assert asked(answered.request_title()) == [Warm(-1, question(turn))]
+    assert answered.request_title() == []  # once
     (request,) = asked(answered.on_event(READ))
-    assert isinstance(request, Send)
+    assert isinstance(request, Generate)
     assert request.messages == (*question(turn), Message("assistant", BEGUN))
     assert (request.continues, request.sampling) == (True, GREEDY)
     assert answered.on_event(says(request, TITLE)) == [Titled(TITLE)]
-    assert answered.entitle() == []
+    assert answered.request_title() == []
 
 
-def test_the_price_of_a_question_that_was_stopped_is_not_taken_for_its_second_asking(
+def test_the_end_of_a_request_that_was_stopped_is_not_taken_for_its_second_asking(
     answered: Session, clock: Clock
 ) -> None:
     unread = Price(200, 200, 0, 0.1)
-    answered.entitle()
-    answered.point(1)  # the title makes way for what can be done with that message
+    answered.request_title()
+    answered.select(1)  # the title makes way for what can be done with that message
     clock.now += IDLE_S
     answered.idle.seen()
     clock.now += IDLE_S
-    assert asked(answered.entitle())[-1] == AskPrice("title", 2, question(answered.turns[0]))
-    assert answered.on_event(Priced("title", 1, unread)) == []
-    (request,) = asked(answered.on_event(Priced("title", 2, Price(200, 10, 0, 0.1))))
-    assert isinstance(request, Send)
+    assert asked(answered.request_title()) == [Warm(-2, question(answered.turns[0]))]
+    assert answered.on_event(Warmed(-1, unread)) == []
+    (request,) = asked(answered.on_event(Warmed(-2, Price(200, 10, 0, 0.1))))
+    assert isinstance(request, Generate)
 
 
 def test_nothing_that_is_shown_changes(answered: Session) -> None:
-    before = (answered.phase, answered.metrics, answered.live, answered.turns, answered.memory)
+    before = (answered.engine.phase, answered.metrics, answered.live, answered.turns, answered.engine.memory)
     request = sent(answered)
-    assert not answered.busy
-    assert answered.on_event(Stats(request.id, Live(METRICS, 7, ()))) == []
-    assert answered.on_event(Text(request.id, " Where")) == []
+    assert not answered.engine.busy
+    assert answered.on_event(ReplyEvent(request.id, Live(METRICS, 7, ()))) == []
+    assert answered.on_event(ReplyEvent(request.id, TextChunk(" Where"))) == []
     answered.on_event(says(request, TITLE))
-    assert (answered.phase, answered.metrics, answered.live, answered.turns, answered.memory) == before
+    assert (answered.engine.phase, answered.metrics, answered.live, answered.turns, answered.engine.memory) == before
 
 
 def test_not_before_it_is_idle_for_a_while(answered: Session, clock: Clock) -> None:
     clock.now -= 0.1
-    assert answered.entitle() == []
+    assert answered.request_title() == []
     clock.now += 0.1
     answered.idle.seen()
     clock.now += IDLE_S - 0.1
-    assert answered.entitle() == []
+    assert answered.request_title() == []
     clock.now += 0.1
-    assert asked(answered.entitle())
+    assert asked(answered.request_title())
 
 
 def test_a_prompt_stops_it_first_of_all(answered: Session, clock: Clock) -> None:
@@ -140,8 +140,8 @@ def test_a_prompt_stops_it_first_of_all(answered: Session, clock: Clock) -> None
 def test_whatever_the_user_wants_stops_it(answered: Session, wish: str) -> None:
     request = sent(answered)
     wishes: dict[str, Callable[[], Any]] = {
-        "pause": lambda: answered.pause("a long draft " * 50),
-        "point": lambda: answered.point(answered.turns[0].key),
+        "pause": lambda: answered.draft_paused("a long draft " * 50),
+        "point": lambda: answered.select(answered.turns[0].key),
         "regenerate": answered.regenerate,
         "choose": lambda: answered.choose(Load("other")),
         "new_chat": answered.new_chat,
@@ -151,29 +151,29 @@ def test_whatever_the_user_wants_stops_it(answered: Session, wish: str) -> None:
 
 
 def test_a_draft_stops_the_reading(answered: Session) -> None:
-    answered.entitle()
-    assert answered.pause("a long draft " * 50)
+    answered.request_title()
+    assert answered.draft_paused("a long draft " * 50)
     assert answered.on_event(READ) == []
 
 
 def test_a_short_draft_that_asks_nothing_does_not_stop_it(answered: Session) -> None:
     request = sent(answered)
-    assert answered.pause("ok") == []
+    assert answered.draft_paused("ok") == []
     assert answered.on_event(says(request, TITLE)) == [Titled(TITLE)]
 
 
 @pytest.mark.parametrize("price", [None, Price(200, 190, 0, 9.0)])
 def test_what_could_not_be_read_ahead_is_not_asked(answered: Session, price: Price | None) -> None:
-    answered.entitle()
-    assert answered.on_event(Priced("title", 1, price)) == []
-    assert answered.entitle() == []
+    answered.request_title()
+    assert answered.on_event(Warmed(-1, price)) == []
+    assert answered.request_title() == []
 
 
 def test_what_failed_or_ended_the_engine_is_not_asked_again(answered: Session, clock: Clock) -> None:
     request = sent(answered)
     assert answered.on_event(Failed(request.id, "the template refuses a system prompt", "")) == []
-    assert answered.phase is EnginePhase.IDLE
-    assert answered.entitle() == []
+    assert answered.engine.phase is EnginePhase.IDLE
+    assert answered.request_title() == []
     other = begun(clock)
     other.submit("hi")
     other.on_event(done(1, "ho"))
@@ -182,7 +182,7 @@ def test_what_failed_or_ended_the_engine_is_not_asked_again(answered: Session, c
     other.on_event(DIED)
     other.on_event(LOADED)
     clock.now += IDLE_S
-    assert other.entitle() == []
+    assert other.request_title() == []
 
 
 @pytest.mark.parametrize(("model", "keeps"), [("guide", True), ("org/model", False)])
@@ -192,7 +192,7 @@ def test_the_guide_and_an_engine_that_can_not_read_ahead_are_not_asked(clock: Cl
     session.on_event(done(1, "ho"))
     clock.now += IDLE_S
     assert session.titles.wanted
-    assert session.entitle() == []
+    assert session.request_title() == []
 
 
 def test_only_the_first_whole_reply_wants_one(clock: Clock) -> None:
@@ -295,7 +295,7 @@ async def rested(c: Chat) -> None:
     """As if nobody had used the chat for a while, and the screen looked."""
     await c.phase(EnginePhase.IDLE)
     c.session.idle._seen_s -= IDLE_S
-    c.session.phase_since -= IDLE_S
+    c.session.engine.phase_since -= IDLE_S
     c.app.chat._rest()
 
 
@@ -351,7 +351,7 @@ async def test_a_bad_one_leaves_the_first_words(chat: Start, kept: Any) -> None:
         await c.ask("what is slow here?")
         await rested(c)
         await c.until(lambda: c.session.titles._state.name == "NONE")
-        assert c.session.titles._id == -1  # it was asked
+        assert c.session.titles._id == -2  # it was asked, after its warm-up
         assert kept()[:2] == ("what is slow here?", "words")
 
 
@@ -360,7 +360,7 @@ async def test_who_types_is_not_idle(chat: Start) -> None:
         await c.until(lambda: c.app.chat.recording is not None)
         await c.ask("one")
         await c.phase(EnginePhase.IDLE)
-        c.session.phase_since -= IDLE_S
+        c.session.engine.phase_since -= IDLE_S
         c.session.idle._seen_s -= IDLE_S
         await c.pilot.press("a")
         c.app.chat._rest()

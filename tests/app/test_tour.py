@@ -12,17 +12,17 @@ from textual.widgets import Input
 
 from tests.app.conftest import Chat
 from tests.app.test_session import METRICS
+from tests.scripted_engine import SCENARIOS
 from tokamac.app import settings
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.protocol import Done, Failed, Load, Loaded, ModelInfo, Send, Text
-from tokamac.app.backend.scripted import SCENARIOS
+from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ModelInfo, ReplyEvent
 from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
 from tokamac.app.chat.jobs import Guidance
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.screens import help as screens_help
 from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, GuideScreen, HelpScreen, help_text
 from tokamac.app.tui.widgets.transcript import HINTS, TOUR, Welcome, with_keys
-from tokamac.engine.events import Message
+from tokamac.engine.events import Finished, Message, TextChunk
 
 Start = Callable[..., Any]
 
@@ -118,14 +118,14 @@ def test_a_question_waits_for_the_guide_and_what_was_said_before_goes_with_the_n
     assert guidance.start() == [Load("guide")]
     assert guidance.ask("one?") == []
     (first,) = guidance.on_event(Loaded(ModelInfo("guide")))
-    assert isinstance(first, Send)
+    assert isinstance(first, Generate)
     assert guidance.busy
-    guidance.on_event(Text(first.id, "a\x1b[2J"))
+    guidance.on_event(ReplyEvent(first.id, TextChunk("a\x1b[2J")))
     assert guidance.said[-1].answer == "a\ufffd"
-    guidance.on_event(Done(first.id, "stop", "answer", "", METRICS))
+    guidance.on_event(ReplyEvent(first.id, Finished("stop", "answer", METRICS)))
     assert not guidance.busy
     (second,) = guidance.ask("two?")
-    assert isinstance(second, Send)
+    assert isinstance(second, Generate)
     assert second.messages == (Message("user", "one?"), Message("assistant", "answer"), Message("user", "two?"))
 
 
@@ -150,7 +150,7 @@ def screen(c: Chat) -> GuideScreen:
 async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alone(chat: Start) -> None:
     async with chat("steady") as c:
         await c.send("Why?")
-        await c.until(lambda: c.session.phase is EnginePhase.DECODING)
+        await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING)
         life = c.app.chat.bridge.life
         await c.pilot.press("f7")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen))
@@ -168,7 +168,7 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
         await c.phase(EnginePhase.IDLE)
         assert c.app.chat.bridge.life == life
         assert [turn.prompt for turn in c.session.turns] == ["Why?"]
-        assert c.session.load.model == "steady"
+        assert c.session.engine.load.model == "steady"
 
 
 async def test_the_command_asks_at_once_and_the_embedded_guide_answers(chat: Start) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.app.test_chat import Start
 from tests.app.test_session import DIED, LOADED, Clock, done
 from tokamac.app import settings
-from tokamac.app.backend.protocol import Load, MemoryUse, Send, ShortOfMemory
+from tokamac.app.backend.protocol import Generate, Load, MemoryUse, ReplyEvent
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, DraftReturned, EndEngine, EnginePhase, Notice, StartEngine
 from tokamac.app.settings import Settings
@@ -39,17 +39,17 @@ def resting(clock: Clock) -> Session:
 
 def test_an_unused_model_is_unloaded_after_its_time_and_not_before(resting: Session, clock: Clock) -> None:
     clock.now += 5 * MINUTE - 1
-    assert resting.rest() == []
+    assert resting.unload_if_idle() == []
     clock.now += 1
-    assert resting.rest() == [EndEngine()]
-    assert resting.phase is EnginePhase.UNLOADED
-    assert resting.rest() == []
+    assert resting.unload_if_idle() == [EndEngine()]
+    assert resting.engine.phase is EnginePhase.UNLOADED
+    assert resting.unload_if_idle() == []
 
 
 def test_never_unless_the_user_says_when(resting: Session, clock: Clock) -> None:
     resting.idle.after_min = 0
     clock.now += 1e6
-    assert resting.rest() == []
+    assert resting.unload_if_idle() == []
 
 
 @pytest.mark.parametrize(("share", "unloaded"), [(0.3, False), (0.4, True)])
@@ -61,9 +61,12 @@ def test_where_the_user_says_nothing_a_heavy_model_goes_after_half_an_hour(
     total = 16 * 10**9
     session.on_event(replace(LOADED, memory=MemoryUse(active_bytes=round(share * total), total_bytes=total)))
     clock.now += 30 * MINUTE - 1
-    assert session.rest() == []
+    assert session.unload_if_idle() == []
     clock.now += 1
-    assert (session.phase is EnginePhase.IDLE, session.rest()) == (True, [EndEngine()] if unloaded else [])
+    assert (session.engine.phase is EnginePhase.IDLE, session.unload_if_idle()) == (
+        True,
+        [EndEngine()] if unloaded else [],
+    )
 
 
 def test_what_loading_costs_other_programs_is_told(clock: Clock) -> None:
@@ -76,47 +79,47 @@ def test_what_loading_costs_other_programs_is_told(clock: Clock) -> None:
 
 def test_who_writes_is_not_idle(resting: Session, clock: Clock) -> None:
     clock.now += 4 * MINUTE
-    resting.pause("a draft")
+    resting.draft_paused("a draft")
     clock.now += 4 * MINUTE
-    assert resting.rest() == []
+    assert resting.unload_if_idle() == []
     clock.now += MINUTE
-    assert resting.rest() == [EndEngine()]
+    assert resting.unload_if_idle() == [EndEngine()]
 
 
 def test_a_reply_is_never_cut_off_by_it(resting: Session, clock: Clock) -> None:
     resting.submit("a question")
     clock.now += 60 * MINUTE
-    assert resting.rest() == []
+    assert resting.unload_if_idle() == []
     resting.on_event(done(1))
-    assert resting.rest() == []  # it is idle since now
+    assert resting.unload_if_idle() == []  # it is idle since now
     clock.now += 5 * MINUTE
-    assert resting.rest() == [EndEngine()]
+    assert resting.unload_if_idle() == [EndEngine()]
 
 
 def test_a_prompt_loads_the_model_again_and_the_conversation_goes_on(resting: Session, clock: Clock) -> None:
     resting.submit("first")
     resting.on_event(done(1, "one"))
     clock.now += 5 * MINUTE
-    resting.rest()
+    resting.unload_if_idle()
     assert resting.submit("second") == [StartEngine(), Ask(Load("guide"))]
     sent = [step.request for step in resting.on_event(LOADED) if isinstance(step, Ask)]
-    assert isinstance(sent[0], Send)
+    assert isinstance(sent[0], Generate)
     assert [message.content for message in sent[0].messages] == ["first", "one", "second"]
 
 
 def test_a_pause_in_a_draft_loads_it_too_but_an_empty_box_does_not(resting: Session, clock: Clock) -> None:
     clock.now += 5 * MINUTE
-    resting.rest()
-    assert resting.pause("  ") == []
-    assert resting.pause("I was") == [StartEngine(), Ask(Load("guide"))]
-    assert resting.phase is EnginePhase.LOADING
+    resting.unload_if_idle()
+    assert resting.draft_paused("  ") == []
+    assert resting.draft_paused("I was") == [StartEngine(), Ask(Load("guide"))]
+    assert resting.engine.phase is EnginePhase.LOADING
 
 
 def test_while_unloaded_all_else_works(resting: Session, clock: Clock) -> None:
     resting.submit("first")
     resting.on_event(done(1, "one"))
     clock.now += 5 * MINUTE
-    resting.rest()
+    resting.unload_if_idle()
     assert resting.stop() == []
     assert StartEngine() in resting.regenerate()
     resting.on_event(DIED)
@@ -125,7 +128,7 @@ def test_while_unloaded_all_else_works(resting: Session, clock: Clock) -> None:
 
 def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: Clock) -> None:
     clock.now += 5 * MINUTE
-    resting.rest()
+    resting.unload_if_idle()
     resting.submit("a prompt")
     assert DraftReturned("a prompt") in resting.stop()
 
@@ -158,8 +161,8 @@ def test_what_was_done_in_one_sentence(event: MemoryPressure, words: tuple[str, 
 
 def test_memory_that_was_short_is_told(resting: Session) -> None:
     resting.submit("a question")
-    assert resting.on_event(ShortOfMemory(1, SQUEEZED)) == [Notice(squeezed_sentence(SQUEEZED), "warning")]
-    assert resting.on_event(ShortOfMemory(7, SQUEEZED)) == []  # of a reply that is over
+    assert resting.on_event(ReplyEvent(1, SQUEEZED)) == [Notice(squeezed_sentence(SQUEEZED), "warning")]
+    assert resting.on_event(ReplyEvent(7, SQUEEZED)) == []  # of a reply that is over
 
 
 def test_the_setting_is_kept(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
         await it.until(lambda: it.session.idle.after_min == 5)
         assert "unload_after_min = 5" in (tmp_path / "settings.toml").read_text()
         it.session.idle._seen_s -= 5 * MINUTE
-        it.session.phase_since -= 5 * MINUTE
+        it.session.engine.phase_since -= 5 * MINUTE
         it.app.chat._rest()
         await it.until(lambda: "model unloaded; it loads again when you write" in it.screen_text())
         assert it.app.chat.bridge._process is None

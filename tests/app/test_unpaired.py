@@ -44,16 +44,16 @@ def session(*said: tuple[str, str]) -> Session:
 )
 def test_a_reply_without_a_prompt_can_not_be_made_again(said: tuple[tuple[str, str], ...]) -> None:
     held = session(*said)
-    before = dict(held.talk.tree.nodes)
+    before = dict(held.conversation.tree.nodes)
     for steps in (
         held.regenerate(),
-        held.regenerate(held.talk.tree.head),
+        held.regenerate(held.conversation.tree.head),
         held.continue_reply(),
-        held.continue_reply(held.talk.tree.head),
+        held.continue_reply(held.conversation.tree.head),
     ):
         assert steps == [Notice(NO_PROMPT, "warning")]
-    assert held.talk.tree.nodes == before
-    assert [asked.id for asked in questions(held.talk, "", held.talk.tree.head, None)] == ["fork"]
+    assert held.conversation.tree.nodes == before
+    assert [asked.id for asked in questions(held.conversation, "", held.conversation.tree.head, None)] == ["fork"]
 
 
 def test_one_beside_it_that_has_a_prompt_can() -> None:

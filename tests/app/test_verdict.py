@@ -6,13 +6,13 @@ from typing import Any, get_args
 import pytest
 
 from tokamac.app import units, verdict
-from tokamac.app.backend.protocol import Done, Load, Loaded, ModelInfo, Prefill, Stats, Text
+from tokamac.app.backend.protocol import Load, Loaded, ModelInfo, ReplyEvent
 from tokamac.app.chat import figures
 from tokamac.app.chat.conversation import Turn, messages
 from tokamac.app.chat.session import Session
 from tokamac.app.tui.theme import bar, sparkline
 from tokamac.app.verdict import HOW, WHOLE, brief, remedy_text, sentence
-from tokamac.engine.events import Live, Message
+from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextChunk
 from tokamac.engine.metrics import Gaps, Metrics, Outlier
 from tokamac.engine.options import Sampling
 from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Waits
@@ -248,18 +248,18 @@ def replying() -> Session:
 def test_the_rate_now_is_that_of_the_last_gaps() -> None:
     session = replying()
     assert figures.decode_now(session) is None
-    session.on_event(Stats(1, Live(METRICS, 77, (500.0,) * 10 + (50.0,) * 16)))
+    session.on_event(ReplyEvent(1, Live(METRICS, 77, (500.0,) * 10 + (50.0,) * 16)))
     assert figures.decode_now(session) is None  # still reading the prompt
-    session.phase = session.phase.DECODING
+    session.engine.phase = session.engine.phase.DECODING
     assert figures.decode_now(session) == pytest.approx(20.0)
     assert figures.context_used(session) == 77
 
 
 def test_the_time_left_follows_the_rate_so_far() -> None:
     session = replying()
-    session.on_event(Prefill(1, 100, 1100, 100))
+    session.on_event(ReplyEvent(1, PrefillProgress(100, 1100, 100)))
     assert figures.prefill_eta_s(session, 12.0) is None
-    session.on_event(Prefill(1, 350, 1100, 100))
+    session.on_event(ReplyEvent(1, PrefillProgress(350, 1100, 100)))
     assert figures.prefill_eta_s(session, 12.0) == pytest.approx(6.0)
 
 
@@ -285,19 +285,19 @@ def test_a_gap_that_stands_out_is_told_with_its_cause() -> None:
 def test_the_bandwidth_is_that_of_now_while_a_reply_is_written_and_then_its_mean() -> None:
     session = replying()
     assert figures.achieved_gbs(session) is None
-    session.on_event(Stats(1, Live(METRICS, 77, (50.0,), 5, 9.0)))
+    session.on_event(ReplyEvent(1, Live(METRICS, 77, (50.0,), 5, 9.0)))
     assert figures.achieved_gbs(session) == METRICS.achieved_gbs  # still reading the prompt
-    session.on_event(Text(1, "a"))
+    session.on_event(ReplyEvent(1, TextChunk("a")))
     assert figures.achieved_gbs(session) == 9.0
-    session.on_event(Done(1, "stop", "a", "", METRICS))
+    session.on_event(ReplyEvent(1, Finished("stop", "a", METRICS)))
     assert figures.achieved_gbs(session) == METRICS.achieved_gbs
 
 
 def test_outliers_are_those_of_the_running_reply_and_at_last_the_ends() -> None:
     session = replying()
-    session.on_event(Stats(1, Live(METRICS, 77, (50.0,), outliers=(Outlier(3, 9.0),))))
+    session.on_event(ReplyEvent(1, Live(METRICS, 77, (50.0,), outliers=(Outlier(3, 9.0),))))
     assert session.outliers == (Outlier(3, 9.0),)
-    session.on_event(Done(1, "stop", "a", "", METRICS, outliers=(Outlier(5, 11.0, ("swap",)),)))
+    session.on_event(ReplyEvent(1, Finished("stop", "a", METRICS, outliers=(Outlier(5, 11.0, ("swap",)),))))
     assert session.outliers == (Outlier(5, 11.0, ("swap",)),)
     session.submit("again")
     assert session.outliers == ()

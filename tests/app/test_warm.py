@@ -8,7 +8,7 @@ import pytest
 from textual.events import Paste
 
 from tests.app.conftest import Chat
-from tokamac.app.backend.protocol import AskPrice, Load, Request, Send, Warm
+from tokamac.app.backend.protocol import AskPrice, Generate, Load, Request, Warm
 from tokamac.app.chat.background import is_ready
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.widgets import prompt_input
@@ -40,7 +40,7 @@ async def test_a_pause_has_the_draft_read_once_and_the_screen_says_so(chat: Star
         await c.type(LONG)
         await c.until(lambda: "next: ready" in c.screen_text(), "ready")
         draft = (Message("user", LONG.strip()),)
-        assert asked == [AskPrice("draft", 1, draft), Warm(draft), AskPrice("draft", 2, draft)]
+        assert asked == [AskPrice("draft", 1, draft), Warm(2, draft)]
         assert f"warm [('user', {len(LONG) - 1})]" in (tmp_path / "engine.log").read_text()
         c.prompt.submit()
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
@@ -111,7 +111,7 @@ async def test_a_draft_written_while_a_reply_runs_is_read_after_it(chat: Start) 
         await c.phase(EnginePhase.DECODING)
         asked = watch(c)
         await c.paste(LONG)
-        assert c.session.replying
+        assert c.session.engine.replying
         assert asked == []
         c.app.chat.do("stop")
         await c.until(lambda: any(isinstance(request, Warm) for request in asked), "reading")
@@ -127,7 +127,7 @@ async def test_without_a_prompt_cache_nothing_is_read(chat: Start, tmp_path: Pat
         await c.phase(EnginePhase.IDLE)
         await c.paste(LONG)
         await c.ask("hi")
-        assert [type(request) for request in asked] == [Load, Send]
+        assert [type(request) for request in asked] == [Load, Generate]
         assert "warm" not in (tmp_path / "engine.log").read_text()
 
 
@@ -145,7 +145,7 @@ async def test_a_system_prompt_is_read_once_the_model_is_there(chat: Start, tmp_
 async def test_the_price_fits_the_line(chat: Start, width: int, said: str) -> None:
     async with chat("fast", size=(width, 24)) as c:
         await c.phase(EnginePhase.IDLE)
-        c.session.ahead.price = Price(3_000, 1_240, 310_000_000, 2.1)
+        c.session.warmup.price = Price(3_000, 1_240, 310_000_000, 2.1)
         c.app.chat.perform([])
         await c.pilot.pause()
         (line,) = (line for line in c.screen_text().splitlines() if "next: " in line)
@@ -172,7 +172,7 @@ async def test_the_real_engine_has_read_a_pasted_text_before_it_is_sent(chat: St
     async with chat("guide", scripted=False, sampling=Sampling(temperature=0.0, max_tokens=4)) as c:
         await c.phase(EnginePhase.IDLE)
         c.app.post_message(Paste(text))  # so long that it is attached
-        await c.until(lambda: c.session.ahead.price and is_ready(c.session.ahead.price), "ready", patience_s=180)
+        await c.until(lambda: c.session.warmup.price and is_ready(c.session.warmup.price), "ready", patience_s=180)
         c.prompt.submit()
         await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
         metrics = c.session.turns[-1].reply.metrics

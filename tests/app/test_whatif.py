@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import DataTable, Input, Select, Static, TabbedContent
 
+from tests.scripted_engine import SCENARIOS, ScriptedEngine
 from tests.tiny import make_tiny
 from tokamac.app.backend import protocol
 from tokamac.app.backend.advice import Advisor, answers
-from tokamac.app.backend.client import Died, EngineProcess, child_command
+from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import Answer, CaseLine, ChipLine, CurvePoint, Figures, ModelLine, Question, Where
-from tokamac.app.backend.scripted import SCENARIOS, ScriptedEngine
 from tokamac.app.chat import what_if_form as tables
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.what_if_form import FormError, first_question, read, written
@@ -120,7 +120,7 @@ def said(lines: io.BufferedReader) -> protocol.WhatIf:
 
 def test_while_a_reply_runs_an_answer_waits_and_of_two_questions_the_last_is_answered(pipe: Any) -> None:
     lines, outbox = pipe
-    engine, advisor, free = ScriptedEngine("guide", SCENARIOS["guide"]), Advisor(outbox), threading.Event()
+    engine, advisor, free = ScriptedEngine(SCENARIOS["guide"]), Advisor(outbox), threading.Event()
     running = threading.Thread(target=lambda: engine.between(free.wait))
     running.start()
     for number in (1, 2, 3):
@@ -136,7 +136,7 @@ def test_while_a_reply_runs_an_answer_waits_and_of_two_questions_the_last_is_ans
 
 def test_what_goes_wrong_is_told_and_the_next_question_is_answered(pipe: Any) -> None:
     lines, outbox = pipe
-    engine, advisor = ScriptedEngine("guide", SCENARIOS["guide"]), Advisor(outbox)
+    engine, advisor = ScriptedEngine(SCENARIOS["guide"]), Advisor(outbox)
     advisor.ask(engine.between, protocol.AskWhatIf(1, replace(QWEN, model="nobody")))
     reply = said(lines)
     assert (reply.id, reply.answer) == (1, None)
@@ -147,7 +147,7 @@ def test_what_goes_wrong_is_told_and_the_next_question_is_answered(pipe: Any) ->
 
 def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path: Path) -> None:
     events: queue.Queue[Any] = queue.Queue()
-    process = EngineProcess(child_command(), tmp_path / "log", events.put)
+    process = EngineProcess(CHILD_COMMAND, tmp_path / "log", events.put)
 
     def next_answer() -> protocol.WhatIf:
         while not isinstance(event := events.get(timeout=80), protocol.WhatIf):
@@ -368,11 +368,11 @@ async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> No
     async with chat("slow") as c:
         await c.phase(EnginePhase.IDLE)
         await c.send("hi")
-        await c.until(lambda: c.session.replying, "a reply")
+        await c.until(lambda: c.session.engine.replying, "a reply")
         await c.opened("f3", WhatIfScreen)
         assert "computed after the reply" in note(c)
         c.app.screen.query_one("#model", Input).value = "Qwen3-8B-4bit"
-        assert c.session.replying
+        assert c.session.engine.replying
         assert c.app.screen.query_one("#case-table", DataTable).row_count == 0
         c.app.chat.do("stop")  # so that nobody need wait for its end
         await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")

@@ -18,6 +18,7 @@ from tokamac.app.backend.protocol import (
     ChipLine,
     CurvePoint,
     Figures,
+    Generate,
     ModelLine,
     Question,
     Roof,
@@ -25,7 +26,20 @@ from tokamac.app.backend.protocol import (
     Wanted,
     Where,
 )
-from tokamac.engine.events import Live, MemoryPressure, Message, Price
+from tokamac.engine.events import (
+    Alternative,
+    Event,
+    Finished,
+    Live,
+    LoadProgress,
+    MemoryPressure,
+    Message,
+    PrefillProgress,
+    Price,
+    TextChunk,
+    TokenLogprob,
+    Truncated,
+)
 from tokamac.engine.metrics import Cause, Gaps, Metrics, Outlier, Throttle
 from tokamac.engine.options import STAGES, KVSpec, Sampling
 from tokamac.engine.perf.diagnosis import Concern, Diagnosis, Remedy, RemedyName, Term, TimePart, Unit, Waits
@@ -134,44 +148,53 @@ DIAGNOSIS = st.builds(
 ASKER = st.sampled_from(typing.get_args(Asker))
 REQUESTS = st.one_of(
     st.builds(protocol.Load, TEXT, KV, st.booleans()),
-    st.builds(protocol.Send, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
+    st.builds(protocol.Generate, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
     st.builds(protocol.Cancel, NUMBERS),
-    st.builds(protocol.Warm, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(protocol.Warm, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
     st.builds(protocol.AskCount, NUMBERS, TEXT),
     st.builds(protocol.AskWhatIf, NUMBERS, QUESTION),
     st.just(protocol.Unload()),
     st.just(protocol.Quit()),
 )
-REPLIES = st.one_of(
-    st.builds(protocol.Loading, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
-    st.builds(protocol.Loaded, st.builds(protocol.ModelInfo, TEXT), st.none() | FLOATS),
-    st.just(protocol.Unloaded()),
-    st.builds(protocol.LeftOut, NUMBERS, NUMBERS),
+PRICE = st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)
+LOGPROB = st.builds(
+    TokenLogprob, NUMBERS, TEXT, FLOATS, st.lists(st.builds(Alternative, NUMBERS, TEXT, FLOATS), max_size=2).map(tuple)
+)
+EVENTS = st.one_of(
+    st.builds(Truncated, NUMBERS, NUMBERS),
+    st.builds(MemoryPressure, NUMBERS, st.none() | NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(PrefillProgress, NUMBERS, NUMBERS, NUMBERS),
     st.builds(
-        protocol.ShortOfMemory,
-        NUMBERS,
-        st.builds(MemoryPressure, NUMBERS, st.none() | NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+        TextChunk,
+        TEXT,
+        st.sampled_from(["answer", "thinking"]),
+        st.lists(NUMBERS, max_size=3).map(tuple),
+        st.lists(LOGPROB, max_size=2).map(tuple),
     ),
-    st.builds(protocol.Prefill, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
-    st.builds(protocol.Text, NUMBERS, TEXT, st.sampled_from(["answer", "thinking"])),
-    st.builds(protocol.Stats, NUMBERS, LIVE),
+    LIVE,
     st.builds(
-        protocol.Done,
-        NUMBERS,
+        Finished,
         st.sampled_from(["stop", "length", "cancelled"]),
         TEXT,
-        TEXT,
         METRICS,
+        TEXT,
         outliers=OUTLIERS,
         diagnosis=st.none() | DIAGNOSIS,
+        stopped_by=st.none() | TEXT | NUMBERS,
     ),
+)
+REPLIES = st.one_of(
+    st.builds(LoadProgress, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
+    st.builds(protocol.Loaded, st.builds(protocol.ModelInfo, TEXT), st.none() | FLOATS),
+    st.just(protocol.Unloaded()),
+    st.builds(protocol.ReplyEvent, NUMBERS, EVENTS),
+    st.builds(protocol.MemoryUse, NUMBERS, st.none() | NUMBERS, NUMBERS, st.none() | NUMBERS, TEXT),
+    st.builds(protocol.Warmed, NUMBERS, st.none() | PRICE),
     st.builds(protocol.Counted, NUMBERS, st.none() | NUMBERS),
-    st.builds(
-        protocol.Priced, ASKER, NUMBERS, st.none() | st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)
-    ),
+    st.builds(protocol.Priced, ASKER, NUMBERS, st.none() | PRICE),
     st.builds(protocol.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
-    st.builds(protocol.Notice, TEXT),
+    st.builds(protocol.EngineNotice, TEXT),
     st.just(protocol.Heartbeat()),
     st.builds(protocol.Failed, st.none() | NUMBERS, TEXT, TEXT),
 )
@@ -189,6 +212,23 @@ def test_requests_round_trip(request: protocol.Request) -> None:
 @given(REPLIES)
 def test_replies_round_trip(reply: protocol.Reply) -> None:
     assert protocol.decode_reply(protocol.encode(reply)) == reply
+
+
+@pytest.mark.parametrize("kind", [*typing.get_args(Event), Live])
+def test_every_event_of_the_engine_crosses_as_it_is(kind: type) -> None:
+    event = find(
+        EVENTS, lambda event: isinstance(event, kind), settings=settings(phases=(Phase.generate,), deadline=None)
+    )
+    line = protocol.encode(protocol.ReplyEvent(7, event))
+    assert json.loads(line)["event"]["type"] == kind.__name__.lower()
+    assert protocol.decode_reply(line) == protocol.ReplyEvent(7, event)
+
+
+@pytest.mark.parametrize("event", ["null", "7", "{}", '{"type":"heartbeat"}', '{"type":["live"]}', '{"type":"truncated"}',
+    '{"type":"truncated","messages":1,"tokens":2,"more":3}'])  # fmt: skip
+def test_what_is_no_event_of_the_engine_is_refused(event: str) -> None:
+    with pytest.raises(protocol.WireError):
+        protocol.decode_reply(b'{"type":"replyevent","id":1,"event":%s}' % event.encode())
 
 
 @pytest.mark.parametrize("kind", typing.get_args(protocol.Request) + typing.get_args(protocol.Reply))
@@ -236,7 +276,7 @@ def test_almost_messages_are_wire_errors(line: bytes) -> None:
 
 
 def test_options_out_of_range_are_wire_errors() -> None:
-    line = protocol.encode(protocol.Send(1, (), Sampling(temperature=0.7))).replace(
+    line = protocol.encode(Generate(1, (), Sampling(temperature=0.7))).replace(
         b'"temperature":0.7', b'"temperature":-1'
     )
     with pytest.raises(protocol.WireError, match="temperature"):
@@ -245,7 +285,7 @@ def test_options_out_of_range_are_wire_errors() -> None:
 
 @pytest.mark.parametrize("bias", ["[[1]]", "[[1,2,3]]", "[[1.5,2]]", '[["1",2]]', "[1,2]", '{"1":2}'])
 def test_a_bias_that_is_no_pairs_is_a_wire_error(bias: str) -> None:
-    line = protocol.encode(protocol.Send(1, (), Sampling(logit_bias={7: 0.5}))).replace(b"[[7,0.5]]", bias.encode())
+    line = protocol.encode(Generate(1, (), Sampling(logit_bias={7: 0.5}))).replace(b"[[7,0.5]]", bias.encode())
     with pytest.raises(protocol.WireError, match="bias"):
         protocol.decode_request(line)
 

@@ -18,7 +18,7 @@ from tests.benchmarks.start import at_home, tokamac
 from tests.benchmarks.stats import Series, series
 from tests.benchmarks.store import Words, conversation, fill
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
-from tokamac.app.backend.scripted import ANSWER
+from tests.scripted_engine import ANSWER
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive
 

@@ -69,7 +69,7 @@ class KVLab:
         import mlx.core as mx
         from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-        self._runtime = self._server.engine._core.runtime
+        self._runtime = self._server.engine._runner.runtime
         caches = make_prompt_cache(self._runtime.model)
         if not all(type(cache) is KVCache for cache in caches):
             raise ValueError("these measurements need a model whose layers all keep plain, growing keys and values")

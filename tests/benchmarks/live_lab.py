@@ -22,7 +22,7 @@ class LiveLab:
 
     def __init__(self, model: str) -> None:
         self._server = EngineServer(model)
-        self._runtime = self._server.engine._core.runtime
+        self._runtime = self._server.engine._runner.runtime
 
     def decode(self, recorded: bool, prompt: int, new: int) -> float | None:
         """Return the decode rate of ``new`` tokens after ``prompt``, with all that is recorded of a reply, or stamps alone."""

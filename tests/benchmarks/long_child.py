@@ -4,15 +4,13 @@ The model computes every token as ever. But the mark that ends a reply is not ob
 prose, four characters a token: so the screen has the same work whatever the model would say.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from tests.benchmarks.texts import SHOWN_PROSE
-from tokamac.app.backend.child import Child
-from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.port import EnginePort, load_engine
-from tokamac.app.backend.protocol import Load
+from tokamac.app.backend.child import load_engine, serve
+from tokamac.app.backend.protocol import Load, ModelInfo
+from tokamac.engine import Engine
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.text.tokenizer import Detokenizer, Tokenizer
 
@@ -36,22 +34,15 @@ class Reciting(Detokenizer):
         return ""
 
 
-def load(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
+def load(request: Load, progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelInfo]:
     """Load the real engine, and have it recite."""
-    port = load_engine(request, progress)
-    tokenizer: Tokenizer = port._engine.tokenizer  # type: ignore[attr-defined]
+    engine, info = load_engine(request, progress)
+    tokenizer: Tokenizer = engine.tokenizer
     tokenizer.eos_ids = tokenizer._hidden_ids = frozenset()
     decode = tokenizer._decode
     tokenizer.detokenizer = lambda after=(): Reciting(decode, after)  # type: ignore[method-assign]
-    return port
-
-
-def main() -> None:
-    """Serve stdin and stdout, as tokamac.app.backend.child does."""
-    out = os.dup(1)
-    os.dup2(2, 1)
-    Child(load, Outbox(out)).run(sys.stdin.buffer)
+    return engine, info
 
 
 if __name__ == "__main__":
-    main()
+    serve(load)

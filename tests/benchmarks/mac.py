@@ -66,7 +66,7 @@ def _reply() -> list[Row]:
             list(engine.generate([Message("user", "Why is decode memory-bound?")], Sampling(temperature=0)))
             engine.memory()
             replying = len(metal.processes) + mac.asked["output"] - loading
-            machine, expected = engine._core.runtime.machine, engine.limits(200).expected_tps
+            machine, expected = engine._runner.runtime.machine, engine.limits(200).expected_tps
         assert isinstance(machine.pace, HostLimited)
         assert machine.pace.host is not None
         assert expected is not None

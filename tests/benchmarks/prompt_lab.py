@@ -79,14 +79,14 @@ class PromptLab:
 
     def settle(self) -> None:
         """Let the disk get all that it is to get."""
-        self.engine._worker.call(lambda: self.engine._core._store.flush(SETTLE_S))
+        self.engine._worker.call(lambda: self.engine._runner._store.flush(SETTLE_S))
         if trouble := self.engine.cache_trouble():
             raise OSError(trouble)
 
     def forget(self) -> None:
         """Settle, and forget what is in memory."""
         self.settle()
-        self.engine._worker.call(self.engine._core._store.clear)
+        self.engine._worker.call(self.engine._runner._store.clear)
 
     def ask_afresh(self, number: int, ending: int) -> Asked:
         """Forget, then ask: nothing of another conversation has to be set aside first."""
@@ -104,7 +104,7 @@ class PromptLab:
         Not ``writing``: the second reply waits until all is stored.
         """
         self.ask(number, 0)
-        store = self.engine._core._store
+        store = self.engine._runner._store
         if not writing:
             self.settle()
         elif isinstance(store, PromptCache) and store._disk is not None:
@@ -123,7 +123,7 @@ class PromptLab:
         for branch in range(count):
             _asked(self.engine.generate(self._prompts.prompt(0, branch, tokens), FIRST))
         grown = self.engine.memory().active - before
-        held = self.engine._worker.call(lambda: self.engine._core._store.nbytes)
+        held = self.engine._worker.call(lambda: self.engine._runner._store.nbytes)
         return Stored(held, grown, (PREFIX + count * tokens) * self._runtime.plan.bytes_per_token)
 
     def regenerated_and_edited(self, turns: int) -> list[tuple[int, int, int]]:
@@ -157,7 +157,7 @@ class PromptLab:
 
     @property
     def _runtime(self) -> "Runtime":
-        return self.engine._core.runtime
+        return self.engine._runner.runtime
 
     def _warm_up(self) -> None:
         """Use everything once, past the prompt cache; the first use of a kernel is no one's cost here."""
@@ -203,7 +203,7 @@ class WritingLab:
     def __init__(self, model: str, place: str) -> None:
         self._server = EngineServer(model)
         self._place = place
-        block = BLOCK * self._server.engine._core.runtime.plan.bytes_per_token
+        block = BLOCK * self._server.engine._runner.runtime.plan.bytes_per_token
         self._data = np.random.default_rng(0).bytes(block)
 
     def decode(self, new: int, writing: bool) -> tuple[float | None, float | None]:

@@ -14,8 +14,9 @@ from tests.benchmarks.screen_app import ENGINES
 from tests.benchmarks.stats import alternate, ratios, series
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.protocol import Done, Failed, Load, Loaded, Send, decode_reply
+from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, decode_reply
 from tokamac.app.chat.conversation import Turn, messages
+from tokamac.engine.events import Finished
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import Sampling
 
@@ -23,7 +24,7 @@ QUESTION = "Why is decode memory-bound?"
 PROMPT_SHOWN = "rite a message"  # the placeholder; its first letter may stand under the cursor
 LONGEST_S = 120.0
 
-T = TypeVar("T", Loaded, Done)
+T = TypeVar("T", Loaded, Finished)
 
 
 def measure(plan: Plan) -> Section:
@@ -79,25 +80,29 @@ def without_screen(engine: str, model: str, tokens: int) -> Metrics:
         try:
             process.send(Load(model))
             _next(said, Loaded)
-            process.send(Send(1, messages("", [Turn(QUESTION)]), Sampling(temperature=0, max_tokens=tokens)))
-            return _next(said, Done).metrics
+            process.send(Generate(1, messages("", [Turn(QUESTION)]), Sampling(temperature=0, max_tokens=tokens)))
+            return _next(said, Finished).metrics
         finally:
             process.close()
 
 
 def _next(said: "queue.SimpleQueue[BackendEvent]", kind: type[T]) -> T:
-    while not isinstance(event := said.get(timeout=LONGEST_S), kind):
+    while not isinstance(event := _inner(said.get(timeout=LONGEST_S)), kind):
         if isinstance(event, Failed | Died):
             raise BenchError(f"the engine's process failed: {event}")
     return event
+
+
+def _inner(event: BackendEvent) -> object:
+    return event.event if isinstance(event, ReplyEvent) else event
 
 
 def _noted(replies: Path, terminal: Terminal) -> Metrics:
     until = time.monotonic() + LONGEST_S
     while time.monotonic() < until and terminal.running:
         if replies.exists() and (lines := replies.read_bytes().splitlines()):
-            reply = decode_reply(lines[0])
-            if isinstance(reply, Done):
+            reply = _inner(decode_reply(lines[0]))
+            if isinstance(reply, Finished):
                 return reply.metrics
             raise BenchError(f"the chat's engine failed: {reply}")
         time.sleep(0.2)

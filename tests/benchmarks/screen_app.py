@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.benchmarks import long_child
-from tokamac.app.backend.client import Died, child_command
-from tokamac.app.backend.protocol import Done, Failed, encode
+from tests.scripted_engine import SCRIPTED
+from tokamac.app.backend.client import Died
+from tokamac.app.backend.protocol import Failed, ReplyEvent, encode
 from tokamac.app.tui.run import ChatOptions, build, look_for_garbage_rarely
+from tokamac.engine.events import Finished
 from tokamac.engine.options import Sampling
 
 if TYPE_CHECKING:
     from tokamac.app.tui.bridge import EngineSaid  # it imports Textual, which only the door to the chat must do
 
-ENGINES = {"long": long_child.COMMAND, "scripted": child_command(scripted=True)}
+ENGINES = {"long": long_child.COMMAND, "scripted": SCRIPTED}
 """A model that recites, and an engine without one, whose model is a scenario."""
 
 
@@ -39,7 +41,7 @@ def main(engine: str, model: str, tokens: int, folder: Path) -> int:
         event = said.event
         if isinstance(event, Died):
             event = Failed(None, event.why, event.last_line)
-        if isinstance(event, Done | Failed):
+        if isinstance(event, Failed) or (isinstance(event, ReplyEvent) and isinstance(event.event, Finished)):
             with (folder / "replies").open("ab") as file:
                 file.write(encode(event))
         return post(said)

@@ -82,7 +82,7 @@ class EngineServer:
     def chat(self, turns: int, tokens: int) -> list[Held]:
         """Chat, and return what is held after each turn."""
         chat, held = self.engine.chat(), []
-        store = self.engine._core._store
+        store = self.engine._runner._store
         for question in islice(cycle(QUESTIONS), turns):
             *_, last = chat.send(question, Sampling(temperature=0, max_tokens=tokens))
             assert isinstance(last, Finished)
@@ -118,7 +118,7 @@ class EngineServer:
 
     @property
     def _runtime(self) -> "Runtime":
-        return self.engine._core.runtime
+        return self.engine._runner.runtime
 
 
 class PeerServer:

@@ -12,8 +12,7 @@ from tokamac.app.backend import client
 from tokamac.app.chat.session import Idle
 from tokamac.app.plain import repl
 
-command = client.child_command
-client.child_command = lambda *, scripted=True: command(scripted=True)
+client.CHILD_COMMAND = (sys.executable, str(Path(__file__).parents[1] / "scripted_engine.py"))
 if path := os.environ.get("TEST_SETTINGS"):
     settings.default_path = lambda: Path(path)
 if haste := float(os.environ.get("TEST_HASTE", "0")):

@@ -74,7 +74,7 @@ def test_inspect_counts_what_the_loaded_adapter_costs(tokamac: Run, tiny: Path, 
         for more in ((), ("--adapter", adapter))
     )
     with Engine.load(tiny, prompt_cache=None, adapter=adapter) as engine:
-        work = engine._core.runtime.work
+        work = engine._runner.runtime.work
     assert added["bytes_per_step"] == work.step_bytes(64)
     assert added["bytes_per_step"] - bare["bytes_per_step"] == 4 * read_adapter(adapter, "x").parameters
     assert added["adapter"] == {"name": str(adapter), "digest": read_adapter(adapter, "x").digest}

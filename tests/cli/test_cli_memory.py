@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tokamac.app import settings
-from tokamac.app.backend.port import load_engine
+from tokamac.app.backend.child import _memory_use, load_engine
 from tokamac.app.backend.protocol import Load
 from tokamac.app.settings import Settings
 
@@ -61,10 +61,8 @@ def test_models_are_judged_by_it(tokamac: Run, tiny: Path) -> None:
 
 
 def test_the_engines_process_gets_it_with_the_model(tiny: Path) -> None:
-    port = load_engine(Load(str(tiny), prompt_cache=False, memory=3 * 10**9), lambda _: None)
-    try:
-        memory = port.loaded().memory
+    engine, _ = load_engine(Load(str(tiny), prompt_cache=False, memory=3 * 10**9), lambda _: None)
+    with engine:
+        memory = _memory_use(engine)
         assert (memory.budget_bytes, memory.budget_source) == (3 * 10**9, "as set by --memory or the memory setting")
         assert memory.total_bytes
-    finally:
-        port.close()

@@ -87,9 +87,9 @@ def test_mlx_lm_leaves_a_high_hard_limit() -> None:
 
 def test_the_chats_engine_raises_its_own_limit() -> None:
     code = (
-        "import os, resource, sys; from tokamac.app.backend import child; sys.argv = ['child', '--scripted']\n"
+        "import os, resource, sys; from tokamac.app.backend import child\n"
         "child.Child.run = lambda *_: os.write(2, str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]).encode())\n"
-        "child.main()"
+        "child.serve()"
     )
     assert limited(100, 4000, "-c", code).stderr == "4000"
 

@@ -77,7 +77,7 @@ def test_packed_weights_stay_packed_and_take_the_change_beside_them(
     peft = write_peft(tmp_path / "peft", plain, dora=dora)
     unpacked = _unpacked(tmp_path / "unpacked", packed, plain)
     with Engine.load(packed, prompt_cache=None, adapter=peft) as engine:
-        module = engine.between(lambda: engine._core.runtime.model)
+        module = engine.between(lambda: engine._runner.runtime.model)
         kinds = {type(each) for each in module.modules()}
         assert nn.QuantizedLinear in kinds
         found = np.array(engine.logprobs(IDS))
@@ -141,19 +141,19 @@ def test_the_spec_names_the_adapter_and_its_bytes_are_counted(tmp_path: Path, ti
         if path.endswith(("q_proj", "v_proj", "down_proj"))
     )
     with Engine.load(tiny, prompt_cache=None) as engine:
-        bare = engine._core.runtime
+        bare = engine._runner.runtime
         assert engine.spec.adapter is None
         before, products, kernels = bare.work.weight_bytes(), bare.work.prefill_parameters, bare.work.launches
         weights = bare.shape.weights
     with Engine.load(tiny, prompt_cache=None, adapter=str(peft)) as engine:
-        work = engine._core.runtime.work
+        work = engine._runner.runtime.work
         assert engine.spec.adapter == str(peft)
         assert engine.spec.adapter_digest == read_adapter(peft, "x").digest
         assert any(f"6 matrices of rank {RANK}, trained on org/base" in note for note in engine.spec.notes)
         assert work.weight_bytes() == before + 4 * numbers
         assert work.prefill_parameters == products + numbers
         assert work.launches == kernels + 6 * 4
-        assert engine._core.runtime.shape.weights == weights + 4 * numbers
+        assert engine._runner.runtime.shape.weights == weights + 4 * numbers
 
 
 def test_every_byte_of_an_adapter_is_in_its_digest(tmp_path: Path, tiny: Path) -> None:

@@ -99,8 +99,8 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 def failing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[int, int], bool], error: BaseException
 ) -> Failing:
-    model = Failing(engine._core.runtime.model, when, error)
-    monkeypatch.setattr(engine._core, "_runtime", replace(engine._core.runtime, model=model))
+    model = Failing(engine._runner.runtime.model, when, error)
+    monkeypatch.setattr(engine._runner, "_runtime", replace(engine._runner.runtime, model=model))
     return model
 
 
@@ -115,7 +115,7 @@ def last(events: list[Any]) -> Finished:
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_failed_piece_is_tried_again_at_half_its_size(engine, monkeypatch, error, step):
     plain = last(list(engine.generate(PROMPT, GREEDY)))
-    engine._core._store.clear()
+    engine._runner._store.clear()
     model = failing(engine, monkeypatch, lambda _, number: number == step, error)
     events = list(engine.generate(PROMPT, GREEDY))
     (told,) = [event for event in events if isinstance(event, MemoryPressure)]
@@ -149,7 +149,7 @@ def test_what_always_fails_is_an_error_with_a_remedy_and_the_engine_goes_on(engi
 
 def test_a_failure_while_decoding_ends_the_reply_and_drops_its_caches(engine, monkeypatch):
     plain = last(list(engine.generate(PROMPT, GREEDY)))
-    engine._core._store.clear()
+    engine._runner._store.clear()
     seen: list[int] = []
 
     def third_token(rows: int, _: int) -> bool:

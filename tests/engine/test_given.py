@@ -156,7 +156,7 @@ def test_what_is_scored_must_fit_the_context(tiny: Path, engine: Engine) -> None
 
 
 def test_what_is_scored_must_fit_the_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = engine._core
+    core = engine._runner
     least = core.runtime.shape.weights
     monkeypatch.setattr("tokamac.engine.perf.memory.array_budget", lambda: least + 10_000_000)
     assert engine.logprobs([10, 11]).shape == (2, 272)
@@ -174,7 +174,7 @@ def test_the_rows_that_are_counted_are_there(engine: Engine, chunk: int | None, 
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        engine._core.logprobs(ids, chunk)
+        engine._runner.logprobs(ids, chunk)
         return mx.get_peak_memory() - before
 
     assert 4 * 272 * _rows_at_once(500, chunk or 500) <= engine.between(measured)

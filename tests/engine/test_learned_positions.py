@@ -84,6 +84,6 @@ def test_a_context_is_never_longer_than_the_table(folder: Path) -> None:
 def test_an_unpacked_table_is_one_still(folder: Path) -> None:
     engine, rows = load(folder, KVSpec())
     with engine:
-        model = engine._core.runtime.model
+        model = engine._runner.runtime.model
         assert any(isinstance(module, DenseEmbedding) for _, module in model.named_modules())
         assert position_rows(model) == rows

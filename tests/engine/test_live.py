@@ -65,7 +65,7 @@ def test_a_reply_says_what_its_last_step_read_and_how_fast(engine: Engine):
 
 def test_the_ends_percentiles_are_those_of_all_gaps(engine: Engine):
     recorders = []
-    core, answer = engine._core, engine._core.reply
+    core, answer = engine._runner, engine._runner.reply
 
     def noted(prompt, sampling, recorder, cancelled, **more):
         recorders.append(recorder)
@@ -93,12 +93,12 @@ def test_growth_and_clearing_are_marked_where_they_happen(tiny: Path, kv: KVSpec
 def marks_of(engine: Engine, prompt: int, new: int):
     """Return what was marked in a reply, and whether steps are launched ahead."""
     recorder = Recorder()
-    runtime = engine._core.runtime
+    runtime = engine._runner.runtime
     sampling = Sampling(temperature=0, max_tokens=new)
 
     def run():
         ids = [5 + i % 40 for i in range(prompt)]
-        return Counter(type(e).__name__ for e in engine._core.reply(ids, sampling, recorder, lambda: False).events())
+        return Counter(type(e).__name__ for e in engine._runner.reply(ids, sampling, recorder, lambda: False).events())
 
     assert engine._worker.call(run)["Finished"] == 1
     assert [mark.token for mark in recorder.marks] == sorted(mark.token for mark in recorder.marks)
@@ -107,7 +107,7 @@ def marks_of(engine: Engine, prompt: int, new: int):
 
 def test_a_reader_who_keeps_the_engine_waiting_is_told_as_such(engine: Engine):
     recorder = Recorder()
-    events = engine._core.reply([5, 6, 7], GREEDY, recorder, lambda: False).events()
+    events = engine._runner.reply([5, 6, 7], GREEDY, recorder, lambda: False).events()
 
     def read():
         slept_at = None

@@ -56,7 +56,7 @@ def squeezed(events: list[Event]) -> list[MemoryPressure]:
 
 def total(engine: Engine, chunk: int, tokens: int = len(PROMPT), kv: tuple[int, int] = (16, 16)) -> int:
     """Return the predicted peak of a prompt."""
-    shape = engine._core.runtime.shape.packed(*kv)
+    shape = engine._runner.runtime.shape.packed(*kv)
     return predict_peak(shape, held=0, new=tokens - 1, chunk=chunk, reply=1).total
 
 
@@ -89,7 +89,7 @@ def test_other_prompts_are_let_go_of_and_the_reply_is_the_same(engine, allow, ot
     first = finished(list(engine.generate(other, GREEDY)))
     plain = finished(list(engine.generate(PROMPT, GREEDY)))
     list(engine.generate(other, GREEDY))
-    store = engine._core._store
+    store = engine._runner._store
     kept = store.aside
     assert kept > 0
     allow(others + total(engine, 32) + kept // 2)
@@ -108,7 +108,7 @@ def test_a_prompt_that_can_not_fit_is_refused_with_numbers_and_an_offer(engine, 
         list(engine.generate(PROMPT, GREEDY))
     assert "--kv-bits 8 (" in told.value.hint
     assert "--kv-window " in told.value.hint
-    assert not engine._core._store.nbytes  # nothing was computed
+    assert not engine._runner._store.nbytes  # nothing was computed
     allow(None)
     assert finished(list(engine.generate(PROMPT, GREEDY))).text
 
@@ -126,7 +126,7 @@ def test_what_is_offered_works(folder, allow, others):
 
 
 def test_warming_is_refused_as_well_but_not_in_idle_time(engine, allow):
-    allow(engine._core.runtime.shape.weights)
+    allow(engine._runner.runtime.shape.weights)
     with pytest.raises(MemoryLimitError, match="may be used"):
         list(engine.warm(PROMPT))
     engine.warm_ahead([Message("user", "x" * 900)])  # says nothing: it is said when the prompt is sent
@@ -155,8 +155,8 @@ def test_a_reply_ends_with_what_it_has_where_its_caches_would_not_fit(folder, al
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         whole = finished(list(engine.generate(prompt, long)))
         assert whole.metrics.generated_tokens > 600
-        engine._core._store.clear()
-        shape, slots = engine._core.runtime.shape, 768  # caches may grow to these from 512, and no further
+        engine._runner._store.clear()
+        shape, slots = engine._runner.runtime.shape, 768  # caches may grow to these from 512, and no further
         budget = predict_peak(shape, held=512, new=0, chunk=1, slots=512, reply=1).total + 100_000
         allow(others + budget)
         events = list(engine.generate(prompt, long))
@@ -179,8 +179,8 @@ def test_other_prompts_go_before_a_reply_ends(folder, allow, others):
         long = Sampling(temperature=0, max_tokens=100)
         plain = finished(list(engine.generate(prompt, long)))
         list(engine.generate(other, GREEDY))
-        kept = engine._core._store.aside
-        shape = engine._core.runtime.shape
+        kept = engine._runner._store.aside
+        shape = engine._runner.runtime.shape
         needed = predict_peak(shape, held=256, new=0, chunk=1, slots=256, reply=1).total
         allow(others + needed + kept // 2)
         events = list(engine.generate([*prompt[:-1], 9], long))

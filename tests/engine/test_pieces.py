@@ -16,7 +16,7 @@ from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.snapshot import grows
 from tokamac.engine.options import PromptCacheSpec, TemplateOptions
-from tokamac.engine.runner import Core
+from tokamac.engine.runner import Runner
 from tokamac.engine.sampling import Sampler
 
 PROMPT = [7 + i % 200 for i in range(401)]
@@ -183,8 +183,8 @@ def test_the_pace_of_the_machine_moves_no_cut_and_no_logit(engine: Engine, logit
     cuts, first = answer(engine, PROMPT)
     assert cuts == [0, 64, 128, 192, 256, 320, 384, 400]
     before, logits[:] = list(logits), []
-    engine._core._store.clear()
-    engine._core._store.rates.prefill_tps = prefill_tps
+    engine._runner._store.clear()
+    engine._runner._store.rates.prefill_tps = prefill_tps
     again, second = answer(engine, PROMPT)
     assert (again, second.text) == (cuts, first.text)
     assert logits == before
@@ -195,7 +195,7 @@ def test_what_idle_time_was_enough_for_moves_no_logit(engine: Engine, logits: li
     said = [Message("user", "How does it go on, and why? " * 12)]
     _, cold = answer(engine, said)
     before, logits[:] = list(logits), []
-    core: Core = engine._core
+    core: Runner = engine._runner
     core._store.clear()
     asked = itertools.count(1)
     engine.between(lambda: core.warm_stable(said, lambda: next(asked) > looks, TemplateOptions()))

@@ -96,7 +96,7 @@ class Known:
 
 def test_seconds_are_unknown_then_estimated_then_measured(tiny: Path) -> None:
     with Engine.load(tiny, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        chat, machine = engine.chat(), engine._core.runtime.machine
+        chat, machine = engine.chat(), engine._runner.runtime.machine
         engine.between(lambda: setattr(machine, "pace", None))
         price = chat.price(Send(TEXT))
         assert (price.seconds, price.estimated) == (None, False)
@@ -209,7 +209,7 @@ def test_what_is_stored_can_be_checked(tiny: Path, tmp_path: Path) -> None:
         assert list(engine.check_cache()) == []
         for prompt in prompts:
             list(engine.generate(prompt, SHORT))
-            until(lambda: engine._worker.call(engine._core._store.idle) is None)
+            until(lambda: engine._worker.call(engine._runner._store.idle) is None)
         checks = list(engine.check_cache())
         assert engine.cache_trouble() is None
     assert [check.tokens // 50 * 50 for check in checks] == [400, 350, 300]  # and the reply

@@ -307,7 +307,7 @@ def test_keep_system_pins_sinks_where_there_is_no_system_prompt(tiny: Path) -> N
     for keep in ("system", 4):
         with Engine.load(tiny, kv=KVSpec(window=64, keep=keep), prompt_cache=None) as engine:  # type: ignore[arg-type]
             prompting.append(finish(engine.generate([Message("user", "u" * 200)], GREEDY)).text)
-            assert engine._core._prompting().pinned([Message("user", "u")]) == 4
+            assert engine._runner._prompting().pinned([Message("user", "u")]) == 4
     assert prompting[0] == prompting[1]
 
 
@@ -414,7 +414,7 @@ def test_closing_tells_every_reader(tiny: Path) -> None:
 def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = ids(300)
     calls = 0
-    model = fresh._core.runtime.model
+    model = fresh._runner.runtime.model
 
     class Failing:
         layers = model.layers
@@ -426,7 +426,7 @@ def test_a_failed_step_keeps_no_caches(fresh: Engine, monkeypatch: pytest.Monkey
                 raise RuntimeError("no memory")
             return model(*args, **options)
 
-    monkeypatch.setattr(fresh._core, "_runtime", replace(fresh._core.runtime, model=Failing()))
+    monkeypatch.setattr(fresh._runner, "_runtime", replace(fresh._runner.runtime, model=Failing()))
     with pytest.raises(DeviceError, match="no memory"):
         list(fresh.warm(prompt))
     monkeypatch.undo()

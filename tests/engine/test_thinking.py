@@ -476,7 +476,7 @@ def decoded(engine: Engine, *, ahead: bool) -> tuple[list[int], list[int], set[i
     """Decode with three forced tokens after the fifth; return the tokens, those in the caches, and the caches' offsets."""
 
     def work() -> tuple[list[int], list[int], set[int]]:
-        runtime = engine._core.runtime
+        runtime = engine._runner.runtime
         caches = runtime.new_caches(None)
         run, prompt = Generation(runtime.model, caches, [], ahead=ahead), list(range(10, 30))
         for _ in run.prefill(prompt[:-1], 8):

@@ -49,7 +49,7 @@ def test_neither_of_two_is_computed_anew_at_a_switch(folder: Path) -> None:
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
         one, other = Chat(engine, 1), Chat(engine, 2)
         assert (one.turn(), other.turn()) == (TOKENS + NEW, TOKENS + NEW)
-        held = engine.between(lambda: engine._core._store.nbytes)
+        held = engine.between(lambda: engine._runner._store.nbytes)
         assert held > cache.LEAST_MEMORY
         assert [chat.turn() for _ in range(3) for chat in (one, other)] == [NEW] * 6
 
@@ -85,8 +85,8 @@ def test_a_prompt_that_needs_the_room_has_it_and_the_older_conversation_goes_fir
         first.turn()
         second.turn()
         third.ids *= 2
-        runtime = engine._core.runtime
-        live = engine.between(lambda: engine._core._store.nbytes)
+        runtime = engine._runner.runtime
+        live = engine.between(lambda: engine._runner._store.nbytes)
         peak = cache.predict_peak(runtime.shape, held=0, new=2 * TOKENS + NEW, chunk=512, reply=8).total
         others = engine.between(mx.get_active_memory) - runtime.shape.weights - live
         monkeypatch.setattr(memory, "array_budget", lambda: others + peak + live // 2 + (2 << 20))

@@ -104,7 +104,7 @@ def test_an_engine_that_nobody_refers_to_closes_itself(tiny: Path) -> None:
     engine = Engine.load(tiny, prompt_cache=None)
     finish(engine.chat().send("hello", GREEDY))
     gone, thread = weakref.ref(engine), engine._worker._thread
-    model = weakref.ref(engine._core.runtime.model)
+    model = weakref.ref(engine._runner.runtime.model)
     del engine
     gc.collect()
     assert gone() is None

@@ -47,7 +47,7 @@ def test_where_the_gpu_can_not_run_the_kernel_smaller_pieces_do(tmp_path, monkey
     with Engine.load(folder, prompt_cache=None) as engine:
         sampling = Sampling(temperature=0, max_tokens=3)
         *_, plain = engine.generate(PROMPT, sampling)
-        shape = engine._core.runtime.shape
+        shape = engine._runner.runtime.shape
         peaks = [predict_peak(shape, held=0, new=len(PROMPT) - 1, chunk=chunk, reply=1).total for chunk in (512, 256)]
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", refuse)
         monkeypatch.setattr(memory, "array_budget", lambda: others + sum(peaks) // 2)
@@ -67,7 +67,7 @@ def test_fused_attention_is_asked_for_where_there_is_a_kernel(tmp_path, monkeypa
     folder = write_model(tmp_path, head_dim=head_dim, num_attention_heads=8, max_position_embeddings=2048)
     others = mx.get_active_memory()
     with Engine.load(folder, prompt_cache=None) as engine:
-        shape = engine._core.runtime.shape
+        shape = engine._runner.runtime.shape
         peaks = [
             predict_peak(each, held=0, new=len(PROMPT) - 1, chunk=512, reply=1).total
             for each in (shape, replace(shape, force_fused=True))

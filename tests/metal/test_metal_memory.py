@@ -165,7 +165,7 @@ def test_a_loaded_model_answers_at_critical_pressure(folder: Path, mac: Recorded
         quiet, plain = events(engine, PROMPT)
         assert not quiet
         events(engine, other)
-        kept = engine._core._store.aside
+        kept = engine._runner._store.aside
         assert kept > 0
         mac.sysctl[memory.PRESSURE] = 4
         mac.counted = macos.Pages(PAGE, 0, 0, 0, 16 * GIB // PAGE, 0, 0, 0, 0, 0)
@@ -195,7 +195,7 @@ def test_a_limit_that_is_set_holds_below_and_above_the_recommended_one(folder: P
 
 def test_the_prompt_cache_follows_the_limit(folder: Path, metal: MetalDevice) -> None:
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        budget = engine._core._store._memory._budget  # type: ignore[attr-defined]
+        budget = engine._runner._store._memory._budget  # type: ignore[attr-defined]
         assert budget() == int(11.84e9) // 10
         metal.info["max_recommended_working_set_size"] = 8 * GIB
         assert budget() == 8 * GIB // 10

@@ -46,7 +46,7 @@ def test_a_reply_is_the_same_whatever_its_prompt_was_cut_into(tmp_path, rows, kv
             texts.append(last.text)
         done, chunk = (
             [event.done for event in events if isinstance(event, PrefillProgress)],
-            engine._core.runtime.prefill_chunk,
+            engine._runner.runtime.prefill_chunk,
         )
         assert chunk >= 512
         assert done == [*range(0, len(PROMPT) - 1, chunk), len(PROMPT) - 1]

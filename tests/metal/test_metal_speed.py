@@ -6,7 +6,7 @@ from tokamac.engine.perf.roofline import HostLimited
 
 def test_the_guide_is_expected_to_be_no_faster_than_the_host_builds_its_steps():
     with Engine.load("guide") as engine:
-        pace = engine._core.runtime.machine.pace
+        pace = engine._runner.runtime.machine.pace
         assert isinstance(pace, HostLimited)
         assert pace.host is not None
         assert engine.predict(100, 200).decode.expected_s >= pace.host.step_s

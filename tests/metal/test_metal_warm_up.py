@@ -47,7 +47,7 @@ def test_loading_reads_a_few_tokens_and_decodes_two_and_says_so(steps):
 def test_it_leaves_no_trace(steps, monkeypatch):
     with Engine.load("guide", prompt_cache=PromptCacheSpec(disk=False)) as engine:
         warmed = list(steps)
-        store = engine._core._store
+        store = engine._runner._store
         assert store.nbytes == 0
         assert store.rates.prefill_s(1) is None
         assert engine.live() is None

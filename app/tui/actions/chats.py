@@ -46,7 +46,7 @@ Fate = Callable[[], str]
 
 def running(chat: "ChatScreen") -> Fate | None:
     """Return what says the fate of the reply that runs; None where none does."""
-    if not chat.session.replying:
+    if not chat.session.engine.replying:
         return None
     recording = chat.recording
     if recording is None:
@@ -94,7 +94,7 @@ class PathPrices:
         self._known |= {key: each.price for each in prices.known for key in self._own([each.question])}
         self._unpriced.update(self._own(prices.unpriced))
         lacking = [key for key in keys if key not in self._known and key not in self._unpriced]
-        if self._session.phase is EnginePhase.IDLE and not set(self._own(prices.waiting)).issuperset(lacking):
+        if self._session.engine.phase is EnginePhase.IDLE and not set(self._own(prices.waiting)).issuperset(lacking):
             self._asked.update(lacking)
             self._perform(self._session.price_paths(lacking))
         return self._known
@@ -186,7 +186,7 @@ def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None
         return
     try:
         again, held = recording.chat == pick.chat, recording.holds(pick.chat)
-        tree, draft = (chat.session.talk.tree, "") if held else recording.read(pick.chat)
+        tree, draft = (chat.session.conversation.tree, "") if held else recording.read(pick.chat)
         own = recording.own(pick.chat)
     except StoreError as error:
         chat.notify(error.one_line(), severity="error", markup=False)
@@ -210,12 +210,12 @@ def open_chat(chat: "ChatScreen", pick: "Pick", *, leaving: bool = True) -> None
 
 def jump(chat: "ChatScreen", key: int | None) -> None:
     """Bring the message ``key`` into view, on whatever path it is."""
-    tree = chat.session.talk.tree
+    tree = chat.session.conversation.tree
     if key is None or key not in tree.nodes:
         chat.notify("That message is of another window; open the chat again.", markup=False)
         return
     if key not in {node.key for node in tree.path_to(tree.head)}:
-        chat.perform(chat.session.go(key))
+        chat.perform(chat.session.show_path(key))
     transcript = chat.query_one(Transcript)
     transcript.focus()
     transcript.choose(key)
@@ -225,7 +225,7 @@ def branches(chat: "ChatScreen", _: str) -> None:
     """Show the conversation as a tree, and go to what is chosen in it."""
     from tokamac.app.tui.screens.chats import BranchesScreen
 
-    tree = chat.session.talk.tree
+    tree = chat.session.conversation.tree
     if not tree.nodes:
         chat.notify("There is nothing to see yet.", markup=False, timeout=3)
         return
@@ -234,7 +234,7 @@ def branches(chat: "ChatScreen", _: str) -> None:
         if key is not None:
             jump(chat, key)
         else:  # what is pointed at has prices again
-            chat.perform(chat.session.point(chat.query_one(Transcript).chosen))
+            chat.perform(chat.session.select(chat.query_one(Transcript).chosen))
 
     chat.app.push_screen(BranchesScreen(tree, PathPrices(chat.session, chat.perform).of), chosen)
 
@@ -280,7 +280,7 @@ def edit(chat: "ChatScreen", _: str) -> None:
     if node is None:
         chat.notify("There is no message to edit yet.", markup=False, timeout=3)
         return
-    prompt = chat.session.talk.prompt_of(node.key)
+    prompt = chat.session.conversation.prompt_of(node.key)
     if prompt is None:
         chat.notify("There is no prompt to edit here.", markup=False, timeout=3)
         return
@@ -300,13 +300,13 @@ def newer(chat: "ChatScreen", _: str) -> None:
 def _step(chat: "ChatScreen", by: int) -> None:
     """Go to a sibling of the message that is pointed at, or of the last one that has any."""
     node = chat.pointed()
-    other = None if node is None else chat.session.talk.tree.beside(node.key, by)
+    other = None if node is None else chat.session.conversation.tree.beside(node.key, by)
     if other is None:
         edits, makes = (chat.session.keymap.key(action) for action in ("edit", "again"))
         text = f"There is one version only: edit ({edits}) or make again ({makes}) to have another."
         chat.notify(text, markup=False, timeout=4)
         return
-    chat.perform(chat.session.go(other))
+    chat.perform(chat.session.show_path(other))
     transcript = chat.query_one(Transcript)
     if transcript.has_focus:
         transcript.choose(other)
@@ -355,7 +355,7 @@ def _delete(chat: "ChatScreen", recording: "Recording", wanted: str, *, back: st
     """Delete what is ``wanted``, unless a reply is being written to it; say what came of that, and return whether it was done."""
     try:
         found = recording.store.chat(wanted)
-        if found.id == recording.chat and chat.session.replying:
+        if found.id == recording.chat and chat.session.engine.replying:
             stop = chat.session.keymap.key("stop")
             said = ChatNotice(f"A reply is being written: wait, or stop it with {stop}, then delete.", refused=True)
         else:
@@ -396,7 +396,7 @@ def _titled(chat: StoredChat) -> str:
 def begin(chat: "ChatScreen") -> None:
     """Start the engine, and open the conversations while it loads."""
     chat.perform(chat.session.start())
-    chat.watch(chat.query_one(Transcript), "chosen", lambda key: chat.perform(chat.session.point(key)), init=False)
+    chat.watch(chat.query_one(Transcript), "chosen", lambda key: chat.perform(chat.session.select(key)), init=False)
     if not chat.memory.settings.toured:  # the tour is on the screen
         chat.keep(replace(chat.memory.settings, toured=True))
     _open_store(chat)

@@ -65,15 +65,15 @@ def adapter(chat: "ChatScreen", written: str) -> None:
     """Load the model with another adapter, or with none, and keep that for this model; or say which it has."""
     session = chat.session
     if not written:
-        held = session.load.adapter
+        held = session.engine.load.adapter
         text = (
             "This model has no adapter. /adapter and a folder or a Hugging Face id adds one." if held is None else held
         )
         chat.notify(sanitise_line(text), markup=False, timeout=6)
         return
     chosen = given_adapter(written) or None
-    chat.picked_adapter = session.load.model, chosen
-    chat.perform(session.choose(replace(session.load, adapter=chosen)))
+    chat.picked_adapter = session.engine.load.model, chosen
+    chat.perform(session.choose(replace(session.engine.load, adapter=chosen)))
 
 
 def unload(chat: "ChatScreen", _: str) -> None:
@@ -83,14 +83,14 @@ def unload(chat: "ChatScreen", _: str) -> None:
 
 def what_if(chat: "ChatScreen", model: str) -> None:
     """Ask what a model, this one or another, would do otherwise, or elsewhere."""
-    chat.what_ifs.open(chat.app, model or chat.session.load.model)
+    chat.what_ifs.open(chat.app, model or chat.session.engine.load.model)
 
 
 def convert(chat: "ChatScreen", model: str) -> None:
     """Pack a model, this one or another, into fewer bits; the result is loaded if it is wanted at once."""
     from tokamac.app.tui.screens.model import ConvertScreen
 
-    screen = ConvertScreen(model or chat.session.load.model)
+    screen = ConvertScreen(model or chat.session.engine.load.model)
     chat.app.push_screen(screen, lambda folder: load_model(chat, folder) if folder is not None else None)
 
 
@@ -142,11 +142,11 @@ def settings(chat: "ChatScreen", _: str) -> None:
     from tokamac.app.tui.screens.settings import Chosen, SettingsScreen
 
     session = chat.session
-    recommended = session.info.recommended if session.info is not None else Sampling()
+    recommended = session.engine.info.recommended if session.engine.info is not None else Sampling()
     own = chat.memory.own.sampling is not None
     template = chat.memory.settings.template
-    limit = gigabytes_of(session.load.memory)
-    current = Chosen(session.sampling, session.load.kv, session.idle.after_min, own, limit, template)
+    limit = gigabytes_of(session.engine.load.memory)
+    current = Chosen(session.sampling, session.engine.load.kv, session.idle.after_min, own, limit, template)
     screen = SettingsScreen(current, recommended, chat.memory.settings.sampling)
     chat.app.push_screen(screen, lambda chosen: _take(chat, chosen))
 
@@ -155,10 +155,10 @@ def thinking(chat: "ChatScreen", text: str) -> None:
     """Say what the chat template is told in this chat, or tell it something else from the next message on."""
     session = chat.session
     if not text:
-        chat.notify(sentences(session.template, session.info), markup=False, timeout=8)
+        chat.notify(sentences(session.template, session.engine.info), markup=False, timeout=8)
         return
     try:
-        template = chosen_template(text, session.template, session.info)
+        template = chosen_template(text, session.template, session.engine.info)
     except OptionError as error:
         chat.notify(error.one_line(), severity="warning", markup=False)
         return
@@ -172,26 +172,26 @@ def _take(chat: "ChatScreen", chosen: "Chosen | None") -> None:
     if chosen is None:
         return
     session, kv, minutes = chat.session, chosen.kv, chosen.unload_after_min
-    load = replace(session.load, kv=kv, memory=replace(Settings(), memory_gb=chosen.memory_gb).memory_bytes)
+    load = replace(session.engine.load, kv=kv, memory=replace(Settings(), memory_gb=chosen.memory_gb).memory_bytes)
     session.idle.after_min = minutes
     chat.picked_kv = kv
-    loads = kv == session.load.kv and session.info is not None
+    loads = kv == session.engine.load.kv and session.engine.info is not None
     kept = kv if loads else chat.memory.settings.kv  # else once a model has loaded with it
     limit = (
-        chosen.memory_gb if load.memory != session.load.memory else chat.memory.settings.memory_gb
+        chosen.memory_gb if load.memory != session.engine.load.memory else chat.memory.settings.memory_gb
     )  # a flag is for one run
     chat.keep(replace(chat.memory.settings, kv=kept, unload_after_min=minutes, memory_gb=limit))
     _kept(chat, chat.memory.choose_sampling(chosen.sampling, own=chosen.own))
     if chosen.template != chat.memory.settings.template:
         chat.keep(replace(chat.memory.settings, template=chosen.template))
         chat.memory.give(session)
-    if load != session.load:
+    if load != session.engine.load:
         chat.perform(session.choose(load))
 
 
 def keep_picked(chat: "ChatScreen") -> None:
     """Keep what was picked, now that it has loaded."""
-    load, known = chat.session.load, chat.memory.settings
+    load, known = chat.session.engine.load, chat.memory.settings
     model = load.model if load.model == chat.picked else known.model
     kv = load.kv if load.kv == chat.picked_kv else known.kv
     adapters = known.adapters

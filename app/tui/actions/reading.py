@@ -109,7 +109,7 @@ def copy_message(chat: "ChatScreen", _: str) -> None:
 def copy_code(chat: "ChatScreen", _: str) -> None:
     """Copy the last code block up to the message that is pointed at; asked again, the one before it."""
     node = chat.pointed()
-    path = [] if node is None else chat.session.talk.tree.path_to(node.key)
+    path = [] if node is None else chat.session.conversation.tree.path_to(node.key)
     blocks = [block for each in path if each.reply is not None for block in code_blocks(each.reply.text)]
     if not blocks:
         chat.notify("There is no code block here.", markup=False, timeout=3)
@@ -155,7 +155,7 @@ def export(chat: "ChatScreen", written: str) -> None:
         chat.notify(NOT_OPENED, severity="warning", markup=False)
     elif not chat.session.turns:
         chat.notify("There is nothing to export yet.", markup=False, timeout=3)
-    elif chat.session.replying:
+    elif chat.session.engine.replying:
         stops = chat.session.keymap.key("stop")
         chat.notify(f"A reply is being written: wait, or stop it with {stops}, then export.", markup=False, timeout=4)
     else:

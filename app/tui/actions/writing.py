@@ -34,7 +34,7 @@ def stop(chat: "ChatScreen", _: str) -> None:
     prompt = chat.query_one(Prompt)
     if prompt.offers.display:
         prompt.offers.withdraw()
-    elif chat.session.busy:
+    elif chat.session.engine.busy:
         chat.perform(chat.session.stop())
     else:
         chat.clear_selection()

@@ -26,7 +26,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tokamac.app.backend.client import BackendEvent
-from tokamac.app.backend.protocol import AskWhatIf, Loaded, Question, Stats, WhatIf
+from tokamac.app.backend.protocol import AskWhatIf, Loaded, Question, ReplyEvent, WhatIf
 from tokamac.app.chat.actions import bindings
 from tokamac.app.chat.attachments import Draft, joined
 from tokamac.app.chat.conversation import MessageNode
@@ -64,6 +64,7 @@ from tokamac.app.tui.widgets.gauges import NARROW, Gauges
 from tokamac.app.tui.widgets.prompt_input import Chips, Prompt
 from tokamac.app.tui.widgets.status import Activity, StatusLine
 from tokamac.app.tui.widgets.transcript import Transcript, share_on
+from tokamac.engine.events import Live
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.options import KVSpec
 
@@ -204,7 +205,7 @@ class WhatIfs:
 
         start, names = first_question(self._session, model), known_names(model)
         app.push_screen(
-            WhatIfScreen(self.ask, start, names, busy=lambda: self._session.busy), lambda _: self.asked_enough()
+            WhatIfScreen(self.ask, start, names, busy=lambda: self._session.engine.busy), lambda _: self.asked_enough()
         )
 
     def take(self, app: App[int], event: BackendEvent) -> None:
@@ -420,11 +421,11 @@ class ChatScreen(Screen[None]):
         """Do what the session asks, in order, and show where it is."""
         for step in steps:
             self._perform(step)
-        self.bridge.set_busy(self.session.busy)
+        self.bridge.set_busy(self.session.engine.busy)
         self.show()
         # While a model writes, its figures are shown as they come and the cursor is still: each wake takes the model's time.
-        writing = self.session.phase is EnginePhase.DECODING
-        (self._ticker.resume if self.session.busy and not writing else self._ticker.pause)()
+        writing = self.session.engine.phase is EnginePhase.DECODING
+        (self._ticker.resume if self.session.engine.busy and not writing else self._ticker.pause)()
         self.query_one(Prompt).cursor_blink = not writing
 
     def _perform(self, step: Step) -> None:
@@ -437,8 +438,8 @@ class ChatScreen(Screen[None]):
             case Ask(request):
                 self.bridge.ask(request)
             case TurnBegun(turn, again):
-                info = self.session.info
-                name = info.name if info else self.session.load.model
+                info = self.session.engine.info
+                name = info.name if info else self.session.engine.load.model
                 transcript.begin(turn, name, share=share_on(info.device if info else ""), again=again)
                 self._record(lambda recording: recording.begun(turn))
             case ReplyGrew(text, kind):
@@ -471,35 +472,39 @@ class ChatScreen(Screen[None]):
         """Pass an event on, unless it comes from a process that is no more."""
         message.stop()
         if message.life == self.bridge.life:
-            was = self.session.phase
+            was = self.session.engine.phase
             if isinstance(message.event, Loaded):
                 keep_picked(self)
             steps = self.session.on_event(message.event)
             self.what_ifs.take(self.app, message.event)
-            if self.session.busy and self.session.phase is was and all(isinstance(s, ReplyGrew) for s in steps):
+            if (
+                self.session.engine.busy
+                and self.session.engine.phase is was
+                and all(isinstance(s, ReplyGrew) for s in steps)
+            ):
                 # Text comes often: the transcript draws it at its own pace, or together with new figures.
                 for step in steps:
                     self._perform(step)
-                if isinstance(message.event, Stats):
+                if isinstance(message.event, ReplyEvent) and isinstance(message.event.event, Live):
                     self.query_one(Transcript).look(now=True)
                     self.show()
             else:
                 self.perform(steps)
-            if self.session.phase is EnginePhase.IDLE and was is not EnginePhase.IDLE:
+            if self.session.engine.phase is EnginePhase.IDLE and was is not EnginePhase.IDLE:
                 self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
-                self.perform(self.session.point(self.query_one(Transcript).chosen))
+                self.perform(self.session.select(self.query_one(Transcript).chosen))
 
     def _tick(self) -> None:
-        self.perform(self.session.tick()) if self.session.phase is EnginePhase.STOPPING else self.show()
+        self.perform(self.session.check_cancel()) if self.session.engine.phase is EnginePhase.STOPPING else self.show()
 
     def _rest(self) -> None:
-        if steps := self.session.rest() or (self.recording.entitle() if self.recording is not None else []):
+        if steps := self.session.unload_if_idle() or (self.recording.entitle() if self.recording is not None else []):
             self.perform(steps)
 
     def show(self) -> None:
         """Bring activity, status and gauges up to date."""
         transcript = self.query_one(Transcript)
-        transcript.greet(guide=self.session.load.model == GUIDE)
+        transcript.greet(guide=self.session.engine.load.model == GUIDE)
         self.app.sub_title = title = self.recording.title if self.recording is not None else ""
         self.query_one(Heading).show(title)
         self.query_one(Activity).show(
@@ -545,7 +550,7 @@ class ChatScreen(Screen[None]):
     @on(Prompt.Paused)
     def read_ahead(self, message: Prompt.Paused) -> None:
         """Have what is written read while the user writes on, and keep it."""
-        self.perform(self.session.pause(message.draft.text, message.draft.attachments))
+        self.perform(self.session.draft_paused(message.draft.text, message.draft.attachments))
         self._record(lambda recording: recording.drafted(self.composer.unsent.whole))
 
     @on(Prompt.Changed)
@@ -555,7 +560,7 @@ class ChatScreen(Screen[None]):
 
     def pointed(self) -> MessageNode | None:
         """Return the message that is pointed at, or else the last one; None where there is none."""
-        tree = self.session.talk.tree
+        tree = self.session.conversation.tree
         key = self.query_one(Transcript).chosen or tree.head
         return None if key is None else tree.nodes[key]
 

@@ -393,7 +393,11 @@ class ModelScreen(Dialog[str]):
     @property
     def _held(self) -> str:
         """The model that the chat uses; nothing while none is loaded."""
-        return "" if self._session.phase in (EnginePhase.UNLOADED, EnginePhase.FAILED) else self._session.load.model
+        return (
+            ""
+            if self._session.engine.phase in (EnginePhase.UNLOADED, EnginePhase.FAILED)
+            else self._session.engine.load.model
+        )
 
     @on(OptionList.OptionHighlighted)
     def pointed(self) -> None:
@@ -438,7 +442,7 @@ class ModelScreen(Dialog[str]):
 
     def _named(self) -> str:
         row = self._list.pointed
-        return self._session.load.model if row is None else row.model
+        return self._session.engine.load.model if row is None else row.model
 
     def action_what_if(self) -> None:
         """Ask how the model that is pointed at would run otherwise, or elsewhere."""

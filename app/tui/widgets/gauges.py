@@ -69,8 +69,8 @@ def _of(part: int | None, whole: int | None) -> str:
 
 
 def _model(session: Session) -> Iterator[GaugeRow]:
-    info = session.info
-    name = sanitise_line(session.load.model if info is None else info.name)
+    info = session.engine.info
+    name = sanitise_line(session.engine.load.model if info is None else info.name)
     name = end_of(name, WIDTH)
     yield GaugeRow(Content.styled(name, "bold $text-primary"), "model")
     if info is None:
@@ -95,7 +95,7 @@ def _decode(session: Session) -> Iterator[GaugeRow]:
     m, live = session.metrics, session.live
     gaps = m.itl_ms if m else None
     yield _title("DECODE")
-    yield _row("now", "now", units.rate(figures.decode_now(session)) if session.replying else NONE_YET)
+    yield _row("now", "now", units.rate(figures.decode_now(session)) if session.engine.replying else NONE_YET)
     yield _row("mean", "mean", units.rate(m.decode_tps) if m else NONE_YET)
     line = sparkline(live.gaps_ms, WIDTH) if live is not None else ""
     yield GaugeRow(Content.styled(line or "─" * WIDTH, "$secondary" if line else EMPTY), "gaps")
@@ -122,7 +122,7 @@ def _slowest(session: Session) -> Iterator[GaugeRow]:
 def _limits(session: Session) -> Iterator[GaugeRow]:
     m, achieved = session.metrics, figures.achieved_gbs(session)
     none = NONE_YET if m is None else units.UNKNOWN
-    ceiling = m.ceiling_tps if m is not None else session.ceiling_tps
+    ceiling = m.ceiling_tps if m is not None else session.engine.ceiling_tps
     expected = m.expected_tps if m is not None else None
     of_ceiling = figures.share_of_ceiling(m) if m is not None else None
     of_expected = figures.share_of_expected(m) if m is not None else None
@@ -185,7 +185,7 @@ def _legend(*parts: tuple[str, str, str]) -> GaugeRow:
 
 
 def _memory(session: Session) -> Iterator[GaugeRow]:
-    m, memory, peak = session.metrics, session.memory, figures.peak_bytes(session)
+    m, memory, peak = session.metrics, session.engine.memory, figures.peak_bytes(session)
     most = NONE_YET if peak is None else units.size(peak)
     budget = "" if memory.budget_bytes is None or peak is None else f" of {units.size(memory.budget_bytes)}"
     promised = memory.predicted_peak_bytes
@@ -198,7 +198,7 @@ def _memory(session: Session) -> Iterator[GaugeRow]:
 
 def _diagnosis(session: Session) -> Iterator[GaugeRow]:
     m = session.metrics
-    told = sentence(m, session.diagnosis) if m is not None and not session.replying else ""
+    told = sentence(m, session.diagnosis) if m is not None and not session.engine.replying else ""
     lines = [row.content for row in wrapped(Content(told), WIDTH)] if told else [Content.styled(NONE_YET, FAINT)]
     if len(lines) > SENTENCE_ROWS:
         last = lines[SENTENCE_ROWS - 1].plain

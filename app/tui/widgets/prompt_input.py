@@ -454,10 +454,10 @@ class Chips(Static):
     def show(self, session: Session, attachments: Sequence[Attachment], reading: Sequence[str]) -> None:
         """Show what waits, what is attached, and the files that are being read."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
-        over = session.counts.exceed(session.info, session.load.kv, attachments)
+        over = session.counts.exceed(session.engine.info, session.engine.load.kv, attachments)
         lines = [*_waiting(session.queued, most), *_attached(attachments, reading, session.tokens, over=over)]
-        if over and session.info is not None:
-            lines.append(Content.styled(OVER.format(units.count(session.info.capacity)), "$text-error"))
+        if over and session.engine.info is not None:
+            lines.append(Content.styled(OVER.format(units.count(session.engine.info.capacity)), "$text-error"))
         content = Content("\n").join(lines)
         if not content.is_same(self._shown):
             self._shown = content

@@ -99,7 +99,7 @@ def _of_message(session: Session, width: int, *, more: Content, aside: str) -> C
     That is what the reader looks for now: what else there is to say has the room that is left.
     """
     known = [each for each in session.prices.known if each.question.id in ACTED]
-    if not known or session.phase is not EnginePhase.IDLE or session.queued:
+    if not known or session.engine.phase is not EnginePhase.IDLE or session.queued:
         return None
     content = Content.styled(_prices(known, session.keymap, width), FAINT)
     for longer in (_joined(more, content), _joined(more, content, Content.styled(aside, FAINT))):
@@ -112,7 +112,7 @@ def _joined(*parts: Content) -> Content:
 
 
 def _doing(session: Session, now: float, width: int) -> Content:
-    match session.phase:
+    match session.engine.phase:
         case EnginePhase.LOADING:
             return _loading(session, width)
         case EnginePhase.PREFILL:
@@ -138,7 +138,7 @@ def _doing(session: Session, now: float, width: int) -> Content:
 
 def _next(session: Session, width: int) -> Content:
     """Say what the draft would take if it were sent now."""
-    price = session.ahead.price
+    price = session.warmup.price
     if price is None:
         return Content("")
     if is_ready(price):
@@ -181,7 +181,7 @@ def _short_amount(known: KnownPrice) -> str:
 
 
 def _loading(session: Session, width: int) -> Content:
-    name, loading = sanitise_line(session.load.model), session.loading
+    name, loading = sanitise_line(session.engine.load.model), session.engine.loading
     if loading is None:
         return Content.styled(f"loading {name} …", FAINT)
     if loading.stage == "warm-up":
@@ -243,14 +243,16 @@ class StatusLine(Static):
 
 
 def _lamp(session: Session) -> str:
-    if session.phase is EnginePhase.FAILED:
+    if session.engine.phase is EnginePhase.FAILED:
         return "$error"
-    return "$success" if session.phase is EnginePhase.IDLE else "$warning"
+    return "$success" if session.engine.phase is EnginePhase.IDLE else "$warning"
 
 
 def _name(session: Session, most: int) -> str:
     """Return the model's name, or as much of its end as has room in ``most`` cells."""
-    return end_of(sanitise_line(session.load.model if session.info is None else session.info.name), most)
+    return end_of(
+        sanitise_line(session.engine.load.model if session.engine.info is None else session.engine.info.name), most
+    )
 
 
 def _essentials(session: Session) -> list[str]:
@@ -261,8 +263,8 @@ def _essentials(session: Session) -> list[str]:
         parts.append(units.rate(rate))
     if m is not None and m.ttft_s is not None:
         parts.append(f"TTFT {units.seconds(m.ttft_s)}")
-    if held is not None and session.info is not None:
-        parts.append(f"{units.short(held)}/{units.short(session.info.capacity)}")
+    if held is not None and session.engine.info is not None:
+        parts.append(f"{units.short(held)}/{units.short(session.engine.info.capacity)}")
     if gone := figures.tokens_out_of_sight(session):
         parts.append(f"{units.short(gone)} out of sight")
     return parts
@@ -285,12 +287,12 @@ def _key(action: Action) -> Content:
 
 def _useful(actions: Sequence[Action], session: Session) -> list[Action]:
     """Return those that do something now. While something runs, how to stop it is what nobody should have to look for."""
-    return [action for action in actions if action.id != "stop" or session.busy]
+    return [action for action in actions if action.id != "stop" or session.engine.busy]
 
 
 def _for_message(usual: Sequence[Action], pointed: Sequence[Action], session: Session) -> list[Action]:
     """Return the keys of a message; of the ``usual`` ones the first, how to stop, while something runs."""
-    if session.busy:
+    if session.engine.busy:
         return [usual[0], *(action for action in pointed if action.id != usual[0].id)]
     return list(pointed)
 

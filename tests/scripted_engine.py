@@ -1,12 +1,8 @@
-"""An engine that plays a script: for tests of the screen and of the process (``child --scripted``), and for demonstrations.
+"""An engine that plays a script in the real process, for tests of the chat, benchmarks of the screen, and pictures.
 
-The model's name picks the scenario (``scenarios.SCENARIOS``). It keeps the real engine's promises (order of events, cancelling
-within a token, metrics from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so.
-What is read ahead it notes on stderr, the log, where a test can see it.
-
-What the scripted engine can be asked to play: a name, as of a model, and how it behaves. Plain values.
-
-What the scripted engine pretends to run: four billion weights at 4.5 bits on a chip of the table, as arithmetic alone.
+A model's name picks the scenario. The engine keeps the real one's promises (order of events, cancelling within a token, metrics
+from real time stamps), so that the screen can't tell them apart, and breaks them where a scenario says so. It pretends to run
+four billion weights at 4.5 bits on a chip of the table. What is computed ahead it notes on stderr, the log, where a test sees it.
 """
 
 import os
@@ -16,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
-from tokamac.app.backend.port import EnginePort
-from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo
+from tokamac.app.backend.child import serve
+from tokamac.app.backend.protocol import Load, ModelInfo
+from tokamac.engine import Engine
 from tokamac.engine import metrics as rates
 from tokamac.engine.errors import ContextError, ModelNotFoundError, OptionError
 from tokamac.engine.events import (
@@ -36,8 +34,12 @@ from tokamac.engine.events import (
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.perf.diagnosis import Situation, diagnose
 from tokamac.engine.perf.hardware import lookup
-from tokamac.engine.perf.roofline import decode_phase, fitted
+from tokamac.engine.perf.memory import Memory
+from tokamac.engine.perf.roofline import Limits, decode_phase, fitted, limits_of
 from tokamac.engine.perf.workload import Attention, Heads, KVUse, Workload
+
+SCRIPTED = (sys.executable, str(Path(__file__)))
+"""The command that starts the process."""
 
 ANSWER = """Decode reads **every weight once per token**, so its speed is set by memory, not by arithmetic.
 
@@ -179,67 +181,42 @@ def _die(reason: str) -> None:
     os._exit(7)
 
 
-class ScriptedEngine:
-    """An EnginePort that plays ``scenario``."""
+class ScriptedEngine(Engine):
+    """What the engine's process asks of an ``Engine``, played by ``scenario``."""
 
-    def __init__(self, name: str, scenario: Scenario, *, keeps: bool = True) -> None:
-        self._name = name
+    def __init__(self, scenario: Scenario, *, keeps: bool = True) -> None:
         self._scenario = scenario
         self._keeps = keeps
-        self._cancelled = threading.Event()
+        self._stop = threading.Event()
         self._known = 0
         self._clock: _Stamps | None = None
         self._no_reply = threading.Lock()
         if scenario.dies_on == "idle":
             threading.Timer(0.3, _die, args=("idle",)).start()
 
-    def loaded(self) -> Loaded:
-        """Describe the model."""
-        context = self._scenario.context
-        info = ModelInfo(
-            self._name,
-            f"/models/{self._name}",
-            "metal",
-            "llama",
-            4_022_468_096,
-            WEIGHT_BYTES,
-            4.5,
-            context,
-            capacity=context,
-            rolls=self._scenario.rolls,
-            recommended=Sampling().resolved(Sampling()),
-            advice=self._scenario.advice,
-            thinks=bool(self._scenario.thinking),
-            thinking_modes=("on", "off") if self._scenario.thinking else (),
-            template_names=("enable_thinking",) if self._scenario.thinking else (),
-        )
-        ceiling = rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
-        return Loaded(info, ceiling, CHIP.bandwidth_gbs, self.memory_use())
-
-    def reply(
+    def generate(
         self,
-        messages: Sequence[Message],
-        sampling: Sampling,
+        prompt: Sequence[Message],
+        sampling: Sampling | None = None,
         *,
         continues: bool = False,
-        template: TemplateOptions = NOTHING_TOLD,
+        template: TemplateOptions | None = None,
     ) -> Iterator[Event]:
         """Yield the reply's events; of a script that is continued, those after what was said."""
-        self._cancelled.clear()
+        self._stop.clear()
         self._fault("send")
-        prompt = self._tokens(messages)
-        if prompt > self._scenario.context and not self._scenario.rolls:
+        tokens = self._tokens(prompt)
+        if tokens > self._scenario.context and not self._scenario.rolls:
             raise ContextError(
-                f"the prompt has {prompt} tokens; the context holds {self._scenario.context}", "Shorten it."
+                f"the prompt has {tokens} tokens; the context holds {self._scenario.context}", "Shorten it."
             )
-        cached = self._cached(prompt)
-        self._clock = stamps = _Stamps(prompt, cached)
+        self._clock = stamps = _Stamps(tokens, self._cached(tokens))
         try:
             with self._no_reply:
-                begun = messages[-1] if continues else Message("assistant", "")
-                yield from self._play(stamps, sampling, begun, template)
+                partial = prompt[-1] if continues else Message("assistant", "")
+                yield from self._play(stamps, sampling or Sampling(), partial, template or NOTHING_TOLD)
         finally:
-            self._known = prompt + len(stamps.tokens)
+            self._known = tokens + len(stamps.tokens)
             self._clock = None
 
     def _tokens(self, messages: Sequence[Message]) -> int:
@@ -248,49 +225,46 @@ class ScriptedEngine:
     def _cached(self, prompt: int) -> int:
         return min(self._known, prompt - 1) if self._keeps else 0
 
-    def warm(
-        self,
-        messages: Sequence[Message],
-        template: TemplateOptions = NOTHING_TOLD,
-    ) -> None:
-        """Know the conversation but for its last words, and note what it was."""
-        del template  # it changes no length here
-        if not self._keeps:
-            return
-        self._known = max(self._known, self._tokens(messages) - 8)
-        print(f"scripted: warm {[(m.role, len(m.content)) for m in messages]}", file=sys.stderr, flush=True)
-
-    def price(
+    def warm_ahead(
         self,
         messages: Sequence[Message],
         *,
-        continues: bool = False,
-        template: TemplateOptions = NOTHING_TOLD,
+        template: TemplateOptions | None = None,
+        then: Callable[[Price | None], None] = lambda _: None,
+    ) -> None:
+        """Know the conversation but for its last words, and note what it was."""
+        if self._keeps:
+            self._known = max(self._known, self._tokens(messages) - 8)
+            print(f"scripted: warm {[(m.role, len(m.content)) for m in messages]}", file=sys.stderr, flush=True)
+        then(self.price(messages, template=template))
+
+    def price(
+        self, prompt: Sequence[Message], *, continues: bool = False, template: TemplateOptions | None = None
     ) -> Price:
         """Tell what a reply would take."""
-        del continues, template  # what was said is part of the prompt
-        prompt = self._tokens(messages)
-        tokens = prompt - self._cached(prompt)
-        return Price(prompt, tokens, 0, tokens / PREFILL_TPS)
+        del continues, template  # what was said is part of the prompt, and no template changes a length here
+        whole = self._tokens(prompt)
+        tokens = whole - self._cached(whole)
+        return Price(whole, tokens, 0, tokens / PREFILL_TPS)
 
-    def count(self, text: str) -> int:
-        """Tell how many tokens a text is, once no reply runs."""
-        with self._no_reply:
-            return len(_pieces(text))
+    @property
+    def tokenizer(self) -> "ScriptedTokenizer":
+        """Four characters a token."""
+        return ScriptedTokenizer()
 
     def cache_trouble(self) -> str | None:
         """Tell the scenario's trouble once something is known."""
         return self._scenario.trouble if self._known and self._scenario.trouble else None
 
     def _play(
-        self, stamps: "_Stamps", sampling: Sampling, begun: Message, template: TemplateOptions
+        self, stamps: "_Stamps", sampling: Sampling, partial: Message, template: TemplateOptions
     ) -> Iterator[Event]:
         yield from self._prefill(stamps)
-        said: dict[str, str] = {"thinking": begun.thinking, "answer": begun.content}
+        said: dict[str, str] = {"thinking": partial.thinking, "answer": partial.content}
         limit = sampling.max_tokens if sampling.max_tokens is not None else sys.maxsize
         reason: FinishReason = "stop"
-        for chunk in self._chunks(begun, template):
-            if self._cancelled.is_set() and not self._scenario.deaf:
+        for chunk in self._chunks(partial, template):
+            if self._stop.is_set() and not self._scenario.deaf:
                 reason = "cancelled"
                 break
             if len(stamps.tokens) >= limit:
@@ -314,16 +288,16 @@ class ScriptedEngine:
             stamps.prefilled = stamps.cached + new * step // steps
             stamps.prefill_end = time.monotonic()
             yield PrefillProgress(stamps.prefilled, stamps.prompt, stamps.cached)
-            if self._cancelled.is_set():
+            if self._stop.is_set():
                 return
             time.sleep(self._scenario.prefill_step_s if step < steps else 0)
 
-    def _chunks(self, begun: Message, template: TemplateOptions) -> Iterator[TextChunk]:
-        """Yield the script after what it has ``begun`` with: all thinking is over where the answer began."""
-        thinks = not begun.content and template.thinking != "off"
-        pieces = _pieces(self._scenario.thinking[len(begun.thinking) :]) if thinks else []
+    def _chunks(self, partial: Message, template: TemplateOptions) -> Iterator[TextChunk]:
+        """Yield the script after the ``partial`` reply: all thinking is over where the answer began."""
+        thinks = not partial.content and template.thinking != "off"
+        pieces = _pieces(self._scenario.thinking[len(partial.thinking) :]) if thinks else []
         yield from (TextChunk(piece, "thinking") for piece in pieces[: template.thinking_budget])
-        yield from (TextChunk(piece) for piece in _pieces(self._scenario.answer[len(begun.content) :]))
+        yield from (TextChunk(piece) for piece in _pieces(self._scenario.answer[len(partial.content) :]))
 
     def _fault(self, place: str) -> None:
         if self._scenario.dies_on == place:
@@ -333,7 +307,7 @@ class ScriptedEngine:
 
     def cancel(self) -> None:
         """End the running reply within a token."""
-        self._cancelled.set()
+        self._stop.set()
 
     def live(self) -> Live | None:
         """Measure the running reply."""
@@ -348,12 +322,27 @@ class ScriptedEngine:
         with self._no_reply:
             return work()
 
-    def memory_use(self) -> MemoryUse:
+    def memory(self) -> Memory:
         """Tell what memory is in use."""
-        return MemoryUse(WEIGHT_BYTES + self._known * KV_BYTES_PER_TOKEN, None, 12_000_000_000)
+        active = WEIGHT_BYTES + self._known * KV_BYTES_PER_TOKEN
+        return Memory(active, active, 0, None, 12_000_000_000, None)
+
+    def limits(self, context: int) -> Limits:
+        """Tell what the chip allows."""
+        return replace(
+            limits_of(context, WORK, CHIP, PACE), ceiling_tps=rates.ceiling_tps(CHIP.bandwidth_gbs, WEIGHT_BYTES)
+        )
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+class ScriptedTokenizer:
+    """Counts tokens, which is all that is asked of it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return as many ids as the text has tokens."""
+        return [0] * len(_pieces(text))
 
 
 class _Stamps:
@@ -392,11 +381,11 @@ class _Stamps:
         )
 
 
-def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> EnginePort:
+def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelInfo]:
     """Play the loading of the scenario that ``request`` names."""
     scenario = SCENARIOS.get(request.model)
     if scenario is None:
-        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See tokamac.app.backend.scripted.")
+        raise ModelNotFoundError(f"no scenario is called {request.model!r}", "See SCENARIOS.")
     for step in range(scenario.load_steps):
         progress(LoadProgress("weights", WEIGHT_BYTES * step // scenario.load_steps, WEIGHT_BYTES))
         time.sleep(scenario.load_step_s)
@@ -406,4 +395,29 @@ def load_scripted(request: Load, progress: Callable[[LoadProgress], None]) -> En
         raise ModelNotFoundError(scenario.load_error, "Check the name, or choose another model with /model.")
     if request.kv.quantized and not scenario.packs:
         raise OptionError("the keys and values of this model can't be packed", "Keep them at 16 bits.")
-    return ScriptedEngine(request.model, scenario, keeps=request.prompt_cache)
+    return ScriptedEngine(scenario, keeps=request.prompt_cache), info_of(request.model, scenario)
+
+
+def info_of(name: str, scenario: Scenario) -> ModelInfo:
+    """Return what the screen is told of a scenario's model."""
+    return ModelInfo(
+        name,
+        f"/models/{name}",
+        "metal",
+        "llama",
+        4_022_468_096,
+        WEIGHT_BYTES,
+        4.5,
+        scenario.context,
+        capacity=scenario.context,
+        rolls=scenario.rolls,
+        recommended=Sampling().resolved(Sampling()),
+        advice=scenario.advice,
+        thinks=bool(scenario.thinking),
+        thinking_modes=("on", "off") if scenario.thinking else (),
+        template_names=("enable_thinking",) if scenario.thinking else (),
+    )
+
+
+if __name__ == "__main__":
+    serve(load_scripted)
