@@ -30,7 +30,7 @@ floors: $(DEV)  # all tests, with each dependency at the oldest version that pyp
 lint: $(DEV) build/typed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=build/typed $(BIN)/mypy -p tokamac.app -p tokamac.engine -p tokamac.quant -p tokamac.assets
+	MYPYPATH=build/typed $(BIN)/mypy -p tokamac.app -p tokamac.engine -p tokamac.quant -p tokamac.assets -p tests.guide -p tests.roofline
 
 format: $(DEV)
 	$(BIN)/ruff check --fix-only .
@@ -49,7 +49,7 @@ golden: $(DEV)
 
 roofline: $(DEV)
 	$(BIN)/pip install --quiet 'scipy>=1.17'
-	$(BIN)/python -m tokamac.assets.tables.fit_roofline
+	$(BIN)/python -m tests.roofline.fit_roofline
 
 wheel: $(DEV)
 	rm -rf build/lib build/bdist.* dist

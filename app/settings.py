@@ -1,50 +1,19 @@
-"""What the app remembers between runs: one TOML file that a person can read and edit.
+"""What the app remembers between runs: one TOML file that a person can read and edit (``tokamac help settings`` shows it).
 
-    model = "guide"
-    theme = "tokamac-dark"
-    system = ""
-    unload_after_min = 0    # minutes without use until the model's memory is given back; 0 is never; left out: 30 for large ones
-    memory_gb = 14.0        # what a model may take of memory, in place of the limit that the system sets
-    keep_awake = true       # on a Mac: no sleep while a model works; false lets it sleep
-    titles = "model"        # who gives a chat its title: the model, once the chat is idle, or "words": the first ones stay
-
-    [sampling]          # the fields of tokamac.engine.Sampling
-    temperature = 0.7
-
-    [template]          # the fields of tokamac.engine.TemplateOptions
-    thinking = "off"
-
-    [kv]                # the fields of tokamac.engine.KVSpec
-    key_bits = 16
-
-    [system_prompts]    # the library of Ctrl+S, by name
-    terse = "Answer in one sentence."
-
-    [adapters]          # a model, as it is named, and the folder or Hugging Face id of the adapter that it is loaded with
-    "mlx-community/Qwen3-4B-4bit" = "/home/me/adapters/letters"
-
-    [keys]              # an action's id (app/chat/actions.py) and its keys; [] takes them away
-    explain = "f8"
-    new_chat = ["ctrl+n", "f9"]
-
-Nothing in the file is dropped in silence: an unknown key is named and written back, a value that can't be used is named and
-its default taken, and a file that is not TOML is moved aside, not overwritten. Whether keys can be had,
-app/chat/actions.py says.
-
-A change is written into the file as it is now: other windows change it too, and so does its user's editor. A lock on a file beside
-it keeps two changes apart: the settings' own file is replaced whole, so that a lock on it holds nobody off.
+Nothing in the file is dropped in silence. An unknown key is named and stays, a value that can't be used is named and its default
+taken, and a file that is not TOML is moved aside, not overwritten. A change touches only the values that differ, so comments and
+order survive. It is applied to the file as it is now, since other windows and the user's editor change it too; the lock is on a
+file beside it, because the settings' own file is replaced whole.
 """
 
-import datetime
 import fcntl
 import os
-import re
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -54,80 +23,43 @@ from tokamac.engine.files import read_text, to_disk
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
 
-
-def toml(table: dict[str, Any], prefix: str = "") -> str:
-    """Return a table as TOML: plain values first, then sub-tables, whose names begin with ``prefix``."""
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            name = f"{prefix}{_key(key)}"
-            lines.append(f"\n[{name}]\n{toml(value, f'{name}.')}".rstrip())
-    return "\n".join(lines) + "\n"
-
-
-def _key(key: str) -> str:
-    return key if key.isascii() and key.replace("_", "a").replace("-", "a").isalnum() else f'"{_escaped(key)}"'
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _string(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    return repr(value)
-
-
-def _string(text: str) -> str:
-    """Return a text as TOML; one of several lines as a person would write it. The newline after the quotes is not part of it."""
-    if "\n" not in text:
-        return f'"{_escaped(text)}"'
-    lines = "\n".join(_escaped(line) for line in text.split("\n"))
-    return f'"""\n{lines}"""'
-
-
-def _escaped(text: str) -> str:
-    return _SPECIAL.sub(lambda char: _ESCAPES.get(char[0]) or f"\\u{ord(char[0]):04x}", text)
-
-
-_SPECIAL = re.compile(r'["\\\x00-\x1f\x7f]')
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-
+T = TypeVar("T")
 
 FILE = "settings.toml"
+HEADER = "# Settings of tokamac (tokamac help settings). The app changes single values; comments and order stay.\n"
+LARGEST_BYTES = 4 << 20
+"""Of the file: with a library of system prompts it has some kilobytes."""
 MOST_ASIDE = 100
 """Damaged files that are kept beside it; after that the damaged one stays where it is."""
-PLAIN = (
+PATIENCE_S = 2.0
+"""How long another window may keep the lock; each change takes milliseconds."""
+DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
+
+MOST_MEMORY_GB = 1e6
+TITLES = ("model", "words")
+"""Who gives a chat its title: the model, when it has nothing else to do, or the first words of the chat."""
+CHAT_KV = KVSpec(keep="system")
+"""How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
+
+VALUES = (
     "model", "theme", "system", "panel", "unload_after_min", "memory_gb", "keep_awake", "titles", "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
-MOST_MEMORY_GB = 1e6
-TITLES = ("model", "words")
-"""Who gives a chat its title: the model that is loaded, when it has nothing else to do, or the first words of the chat."""
-CHAT_KV = KVSpec(keep="system")
-"""How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
 OPTIONS = ("sampling", "template", "kv")
 """Tables that are a dataclass of the engine's."""
-LARGEST_BYTES = 4 << 20
-"""Of the file: with a library of system prompts it has some kilobytes."""
-DAMAGED = (tomllib.TOMLDecodeError, UnicodeDecodeError)
+MAPS = ("system_prompts", "adapters", "keys")
+"""Tables whose keys are the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chose last. ``unknown`` holds what this version does not know, to be written back.
+    """What the user chose last.
 
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
     (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake:
     whether a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
-    Raises OptionError for what these can't be.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters: by model. keys: of actions
-    by id, as they were written.
+    by id, as they were written. Raises OptionError for values out of range.
     """
 
     model: str = "guide"
@@ -145,7 +77,6 @@ class Settings:
     system_prompts: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unknown: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.unload_after_min is not None and self.unload_after_min < 0:
@@ -182,6 +113,9 @@ def with_adapter(settings: Settings, model: str, adapter: str | None) -> dict[st
     return others if adapter is None else {**others, model: adapter}
 
 
+# Reading ----------------------------------------------------------------------------------------------------------------------
+
+
 def default_path() -> Path:
     """Return where the settings are kept."""
     from platformdirs import user_config_path
@@ -194,154 +128,92 @@ def load(path: Path) -> LoadedSettings:
     try:
         return read(path)
     except DAMAGED as error:
-        return LoadedSettings(Settings(), (set_aside(path, error),))
+        return LoadedSettings(Settings(), (_set_aside(path, error),))
     except OSError as error:
         return LoadedSettings(Settings(), (f"{path} can't be read ({error.strerror}); default settings are used.",))
 
 
 def read(path: Path) -> LoadedSettings:
     """Read the settings; a missing file gives the defaults. Raises OSError, and ``DAMAGED`` for what is no TOML."""
-    try:
-        text = read_text(path, LARGEST_BYTES)
-    except FileNotFoundError:
-        return LoadedSettings(Settings())
-    return _read(tomllib.loads(text), path)
+    return loads(_text(path), path.name)
 
 
-def save(path: Path, settings: Settings) -> None:
-    """Write the settings whole or not at all; raise OSError if they can't be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dumps(settings))
-            file.flush()
-            to_disk(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def dumps(settings: Settings) -> str:
-    """Return the settings as TOML; what is at its default is left out, so that a later default reaches everyone."""
-    table: dict[str, Any] = {**settings.unknown}
-    for name in PLAIN:
-        if getattr(settings, name) != getattr(Settings(), name):
-            table[name] = getattr(settings, name)
-    for name, value, default in (
-        ("sampling", settings.sampling, Sampling()),
-        ("template", settings.template, TemplateOptions()),
-        ("kv", settings.kv, CHAT_KV),
-    ):
-        changed = {
-            f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != getattr(default, f.name)
-        }
-        table[name] = {
-            **settings.unknown.get(name, {}),
-            **{key: item for key, item in changed.items() if item is not None},
-        }
-    table["system_prompts"] = {**settings.unknown.get("system_prompts", {}), **settings.system_prompts}
-    table["adapters"] = {**settings.unknown.get("adapters", {}), **settings.adapters}
-    keys = {action: pressed[0] if len(pressed) == 1 else pressed for action, pressed in settings.keys.items()}
-    table["keys"] = {**settings.unknown.get("keys", {}), **keys}
-    return "# Settings of tokamac. It rewrites this file when you change something in the app.\n" + toml(table)
-
-
-def set_aside(path: Path, error: Exception) -> str:
-    """Move a damaged file out of the way, to a name that is free; return what to say of it."""
-    names = (path.with_suffix(f".damaged{number}.toml") for number in ("", *range(2, MOST_ASIDE)))
-    aside = next((name for name in names if not (name.exists() or name.is_symlink())), None)
-    if aside is None:
-        return f"{path} is damaged ({error}) and too many are set aside beside it already; default settings are used."
-    try:
-        path.replace(aside)
-    except OSError as problem:
-        return f"{path} is damaged ({error}) and can't be moved aside ({problem.strerror}); default settings are used."
-    return f"{path} was damaged ({error}); it is now {aside.name}, and a new one takes its place."
-
-
-def _read(table: dict[str, Any], path: Path) -> LoadedSettings:
+def loads(text: str, name: str = FILE) -> LoadedSettings:
+    """Read settings from TOML; ``name`` is the file's, for the warnings. Raises TOMLDecodeError."""
     warnings: list[str] = []
-    settings = Settings()
-    unknown: dict[str, Any] = {}
-    for name, value in table.items():
-        if name in (*OPTIONS, *_MAPS) and not isinstance(value, dict):
-            warnings.append(f"{path.name}: {name} is {value!r:.40}, which is no table; the default is used.")
-        elif name in OPTIONS:
-            settings, rest = _read_options(settings, name, value, warnings)
-            if rest:
-                unknown[name] = rest
-                warnings.extend(
-                    f"{path.name}: [{name}] has an unknown key {key!r}; it is kept and not used." for key in rest
-                )
-        elif name in _MAPS:
-            settings, rest = _read_map(settings, name, value, warnings)
-            if rest:
-                unknown[name] = rest
-        elif name in PLAIN:
+    read: dict[str, Any] = {}
+    for key, value in tomllib.loads(text).items():
+        if key in (*OPTIONS, *MAPS) and not isinstance(value, dict):
+            warnings.append(f"{name}: {key} is {value!r:.40}, which is no table; the default is used.")
+        elif key in OPTIONS:
+            read[key] = _options(getattr(Settings(), key), key, value, name, warnings)
+        elif key in MAPS:
+            read[key] = _map(key, value, warnings)
+        elif key in VALUES:
             try:
-                settings = _with(settings, name, value)
+                read[key] = _value(key, value)
             except (ShapeError, OptionError) as error:
-                warnings.append(f"{path.name}: {error}")
+                warnings.append(f"{name}: {error}")
         else:
-            unknown[name] = value
-            warnings.append(f"{path.name}: unknown key {name!r}; it is kept and not used.")
-    return LoadedSettings(replace(settings, unknown=unknown), tuple(warnings))
+            warnings.append(f"{name}: unknown key {key!r}; it is kept and not used.")
+    return LoadedSettings(Settings(**read), tuple(warnings))
 
 
-def _with(settings: Settings, name: str, value: object) -> Settings:
-    """Return the settings with this value. Raises ShapeError, or OptionError for one that is out of range."""
+def _text(path: Path) -> str:
+    try:
+        return read_text(path, LARGEST_BYTES)
+    except FileNotFoundError:
+        return ""
+
+
+def _value(name: str, value: object) -> Any:
+    """Return the value of a setting. Raises ShapeError, or OptionError for one that is out of range."""
     kind = get_type_hints(Settings)[name]
     try:
-        changed: dict[str, Any] = {name: build(kind, value, name)}
+        built = build(kind, value, name)
     except ShapeError:
         wanted = getattr(kind, "__name__", str(kind).partition(" ")[0])
         raise ShapeError(f"{name} is {value!r}, which is no {wanted}.") from None
-    return replace(settings, **changed)
+    Settings(**{name: built})
+    return built
 
 
-def _read_options(
-    settings: Settings, name: str, table: dict[str, Any], warnings: list[str]
-) -> tuple[Settings, dict[str, Any]]:
-    """Take what is valid of a [sampling], [template] or [kv] table, key by key; return the unknown rest."""
-    value: Any = getattr(settings, name)
-    known = {f.name for f in fields(value)}
-    # A window and its sinks are only valid together: all at once first, then what can be taken alone.
+def _options(value: T, table: str, given: dict[str, Any], file: str, warnings: list[str]) -> T:
+    """Return ``value`` with what is valid of a [sampling], [template] or [kv] table."""
     hints = get_type_hints(type(value))
     usable = {}
-    for key in known & table.keys():
+    for key, item in given.items():
+        if key not in hints:
+            warnings.append(f"{file}: [{table}] has an unknown key {key!r}; it is kept and not used.")
+            continue
         try:
-            usable[key] = build(hints[key], table[key], key)
+            usable[key] = build(hints[key], item, key)
         except ShapeError as error:
-            warnings.append(f"[{name}] {error}; the default is used.")
+            warnings.append(f"[{table}] {error}; the default is used.")
+    # A window and its sinks are only valid together: all at once first, then what can be taken alone.
     try:
-        value = replace(value, **usable)
+        return replace(value, **usable)  # type: ignore[type-var]  # a dataclass, as all OPTIONS are
     except OptionError:
         for key, item in usable.items():
             try:
-                value = replace(value, **{key: item})
+                value = replace(value, **{key: item})  # type: ignore[type-var]
             except OptionError as error:
-                warnings.append(f"[{name}] {key} = {item!r}: {error}; the default is used.")
-    return replace(settings, **{name: value}), {key: item for key, item in table.items() if key not in known}
+                warnings.append(f"[{table}] {key} = {item!r}: {error}; the default is used.")
+    return value
 
 
-def _read_map(
-    settings: Settings, name: str, table: dict[str, Any], warnings: list[str]
-) -> tuple[Settings, dict[str, Any]]:
-    """Take what is valid of a table whose keys are the user's; return the rest."""
-    values, rest = {}, {}
-    for key, value in table.items():
+def _map(table: str, given: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+    """Return what is valid of a table whose keys are the user's."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
         try:
-            values[key] = _MAPS[name](value)
+            values[key] = _keys(value) if table == "keys" else _string(value)
         except ShapeError as error:
-            rest[key] = value
-            warnings.append(f"[{name}] {key} is {value!r:.40}, which is {error}; it is kept and not used.")
-    changed: dict[str, Any] = {name: values}
-    return replace(settings, **changed), rest
+            warnings.append(f"[{table}] {key} is {value!r:.40}, which is {error}; it is kept and not used.")
+    return values
 
 
-def _text(value: object) -> str:
+def _string(value: object) -> str:
     if not isinstance(value, str):
         raise ShapeError("no text")
     return value
@@ -354,28 +226,119 @@ def _keys(value: object) -> tuple[str, ...]:
     return tuple(listed)
 
 
-_MAPS: dict[str, Callable[[object], Any]] = {"system_prompts": _text, "adapters": _text, "keys": _keys}
-"""Tables whose keys are the user's, and how their values are read."""
+def _set_aside(path: Path, error: Exception) -> str:
+    """Move a damaged file out of the way, to a name that is free; return what to say of it."""
+    names = (path.with_suffix(f".damaged{number}.toml") for number in ("", *range(2, MOST_ASIDE)))
+    aside = next((name for name in names if not (name.exists() or name.is_symlink())), None)
+    if aside is None:
+        return f"{path} is damaged ({error}) and too many are set aside beside it already; default settings are used."
+    try:
+        path.replace(aside)
+    except OSError as problem:
+        return f"{path} is damaged ({error}) and can't be moved aside ({problem.strerror}); default settings are used."
+    return f"{path} was damaged ({error}); it is now {aside.name}, and a new one takes its place."
 
 
-PATIENCE_S = 2.0
-"""How long another window may keep the lock; each change takes milliseconds."""
-_TABLES = ("system_prompts", "adapters", "keys", "unknown")
-T = TypeVar("T")
+# Writing ----------------------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, settings: Settings) -> None:
+    """Make the file say these settings, whole or not at all. Raises OSError, and ``DAMAGED`` for a file that is no TOML."""
+    from tomlkit.exceptions import TOMLKitError
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        text = dumps(settings, _text(path))
+    except TOMLKitError as error:  # what tomllib reads and tomlkit doesn't
+        raise OSError(None, f"{path.name} can't be edited: {error}") from error
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            to_disk(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def dumps(settings: Settings, text: str = "") -> str:
+    """Return ``text``, a settings file, changed so that it says ``settings``. What does not differ stays as it was written.
+
+    What returns to its default is left out, so that a later default reaches everyone. Raises TOMLDecodeError.
+    """
+    import tomlkit
+    from tomlkit.items import InlineTable, Table
+
+    was, usual = loads(text).settings, Settings()
+    document = tomlkit.parse(text or HEADER)
+    for name in VALUES:
+        if (value := getattr(settings, name)) != getattr(was, name):
+            _set(document, name, value, getattr(usual, name))
+    for name in (*OPTIONS, *MAPS):
+        before, after, default = (_entries(getattr(each, name)) for each in (was, settings, usual))
+        if before == after:
+            continue
+        table: Any = document.get(name)
+        if not isinstance(table, Table | InlineTable):  # missing, no table, or one in parts, which tomlkit can't edit
+            document.pop(name, None)
+            document.append(name, tomlkit.item(table) if isinstance(table, dict) else tomlkit.table())
+            table = document[name]
+        for key in before | after:
+            # Options that can't hold together were not all taken: of these the file may say what was never chosen.
+            if name in OPTIONS or before.get(key) != after.get(key):
+                _set(table, key, after.get(key), default.get(key))
+        if not table and not table.as_string().strip():
+            document.remove(name)
+    return tomlkit.dumps(document)
+
+
+def _entries(table: Any) -> dict[str, Any]:
+    return table if isinstance(table, dict) else asdict(table)
+
+
+def _set(table: Any, key: str, value: Any, default: Any) -> None:
+    """Make a table of the document say ``value``, where None and the default are left out. A comment in that line stays."""
+    import tomlkit
+    from tomlkit.container import Container
+
+    encoded = _encoded(value)
+    if value is not None and key in table and table[key] == encoded:
+        return
+    lines: Any = table if isinstance(table, Container) else table.value
+    comment = lines.item(key).trivia.comment if key in table else ""
+    if value is None or (value == default and not comment):
+        at = [each for each, _ in lines.body].index(key) if comment else 0
+        table.pop(key, None)
+        if comment:
+            lines.body[at] = (None, tomlkit.comment(comment.lstrip("# ")))
+    elif isinstance(encoded, str) and "\n" in encoded and not encoded.startswith("\n") and "\r" not in encoded:
+        # As a person would write it: the newline after the quotes is not part of the text.
+        table[key] = tomlkit.value('"""\n' + tomlkit.string(encoded, multiline=True).as_string()[3:])
+    else:
+        table[key] = encoded
+
+
+def _encoded(value: Any) -> Any:
+    """Return a value as TOML has it. A key of an action alone is no list."""
+    if isinstance(value, tuple):
+        return [_encoded(each) for each in value]
+    return value
 
 
 def change(path: Path, held: Settings, wanted: Settings) -> tuple[str, ...]:
-    """Write what is other in ``wanted`` than in ``held`` into the file, and leave the rest of it; return what is to be said of it.
+    """Write what differs between ``held`` and ``wanted`` into the file, and leave the rest of it; return what to say of the file.
 
     A file that is damaged by now is moved aside, and ``wanted`` written whole. Raises OSError where nothing could be written, and
     where the damaged file can't be moved: it is not written over.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path.with_name(f".{path.name}.lock")):
+    with _locked(path.with_name(f".{path.name}.lock")):
         try:
             now = read(path)
         except DAMAGED as error:
-            told = set_aside(path, error)
+            told = _set_aside(path, error)
             if path.exists():
                 raise OSError(None, told) from error
             save(path, wanted)
@@ -385,16 +348,16 @@ def change(path: Path, held: Settings, wanted: Settings) -> tuple[str, ...]:
 
 
 def merged(now: Settings, held: Settings, wanted: Settings) -> Settings:
-    """Return ``now`` with what is other in ``wanted`` than in ``held``: of tables, entry by entry."""
+    """Return ``now`` with what differs between ``held`` and ``wanted``: of tables, entry by entry."""
     changes: dict[str, Any] = {}
     for one in fields(Settings):
-        was, becomes, stands = (getattr(each, one.name) for each in (held, wanted, now))
+        was, becomes, current = (getattr(each, one.name) for each in (held, wanted, now))
         if was == becomes:
             continue
-        if one.name in _TABLES:
-            becomes = _merged_map(stands, was, becomes)
+        if one.name in MAPS:
+            becomes = _merged_map(current, was, becomes)
         elif one.name in OPTIONS:
-            becomes = _merged_options(stands, was, becomes)
+            becomes = _merged_options(current, was, becomes)
         changes[one.name] = becomes
     return replace(now, **changes)
 
@@ -414,27 +377,25 @@ def _merged_options(now: T, held: T, wanted: T) -> T:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _locked(lock: Path) -> Iterator[None]:
     """Keep other windows from changing the settings. Raises OSError where one of them doesn't end in time."""
     handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         until = time.monotonic() + PATIENCE_S
-        while not _locked(handle):
-            if time.monotonic() > until:
-                raise TimeoutError(None, "another tokamac keeps it busy")
-            time.sleep(0.01)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(None, "another tokamac keeps it busy") from None
+                time.sleep(0.01)
         yield
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
+# What is told once --------------------------------------------------------------------------------------------------------------
 
 TOLD_FILE = "told.json"
 

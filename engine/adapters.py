@@ -173,7 +173,7 @@ def read_adapter(folder: Path, name: str) -> Adapter:
 def changes_of(adapter: Adapter, module: "nn.Module", config: Mapping[str, Any]) -> dict[str, Change]:
     """Return what the adapter changes in mlx-lm's module, by the path of the module that holds the matrix. Lazy.
 
-    module: loaded, hollow, packed or not. Raises ModelUnsupportedError, with the name, for a tensor that has no place in it, and
+    module: loaded or a skeleton, packed or not. Raises ModelUnsupportedError, with the name, for a tensor without a place, and
     for one of another rank or shape.
     """
     import mlx.core as mx
@@ -208,11 +208,11 @@ def changes_of(adapter: Adapter, module: "nn.Module", config: Mapping[str, Any])
 
 
 def attach(
-    module: "nn.Module", changes: Mapping[str, Change], dtype: "mx.Dtype | None" = None, *, hollow: bool = False
+    module: "nn.Module", changes: Mapping[str, Change], dtype: "mx.Dtype | None" = None, *, lazy: bool = False
 ) -> None:
     """Put layers that add the changes in place of the model's own, whose weights stay as they are, packed or not.
 
-    dtype: of the added matrices; None keeps their own. hollow: nothing is computed, and no value looked at.
+    dtype: of the added matrices; None keeps their own. lazy: nothing is computed, and no value looked at.
     Raises ModelDamagedError for numbers that are none.
     """
     import mlx.core as mx
@@ -223,12 +223,12 @@ def attach(
     modules = dict(module.named_modules())
     for path, change in changes.items():
         layer = adapted(modules[path], change, dtype)
-        for array in () if hollow else layer.added():
+        for array in () if lazy else layer.added():
             if not bool(mx.all(mx.isfinite(array)).item()):
                 raise ModelDamagedError(
                     f"the adapter's matrices for {path} hold values that are not numbers", "Save the adapter again."
                 )
-        if not hollow:
+        if not lazy:
             mx.eval(layer.added())
         module.update_modules(tree_unflatten([(path, layer.module)]))
 

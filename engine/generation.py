@@ -49,7 +49,7 @@ from tokamac.engine.perf.mitigation import (
     steps,
 )
 from tokamac.engine.perf.peak_memory import ModelShape, Peak, predict_peak
-from tokamac.engine.prompt_cache.interface import CacheStore
+from tokamac.engine.prompt_cache.cache import CacheStore
 from tokamac.engine.prompt_cache.memory import CacheLease
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler, Score, TokenSets
@@ -413,7 +413,7 @@ class Request:
     """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache.
 
     begun: the reply at the end of ``ids``, where one is continued.
-    marks: positions in ``ids`` to which later requests may want to go back, ascending.
+    checkpoints: positions in ``ids`` to which later requests may want to go back, ascending.
     thinking_budget: tokens after which thinking is ended.
     """
 
@@ -423,7 +423,7 @@ class Request:
     in_thinking: bool = False
     begun: PartialReply | None = None
     left_out: Truncated | None = None
-    marks: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
     thinking_budget: int | None = None
 
@@ -495,7 +495,7 @@ class ReplyTask:
         if most is not None:
             self._slot = self._room = self._pieces = self._run = None
             mx.clear_cache()
-        slot = self._slot = self._store.take(self._request.ids, self._request.keep)
+        slot = self._slot = self._store.acquire(self._request.ids, self._request.keep)
         room = self._room = make_room(
             self._runtime, self._store, slot, len(self._request.ids), most=most, may_force=self._may_force
         )
@@ -513,7 +513,7 @@ class ReplyTask:
             force_fused=runtime.shape.device if room.force_fused else None,
             may_grow=growth.fits,
         )
-        with self._store.lending(slot):
+        with slot:
             self._pieces = PrefillChunker(runtime.chunking, room.chunk, len(slot.ids), stopped=self._cancelled)
             yield from self._prefill(run, slot, self._pieces)
             yield from self._decode(run, growth)
@@ -524,7 +524,7 @@ class ReplyTask:
             self._rested = list(self._slot.ids)
             self._rested_bytes = kv.nbytes(self._slot.caches)
             self._rested_peak = max(self._rested_peak, mx.get_peak_memory())
-            self._store.rest(self._slot)
+            self._store.suspend(self._slot)
 
     def _take_again(self, run: Generation) -> Iterator[Event]:
         """Take the caches again after a rest; what had to go meanwhile is computed again."""
@@ -584,13 +584,13 @@ class ReplyTask:
         ids, cached = self._request.ids, len(run.held)
         yield PrefillProgress(cached, len(ids), cached)
         last = len(ids) - 1  # the last token is the first decode step's
-        for stop in (*(mark for mark in self._request.marks if cached < mark < last), last):
+        for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
             for _ in pieces.compute(run, ids[len(run.held) : stop]):
                 self._request.recorder.prefilled = len(run.held) - cached
                 if self._cancelled():
                     return
                 yield PrefillProgress(len(run.held), len(ids), cached)
-            self._store.mark(slot)
+            self._store.checkpoint(slot)
 
     def _decode(self, run: Generation, growth: ReplyGrowth) -> Iterator[Event]:
         request = self._request

@@ -29,13 +29,14 @@ from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
 from tokamac.engine.perf.bandwidth import with_bandwidth
 from tokamac.engine.perf.cost import cost_of_model, text_config
 from tokamac.engine.perf.diagnosis import packed_layers
-from tokamac.engine.perf.footprint import check_fits, context_notes, order_of, planned_bytes, shaped, value_bytes
+from tokamac.engine.perf.footprint import check_fits, context_notes, order_of, planned_bytes, value_bytes
 from tokamac.engine.perf.hardware import advice, attention_device, detect
 from tokamac.engine.perf.measurement_store import machine_key
 from tokamac.engine.perf.memory import wired
 from tokamac.engine.perf.mitigation import Chunking
+from tokamac.engine.perf.peak_memory import shape_of
 from tokamac.engine.perf.roofline import Fitted, HostLimited, fitted, measure_host
-from tokamac.engine.perf.timing import Measuring, TimedModel, can_measure
+from tokamac.engine.perf.timing import LatencyProfiler, TimedModel, can_measure
 from tokamac.engine.perf.workload import leaves_out_senses, work_of
 from tokamac.engine.prompt_cache.cache import open_cache
 from tokamac.engine.runner import ModelSpec, Pacing, Runner, recommended_sampling
@@ -113,10 +114,15 @@ def load(
         use_short_factors(loaded.module)
     plan = plan_caches(loaded.module, loaded.config, kv)
     cost = cost_of_model(loaded.module, loaded.config)
-    order = order_of(device, dtype, unpacked=is_unpacked(loaded.module))
     chip = detect()
-    attends = attention_device(device, chip)
-    shape = shaped(loaded.config, plan, cost.weight_bytes, attends, value_bytes(loaded.config, device, dtype), order)
+    shape = shape_of(
+        loaded.config,
+        plan,
+        weights=cost.weight_bytes,
+        value_bytes=value_bytes(loaded.config, device, dtype),
+        order=order_of(device, dtype, unpacked=is_unpacked(loaded.module)),
+        device=attention_device(device, chip),
+    )
     work = work_of(loaded.module, loaded.config, cost, plan)
     bytes_read = work.weight_bytes() or loaded.stored.weight_bytes
     machine = MachineSpeed(with_bandwidth(chip, bytes_read), bytes_read=bytes_read)
@@ -180,12 +186,12 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
-def _measuring(runtime: Runtime) -> Measuring | None:
+def _measuring(runtime: Runtime) -> LatencyProfiler | None:
     """Return what measures the machine's pace where nothing published knows it."""
     if runtime.machine.pace is not None or not can_measure(runtime.plan):
         return None
     key = machine_key(runtime.machine.chip, runtime.device)
-    return Measuring(TimedModel(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
+    return LatencyProfiler(TimedModel(runtime.work, runtime.plan, is_unpacked(runtime.model), runtime.device, key))
 
 
 def longest_of(config: Mapping[str, Any], positions: int | None) -> int | None:

@@ -32,10 +32,9 @@ from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptio
 from tokamac.engine.perf.bandwidth import is_busy
 from tokamac.engine.perf.memory import Memory, snapshot
 from tokamac.engine.perf.mitigation import whole_chunks
-from tokamac.engine.perf.timing import Measuring
-from tokamac.engine.prompt_cache.cache import Check, check
+from tokamac.engine.perf.timing import LatencyProfiler
+from tokamac.engine.prompt_cache.cache import CacheStore, Check, NoCache, check
 from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
-from tokamac.engine.prompt_cache.interface import CacheStore, NoCache
 from tokamac.engine.runtime import MachineSpeed, Runtime
 from tokamac.engine.scoring import (
     CHUNK,
@@ -63,7 +62,7 @@ class Pacing:
     """Measures a part of a step at a time, and hands the pace to the machine once all are known."""
 
     def __init__(
-        self, machine: MachineSpeed, measuring: Measuring | None, clock: Callable[[], float] = time.monotonic
+        self, machine: MachineSpeed, measuring: LatencyProfiler | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._machine = machine
         self._measuring = measuring
@@ -116,7 +115,7 @@ class Pacing:
 
     def _take(self) -> None:
         """Hand over the pace, if it is known."""
-        if self._measuring is not None and (pace := self._measuring.pace()) is not None:
+        if self._measuring is not None and (pace := self._measuring.latency()) is not None:
             self._machine.pace = pace
             chip = self._machine.chip
             if chip.fp16_tflops is None or chip.peak_source == "measured":
@@ -185,7 +184,9 @@ class Runner:
         return runtime
 
     def _prompting(self, template: TemplateOptions = NOTHING_TOLD) -> Prompting:
-        return Prompting(self.runtime, self.spec.vocabulary_size, marks=self._store.needs_marks, template=template)
+        return Prompting(
+            self.runtime, self.spec.vocabulary_size, checkpoints=self._store.needs_checkpoints, template=template
+        )
 
     def reply(
         self,
@@ -262,14 +263,14 @@ class Runner:
         self, request: Request, cancelled: Callable[[], bool], stage_s: float
     ) -> Generator[PrefillProgress | MemoryPressure, None, None]:
         check_room(self.runtime, len(request.ids))
-        slot = self._store.take(request.ids, request.keep)
+        slot = self._store.acquire(request.ids, request.keep)
         room = make_room(self.runtime, self._store, slot, len(request.ids))
         if room.squeezed is not None:
             yield room.squeezed
         force = self.runtime.shape.device if room.force_fused else None
         run = Generation(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=force)
         cached, total = len(slot.ids), len(request.ids)
-        with computing(), self._store.lending(slot):
+        with computing(), slot:
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
             pieces = PrefillChunker(self.runtime.chunking, room.chunk, cached, stage_s=stage_s, stopped=cancelled)
@@ -280,7 +281,7 @@ class Runner:
             self._store.rates.saw_prefill(len(run.held) - cached, time.perf_counter() - began)
             if cancelled():
                 return
-            self._store.mark(slot)
+            self._store.checkpoint(slot)
 
     def warm_stable(
         self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions

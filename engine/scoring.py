@@ -32,7 +32,7 @@ from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.mitigation import gb, override, told_apart
 from tokamac.engine.perf.peak_memory import predict_peak
-from tokamac.engine.prompt_cache.interface import CacheStore
+from tokamac.engine.prompt_cache.cache import CacheStore
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler
 

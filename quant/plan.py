@@ -35,7 +35,7 @@ from tokamac.quant.methods.method import BLOCK_WEIGHTS, Quantizer, Round, Search
 from tokamac.quant.modules import layer_paths
 from tokamac.quant.options import SEARCHED, Method, Options
 from tokamac.quant.report import in_vain
-from tokamac.quant.search import blocks, implementation
+from tokamac.quant.search import implementation, on_mlx
 from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
 from tokamac.quant.source import Source, open_source
 
@@ -95,9 +95,9 @@ def _packing(packing: Packing | None, weights: int, options: Options) -> int:
     if options.how == "round" or packing.mode not in SEARCHED:
         return ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
     if packing.mode != "affine":
-        return blocks.SEARCHING_SCALES * min(weights, blocks.block_here(blocks.SEARCHING_SCALES))
+        return on_mlx.SEARCHING_SCALES * min(weights, on_mlx.block_here(on_mlx.SEARCHING_SCALES))
     if implementation().name == "mlx":
-        return blocks.SEARCHING * min(weights, blocks.block_here(blocks.SEARCHING))
+        return on_mlx.SEARCHING * min(weights, on_mlx.block_here(on_mlx.SEARCHING))
     return SEARCHING * weights
 
 

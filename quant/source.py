@@ -24,7 +24,7 @@ from tokamac.engine.files import not_opened
 from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, check_config, model_classes, read_config
 from tokamac.engine.model.loader import BUILD_ERRORS, doubts_about, load_lazily
 from tokamac.engine.model.safetensors import check_places, find_shards
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.model.weights import without_fp8
 from tokamac.engine.perf.cost import text_config
 from tokamac.quant.modules import PACKED_LEAVES, Packed, float_type, is_packed, leaves, taken, unpacked
@@ -54,8 +54,8 @@ def read_checkpoint(folder: Path, config: Mapping[str, Any], *, unchecked: bool 
     Raises ModelError for what is damaged or of an unknown kind, ConversionError for weights packed in a way mlx-lm does not read.
     """
     module = _loaded(folder, config, unchecked=unchecked)
-    hollow = hollow_model(float_config(config), value_bytes=2, unchecked=unchecked)
-    floats = dict(leaves(hollow))
+    skeleton = skeleton_model(float_config(config), value_bytes=2, unchecked=unchecked)
+    floats = dict(leaves(skeleton))
     # A class may be packed by nature (BitNet's): such layers stay what they are.
     held = {path: leaf for path, leaf in leaves(module) if is_packed(leaf) and not is_packed(floats[path])}
     packed = {path: words for path, leaf in held.items() if (words := taken(leaf)) is not None}

@@ -9,7 +9,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from tokamac.assets.guide.dataset import Conversations, CorpusEntry, CorpusError, CorpusTurn, normalised, read_corpus
+from tests.guide.dataset import Conversations, CorpusEntry, CorpusError, CorpusTurn, normalised, read_corpus
 
 MODEL = Path(__file__).parent.parent / "assets" / "guide" / "model"
 DIALOGUE = [

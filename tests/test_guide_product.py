@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.guide.dataset import read_corpus
 from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.cli import COMMANDS
 from tokamac.app.tui.screens.chats import ChatsScreen
 from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.settings import SystemScreen
-from tokamac.assets.guide.dataset import read_corpus
 
 ROOT = Path(__file__).parent.parent
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

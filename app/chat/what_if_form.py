@@ -16,7 +16,8 @@ from tokamac.app.chat.preferences import whole_number
 from tokamac.app.chat.session import Session
 from tokamac.app.sanitise import sanitise_line
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.hardware import catalogue, plain_name, table
+from tokamac.engine.perf.catalogue import catalogue
+from tokamac.engine.perf.hardware import plain_name, table
 
 CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "expected", "TTFT")
 CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")

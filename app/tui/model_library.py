@@ -155,7 +155,7 @@ class ModelLibrary:
 
     def _catalogue(self) -> list[CatalogueOffer]:
         if not self._offers:
-            from tokamac.engine.perf.hardware import catalogue
+            from tokamac.engine.perf.catalogue import catalogue
             from tokamac.engine.perf.memory import machine_total
 
             found = [

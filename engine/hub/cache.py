@@ -64,7 +64,7 @@ def meant(model: str, cache: Path) -> str | None:
 
 def _catalogued() -> Iterator[tuple[str, str]]:
     """Yield the names that a model of the catalogue goes by, and the id of the repository that each stands for."""
-    from tokamac.engine.perf.hardware import catalogue
+    from tokamac.engine.perf.catalogue import catalogue
 
     for entry in catalogue():
         for name in (entry.name, *entry.aliases) if entry.repositories else ():

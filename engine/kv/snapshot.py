@@ -1,8 +1,8 @@
-"""Pieces of caches that outlive a conversation: runs of tokens cut out of caches that grow, and whole states of all others.
+"""What outlives a conversation: token slices of caches that grow, and whole states of all other caches.
 
-A cache that grows keeps every token in order, so any run of its tokens can be cut out and put back after the same prefix. A ring
-that has wrapped, a recurrent state, anything that we don't know: of these only the state as a whole can be kept, at one position.
-Arrays are shared wherever nobody writes; what is cut out has memory of its own, so that letting go of it returns it.
+A cache that grows keeps every token in order, so any run of its tokens can be cut out and put back after the same prefix. Of a
+ring that has wrapped, a recurrent state or an unknown kind of cache, only the whole state at one position can be kept. Arrays are
+shared as long as nobody writes to them; slices own their memory, so dropping one frees it.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from tokamac.engine.kv.layout import Growing
 from tokamac.engine.kv.probe import leaves
 
 Arrays = tuple[mx.array, ...]
-Piece = tuple[Arrays, ...]
-"""For each cache that grows, in order, the arrays of a run of tokens: (B, H, tokens, …) each. () for one that holds nothing."""
+KVSlice = tuple[Arrays, ...]
+"""The arrays of a run of tokens, for each cache that grows, in order: (B, H, tokens, …) each. () for an empty cache."""
 
 NAMES = ("keys", "values", "pinned", "offset", "high")
-"""What ``Cache.state`` holds, in its order."""
+"""The items of ``Cache.state``, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A cache's content as a whole: its arrays by name (a name repeats with ``.0``, ``.1`` … for a list), and its numbers."""
+    """The whole content of a cache: its arrays by name (``name.0``, ``name.1`` … for a list), and its numbers."""
 
     arrays: dict[str, mx.array]
     numbers: dict[str, int | None]
@@ -38,7 +38,7 @@ class State:
 
 
 States = tuple[State, ...]
-"""For each cache that can't be cut, in order, its state."""
+"""The state of each cache that does not grow, in order."""
 
 
 def grows(cache: Any) -> bool:
@@ -51,81 +51,63 @@ def grows(cache: Any) -> bool:
 
 
 def all_grow(caches: list[Any]) -> bool:
-    """Whether no cache of the list has state that can't be cut."""
-    return all(grows(cache) for _, cache in leaves(caches))
+    """Whether slices alone hold everything of these caches."""
+    return not _fixed(caches)
 
 
-def cut(caches: list[Any], start: int, stop: int) -> Piece:
+def cut(caches: list[Any], start: int, stop: int) -> KVSlice:
     """Return copies of the tokens start…stop of all caches that grow, evaluated."""
-    piece = tuple(_copied(_arrays(cache), start, stop) for _, cache in leaves(caches) if grows(cache))
-    mx.eval(piece)
-    return piece
+    cut_out = tuple(_copy(_arrays(cache), start, stop) for cache in _growing(caches))
+    mx.eval(cut_out)
+    return cut_out
 
 
-def cut_off(caches: list[Any], bounds: Sequence[int]) -> list[Piece]:
-    """Take the tokens from bounds[0] on out of all caches that grow: return the pieces between the bounds, in order.
+def cut_off(caches: list[Any], bounds: Sequence[int]) -> list[KVSlice]:
+    """Move the tokens from bounds[0] on out of all caches that grow: return the slices between the bounds, in order.
 
-    Cache by cache, so that no more than one cache's tokens are ever held twice. Memory that is no longer used is returned.
+    Works cache by cache, so that never more than one cache's tokens are held twice, and frees the memory that is left over.
     """
-    mx.clear_cache()  # MLX may put a small array into a buffer of the pool that is twice its size, and there it would stay
+    mx.clear_cache()  # MLX may put a small array into a pooled buffer of twice its size, where it would stay
     columns: list[list[Arrays]] = []
-    for _, cache in leaves(caches):
-        if not grows(cache):
-            continue
-        column = [_copied(_arrays(cache), start, stop) for start, stop in pairwise(bounds)]
+    for cache in _growing(caches):
+        column = [_copy(_arrays(cache), start, stop) for start, stop in pairwise(bounds)]
         mx.eval(column)
-        shorten(cache, bounds[0])
+        _shorten(cache, bounds[0])
         columns.append(column)
     return [tuple(column[number] for column in columns) for number in range(len(bounds) - 1)]
 
 
-def shorten(cache: Any, length: int) -> None:
-    """Forget all but the first ``length`` tokens of a cache that grows; where most slots are unused then, return their memory."""
-    cache.trim(cache.offset - length)
-    if isinstance(cache, Cache):
-        cache.shrink()
-    elif cache.keys is not None and length <= cache.keys.shape[2] // 2:
-        cache.keys, cache.values = (mx.contiguous(array[..., :length, :]) for array in (cache.keys, cache.values))
-        mx.eval(cache.keys, cache.values)
+def extend(caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None = None, *, room: int = 0) -> None:
+    """Append the tokens start…stop of a slice to all caches that grow. room: tokens that they will soon hold.
 
-
-def extend(caches: list[Any], piece: Piece, start: int = 0, stop: int | None = None, *, room: int = 0) -> None:
-    """Append the tokens start…stop of a piece to all caches that grow, which will soon hold ``room`` tokens.
-
-    Raises ValueError where the piece is not theirs.
+    Raises ValueError where the slice has another number of caches.
     """
-    growing = [cache for _, cache in leaves(caches) if grows(cache)]
-    for cache, whole in zip(growing, piece, strict=True):
+    for cache, whole in zip(_growing(caches), piece, strict=True):
         arrays = whole if (start, stop) == (0, None) else tuple(array[..., start:stop, :] for array in whole)
         if isinstance(cache, Cache):
             cache.append(arrays, room)
         elif arrays:
             cache.update_and_fetch(*arrays)
-        mx.eval(cache.state)  # one cache at a time: the pieces of the others may be let go of
+        mx.eval(cache.state)  # one cache at a time, so that the slices of the others may be freed
 
 
-def split(piece: Piece, at: int) -> tuple[Piece, Piece]:
-    """Return the first ``at`` tokens of a piece and the rest, each with memory of its own."""
-
+def split(piece: KVSlice, at: int) -> tuple[KVSlice, KVSlice]:
+    """Return the first ``at`` tokens of a slice and the rest, each with its own memory."""
     mx.clear_cache()  # see cut_off
-    parts = (
-        tuple(_copied(arrays, None, at) for arrays in piece),
-        tuple(_copied(arrays, at, None) for arrays in piece),
-    )
+    parts = part(piece, None, at), part(piece, at, None)
     mx.eval(parts)
     return parts
 
 
-def part(piece: Piece, start: int, stop: int) -> Piece:
-    """Return the tokens start…stop of a piece with memory of their own, not evaluated."""
-    return tuple(_copied(arrays, start, stop) for arrays in piece)
+def part(piece: KVSlice, start: int | None, stop: int | None) -> KVSlice:
+    """Return the tokens start…stop of a slice with their own memory, not evaluated."""
+    return tuple(_copy(arrays, start, stop) for arrays in piece)
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Return pieces that follow one another as one, evaluated."""
-    if len(pieces) == 1:
-        (whole,) = pieces
-    else:
+def join(pieces: Sequence[KVSlice]) -> KVSlice:
+    """Return consecutive slices as one, evaluated."""
+    whole = pieces[0]
+    if len(pieces) > 1:
         whole = tuple(
             tuple(mx.concatenate(list(arrays), axis=-2) for arrays in zip(*each, strict=True))
             for each in zip(*pieces, strict=True)
@@ -134,38 +116,49 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return whole
 
 
-def piece_bytes(piece: Piece) -> int:
-    """Return the bytes of a piece."""
+def slice_bytes(piece: KVSlice) -> int:
+    """Return the bytes of a slice."""
     return sum(array.nbytes for arrays in piece for array in arrays)
 
 
 def freeze(caches: list[Any]) -> States:
-    """Return the states of all caches that can't be cut. Nothing is copied; whoever writes next makes its own copy then."""
-    states = tuple(_freeze(cache) for _, cache in leaves(caches) if not grows(cache))
+    """Return the states of all caches that do not grow. Nothing is copied until somebody writes."""
+    states = tuple(_freeze(cache) for cache in _fixed(caches))
     mx.eval([list(state.arrays.values()) for state in states])
     return states
 
 
 def thaw(caches: list[Any], states: States) -> None:
-    """Put states back into caches of the same kinds."""
-    for cache, state in zip([c for _, c in leaves(caches) if not grows(c)], states, strict=True):
+    """Put states back into caches of the same kinds. Raises ValueError for other states."""
+    for cache, state in zip(_fixed(caches), states, strict=True):
         _thaw(cache, state)
 
 
 def rewind(caches: list[Any], n: int) -> None:
-    """Take the last n tokens back from all caches that can't be cut; the caller has asked ``rewindable``."""
-    for _, cache in leaves(caches):
-        if not grows(cache):
-            cache.trim(n)
+    """Trim the last n tokens from all caches that do not grow; the caller has checked ``rewindable``."""
+    for cache in _fixed(caches):
+        cache.trim(n)
 
 
-def states_bytes(states: States) -> int:
-    """Return the bytes of states."""
-    return sum(state.nbytes for state in states)
+def _growing(caches: list[Any]) -> list[Any]:
+    return [cache for _, cache in leaves(caches) if grows(cache)]
 
 
-def _copied(arrays: Arrays, start: int | None, stop: int | None) -> Arrays:
-    """Return the tokens start…stop with memory of their own, not evaluated."""
+def _fixed(caches: list[Any]) -> list[Any]:
+    return [cache for _, cache in leaves(caches) if not grows(cache)]
+
+
+def _shorten(cache: Any, length: int) -> None:
+    """Forget all but the first ``length`` tokens, and free the memory of unused slots where those are the most."""
+    cache.trim(cache.offset - length)
+    if isinstance(cache, Cache):
+        cache.shrink()
+    elif cache.keys is not None and length <= cache.keys.shape[2] // 2:
+        cache.keys, cache.values = (mx.contiguous(array[..., :length, :]) for array in (cache.keys, cache.values))
+        mx.eval(cache.keys, cache.values)
+
+
+def _copy(arrays: Arrays, start: int | None, stop: int | None) -> Arrays:
     return tuple(mx.contiguous(array[..., start:stop, :]) for array in arrays)
 
 
@@ -180,7 +173,7 @@ def _freeze(cache: Any) -> State:
     numbers: dict[str, int | None] = {}
     for name, value in _content(cache).items():
         if isinstance(value, mx.array):
-            arrays[name] = mx.contiguous(value)  # nothing is copied, unless it is a small part of a larger array
+            arrays[name] = mx.contiguous(value)  # a copy only of what is a small part of a larger array
         elif isinstance(value, list | tuple):
             numbers[name] = len(value)
             for number, item in enumerate(value):
@@ -195,17 +188,16 @@ def _freeze(cache: Any) -> State:
 
 def _thaw(cache: Any, state: State) -> None:
     content: dict[str, Any] = {}
-    for name in _content(cache):
-        count = state.numbers.get(name)
+    for name, now in _content(cache).items():
         if name in state.arrays:
             content[name] = mx.array(state.arrays[name])
         elif name not in state.numbers:
             raise ValueError(f"a state has no {name}")
-        elif isinstance(_content(cache)[name], list | tuple):
-            items = (state.arrays.get(f"{name}.{number}") for number in range(count or 0))
+        elif isinstance(now, list | tuple):
+            items = (state.arrays.get(f"{name}.{number}") for number in range(state.numbers[name] or 0))
             content[name] = [None if item is None else mx.array(item) for item in items]
         else:
-            content[name] = count
+            content[name] = state.numbers[name]
     if isinstance(cache, Cache):
         cache.state = tuple(content[name] for name in NAMES)
     else:

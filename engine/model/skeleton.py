@@ -1,7 +1,7 @@
-"""A model of zeros: mlx-lm's class built from a config alone, with no weights and no memory.
+"""An mlx-lm model with broadcast zeros for weights, like PyTorch's meta device.
 
-Every parameter is one zero, seen as an array of its shape. Nothing of that size is ever computed, so a model of any size can be
-asked which tensors it has, which layers it packs and which caches it wants.
+Nothing of the weights' size is ever computed, so a model of any size takes no memory and well under a millisecond a layer, and
+can be asked which tensors it has, which layers it packs and which caches it wants.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
 
 
-def hollow_model(config: Mapping[str, Any], value_bytes: int, *, unchecked: bool = False) -> Any:
+def skeleton_model(config: Mapping[str, Any], value_bytes: int, *, unchecked: bool = False) -> Any:
     """Return mlx-lm's module for a normalised config (engine/model/config.py), not packed, all zeros.
 
     value_bytes: of a floating number: 4 is float32, 2 is bfloat16. unchecked: also what the rule for configs doubts.

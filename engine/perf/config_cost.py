@@ -1,17 +1,14 @@
-"""What a model costs, from its config alone: no weight, no header, no download.
+"""What a model costs from its config alone: no weight, no header, no download.
 
-mlx-lm's class is built hollow (skeleton.py) and packed by MLX's own code. MLX computes nothing before a value is asked for, so
-packing a model of any size takes no memory and well under a millisecond a layer; the arrays that come out have the shapes and types
-of the real ones, and are counted as a loaded model's are.
-
-What keys and values cost, from a model's config alone. Pure arithmetic; the engine's own caches count their own arrays.
+Weights: mlx-lm's class is built as a skeleton (model/skeleton.py) and packed by MLX's own code; the arrays that come out have the
+shapes and types of the real ones and are counted as a loaded model's are. Keys and values are pure arithmetic:
 
     KV bytes per token = Σ over layers that keep KV of kv_heads × (key_dim × bytes per key + value_dim × bytes per value)
     bytes per value    = the model's type, or packed: bits/8 + 2 × scale_bytes ÷ group_size
 
 A layer with a window of its own stops growing at it, or at the user's where that is smaller; a linear-attention or state-space
-layer does not grow at all. What a loaded model's plan (engine/kv/plan.py) says of the same layers is the same, by test; this covers
-models that mlx-lm has no class for, and those whose class can't be made.
+layer does not grow at all. A loaded model's plan (engine/kv/plan.py) gives the same, by test; this also covers models that mlx-lm
+has no class for, and those whose class can't be made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +18,7 @@ from typing import Any
 
 from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.model.config import ignored_windows
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.model.weights import is_fp8
 from tokamac.engine.options import KVSpec, bytes_per_value, group_for
 from tokamac.engine.perf.cost import (
@@ -272,15 +269,15 @@ def cost_of_config(config: Mapping[str, Any], *, packing: Packing | None = None,
     the group size divides is packed, with more bits where the model's class asks for them. form: how weights lie in memory.
     """
     try:
-        model = hollow_model(config, 2 if packing else value_bytes_of(config))
+        model = skeleton_model(config, 2 if packing else value_bytes_of(config))
         pack(model, config, packing)
     except ModelError as error:
         return error.message
-    return cost_of_hollow(model, config, form=form)
+    return cost_of_skeleton(model, config, form=form)
 
 
-def cost_of_hollow(model: Any, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
-    """Return the cost of a hollow model, packed or not; the head that its class made counts only if checkpoints store it."""
+def cost_of_skeleton(model: Any, config: Mapping[str, Any], *, form: Form = "stored") -> Cost:
+    """Return the cost of a skeleton, packed or not; the head that its class made counts only if checkpoints store it."""
     tensors = tensors_of(model)
     if not _stores_head(config):
         tensors = [tensor for tensor in tensors if part_of(tensor, config) != "head"]
@@ -294,7 +291,7 @@ def _stores_head(config: Mapping[str, Any]) -> bool:
 
 
 def pack(model: Any, config: Mapping[str, Any], packing: Packing | None) -> None:
-    """Pack a hollow model in place. Raises ModelUnsupportedError for what MLX can't pack, or only the files can tell."""
+    """Pack a skeleton in place. Raises ModelUnsupportedError for what MLX can't pack, or only the files can tell."""
     from mlx import nn
 
     from tokamac.engine.model.loader import BUILD_ERRORS

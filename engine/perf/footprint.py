@@ -1,10 +1,7 @@
-"""What each layer of a model will keep, before any weight is read: the engine's own plan, made over a model of zeros.
+"""The arrays, caches and peak of a model on one device, and whether they fit, before any weight is read.
 
-The plan made over a model of zeros (model/skeleton.py) is the one that a loaded model gets.
-
-A model on the scales: its arrays, from its config or from its files, as a device would hold them. No weight is read.
-
-Whether a model fits, before any weight of it is read: from its config and the headers of its files.
+A model is weighed from its config or the headers of its files: mlx-lm's class is built as a skeleton (model/skeleton.py), and the
+plan of caches made over it is the one that a loaded model gets.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,35 +13,48 @@ from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import MemoryLimitError, ModelError
-from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.model.config import read_config
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import memory
-from tokamac.engine.perf.config_cost import Packing, cost_of_hollow, names_unknown_layers, value_bytes_of
-from tokamac.engine.perf.cost import ADDED, Cost, Form, Tensor, bits_per_weight, cost_of_folder, tensors_of
+from tokamac.engine.perf.config_cost import (
+    Packing,
+    cost_of_config,
+    cost_of_skeleton,
+    names_unknown_layers,
+    pack,
+    value_bytes_of,
+)
+from tokamac.engine.perf.cost import (
+    ADDED,
+    Cost,
+    Form,
+    Tensor,
+    bits_per_weight,
+    cost_of_folder,
+    leaf_modules,
+    tensors_of,
+)
 from tokamac.engine.perf.hardware import Chip, attention_device, detect
 from tokamac.engine.perf.mitigation import LEAST_CHUNK, OFFERS, Chunking, gb, override, prompt_peak, refusal
 from tokamac.engine.perf.peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
-from tokamac.engine.perf.workload import module_of
+from tokamac.engine.perf.workload import Workload, work_of
 
 if TYPE_CHECKING:
     from tokamac.engine.adapters import Adapter
     from tokamac.engine.kv.plan import CachePlan, Keep, Kind, LayerPlan
-    from tokamac.engine.perf.peak_memory import ModelShape, Order
-    from tokamac.engine.perf.workload import Workload
 
 
 MODELS_KEPT = 12
 """Models that stay on the scales: one in all its packings, which are asked for again with each other context, cache or chip."""
 
-ORDERS: "Mapping[Form, Order]" = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
+ORDERS: Mapping[Form, Order] = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
 """In which order arrays are computed (peak_shape.Order), by the form of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A model as one device holds it. stored: in files; held: in memory, in ``form``. module: mlx-lm's, hollow."""
+    """A model as one device holds it. stored: in files; held: in memory, in ``form``. module: mlx-lm's, a skeleton."""
 
     config: Mapping[str, Any]
     stored: Cost
@@ -57,10 +67,10 @@ class Footprint:
     )
 
     def planned(self, kv: KVSpec) -> "tuple[CachePlan, Workload]":
-        """Return the plan of its caches and its work with them. Raises OptionError for a flag that they can't take."""
+        """Return the plan of its caches and its workload with them. Raises OptionError for a flag that they can't take."""
         if kv not in self._planned:
             plan = self.plan(kv)
-            self._planned[kv] = plan, self.work(plan)
+            self._planned[kv] = plan, work_of(self.module, self.config, self.held, plan)
         return self._planned[kv]
 
     def plan(self, kv: KVSpec) -> "CachePlan":
@@ -69,16 +79,8 @@ class Footprint:
 
         return plan_caches(self.module, self.config, kv)
 
-    def work(self, plan: "CachePlan") -> "Workload":
-        """Return what it asks of a machine."""
-        from tokamac.engine.perf.workload import work_of
-
-        return work_of(self.module, self.config, self.held, plan)
-
-    def shape(self, plan: "CachePlan", device: DeviceKind, chip: Chip | None = None) -> "ModelShape":
+    def shape(self, plan: "CachePlan", device: DeviceKind, chip: Chip | None = None) -> ModelShape:
         """Return what its peak of memory depends on. chip: None is one without neural accelerators."""
-        from tokamac.engine.perf.peak_memory import shape_of
-
         return shape_of(
             self.config,
             plan,
@@ -165,26 +167,53 @@ def form_on(stored: Cost, device: DeviceKind, memory_bytes: int | None) -> Form:
     return "unpacked" if memory_bytes is not None and dense <= MEMORY_SHARE * memory_bytes else "float32"
 
 
-def form_here(stored: Cost) -> Form:
-    """Return how the engine would hold these weights on this machine."""
-    from tokamac.engine.device import device_kind
+def module_of(config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored") -> Any:
+    """Return the skeleton of mlx-lm's module with its weights in this form. Raises ModelUnsupportedError and ModelDamagedError."""
+    from mlx import nn
+    from mlx.utils import tree_unflatten
 
-    return form_on(stored, device_kind(), memory.machine_total())
+    stored_bytes = 2 if packing else value_bytes_of(config)
+    model = skeleton_model(config, stored_bytes if form == "stored" else 4)
+    # A plain CPU unpacks these (model/cpu.py): not the expert stacks, nor the stacks of heads.
+    dense = [(path, module) for path, module in leaf_modules(model) if type(module) in (nn.Linear, nn.Embedding)]
+    pack(model, config, packing)
+    if form == "unpacked":
+        model.update_modules(tree_unflatten(dense))
+    return model
+
+
+def work_of_config(
+    config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored", kv: KVSpec | None = None
+) -> Workload | str:
+    """Return the workload of a model that need not be on disk, or the reason why it can't be said.
+
+    packing: instead of the config's own. Raises OptionError for a KV flag that the model's caches can't take.
+    """
+    from tokamac.engine.kv import plan_caches
+
+    cost = cost_of_config(config, packing=packing, form=form)
+    if isinstance(cost, str):
+        return cost
+    try:
+        model = module_of(config, packing=packing, form=form)
+    except ModelError as error:
+        return error.message
+    return work_of(model, config, cost, plan_caches(model, config, kv or KVSpec()))
 
 
 def _add(adapter: "Adapter | None", module: Any, config: Mapping[str, Any]) -> list[Tensor]:
-    """Put an adapter into a hollow module, and return its tensors."""
+    """Put an adapter into a skeleton, and return its tensors."""
     if adapter is None:
         return []
     from tokamac.engine.adapters import attach, changes_of
 
-    attach(module, changes_of(adapter, module, config), hollow=True)
+    attach(module, changes_of(adapter, module, config), lazy=True)
     return [tensor for tensor in tensors_of(module) if tensor.name.endswith(ADDED)]
 
 
 def _cost(module: Any, config: Mapping[str, Any], form: Form, folder: Path | None, added: list[Tensor]) -> Cost:
     if folder is None:
-        return cost_of_hollow(module, config, form=form)
+        return cost_of_skeleton(module, config, form=form)
     return cost_of_folder(folder, config, form=form, added=added)
 
 
@@ -238,18 +267,6 @@ def context_notes(
 def planned_bytes(shape: ModelShape, capacity: int | None, *, chunking: Chunking) -> int:
     """Return the peak with the whole context in use; with one chunk where its length is unknown."""
     return _context_peak(shape, capacity or chunking.at(0), chunking)
-
-
-def shaped(  # noqa: PLR0917
-    config: Mapping[str, Any],
-    plan: "CachePlan",
-    weights: int,
-    device: AttentionDevice,
-    bytes_of_value: int,
-    order: Order,
-) -> ModelShape:
-    """Return the shape of a model on this device."""
-    return shape_of(config, plan, weights=weights, value_bytes=bytes_of_value, order=order, device=device)
 
 
 def order_of(device: DeviceKind, dtype: str | None, *, unpacked: bool) -> Order:
@@ -327,7 +344,7 @@ def kv_table(config: Mapping[str, Any], spec: KVSpec, context: int, *, value_byt
     if names_unknown_layers(config):
         return "its config names kinds of layers that are not known here"
     try:
-        model = hollow_model(config, value_bytes)
+        model = skeleton_model(config, value_bytes)
     except ModelError as error:
         return error.message
     from tokamac.engine.kv import plan_caches
@@ -393,15 +410,10 @@ def _spares(plan: "CachePlan", context: int) -> list[str]:
 
 def _rotations(plan: "CachePlan") -> list[str]:
     count = sum(layer.rotated for layer in plan.layers)
-    return [f"keys of {count} layers are rotated before they are packed, so that few bits do them less harm"] * bool(
-        count
-    )
+    note = f"keys of {count} layers are rotated before they are packed, so that few bits do them less harm"
+    return [note] if count else []
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    total = 0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
+    known = tuple(values)
+    return None if None in known else sum(value or 0 for value in known)

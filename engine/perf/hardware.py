@@ -1,20 +1,13 @@
-"""Whether MLX multiplies matrices on the GPU's neural accelerators, which Apple's chips have from the M5 on: three to four times as
-fast in prefill.
+"""What chip this is, what its maker's table says of it, and whether MLX uses its neural accelerators.
 
-It takes a macOS from 26.2 on and a library that was built for one (``is_nax_available`` in mlx/backend/metal/device.cpp, and the
-conditions of mlx/backend/metal/CMakeLists.txt). The wheels of mlx-metal for macOS 14 and 15 have no such kernels, and pip takes one
-of those where Python itself was built with an older SDK and so reports macOS 16 (python/cpython#135675). What is installed says its
-wheel's Tag. A build from elsewhere has none, and then nothing is known of its kernels.
+The table is assets/chips.json; every row names its source and a blank stays unknown. One name can mean several bandwidths (M3
+Max, M4 Max and M5 Max come in two bins), so a chip is found by its name *and* its GPU cores.
 
-What chip this is, and what its maker's table says of it.
-
-The table is assets/chips.json; every row names its source and a blank stays unknown. One name can mean several bandwidths
-(M3 Max, M4 Max and M5 Max come in two bins), so a chip is found by its name *and* its GPU cores.
-
-The models people run, by name: their shapes, and the repositories that hold them packed for MLX.
-
-The table is assets/models.json. A config there has the fields that decide what a model costs and what its caches keep, no others;
-every row names the source of each, and what was in none is null. So a model can be weighed before it is downloaded.
+Apple's chips multiply matrices on neural accelerators from the M5 on, which makes prefill three to four times as fast. That takes
+macOS 26.2 or later and an MLX built for it (``is_nax_available`` in mlx/backend/metal/device.cpp, and the conditions of
+mlx/backend/metal/CMakeLists.txt). The wheels of mlx-metal for macOS 14 and 15 lack these kernels, and pip takes one of those
+where Python itself was built with an older SDK and so reports macOS 16 (python/cpython#135675). An installed wheel names its
+target in its Tag; a build from elsewhere has none, and then nothing is known of its kernels.
 """
 
 import functools
@@ -22,15 +15,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
 
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.kv.attention_kernel import AttentionDevice
-from tokamac.engine.model.config import normalise
-from tokamac.engine.perf.config_cost import Packing, cost_of_config
-from tokamac.engine.perf.cost import Cost, text_config
 from tokamac.engine.perf.macos import System
 
 Source = Literal["table", "measured", "unknown"]
@@ -237,147 +226,3 @@ def _numbers(text: str) -> tuple[int, int]:
     """Return major and minor of 26_0, 26.2 or 26.2.1."""
     major, minor, *_ = [*re.findall(r"\d+", text), "0", "0"]
     return int(major), int(minor)
-
-
-@dataclass(frozen=True, slots=True)
-class Repository:
-    """A packed copy of a model on the hub.
-
-    packing: as mlx-lm's conversion packs; None where ``quantization`` says it module by module, as config.json does.
-    stores_head: it holds a tied output head a second time. published_bytes: of all its files, to three digits or better.
-    memory_gb: the sizes of memory it is recommended for.
-    """
-
-    id: str
-    packing: Packing | None
-    quantization: Mapping[str, Any] | None
-    stores_head: bool
-    published_bytes: int | None
-    memory_gb: tuple[int, ...]
-
-    @property
-    def tail(self) -> str:
-        """The id without its owner."""
-        return self.id.rpartition("/")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """A model. config: normalised, not packed; None where no source gives it.
-
-    tokenizer_bytes: of the files beside the weights. tower_parameters: vision and audio weights that repositories hold in 16 bits
-    and the engine does not load; projector_parameters: more of those, packed like the rest. source: where the config was read.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    config: Mapping[str, Any] | None
-    repositories: tuple[Repository, ...]
-    tokenizer_bytes: int | None
-    tower_parameters: int
-    projector_parameters: int
-    source: str
-    note: str
-
-    def config_of(self, repository: Repository) -> dict[str, Any] | None:
-        """Return the config of a repository: the model's, with its packing where modules differ and the head it stores."""
-        if self.config is None:
-            return None
-        config = dict(self.config)
-        if repository.quantization is not None:
-            config["quantization"] = _per_layer(repository.quantization, text_config(config)["num_hidden_layers"])
-        return _untied(config) if repository.stores_head else config
-
-    def cost_of(self, repository: Repository) -> Cost | str:
-        """Return what a repository's model costs once loaded, or the reason why it can't be said."""
-        config = self.config_of(repository)
-        if config is None:
-            return f"the config of {self.name} is not known here"
-        return cost_of_config(config, packing=repository.packing)
-
-    def repository(self, name: str) -> Repository | None:
-        """Return the repository with this id, or with this id less its owner."""
-        wanted = name.casefold()
-        return next((each for each in self.repositories if wanted in (each.id.casefold(), each.tail.casefold())), None)
-
-
-@cache
-def catalogue() -> tuple[CatalogueEntry, ...]:
-    """Return the whole table."""
-    text = resources.files("tokamac.assets").joinpath("models.json").read_text(encoding="utf-8")
-    return tuple(_entry(row) for row in json.loads(text))
-
-
-def find(name: str) -> CatalogueEntry | None:
-    """Return the model of this name, alias or repository id, with or without its owner; case does not matter."""
-    return _by_name().get(name.casefold())
-
-
-def download_bytes(entry: CatalogueEntry, repository: Repository) -> int | None:
-    """Return the bytes of a repository's files, computed: weights, towers, tokenizer. None where any of them is unknown."""
-    cost = entry.cost_of(repository)
-    return None if isinstance(cost, str) else files_bytes(entry, repository, cost.weight_bytes)
-
-
-def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int | None:
-    """Return the same where the text model's weights are known already."""
-    if entry.tokenizer_bytes is None:
-        return None
-    projector = 0.0
-    if entry.projector_parameters and repository.packing and repository.packing.bits:
-        # Only affine repositories have towers here: each group adds a scale and a bias of two bytes.
-        projector = entry.projector_parameters * (repository.packing.bits / 8 + 4 / repository.packing.group_size)
-    return weight_bytes + 2 * entry.tower_parameters + round(projector) + entry.tokenizer_bytes
-
-
-@cache
-def _by_name() -> dict[str, CatalogueEntry]:
-    names: dict[str, CatalogueEntry] = {}
-    for entry in catalogue():
-        repositories = (name for each in entry.repositories for name in (each.id, each.tail))
-        for name in (entry.name, *entry.aliases, *repositories):
-            names[name.casefold()] = entry
-    return names
-
-
-def _entry(row: Mapping[str, Any]) -> CatalogueEntry:
-    config = row["config"]
-    return CatalogueEntry(
-        name=row["name"],
-        aliases=tuple(row["aliases"]),
-        config=normalise(config) if config is not None else None,
-        repositories=tuple(_repository(each) for each in row["repositories"]),
-        tokenizer_bytes=row.get("tokenizer_bytes"),
-        tower_parameters=row.get("tower_parameters", 0),
-        projector_parameters=row.get("projector_parameters", 0),
-        source=row["source"],
-        note=row.get("note", ""),
-    )
-
-
-def _repository(row: Mapping[str, Any]) -> Repository:
-    packing = row.get("packing")
-    return Repository(
-        id=row["id"],
-        packing=Packing(**packing) if packing is not None else None,
-        quantization=row.get("quantization"),
-        stores_head=row.get("stores_head", False),
-        published_bytes=row.get("bytes"),
-        memory_gb=tuple(row.get("memory_gb", ())),
-    )
-
-
-def _per_layer(quantization: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return config.json's entries, one a module: a star in the table stands for every layer's number."""
-    return {
-        key.replace("*", str(layer)): entry
-        for key, entry in quantization.items()
-        for layer in range(layers if "*" in key else 1)
-    }
-
-
-def _untied(config: dict[str, Any]) -> dict[str, Any]:
-    nested = config.get("text_config")
-    if isinstance(nested, dict):
-        return {**config, "text_config": {**nested, "tie_word_embeddings": False}}
-    return {**config, "tie_word_embeddings": False}

@@ -19,10 +19,11 @@ from tokamac.engine.model.config import context_length, read_config
 from tokamac.engine.model.safetensors import INDEX, PICKLES
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import config_cost, memory
+from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, find
 from tokamac.engine.perf.config_cost import Packing, value_bytes_of
 from tokamac.engine.perf.cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
 from tokamac.engine.perf.footprint import Footprint, KVTable, form_on, weigh
-from tokamac.engine.perf.hardware import CatalogueEntry, Chip, Repository, detect, find
+from tokamac.engine.perf.hardware import Chip, detect
 from tokamac.engine.perf.machine import Machine, here
 from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.perf.roofline import Prediction, limits_for

@@ -62,13 +62,15 @@ class Machine:
     def pace_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
         """Return the pace with a model: as published, else as measured here and kept. Measures nothing."""
         from tokamac.engine.perf.measurement_store import machine_key
-        from tokamac.engine.perf.timing import Measuring, TimedModel
+        from tokamac.engine.perf.timing import LatencyProfiler, TimedModel
 
         if isinstance(self.pace, Fitted):
             return HostLimited(self.pace)
         if self.pace is not None or not self.local:
             return self.pace
-        return Measuring(TimedModel(work, plan, unpacked, self.device, machine_key(self.chip, self.device))).pace()
+        return LatencyProfiler(
+            TimedModel(work, plan, unpacked, self.device, machine_key(self.chip, self.device))
+        ).latency()
 
     def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:
         """Return whether so many bytes fit. Between what is sure and all of a Mac's memory, it is unknown."""

@@ -13,7 +13,7 @@ B is the table's bandwidth, F its half-precision peak; s, k, a, p are shares bel
 cores without work (n), and so do experts that few of a chunk's rows choose (r, for mixtures alone). Metal's vector attention gives
 a query head a SIMD group of its own, and each computes with every key, so beyond about four query heads for each key head it
 waits for arithmetic, not for memory; where no kernel is fused, every query head reads the keys and values anew. All constants come
-from assets/roofline.json, which assets/tables/fit_roofline.py writes with its errors; nothing is tuned by hand. The launch goes by
+from assets/roofline.json, which tests/roofline/fit_roofline.py writes with its errors; nothing is tuned by hand. The launch goes by
 the chip's name, not by its bandwidth: so of two chips alike in all else, the one with more bandwidth is never slower.
 
 One pass of a model over some tokens: how long its bytes take, how long its arithmetic, and which of the two it waits for.
@@ -232,48 +232,9 @@ def fitted(chip: Chip) -> Fitted | None:
     return Fitted(chip, constants_of()) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """The least time a pass can take, in seconds, and the share (0…1) of the arithmetic units it keeps busy."""
-
-    bytes_s: float
-    arithmetic_s: float
-    tokens: int
-
-    @property
-    def seconds(self) -> float:
-        """The slower of the two: reading and computing overlap."""
-        return max(self.bytes_s, self.arithmetic_s)
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the peak arithmetic that is used, 0…1."""
-        return self.arithmetic_s / self.seconds
-
-    @property
-    def tps(self) -> float | None:
-        """Tokens a second, at most."""
-        return rate(self.tokens, self.seconds)
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether the pass waits for memory."""
-        return self.bytes_s >= self.arithmetic_s
-
-
-def forward_pass(*, tokens: int, parameters: int, bytes_read: int, bandwidth_gbs: float, tflops: float) -> Pass:
-    """Return one pass over ``tokens``: 2 operations a parameter and token, every byte read once."""
-    return Pass(bytes_read / (bandwidth_gbs * 1e9), 2 * parameters * tokens / (tflops * 1e12), tokens)
-
-
 def ridge_point(bandwidth_gbs: float, tflops: float) -> float:
     """Return the arithmetic intensity, in operations a byte, above which a pass is compute-bound."""
     return tflops * 1e3 / bandwidth_gbs
-
-
-def attention_work(steps: int, *, cached: bool) -> int:
-    """Return the units of attention work of decoding ``steps`` tokens: one a step with a KV cache, else one a token so far."""
-    return steps if cached else steps * (steps + 1) // 2
 
 
 BUDGET_S, LEAST_TRIES = 0.02, 3
@@ -337,7 +298,7 @@ def calls_of(tokens: int, chunk: int) -> int:
 
 
 def measure_host(model: Any, new_caches: Callable[[], list[Any]]) -> Host | None:
-    """Time building a decode step of mlx-lm's ``model``, loaded or hollow, and a round trip. Computes nothing of the model.
+    """Time building a decode step of mlx-lm's ``model``, loaded or a skeleton, and a round trip. Computes nothing of the model.
 
     new_caches: makes empty caches for it. None where its step can't be built. The thread's own time counts: what other programs
     take of a busy machine is not the host's part.

@@ -1,38 +1,23 @@
-"""Time a layer's parts in turn, as a decode step does them, where MLX and NumPy take turns (engine/model/cpu.py).
-
-Timed in a row of its own kind, a part finds its thread awake, its code and small arrays in the caches, and a core of its own. In
-a step it doesn't: MLX's thread slept while NumPy multiplied, the weights went through the caches meanwhile, and NumPy's threads
-look for more work for a while, on cores that MLX's thread and the host's want. So the parts of a layer take longer in turn than
-apart. The difference is the price of handing over; it depends on what goes through the caches, so on the depth.
-
-Products of as many columns are multiplied one after the other, as if they had one input. That is a step's order where attention's
-are MLX's and the rest NumPy's; where all are NumPy's, a step waits twice more than is timed here, and once for each product in
-the parts timed apart, so that the handing over comes out as little or nothing.
-
-The expected speed where no published measurement knows it: the sum of a step's parts, timed on this machine.
+"""The expected speed where no published measurement knows it: the sum of a step's parts, timed on this machine.
 
     decode   t = Σ products of one row + Σ layers' attention at this depth + the other kernels + sampling
-                 + Σ layers' handing over at this depth, where MLX and NumPy take turns (turns.py)
-    prefill  t = Σ over chunks of the same for a chunk's rows, without sampling, and the first token's step
+                 + Σ layers' handover at this depth, where MLX and NumPy take turns
+    prefill  t = Σ over chunks of the same for a chunk's rows, without sampling and handover, + the first token's step
 
-Parts are timed once a machine and MLX version, and kept; models share those that they have alike. Nothing here has seen a whole
-step of the model, so a prediction can be wrong, and is tested as one.
+Each part runs as in the engine: the same modules, caches and types. Weights are constants, but as many copies of a matrix are
+read in turn as the model has bytes, so that a chip's caches hold no more of them than in a real step. Times are kept by machine,
+MLX version and a label that names all a part depends on, so models share the parts that they have alike. No whole step is ever
+timed: a prediction can be wrong, and is tested as one.
 
-What the parts of a step take here: timed in passes, of which the quickest counts, and kept, so that a later start goes on.
-
-Find out a machine's pace with a model: which parts of a step are not known yet, time them, and put the pace together.
-
-A part has a name that says all it depends on, so models share the parts that they have alike, and what was kept is found again.
-
-Time the parts that a step of a model is made of, on the device it would run on: its own products, its own attention, the rest.
-
-Each part is timed as the engine runs it: the same modules, the same caches, the same types. Weights are constants, but as many
-copies of a matrix are read in turn as the model has bytes, so that a cache holds no more of them than it would in a real step.
+Timed alone, a part finds its thread awake, its data in the caches and a core to itself. Where MLX and NumPy take turns
+(engine/model/cpu.py) that is not so: MLX's thread sleeps while NumPy multiplies, weights go through the caches meanwhile, and
+NumPy's threads spin on cores that MLX wants. So a layer's parts are also timed in turn, and the difference is the handover.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,18 +34,54 @@ if TYPE_CHECKING:
     from tokamac.engine.kv.cache import Cache
     from tokamac.engine.kv.plan import CachePlan, LayerPlan
 
+FILE = "parts.json"
+
+RECIPE = 5
+"""Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
 
 ROWS = 256
 """Rows of a chunk that is timed; fewer and more are taken in proportion."""
 
-A_LAYER = 7
+PASSES = 3
+"""How often each part is timed, in passes over all of them, of which the best counts. What slows a machine (other programs, the
+clock, a virtual machine's neighbours) lasts seconds: it spoils timings made in a row, seldom three that lie apart."""
+
+LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
+"""Repetitions in one timing, after a warm-up: as many as fit the budget, within bounds."""
+
+LAYER_PATIENCE = 2.0
+"""How much longer a whole layer is tried than other parts: a step of a model that takes turns is little else."""
+
+LAYER_KERNELS = 7
 """A layer's small kernels: two norms, two rotations, two sums, a gated product."""
+
+KERNEL_LAYERS = 4
+"""How often a layer's small kernels run in a row: enough that starting the row does not show."""
+
+CACHE_WRITES = 2
+"""Of a layer's kernels, those that timing its attention covers beside the attention: keys and values are written to its cache."""
+
+MOST_COPIES = 256
+HEAD_SIZES = (128, 64, 32, 16)
 
 Points = tuple[tuple[int, float], ...]
 
 
+def interpolate(points: Points, depth: int) -> float:
+    """Return the value at ``depth`` on the line through the nearest two of ascending (depth, value) points; beyond them too."""
+    upper = next((i for i, (at, _) in enumerate(points) if at >= depth), len(points) - 1)
+    (x0, y0), (x1, y1) = points[max(upper - 1, 0)], points[max(upper, 1)]
+    return max(y0 + (y1 - y0) * (depth - x0) / (x1 - x0), 0.0)
+
+
+def attention_depths(limit: int | None) -> tuple[int, ...]:
+    """Return the depths at which attention is timed: few, since it grows evenly between them; within a window, its own."""
+    most = 4096 if limit is None else min(limit, 4096)
+    return tuple(sorted({min(64, most), min(1024, most), most})) if most > 64 else (0, most)
+
+
 @dataclass(frozen=True, slots=True)
-class Timed:
+class PartLatency:
     """Seconds of one part: of a decode step's single row, and of ROWS rows, which take no less."""
 
     row_s: float
@@ -72,7 +93,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedAttention:
+class AttentionLatency:
     """``layers`` alike: (depth, seconds of one of them), both ascending, for one row and for ROWS. limit: tokens held at most."""
 
     layers: int
@@ -83,12 +104,11 @@ class TimedAttention:
     def of(self, rows: int, depth: int) -> float:
         """Seconds of all these layers for so many rows after ``depth`` tokens."""
         held = depth if self.limit is None else min(depth, self.limit)
-        timed = Timed(between(self.row, held), between(self.rows, held))
-        return self.layers * timed.of(rows)
+        return self.layers * PartLatency(interpolate(self.row, held), interpolate(self.rows, held)).of(rows)
 
 
 @dataclass(frozen=True, slots=True)
-class HandingOver:
+class HandoverLatency:
     """``layers`` alike: (depth, seconds that the parts of one take longer in turn than apart). limit: tokens held at most."""
 
     layers: int
@@ -96,33 +116,33 @@ class HandingOver:
     points: Points
 
     def of(self, depth: int) -> float:
-        """Seconds of all these layers in a step after ``depth`` tokens. Below the first depth as there, so that what a step takes
-        does not fall with depth where this does."""
+        """Seconds of all these layers in a step after ``depth`` tokens; constant below the first point, so that a whole step never
+        gets faster with depth."""
         held = depth if self.limit is None else min(depth, self.limit)
-        return self.layers * between(self.points, max(held, self.points[0][0]))
+        return self.layers * interpolate(self.points, max(held, self.points[0][0]))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLatency:
-    """A machine's pace with one model, made of its timed parts.
+    """A ``LatencyModel`` made of timed parts.
 
-    others: kernels that are neither products nor attention. handing: empty where MLX does all of a layer.
+    other_kernels: those that are neither products nor attention. handover: empty where MLX does all of a layer.
     """
 
-    products: tuple[tuple[Product, Timed], ...]
-    attention: tuple[TimedAttention, ...]
-    launch: Timed
-    others: int
+    products: tuple[tuple[Product, PartLatency], ...]
+    attention: tuple[AttentionLatency, ...]
+    kernel: PartLatency
+    other_kernels: int
     sampling_s: float
-    handing: tuple[HandingOver, ...] = ()
+    handover: tuple[HandoverLatency, ...] = ()
 
     def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:  # noqa: ARG002
         """Seconds of a step; None for several sequences, which were not timed."""
         if batch != 1:
             return None
-        multiplying = sum(product.count * timed.row_s for product, timed in self.products)
-        handing = sum(layer.of(context) for layer in self.handing)
-        return multiplying + self._around(1, context) + handing + self.sampling_s
+        products = sum(product.count * latency.row_s for product, latency in self.products)
+        handover = sum(layers.of(context) for layers in self.handover)
+        return products + self._attention_and_kernels(1, context) + handover + self.sampling_s
 
     def prefill_s(self, work: Workload, tokens: int, cached: int, chunk: int) -> float | None:
         """Seconds of reading ``tokens`` after ``cached`` and of the first token."""
@@ -131,121 +151,246 @@ class MeasuredLatency:
             return first
         end = cached + tokens - 1  # the last token is the first step's
         whole, rest = divmod(end - cached, chunk)
-        total = first + whole * self._multiplying(chunk) + self._attending(cached, whole, chunk)
-        return total + (self._multiplying(rest) + self._around(rest, end - rest) if rest else 0.0)
+        total = first + whole * self._products(chunk) + self._whole_chunks(cached, whole, chunk)
+        return total + (self._products(rest) + self._attention_and_kernels(rest, end - rest) if rest else 0.0)
 
-    def _multiplying(self, rows: int) -> float:
-        return sum(product.count * timed.of(rows) for product, timed in self.products if not product.head)
+    def _products(self, rows: int) -> float:
+        return sum(product.count * latency.of(rows) for product, latency in self.products if not product.head)
 
-    def _attending(self, start: int, chunks: int, chunk: int) -> float:
-        """Seconds of so many whole chunks' attention and other kernels: sums of the straight stretches between timed depths."""
-        bends = {depth for layer in self.attention for depth, _ in (*layer.row, *layer.rows)}
-        bends |= {layer.limit for layer in self.attention if layer.limit is not None}
+    def _attention_and_kernels(self, rows: int, depth: int) -> float:
+        return sum(layers.of(rows, depth) for layers in self.attention) + self.other_kernels * self.kernel.of(rows)
+
+    def _whole_chunks(self, start: int, chunks: int, chunk: int) -> float:
+        """Seconds of attention and kernels in so many chunks: sums over the straight stretches between timed depths."""
+        bends = {depth for layers in self.attention for depth, _ in (*layers.row, *layers.rows)}
+        bends |= {layers.limit for layers in self.attention if layers.limit is not None}
         total, done = 0.0, 0
         for bend in (*sorted(bends), None):
             stop = chunks if bend is None else min(chunks, max(done, -(-(bend - start) // chunk)))
             if stop > done:
-                ends = (self._around(chunk, start + at * chunk) for at in (done, stop - 1))
+                ends = (self._attention_and_kernels(chunk, start + at * chunk) for at in (done, stop - 1))
                 total += (stop - done) * sum(ends) / 2
             done = stop
         return total
 
-    def _around(self, rows: int, depth: int) -> float:
-        attending = sum(layer.of(rows, depth) for layer in self.attention)
-        return attending + self.others * self.launch.of(rows)
+
+def by_numpy(kind: Product, *, unpacked: bool) -> bool:
+    """Whether NumPy multiplies a row with such a matrix, which needs its input evaluated (engine/model/cpu.py)."""
+    return _is_dense(kind, unpacked=unpacked) and not stays_lazy(kind.rows * kind.columns)
 
 
-def between(points: Points, depth: int) -> float:
-    """Return the value at ``depth`` on the line through the two nearest of ascending (depth, value) points; beyond them too."""
-    upper = next((i for i, (at, _) in enumerate(points) if at >= depth), len(points) - 1)
-    (x0, y0), (x1, y1) = points[max(upper - 1, 0)], points[max(upper, 1)]
-    return max(y0 + (y1 - y0) * (depth - x0) / (x1 - x0), 0.0)
+def time_product(kind: Product, rows: int, weight_bytes: int, *, unpacked: bool) -> float:
+    """Time ``rows`` rows (1: a decode step) times a matrix, copies of which come to ``weight_bytes``, and the kernel before it."""
+    copies = max(1, min(weight_bytes // max(_row_bytes(kind, unpacked=unpacked), 1), MOST_COPIES)) if rows == 1 else 1
+    products = [_multiplier(kind, unpacked=unpacked) for _ in range(copies)]
+    x = _ones(1, rows, kind.columns)
+    return typical_s(lambda: mx.eval([multiply(x * 0.5) for multiply in products])) / copies
 
 
-def depths_up_to(limit: int | None) -> tuple[int, ...]:
-    """Return the depths that attention is timed at: few, since it grows evenly between them; within a window, its own."""
-    most = 4096 if limit is None else min(limit, 4096)
-    return tuple(sorted({min(64, most), min(1024, most), most})) if most > 64 else (0, most)
+def time_attention(layer: "LayerPlan", heads: int, depth: int, rows: int, count: int) -> float:
+    """Time appending ``rows`` tokens to one of ``count`` caches that hold ``depth``, and attending to it."""
+    caches, attend = filled_caches(layer, depth, count), _attention(layer, heads, rows)
+
+    def step() -> None:
+        mx.eval([attend(cache) for cache in caches])
+        _rewind(caches, rows)
+
+    return typical_s(step) / count
 
 
-PASSES = 3
-"""How often each part is timed, in passes over all of them. What slows a machine comes and goes in seconds (others' work, the
-clock, a virtual machine's neighbours): it meets all of one time of a part, and seldom three that lie apart."""
+def time_kernel(hidden: int, rows: int) -> float:
+    """Time one of a layer's small kernels, the mean over a row of them. On a CPU a rotation is a dozen, so it weighs most."""
+    layer, x = _small_kernels(hidden, rows), _ones(1, rows, hidden)
+
+    def chain() -> None:
+        y = x
+        for _ in range(KERNEL_LAYERS):
+            y = layer(y)
+        mx.eval(y)
+
+    return typical_s(chain) / (KERNEL_LAYERS * LAYER_KERNELS)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedPart:
-    """key: names all it depends on. time_it: times it once. better: of two such times (or of two rates), the less disturbed."""
-
-    key: str
-    time_it: Callable[[], float]
-    better: Callable[[float, float], float] = min
+def time_sampling(vocabulary: int) -> float:
+    """Time bringing the likeliest of a vocabulary's logits to the host."""
+    logits = _ones(1, vocabulary)
+    return typical_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
 
 
-class Timings:
-    """The times of some parts: those that a file holds, and those that ``steps`` adds to it."""
+def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) -> float:
+    """Time a layer's small kernels, attention and products in turn, the mean over ``count`` layers with weights of their own.
 
-    def __init__(self, file: Path, parts: tuple[TimedPart, ...]) -> None:
-        self._file = file
-        self._parts = parts
-        self._best: dict[str, float] = {}
-        on_file = measurement_store.read_all(file)
-        self._open: list[tuple[int, TimedPart]] = []
-        for number, part in product(range(1, PASSES + 1), parts):
-            if (found := on_file.get(name(part.key, number))) is None:
-                self._open.append((number, part))
-            else:
-                self._add(part, found)
+    Products with the same number of columns follow one another, as if they shared their input. That is a step's order where
+    attention's are MLX's and the rest NumPy's; where all are NumPy's, a step waits twice more than is timed here.
+    """
+    caches = filled_caches(layer, depth, count)
+    layers = [_whole_layer(model, layer) for _ in caches]
 
-    @property
-    def best(self) -> Mapping[str, float]:
-        """The best time so far of each part that was timed, by its key."""
-        return self._best
+    def step() -> None:
+        for run, cache in zip(layers, caches, strict=True):
+            run(cache)
+        _rewind(caches, 1)
 
-    @property
-    def missing(self) -> int:
-        """Parts that were not timed yet."""
-        return sum(part.key not in self._best for part in self._parts)
-
-    @property
-    def remaining(self) -> int:
-        """Timings still to be made: PASSES of each part."""
-        return len(self._open)
-
-    def steps(self) -> Iterator[None]:
-        """Make what remains, a timing a step. What is timed on a busy machine takes too long: it is used, but not kept."""
-        import mlx.core as mx
-
-        began = time.process_time()
-        while self._open:
-            number, part = self._open.pop(0)
-            busy = is_busy(time.process_time() - began)
-            found = part.time_it()
-            busy = busy or is_busy(time.process_time() - began)
-            mx.clear_cache()  # the copies of a matrix take as much memory as the model may
-            self._add(part, found)
-            if not busy:
-                measurement_store.keep(self._file, {name(part.key, number): found})
-            yield
-
-    def _add(self, part: TimedPart, found: float) -> None:
-        self._best[part.key] = part.better(found, self._best.get(part.key, found))
+    return typical_s(step, patience=LAYER_PATIENCE) / count
 
 
-def name(key: str, number: int) -> str:
-    """Return what a part's time in a pass, 1 to PASSES, is kept as."""
-    return f"{key} | pass {number}"
+def typical_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:
+    """Return the lower quartile of a part's times: what others do on the machine only ever adds to them, and the best is luck.
+
+    patience: how much longer than other parts it is tried.
+    """
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + BUDGET_S * patience
+    while len(times) < LEAST_TRIALS or (len(times) < MOST_TRIALS and time.perf_counter() <= end):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 4]
 
 
-FILE = "parts.json"
+def filled_caches(layer: "LayerPlan", depth: int, count: int) -> "list[Cache]":
+    """Return ``count`` caches of a layer, each with ``depth`` tokens in it."""
+    assert layer.ours is not None
+    caches = [layer.make(layer.ours, 0) for _ in range(count)]
+    for cache in caches if depth else ():
+        mx.eval(cache.update_and_fetch(*_keys_and_values(layer, depth)))
+    return caches
 
-RECIPE = 5
-"""Count up when what a part runs changes, here or in the engine: what was kept before is then measured again."""
+
+def _rewind(caches: "list[Cache]", rows: int) -> None:
+    for cache in caches:
+        cache.trim(min(rows, cache.rewindable))
+
+
+def _keys_and_values(layer: "LayerPlan", tokens: int) -> tuple[mx.array, mx.array]:
+    """(1, H, tokens, D) each."""
+    assert layer.ours is not None
+    seen = layer.ours.seen
+    dtype = _float_type() if seen.scale_bytes == 4 else mx.bfloat16
+    shapes = ((1, seen.heads, tokens, dim) for dim in (seen.key_dim, seen.value_dim))
+    keys, values = (_ones(*shape, dtype=dtype) * 0.1 for shape in shapes)
+    mx.eval(keys, values)
+    return keys, values
+
+
+def _attention(layer: "LayerPlan", heads: int, rows: int) -> "Callable[[Cache], mx.array]":
+    """What appends ``rows`` tokens to a cache and attends: (1, query heads, rows, D), not evaluated."""
+    from mlx_lm.models import base
+
+    new = _keys_and_values(layer, rows)
+    queries = _ones(1, heads, rows, new[0].shape[-1], dtype=new[0].dtype)
+
+    def attend(cache: "Cache") -> mx.array:
+        mask = cache.make_mask(rows)
+        keys, values = cache.update_and_fetch(*new)
+        fused: Callable[..., mx.array] = base.scaled_dot_product_attention
+        return fused(queries, keys, values, cache=cache, scale=0.1, mask=mask)
+
+    return attend
+
+
+def _small_kernels(hidden: int, rows: int) -> Callable[[mx.array], mx.array]:
+    """A layer's kernels but products and attention: (1, rows, hidden) → the same shape, not evaluated."""
+    from mlx import nn
+
+    head = next((size for size in HEAD_SIZES if hidden % size == 0), hidden)
+    weight = _ones(hidden)
+
+    def layer(y: mx.array) -> mx.array:
+        rotated = mx.fast.rms_norm(y, weight, 1e-5).reshape(1, rows, -1, head).transpose(0, 2, 1, 3)
+        for _ in range(2):
+            rotated = mx.fast.rope(rotated, head, traditional=False, base=1e4, scale=1.0, offset=rows)
+        y = y + rotated.transpose(0, 2, 1, 3).reshape(y.shape)
+        summed: mx.array = y + nn.silu(y) * mx.fast.rms_norm(y, weight, 1e-5)
+        return summed
+
+    return layer
+
+
+def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], None]":
+    """What runs a layer: what MLX computes is evaluated together, as NumPy's first product asks for it."""
+    hidden, kinds = model.work.hidden or 0, model.layer_products
+    kernels, attend = _small_kernels(hidden, 1), _attention(layer, model.work.query_heads or 0, 1)
+    inputs = {columns: _ones(1, 1, columns) for columns in {hidden, *(kind.columns for kind in kinds)}}
+    made = [(kind, _multiplier(kind, unpacked=model.unpacked)) for kind in kinds]
+    lazy = [(kind.columns, run) for kind, run in made if not by_numpy(kind, unpacked=model.unpacked)]
+    eager = [(kind.columns, run) for kind, run in made if by_numpy(kind, unpacked=model.unpacked)]
+    # Products with the same columns share their input, which is evaluated once: gate and up, queries, keys and values.
+    shared = [(columns, [run for _, run in group]) for columns, group in groupby(eager, lambda pair: pair[0])]
+
+    def run_layer(cache: "Cache") -> None:
+        y = kernels(inputs[hidden])
+        products = [multiply(y if columns == hidden else inputs[columns]) for columns, multiply in lazy]
+        mx.eval(attend(cache), products, y)
+        for columns, group in shared:
+            x = y if columns == hidden else inputs[columns] * 0.5
+            for multiply in group:
+                multiply(x)
+
+    return run_layer
+
+
+def _multiplier(kind: Product, *, unpacked: bool) -> Callable[[mx.array], mx.array]:
+    """What multiplies rows (1, N, columns) with a new matrix of this kind, or with a router's choice of its stack."""
+    if _is_dense(kind, unpacked=unpacked):
+        return DenseLinear(_ones(kind.columns, kind.rows, dtype=mx.float32).T, None).__call__
+    operands: list[mx.array | None]
+    options: dict[str, Any] = {}
+    plain: Callable[..., mx.array] = mx.matmul
+    gather: Callable[..., mx.array] = mx.gather_mm
+    if kind.bits is None:
+        operands = [_ones(kind.stack, kind.columns, kind.rows)]
+    else:
+        plain, gather = mx.quantized_matmul, mx.gather_qmm
+        options = {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode, "transpose": True}
+        affine, shape = kind.mode == "affine", (kind.stack, kind.rows)
+        weight = _ones(*shape, kind.columns * kind.bits // 32, dtype=mx.uint32)
+        # Microscaled formats keep one byte a group and no bias.
+        scales = _ones(*shape, kind.columns // kind.group_size, dtype=_float_type() if affine else mx.uint8)
+        operands = [weight, scales, scales if affine else None]
+    if kind.stack == 1:
+        matrix = [None if array is None else array[0] for array in operands]
+        return lambda x: plain(x, *matrix, **options)
+
+    def multiply(x: mx.array) -> mx.array:
+        chosen = (mx.arange(x.shape[1] * kind.active) % kind.stack).astype(mx.uint32).reshape(1, -1, kind.active)
+        return gather(mx.expand_dims(x, (-2, -3)), *operands, rhs_indices=chosen, **options)
+
+    return multiply
+
+
+def _row_bytes(kind: Product, *, unpacked: bool) -> int:
+    """Bytes that a row reads of one matrix, as it lies here."""
+    dense = _is_dense(kind, unpacked=unpacked)
+    return 4 * kind.rows * kind.columns if dense else kind.nbytes(_float_type().size)
+
+
+def _is_dense(kind: Product, *, unpacked: bool) -> bool:
+    return unpacked and kind.stack == 1
+
+
+def _ones(*shape: int, dtype: mx.Dtype | None = None) -> mx.array:
+    array = mx.ones(shape, dtype=dtype or _float_type())
+    mx.eval(array)
+    return array
+
+
+def _float_type() -> mx.Dtype:
+    """What the engine computes in: float32 on a CPU, a half on a GPU."""
+    return mx.float32 if device_kind() == "cpu" else mx.bfloat16
+
+
+PartTimer = Callable[[str, Callable[[], float]], float]
+"""Returns a part's seconds, given a label that names all it depends on beside the machine, and what times it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedModel:
-    """A model as its parts see it. unpacked: weights are dense float32, multiplied by NumPy. machine: kept.machine_key of it."""
+    """A model as the parts of its steps.
+
+    unpacked: weights are dense float32, multiplied by NumPy. machine: its ``measurement_store.machine_key``.
+    """
 
     work: Workload
     plan: "CachePlan"
@@ -254,17 +399,89 @@ class TimedModel:
     machine: str
 
     @property
-    def weight_bytes(self) -> int | None:
-        """Bytes that a step reads, rounded as measurements are: what is read in turn while a product is timed. None is unknown."""
-        read = self.work.weight_bytes()
-        return None if read is None else bucket(read)
+    def layer_products(self) -> tuple[Product, ...]:
+        """The products of a layer, each as often as most layers have it."""
+        counts = ((kind, round(kind.count / self.work.layers)) for kind in self.work.products if not kind.head)
+        return tuple(kind for kind, count in counts for _ in range(count))
 
+    def layers_in_turn(self, layers: "list[LayerPlan]", depth: int) -> int:
+        """Return how many of ``layers``, all alike, are timed in turn: all, up to LARGEST bytes of weights, keys and values."""
+        weights = sum(_row_bytes(kind, unpacked=self.unpacked) for kind in self.layer_products)
+        return _count_within(LARGEST, layers, weights + layers[0].bytes_at(depth))
 
-def kept_tflops(machine: str) -> float | None:
-    """Return what a large matrix product reached on this machine, in 10^12 operations a second; None where it was never timed."""
-    found = measurement_store.read_all(measurement_store.store_file(FILE))
-    timed = (found.get(name(_peak_key(machine), number)) for number in range(1, PASSES + 1))
-    return max((each for each in timed if each is not None), default=None)
+    def latency(self, part_s: PartTimer) -> MeasuredLatency | None:
+        """Return the latency made of the seconds of each part; None where a size is unknown or a layer can't be timed alone."""
+        work, weight_bytes = self.work, self.work.weight_bytes()
+        heads, hidden, vocabulary = work.query_heads, work.hidden, work.vocabulary
+        if heads is None or hidden is None or vocabulary is None or weight_bytes is None:
+            return None
+        if work.prefill_parameters is None or not can_measure(self.plan):
+            return None
+        products = {kind: self._product(part_s, kind, bucket(weight_bytes)) for kind in work.products}
+        row_s, rows_s = (
+            part_s(f"kernel of {hidden} x {rows}", partial(time_kernel, hidden, rows)) for rows in (1, ROWS)
+        )
+        kernel = PartLatency(row_s, max(row_s, rows_s))
+        alike = [list(group) for _, group in groupby(sorted(self.plan.layers, key=_cache_shape), key=_cache_shape)]
+        attention = tuple(self._attention(part_s, layers, heads) for layers in alike)
+        handover: tuple[HandoverLatency, ...] = ()
+        if any(by_numpy(kind, unpacked=self.unpacked) for kind in self.layer_products):
+            rest_s = sum(products[kind].row_s for kind in self.layer_products) + LAYER_KERNELS * kernel.row_s
+            pairs = zip(alike, attention, strict=True)
+            handover = tuple(self._handover(part_s, layers, alone, rest_s) for layers, alone in pairs)
+        timed = sum(kind.count for kind in products) + len(work.attention) + CACHE_WRITES * len(self.plan.layers)
+        return MeasuredLatency(
+            products=tuple(products.items()),
+            attention=attention,
+            kernel=kernel,
+            other_kernels=max(work.launches - timed, 0),
+            sampling_s=part_s(f"sampling of {vocabulary}", partial(time_sampling, vocabulary)),
+            handover=handover,
+        )
+
+    def _product(self, part_s: PartTimer, kind: Product, nbytes: int) -> PartLatency:
+        def seconds(rows: int) -> float:
+            label = f"product {kind.key} x {rows} of {nbytes} bytes"
+            return part_s(label, partial(time_product, kind, rows, nbytes, unpacked=self.unpacked))
+
+        row_s = seconds(1)
+        return PartLatency(row_s, row_s if kind.head else max(row_s, seconds(ROWS)))
+
+    def _attention(self, part_s: PartTimer, layers: "list[LayerPlan]", heads: int) -> AttentionLatency:
+        first, depths = layers[0], attention_depths(layers[0].limit)
+
+        def seconds(depth: int, rows: int) -> float:
+            # As many caches as a step has; a chunk is bound by arithmetic, so one will do.
+            count = 1 if rows > 1 else _count_within(LARGEST, layers, first.bytes_at(depth))
+            label = f"attention {heads} on {_cache_shape(first)} at {depth} x {rows}, {count} caches"
+            return part_s(label, partial(time_attention, first, heads, depth, rows, count))
+
+        def points(rows: int) -> Points:
+            found = (seconds(depth, rows) for depth in depths)
+            return tuple(
+                zip(depths, accumulate(found, max), strict=True)
+            )  # more to read is never faster: that was noise
+
+        indices = {layer.index for layer in layers}  # layers that reuse another's keys attend to them as well
+        count = sum(attention.layer in indices for attention in self.work.attention)
+        return AttentionLatency(count, first.limit, points(1), points(ROWS))
+
+    def _handover(
+        self, part_s: PartTimer, layers: "list[LayerPlan]", attention: AttentionLatency, rest_s: float
+    ) -> HandoverLatency:
+        """What a layer takes longer than its attention and the ``rest_s`` of its parts. rest_s: of products and kernels."""
+        shape = f"attention {self.work.query_heads} on {_cache_shape(layers[0])}"
+        products = ", ".join(kind.key for kind in self.layer_products)
+        points, longest_s = [], 0.0
+        for depth, attention_s in attention.row:
+            count = self.layers_in_turn(layers, depth)
+            label = f"in turn: {count} layers of {self.work.hidden}, products {products}, {shape} at {depth}"
+            layer_s = part_s(label, partial(time_layer, self, layers[0], depth, count))
+            longest_s = max(
+                longest_s, layer_s, rest_s + attention_s
+            )  # more to read makes no layer faster: that was noise
+            points.append((depth, longest_s - (rest_s + attention_s)))
+        return HandoverLatency(attention.layers, attention.limit, tuple(points))
 
 
 def can_measure(plan: "CachePlan") -> bool:
@@ -272,486 +489,96 @@ def can_measure(plan: "CachePlan") -> bool:
     return bool(plan.layers) and all(layer.ours is not None for layer in plan.layers)
 
 
-class Measuring:
-    """Times what is not known yet, a part at a time, so that it can wait for a request between two."""
-
-    def __init__(self, subject: TimedModel, file: Path | None = None) -> None:
-        self._subject = subject
-        self._parts = tuple(_parts(subject)) if can_measure(subject.plan) else ()
-        self._timings = Timings(file or measurement_store.store_file(FILE), self._parts)
-
-    @property
-    def missing(self) -> int:
-        """Parts that were not timed yet."""
-        return self._timings.missing
-
-    @property
-    def remaining(self) -> int:
-        """Steps that remain: each part is timed several times."""
-        return self._timings.remaining
-
-    def steps(self) -> Iterator[None]:
-        """Time what remains, a part a step. What is timed on a busy machine takes too long: it is used, but not kept."""
-        return self._timings.steps()
-
-    @property
-    def peak_tflops(self) -> float | None:
-        """10^12 operations a second of a large matrix product, once it was timed: prefill's ceiling."""
-        return self._timings.best.get(_peak_key(self._subject.machine))
-
-    def pace(self) -> MeasuredLatency | None:
-        """Return the pace once every part was timed, else None. Further passes make it truer."""
-        if not self._parts or self.missing:
-            return None
-        return _pace(self._subject, self._timings.best)
+def _count_within(most_bytes: int, layers: "list[LayerPlan]", nbytes: int) -> int:
+    return min(len(layers), max(1, most_bytes // max(nbytes, 1)))
 
 
-def _parts(subject: TimedModel) -> Iterator[TimedPart]:
-    """Yield the machine's peak, and every part of the subject's steps. Nothing where a size is unknown."""
-
-    work = subject.work
-    if work.query_heads is None or work.hidden is None or work.vocabulary is None:
-        return
-    if subject.weight_bytes is None or work.prefill_parameters is None:
-        return
-    yield TimedPart(_peak_key(subject.machine), lambda: measure_tflops(subject.device), better=max)
-    for matrix in work.products:
-        for rows in (1,) if matrix.head else (1, ROWS):
-            yield TimedPart(_product_key(subject, matrix, rows), _multiplying(subject, matrix, rows).seconds)
-    for layers in _alike(subject.plan):
-        for depth in depths_up_to(layers[0].limit):
-            for rows in (1, ROWS):
-                caches = _in_turn(layers, depth, rows)
-                attending = AttentionTimer(layers[0], work.query_heads, depth, rows, caches)
-                yield TimedPart(_attention_key(subject, layers, depth, rows), attending.seconds)
-            if _takes_turns(subject):
-                yield TimedPart(_turn_key(subject, layers, depth), _turning(subject, layers, depth).seconds)
-    for rows in (1, ROWS):
-        yield TimedPart(_key(subject, f"kernel of {work.hidden} x {rows}"), Launching(work.hidden, rows).seconds)
-    yield TimedPart(_key(subject, f"sampling of {work.vocabulary}"), SamplingTimer(work.vocabulary).seconds)
-
-
-def _pace(subject: TimedModel, known: Mapping[str, float]) -> MeasuredLatency:
-    work = subject.work
-
-    def timed(name: Callable[[int], str], *, head: bool = False) -> Timed:
-        row = known[name(1)]
-        return Timed(row, row if head else max(row, known[name(ROWS)]))
-
-    products = tuple(
-        (product, timed(lambda rows, each=product: _product_key(subject, each, rows), head=product.head))  # type: ignore[misc]
-        for product in work.products
-    )
-    attention = tuple(_attention(subject, layers, known) for layers in _alike(subject.plan))
-    covered = sum(product.count for product in work.products) + len(work.attention) + WRITES * len(subject.plan.layers)
-    return MeasuredLatency(
-        products=products,
-        attention=attention,
-        launch=timed(lambda rows: _key(subject, f"kernel of {work.hidden} x {rows}")),
-        others=max(work.launches - covered, 0),
-        sampling_s=known[_key(subject, f"sampling of {work.vocabulary}")],
-        handing=tuple(_handing(subject, layers, known) for layers in _alike(subject.plan) if _takes_turns(subject)),
-    )
-
-
-WRITES = 2
-"""Of a layer's kernels, those that timing its attention covers beside the attention: keys and values are written to its cache."""
-
-
-def _attention(subject: TimedModel, layers: "list[LayerPlan]", known: Mapping[str, float]) -> TimedAttention:
-    first, indices = layers[0], {layer.index for layer in layers}
-
-    def points(rows: int) -> tuple[tuple[int, float], ...]:
-        depths = depths_up_to(first.limit)
-        seconds = (known[_attention_key(subject, layers, depth, rows)] for depth in depths)
-        return tuple(zip(depths, accumulate(seconds, max), strict=True))  # more to read is never faster: that was noise
-
-    # Layers that reuse another's keys attend to them as well.
-    attending = sum(attention.layer in indices for attention in subject.work.attention)
-    return TimedAttention(attending, first.limit, points(1), points(ROWS))
-
-
-def _takes_turns(subject: TimedModel) -> bool:
-    """Whether a layer's products are partly NumPy's, so that a step hands over to it and back layer by layer."""
-    return any(_multiplying(subject, product).at_once for product in _of_a_layer(subject))
-
-
-def _of_a_layer(subject: TimedModel) -> tuple[Product, ...]:
-    """Return the products of a layer, each as often as most layers have it."""
-    counts = ((product, round(product.count / subject.work.layers)) for product in subject.work.products)
-    return tuple(product for product, count in counts if not product.head for _ in range(count))
-
-
-def _turning(subject: TimedModel, layers: "list[LayerPlan]", depth: int) -> "Turning":
-
-    hidden, heads = subject.work.hidden, subject.work.query_heads
-    assert hidden is not None
-    assert heads is not None
-    attending = AttentionTimer(layers[0], heads, depth, 1, _layers_in_turn(subject, layers, depth))
-    products = tuple(_multiplying(subject, product) for product in _of_a_layer(subject))
-    return Turning(Launching(hidden, 1), attending, products)
-
-
-def _handing(subject: TimedModel, layers: "list[LayerPlan]", known: Mapping[str, float]) -> HandingOver:
-    """Return what a layer's parts take longer in turn than apart. More to read makes no layer faster: that was noise."""
-    attention = _attention(subject, layers, known)
-    others = sum(known[_product_key(subject, product, 1)] for product in _of_a_layer(subject))
-    others += A_LAYER * known[_key(subject, f"kernel of {subject.work.hidden} x 1")]
-    apart = [others + seconds for _, seconds in attention.row]
-    depths = [depth for depth, _ in attention.row]
-    in_turn = (known[_turn_key(subject, layers, depth)] for depth in depths)
-    longest = accumulate((max(each) for each in zip(in_turn, apart, strict=True)), max)
-    points = tuple((depth, whole - alone) for depth, whole, alone in zip(depths, longest, apart, strict=True))
-    return HandingOver(attention.layers, attention.limit, points)
-
-
-def _alike(plan: "CachePlan") -> "list[list[LayerPlan]]":
-    """Return the layers in groups whose caches are alike."""
-    return [list(group) for _, group in groupby(sorted(plan.layers, key=_shape), key=_shape)]
-
-
-def _shape(layer: "LayerPlan") -> str:
-    """Return what names a layer's attention: heads, dims, bits, and what it holds at most."""
+def _cache_shape(layer: "LayerPlan") -> str:
+    """What names a layer's cache: heads, dims, bits, and what it holds at most."""
     assert layer.ours is not None
     seen = layer.ours.seen
     bits = f"{layer.key_bits},{layer.value_bits} bits in {layer.group_size}{' rotated' if layer.rotated else ''}"
     return f"{seen.heads} heads of {seen.key_dim},{seen.value_dim} {bits} window {layer.window} type {seen.scale_bytes}"
 
 
-def _in_turn(layers: "list[LayerPlan]", depth: int, rows: int) -> int:
-    """Return how many caches attend in turn: a step's, up to LARGEST bytes; a chunk is bound by arithmetic, so one will do."""
-    one = layers[0].bytes_at(depth)
-    return 1 if rows > 1 else min(len(layers), max(1, LARGEST // max(one, 1)))
+class LatencyProfiler:
+    """Times the parts of a model that are not known yet, one a step, so that a request can come between two."""
+
+    def __init__(self, model: TimedModel, file: Path | None = None) -> None:
+        self._model = model
+        self._file = file or measurement_store.store_file(FILE)
+        self._parts: dict[str, Callable[[], float]] = {}
+        self._peak_key = _peak_key(model.machine)
+        if model.latency(self._add_part) is not None:
+            self._parts[self._peak_key] = partial(measure_tflops, model.device)
+        self._best: dict[str, float] = {}
+        self._open: list[tuple[int, str]] = []
+        on_file = measurement_store.read_all(self._file)
+        for number, key in product(range(1, PASSES + 1), self._parts):
+            if (found := on_file.get(_pass_key(key, number))) is None:
+                self._open.append((number, key))
+            else:
+                self._keep_better(key, found)
+
+    @property
+    def missing(self) -> int:
+        """Parts that were not timed yet."""
+        return len(self._parts) - len(self._best)
+
+    @property
+    def remaining(self) -> int:
+        """Timings still to be made: PASSES of each part."""
+        return len(self._open)
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """10^12 operations a second of a large matrix product, once it was timed: prefill's ceiling."""
+        return self._best.get(self._peak_key)
+
+    def steps(self) -> Iterator[None]:
+        """Make the remaining timings, one a step. A timing on a busy machine is too long: it is used, but not kept."""
+        began = time.process_time()
+        while self._open:
+            number, key = self._open.pop(0)
+            busy = is_busy(time.process_time() - began)
+            found = self._parts[key]()
+            busy = busy or is_busy(time.process_time() - began)
+            mx.clear_cache()  # the copies of a matrix take as much memory as the model may
+            self._keep_better(key, found)
+            if not busy:
+                measurement_store.keep(self._file, {_pass_key(key, number): found})
+            yield
+
+    def latency(self) -> MeasuredLatency | None:
+        """Return the latency once every part was timed, else None. Further passes make it more precise."""
+        if not self._parts or self.missing:
+            return None
+        return self._model.latency(lambda label, _: self._best[self._key(label)])
+
+    def _add_part(self, label: str, time_it: Callable[[], float]) -> float:
+        self._parts[self._key(label)] = time_it
+        return 0.0
+
+    def _keep_better(self, key: str, found: float) -> None:
+        better = max if key == self._peak_key else min
+        self._best[key] = better(found, self._best.get(key, found))
+
+    def _key(self, label: str) -> str:
+        form = "unpacked" if self._model.unpacked else "as stored"
+        return f"{self._model.machine} | recipe {RECIPE} | {form} | {label}"
 
 
-def _layers_in_turn(subject: TimedModel, layers: "list[LayerPlan]", depth: int) -> int:
-    """Return how many layers run in turn: a step's, up to LARGEST bytes of weights, keys and values."""
-    weights = sum(_multiplying(subject, product).nbytes for product in _of_a_layer(subject))
-    return min(len(layers), max(1, LARGEST // max(weights + layers[0].bytes_at(depth), 1)))
-
-
-def _turn_key(subject: TimedModel, layers: "list[LayerPlan]", depth: int) -> str:
-    products = ", ".join(product.key for product in _of_a_layer(subject))
-    turns = f"{_layers_in_turn(subject, layers, depth)} layers of {subject.work.hidden}, products {products}"
-    return _key(subject, f"in turn: {turns}, attention {subject.work.query_heads} on {_shape(layers[0])} at {depth}")
-
-
-def _multiplying(subject: TimedModel, product: Product, rows: int = 1) -> "Multiplying":
-
-    assert subject.weight_bytes is not None
-    return Multiplying(product, rows, subject.weight_bytes, unpacked=subject.unpacked)
-
-
-def _attention_key(subject: TimedModel, layers: "list[LayerPlan]", depth: int, rows: int) -> str:
-    turns = f"{_in_turn(layers, depth, rows)} caches"
-    return _key(subject, f"attention {subject.work.query_heads} on {_shape(layers[0])} at {depth} x {rows}, {turns}")
+def kept_tflops(machine: str) -> float | None:
+    """Return what a large matrix product reached on this machine, in 10^12 operations a second; None where it was never timed."""
+    on_file = measurement_store.read_all(measurement_store.store_file(FILE))
+    keys = (_pass_key(_peak_key(machine), number) for number in range(1, PASSES + 1))
+    return max((on_file[key] for key in keys if key in on_file), default=None)
 
 
 def _peak_key(machine: str) -> str:
     return f"{machine} | large matrix product, 10^12 operations a second"
 
 
-def _product_key(subject: TimedModel, product: Product, rows: int) -> str:
-    return _key(subject, f"product {product.key} x {rows} of {subject.weight_bytes} bytes")
-
-
-def _key(subject: TimedModel, part: str) -> str:
-    return f"{subject.machine} | recipe {RECIPE} | {'unpacked' if subject.unpacked else 'as stored'} | {part}"
-
-
-MOST_COPIES = 256
-
-LEAST_TRIALS, MOST_TRIALS, BUDGET_S = 5, 25, 0.1
-"""Repetitions of a part after its warm-up: as many as fit the budget, within bounds."""
-
-HEAD_SIZES = (128, 64, 32, 16)
-
-LAYERS = 4
-"""How often a layer's A_LAYER small kernels are run in a row: enough that starting the row does not show."""
-
-
-@dataclass(frozen=True, slots=True)
-class Multiplying:
-    """``rows`` rows (1: a decode step) times a matrix of this kind; copies of it come to ``weight_bytes``."""
-
-    product: Product
-    rows: int
-    weight_bytes: int
-    unpacked: bool
-
-    @property
-    def at_once(self) -> bool:
-        """Whether a row is multiplied by NumPy, which needs its input evaluated (engine/model/cpu.py)."""
-        return self._dense and not stays_lazy(self.product.rows * self.product.columns)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a row reads of one matrix, as it lies here."""
-        if self._dense:
-            return 4 * self.product.rows * self.product.columns
-        return self.product.nbytes(_float_type().size)
-
-    def matrix(self) -> Callable[[mx.array], mx.array]:
-        """Return what multiplies rows (1, N, columns) with a matrix of this kind, which has memory of its own."""
-        return _multiplier(self.product, unpacked=self.unpacked)
-
-    @property
-    def _dense(self) -> bool:
-        return self.unpacked and self.product.stack == 1
-
-    def seconds(self) -> float:
-        """Return the seconds of one product, and of the kernel before it: where a product waits for its input, that is part of
-        it."""
-        copies = 1
-        if self.rows == 1:
-            copies = max(1, min(self.weight_bytes // max(self.nbytes, 1), MOST_COPIES))
-        multiply = [self.matrix() for _ in range(copies)]
-        x = ones(self.rows, self.product.columns)
-        return usual_s(lambda: mx.eval([each(x * 0.5) for each in multiply])) / copies
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTimer:
-    """``caches`` caches of this plan in turn, each of which holds ``depth`` tokens: ``rows`` queries are appended and attend."""
-
-    layer: "LayerPlan"
-    query_heads: int
-    depth: int
-    rows: int
-    caches: int
-
-    def seconds(self) -> float:
-        """Return the seconds of appending to one and attending, the mean over all: as many as a model has layers alike, so that
-        a chip's caches hold no more of them than in a step."""
-        caches, attended = self.filled(), self.attend()
-
-        def step() -> None:
-            mx.eval([attended(cache) for cache in caches])
-            self.rewind(caches)
-
-        return usual_s(step) / self.caches
-
-    def filled(self) -> "list[Cache]":
-        """Return the caches, each with ``depth`` tokens in it."""
-        assert self.layer.ours is not None
-        caches = [self.layer.make(self.layer.ours, 0) for _ in range(self.caches)]
-        for cache in caches if self.depth else ():
-            mx.eval(cache.update_and_fetch(*_pair(self.layer.ours.seen, self.depth, self._dtype)))
-        return caches
-
-    def attend(self) -> "Callable[[Cache], mx.array]":
-        """Return what appends ``rows`` tokens to a cache and attends: (1, query heads, rows, D), not evaluated."""
-        from mlx_lm.models import base
-
-        assert self.layer.ours is not None
-        seen = self.layer.ours.seen
-        queries = mx.ones((1, self.query_heads, self.rows, seen.key_dim), dtype=self._dtype)
-        new = _pair(seen, self.rows, self._dtype)
-        mx.eval(queries)
-
-        def attended(cache: "Cache") -> mx.array:
-            mask = cache.make_mask(self.rows)
-            keys, values = cache.update_and_fetch(*new)
-            attend: Callable[..., mx.array] = base.scaled_dot_product_attention
-            return attend(queries, keys, values, cache=cache, scale=0.1, mask=mask)
-
-        return attended
-
-    def rewind(self, caches: "list[Cache]") -> None:
-        """Take back what was appended."""
-        for cache in caches:
-            cache.trim(min(self.rows, cache.rewindable))
-
-    @property
-    def _dtype(self) -> mx.Dtype:
-        assert self.layer.ours is not None
-        return _float_type() if self.layer.ours.seen.scale_bytes == 4 else mx.bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class Launching:
-    """The small kernels of a layer over ``rows`` rows of the residual: two norms, two rotations, two sums, a gated product."""
-
-    hidden: int
-    rows: int
-
-    def seconds(self) -> float:
-        """Return the seconds of one, the mean over a row of them. On a CPU a rotation is a dozen kernels, so it weighs most."""
-        layer, x = self.layer(), ones(self.rows, self.hidden)
-
-        def chain() -> None:
-            y = x
-            for _ in range(LAYERS):
-                y = layer(y)
-            mx.eval(y)
-
-        return usual_s(chain) / (LAYERS * A_LAYER)
-
-    def layer(self) -> Callable[[mx.array], mx.array]:
-        """Return a layer's kernels over rows (1, rows, hidden) → the same shape, not evaluated."""
-        from mlx import nn
-
-        head = next((size for size in HEAD_SIZES if self.hidden % size == 0), self.hidden)
-        weight = mx.ones((self.hidden,), dtype=_float_type())
-        mx.eval(weight)
-
-        def layer(y: mx.array) -> mx.array:
-            turned = mx.fast.rms_norm(y, weight, 1e-5).reshape(1, self.rows, -1, head).transpose(0, 2, 1, 3)
-            for _ in range(2):
-                turned = mx.fast.rope(turned, head, traditional=False, base=1e4, scale=1.0, offset=self.rows)
-            y = y + turned.transpose(0, 2, 1, 3).reshape(y.shape)
-            summed: mx.array = y + nn.silu(y) * mx.fast.rms_norm(y, weight, 1e-5)
-            return summed
-
-        return layer
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingTimer:
-    """The likeliest of a vocabulary's logits, brought to the host."""
-
-    vocabulary: int
-
-    def seconds(self) -> float:
-        """Return the seconds of choosing."""
-        logits = mx.zeros((1, self.vocabulary), dtype=_float_type())
-        mx.eval(logits)
-        return usual_s(lambda: mx.argmax(logits + 1.0, axis=-1).tolist())
-
-
-def ones(rows: int, columns: int) -> mx.array:
-    """Return the input of a layer, evaluated: (1, rows, columns)."""
-    x = mx.ones((1, rows, columns), dtype=_float_type())
-    mx.eval(x)
-    return x
-
-
-def _pair(seen: Any, tokens: int, dtype: mx.Dtype) -> list[mx.array]:
-    """Return keys and values (1, H, tokens, D), all a tenth."""
-    pair = [mx.full((1, seen.heads, tokens, dim), 0.1, dtype=dtype) for dim in (seen.key_dim, seen.value_dim)]
-    mx.eval(pair)
-    return pair
-
-
-def _multiplier(product: Product, *, unpacked: bool) -> Callable[[mx.array], mx.array]:
-    """Return what multiplies rows (1, N, columns) with a matrix of this kind."""
-    if unpacked and product.stack == 1:
-        return DenseLinear(_constant((product.columns, product.rows), mx.float32).T, None).__call__
-    if product.bits is not None:
-        return _packed(product)
-    matrix = _constant((product.stack, product.columns, product.rows), _float_type())
-    if product.stack == 1:
-        return lambda x: x @ matrix[0]
-    return lambda x: mx.gather_mm(_one_row(x), matrix, rhs_indices=_chosen(product, x.shape[1]))
-
-
-def _packed(product: Product) -> Callable[[mx.array], mx.array]:
-    assert product.bits is not None
-    affine = product.mode == "affine"
-    shape = (product.stack, product.rows)
-    weight = _constant((*shape, product.columns * product.bits // 32), mx.uint32)
-    # Microscaled formats keep one byte a group and no bias.
-    scales = _constant((*shape, product.columns // product.group_size), _float_type() if affine else mx.uint8)
-    biases = scales if affine else None
-    kwargs: Any = {"group_size": product.group_size, "bits": product.bits, "mode": product.mode, "transpose": True}
-    if product.stack == 1:
-        bias = None if biases is None else biases[0]
-        return lambda x: mx.quantized_matmul(x, weight[0], scales[0], bias, **kwargs)
-    return lambda x: mx.gather_qmm(
-        _one_row(x), weight, scales, biases, rhs_indices=_chosen(product, x.shape[1]), **kwargs
-    )
-
-
-def _chosen(product: Product, tokens: int) -> mx.array:
-    """Return experts (1, N, active) spread over the stack, as a router would choose."""
-    chosen = mx.arange(tokens * product.active) % product.stack
-    return chosen.astype(mx.uint32).reshape(1, tokens, product.active)
-
-
-def _one_row(x: mx.array) -> mx.array:
-    """x (1, N, C) → (1, N, 1, 1, C), as mlx-lm's switch layers do."""
-    return mx.expand_dims(x, (-2, -3))
-
-
-def _constant(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    value = mx.full(shape, 1, dtype=dtype)
-    mx.eval(value)
-    return value
-
-
-def _float_type() -> mx.Dtype:
-    """Return what the engine computes in: float32 on a CPU, a half on a GPU."""
-    return mx.float32 if device_kind() == "cpu" else mx.bfloat16
-
-
-def usual_s(run: Callable[[], Any], *, patience: float = 1.0) -> float:
-    """Return the lower quartile of a part's times: what others do on the machine only ever adds to them, and the best is luck.
-
-    patience: how much longer than other parts it is tried.
-    """
-    run()
-    times = sorted(_times(run, BUDGET_S * patience))
-    return times[len(times) // 4]
-
-
-def _times(run: Callable[[], Any], budget_s: float) -> Iterator[float]:
-    end = time.perf_counter() + budget_s
-    for count in range(MOST_TRIALS):
-        began = time.perf_counter()
-        if count >= LEAST_TRIALS and began > end:
-            return
-        run()
-        yield time.perf_counter() - began
-
-
-PATIENCE = 2.0
-"""A step of a model with such layers is little else than these: worth a closer look."""
-
-Step = Callable[["Cache"], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Turning:
-    """A layer's small kernels, attention and products, these each as often as the layer has it; as many layers as ``attending``
-    has caches, with weights of their own."""
-
-    launching: Launching
-    attending: AttentionTimer
-    multiplying: tuple[Multiplying, ...]
-
-    def seconds(self) -> float:
-        """Return the seconds of one layer, all its parts in turn."""
-        caches = self.attending.filled()
-        layers = [self._layer() for _ in caches]
-
-        def step() -> None:
-            for layer, cache in zip(layers, caches, strict=True):
-                layer(cache)
-            self.attending.rewind(caches)
-
-        return usual_s(step, patience=PATIENCE) / len(caches)
-
-    def _layer(self) -> Step:
-        """Return what runs a layer: what MLX computes is evaluated together, as NumPy's first product asks for it."""
-        hidden = self.launching.hidden
-        kernels, attend = self.launching.layer(), self.attending.attend()
-        given = {
-            columns: ones(1, columns) for columns in {hidden, *(each.product.columns for each in self.multiplying)}
-        }
-        lazy = [(each.product.columns, each.matrix()) for each in self.multiplying if not each.at_once]
-        numpy = [(each.product.columns, each.matrix()) for each in self.multiplying if each.at_once]
-        # Products of as many columns share their input, which is evaluated once: gate and up, queries, keys and values.
-        together = [
-            (columns, [matrix for _, matrix in group]) for columns, group in groupby(numpy, lambda pair: pair[0])
-        ]
-
-        def layer(cache: "Cache") -> None:
-            y = kernels(given[hidden])
-            products = [multiply(y if columns == hidden else given[columns]) for columns, multiply in lazy]
-            mx.eval(attend(cache), products, y)
-            for columns, group in together:
-                x = y if columns == hidden else given[columns] * 0.5
-                for multiply in group:
-                    multiply(x)
-
-        return layer
+def _pass_key(key: str, number: int) -> str:
+    """What a part's timing of a pass, 1 to PASSES, is kept as."""
+    return f"{key} | pass {number}"

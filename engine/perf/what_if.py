@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tokamac.engine.errors import OptionError
 from tokamac.engine.model.config import context_length
 from tokamac.engine.options import GROUP_SIZES, KVSpec
+from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Cost, Form
 from tokamac.engine.perf.footprint import Footprint, weigh
-from tokamac.engine.perf.hardware import CatalogueEntry, Repository, catalogue, files_bytes
 from tokamac.engine.perf.machine import Machine, elsewhere, everywhere, here
 from tokamac.engine.perf.memory import MemoryFit, giving_way
 from tokamac.engine.perf.roofline import (

@@ -23,11 +23,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, Kernel, kernel_of
-from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.config_cost import COMPRESSED, STATE, STATELESS_KV, value_bytes_of
+from tokamac.engine.perf.config_cost import COMPRESSED, STATE, STATELESS_KV
 from tokamac.engine.perf.cost import (
     Cost,
-    Form,
     Tensor,
     active_share,
     added_matrices,
@@ -40,7 +38,6 @@ from tokamac.engine.perf.cost import (
 
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan, LayerPlan
-    from tokamac.engine.perf.config_cost import Packing
 
 
 SPARSE = "compressed_sparse_attention"
@@ -615,53 +612,6 @@ def _kv_layer(layer: "LayerPlan", config: Mapping[str, Any], attention: Sequence
     text = text_config(config)
     share = text["head_dim"] / (text["head_dim"] + text["index_head_dim"])  # the rest are the keys that choose
     return replace(read, picked_bytes_per_token=round(layer.bytes_per_token * share), picked=chosen[0] * chosen[1])
-
-
-def work_of_config(
-    config: Mapping[str, Any],
-    *,
-    packing: "Packing | None" = None,
-    form: Form = "stored",
-    kv: KVSpec = KVSpec(),  # noqa: B008
-) -> Workload | str:
-    """Return the work of a model that need not be on disk, or the reason why it can't be said.
-
-    packing: instead of the config's own. Raises OptionError for a KV flag that the model's caches can't take.
-    """
-    from tokamac.engine.errors import ModelError
-    from tokamac.engine.kv import plan_caches
-    from tokamac.engine.perf.config_cost import cost_of_config
-
-    cost = cost_of_config(config, packing=packing, form=form)
-    if isinstance(cost, str):
-        return cost
-    try:
-        model = module_of(config, packing=packing, form=form)
-    except ModelError as error:
-        return error.message
-    return work_of(model, config, cost, plan_caches(model, config, kv))
-
-
-def module_of(config: Mapping[str, Any], *, packing: "Packing | None" = None, form: Form = "stored") -> Any:
-    """Return mlx-lm's module, hollow, with its weights in this form. Raises ModelUnsupportedError and ModelDamagedError."""
-    from mlx.utils import tree_unflatten
-
-    from tokamac.engine.model.skeleton import hollow_model
-    from tokamac.engine.perf.config_cost import pack
-
-    stored_bytes = 2 if packing else value_bytes_of(config)
-    model = hollow_model(config, stored_bytes if form == "stored" else 4)
-    unpacked = _plain(model) if form == "unpacked" else []
-    pack(model, config, packing)
-    model.update_modules(tree_unflatten(unpacked))
-    return model
-
-
-def _plain(model: Any) -> list[tuple[str, Any]]:
-    """Return the modules, by path, that a plain CPU unpacks (model/cpu.py): not the expert stacks, nor the stacks of heads."""
-    from mlx import nn
-
-    return [(path, module) for path, module in leaf_modules(model) if type(module) in (nn.Linear, nn.Embedding)]
 
 
 def _share(part: int, whole: int) -> float:

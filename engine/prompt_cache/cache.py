@@ -1,17 +1,12 @@
 """The prompt cache as requests see it: memory first, then the disk; and the idle work that fills the disk.
 
-What is stored are runs of the live caches. Caches that grow go in blocks of 256 tokens, so that conversations that begin alike
-share files, and a shorter last one, which the next turn replaces. Where some state can't be cut, a segment reaches from one place
-where it was frozen, the end of a prompt or of a reply, to the next, and holds the state there.
-
-Make the prompt cache of a loaded model from what the caller asked for.
-
-Whether what is stored is what a cold run computes: stored prefixes are computed again, and the logits after them compared.
+What is stored are runs of the live caches. Caches that grow are stored in blocks of 256 tokens, so that conversations with a common
+beginning share files, and a shorter last block, which the next turn replaces. Where some state can't be sliced, a segment reaches
+from one checkpoint, the end of a prompt or of a reply, to the next, and holds the state there.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -23,17 +18,14 @@ from tokamac.engine.kv import snapshot
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.peak_memory import predict_peak
-from tokamac.engine.prompt_cache.disk import DiskStore, Link, Rates, Segment, to_bytes, to_host
+from tokamac.engine.prompt_cache.disk import DiskStore, Link, Rates, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root, identify, identity
-from tokamac.engine.prompt_cache.interface import CacheStore, KnownPrefix, NoCache
-from tokamac.engine.prompt_cache.memory import CacheLease, Kept, MemoryStore
+from tokamac.engine.prompt_cache.memory import CachedRun, CacheLease, MemoryStore
 from tokamac.engine.prompt_cache.portable import Packet
 from tokamac.engine.prompt_cache.radix_tree import Node
-from tokamac.engine.runtime import Runtime
 
 if TYPE_CHECKING:
     from tokamac.engine.runtime import Runtime
-
 
 BLOCK = 256
 LEAST_TOKENS = 256
@@ -43,119 +35,218 @@ LEAST_TAIL = 32
 PAUSE_S = 0.02
 AWAIT_S = 1.0
 
+MEMORY_SHARE = 10
+"""By default the prompt cache may take a tenth of the memory budget, as it is whenever something must go, and"""
+LEAST_MEMORY = 64 << 20
+"""never fewer bytes than these."""
 
-class PromptCache:
-    """Computed prefixes in memory, and on disk where ``disk`` is given.
+ROUNDING, PACKED_ROUNDING = 1e-3, 0.05
+"""Differences of logits that rounding explains: the stored prefix was cut into other chunks. Where keys and values are packed, a
+difference in the last digit may put a number on the next step of its group's scale."""
+STEPS = 8
+"""Steps of the number type, at the size of the largest logit, that come on top: bfloat16 has few."""
 
-    identifying: the thread that finds out whose segments are this model's, and then calls ``use_disk``.
+
+@dataclass(frozen=True, slots=True)
+class KnownPrefix:
+    """How much of a prompt is known. tokens: computed already, in memory or on disk; disk_bytes: to read for that, in bytes."""
+
+    tokens: int
+    disk_bytes: int
+
+
+class CacheStore:
+    """Where requests get their caches from, and where these go afterwards. This base keeps nothing.
+
+    rates: measured speeds of prefill and disk. keeps: whether anything is ever reused. needs_checkpoints: whether requests can
+    continue only from checkpoints.
     """
 
-    def __init__(self, memory: MemoryStore, disk: DiskStore | None, rates: Rates) -> None:
+    keeps = False
+    needs_checkpoints = False
+
+    def __init__(self, rates: Rates) -> None:
         self.rates = rates
-        self.keeps = True
-        self.needs_marks = not memory.all_grow
+
+    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
+        """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is.
+
+        Use them inside ``with lease:``, which gives them back. keep: tokens that they pin.
+        """
+        raise NotImplementedError
+
+    def anew(self) -> "CacheStore":
+        """Return a store with the same disk and nothing in memory."""
+        raise NotImplementedError
+
+    def suspend(self, lease: CacheLease) -> None:
+        """Take back a lease in use, for others to use its caches until ``resume``."""
+
+    def resume(self, lease: CacheLease, ids: list[int]) -> None:
+        """Put a suspended lease in use again: it then holds the longest prefix of ``ids`` that is still known."""
+
+    def checkpoint(self, lease: CacheLease) -> None:
+        """Make the end of what a lease holds a place to continue from."""
+
+    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:  # noqa: ARG002
+        """Return how much of ``ids`` ``acquire`` would find."""
+        return KnownPrefix(0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, those of leased caches included."""
+        return 0
+
+    @property
+    def aside(self) -> int:
+        """Bytes in memory beside the leased caches."""
+        return 0
+
+    def shrink(self, wanted: int) -> int:  # noqa: ARG002
+        """Evict so many of those bytes from memory; return how many were freed."""
+        return 0
+
+    def clear(self) -> None:
+        """Forget everything in memory."""
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """The disk; None where there is none."""
+        return None
+
+    @property
+    def trouble(self) -> str | None:
+        """What the user should know about the disk; None while all is well."""
+        return None
+
+    def idle(self) -> float | None:
+        """Do a little of the work that can wait; return after how many seconds to call again, or None."""
+        return None
+
+    def flush(self, seconds: float) -> None:
+        """Do all work that can wait, in so many seconds at most."""
+
+    def stored(self) -> list[tuple[list[int], int | None]]:
+        """Return the prefixes on disk that no other continues, each with the number of tokens its caches pin."""
+        return []
+
+    def packets(self) -> Iterator[Packet]:
+        """Yield what the last leased caches hold, as segments of the disk in order."""
+        return iter(())
+
+
+class NoCache(CacheStore):
+    """Never reuses anything. make: makes empty caches with a number of pinned tokens."""
+
+    def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
+        super().__init__(Rates())
+        self._make = make
+
+    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
+        """Return empty caches."""
+        return CacheLease([], self._make(keep), keep)
+
+    def anew(self) -> CacheStore:
+        """Return itself: it holds nothing."""
+        return self
+
+
+class PromptCache(CacheStore):
+    """Computed prefixes in memory, and on disk where ``disk`` is given.
+
+    identifying: the thread that works out which stored segments are this model's and then calls ``use_disk``.
+    """
+
+    keeps = True
+
+    def __init__(self, memory: MemoryStore, disk: DiskStore | None, rates: Rates) -> None:
+        super().__init__(rates)
+        self.needs_checkpoints = not memory.all_grow
+        self.identifying: Thread | None = None
         self._memory = memory
         self._disk = disk
-        self.identifying: Thread | None = None
-        self._lent = False
         self._replaced: tuple[str, list[int]] | None = None
         self._written: set[str] = (
             set()
         )  # since the last request: what a small budget drops again is not written in circles
 
     def use_disk(self, disk: DiskStore) -> None:
-        """Store what is computed from now on, and look there for what was. Callable from any thread."""
+        """From now on, store what is computed and look there for what was. Callable from any thread."""
         self._disk = disk
+
+    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
+        """Return the live caches, filled from memory and then from the disk."""
+        self._written.clear()
+        lease = self._memory.acquire(ids, keep)
+        links = self._links(ids, keep, len(lease.ids))
+        return self._restore(lease, links, ids) if links else lease
+
+    def anew(self) -> CacheStore:
+        """Return a store with the same disk and nothing in memory."""
+        return PromptCache(self._memory.anew(), self._disk, Rates())
+
+    def suspend(self, lease: CacheLease) -> None:
+        """Take the live caches back."""
+        self._memory.suspend(lease)
+
+    def resume(self, lease: CacheLease, ids: list[int]) -> None:
+        """Lease them again, filled as ``acquire`` fills them."""
+        self.acquire([*ids, 0], lease.keep)  # any last id will do: it is never held
+        self._memory.adopt(lease)
+
+    def checkpoint(self, lease: CacheLease) -> None:
+        """Freeze what can't be sliced."""
+        self._memory.checkpoint(lease)
+
+    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
+        """Return what is in memory, and what on disk beyond it is worth reading."""
+        held = self._memory.reachable(ids, keep)
+        links = self._links(ids, keep, held)
+        return KnownPrefix(links[-1].stop if links else held, sum(link.entry.size for link in links))
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
+        """Bytes in memory."""
         return self._memory.nbytes
+
+    @property
+    def aside(self) -> int:
+        """Bytes in memory beside the live caches."""
+        return self._memory.aside
+
+    def shrink(self, wanted: int) -> int:
+        """Evict so many of those bytes; what is on disk stays there."""
+        return self._memory.shrink(wanted)
+
+    def clear(self) -> None:
+        """Forget everything in memory."""
+        self._memory.clear()
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """The disk; waits until it is known which segments are this model's."""
+        if self._disk is None and self.identifying is not None:
+            self.identifying.join()
+        return self._disk
 
     @property
     def trouble(self) -> str | None:
         """What went wrong with the disk, once something did."""
         return self._disk.trouble if self._disk else None
 
-    @property
-    def disk(self) -> DiskStore | None:
-        """The disk, waited for where it is not yet known whose segments are this model's."""
-        if self._disk is None and self.identifying is not None:
-            self.identifying.join()
-        return self._disk
-
-    def packets(self, disk: DiskStore) -> Iterator[Packet]:
-        """Yield what the live caches hold as segments that follow one another from the beginning, as ``disk`` names them."""
-        live, end = self._memory.live, self._memory.end
-        assert live is not None
-        ids = list(live.ids)
-        bounds = [*range(BLOCK, len(ids), BLOCK), len(ids)] if self._memory.all_grow else [len(ids)]
-        states = None if self._memory.all_grow else self._memory.freeze()
-        names = disk.names(ids, bounds, live.keep)
-        for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
-            piece = self._memory.cut(end, start, stop)
-            yield Packet(parent, name, to_bytes(to_host(start, ids[start:stop], piece, states)))
-
-    def take(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return the live caches, filled from memory and then from the disk as far as both know ``ids``."""
-        self._written.clear()
-        slot = self._memory.take(ids, keep)
-        links = self._worth(ids, keep, len(slot.ids))
-        return self._restored(slot, links, ids) if links else slot
-
-    @contextmanager
-    def lending(self, slot: CacheLease) -> Iterator[CacheLease]:
-        """Lend the live caches."""
-        self._lent = True
-        try:
-            with self._memory.lending(slot):
-                yield slot
-        finally:
-            self._lent = False
-
-    def rest(self, slot: CacheLease) -> None:
-        """Take the live caches back."""
-        self._memory.rest(slot)
-        self._lent = False
-
-    def resume(self, slot: CacheLease, ids: list[int]) -> None:
-        """Lend them again, filled as ``take`` fills them."""
-        self.take([*ids, 0], slot.keep)  # the last id is never held: here it is any
-        self._memory.adopt(slot)
-        self._lent = True
-
-    def mark(self, slot: CacheLease) -> None:
-        """Freeze what can't be cut."""
-        self._memory.mark(slot)
-
-    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
-        """Return what is in memory, and what on disk beyond it is worth reading."""
-        held = self._memory.reachable(ids, keep)
-        links = self._worth(ids, keep, held)
-        if not links:
-            return KnownPrefix(held, 0)
-        return KnownPrefix(links[-1].stop, sum(link.entry.size for link in links))
-
-    @property
-    def aside(self) -> int:
-        """Bytes in memory beside the caches that are lent."""
-        return self._memory.aside
-
-    def shrink(self, wanted: int) -> int:
-        """Let go of so many of them; what is on disk stays there."""
-        return self._memory.shrink(wanted)
-
-    def clear(self) -> None:
-        """Forget what is in memory."""
-        self._memory.clear()
-
     def stored(self) -> list[tuple[list[int], int | None]]:
         """Return the prefixes on disk that no other continues."""
         return self._disk.ends() if self._disk else []
 
-    def anew(self) -> CacheStore:
-        """Return a store with the same disk and nothing in memory."""
-        return PromptCache(self._memory.anew(), self._disk, Rates())
+    def packets(self) -> Iterator[Packet]:
+        """Yield what the live caches hold as consecutive segments, named for the disk."""
+        disk, live, end = self.disk, self._memory.live, self._memory.end
+        assert disk is not None
+        ids, states = list(live.ids), self._memory.freeze()
+        bounds = [len(ids)] if self.needs_checkpoints else [*range(BLOCK, len(ids), BLOCK), len(ids)]
+        for start, stop, parent, name in disk.parts(ids, bounds, live.keep):
+            piece = self._memory.cut(end, start, stop)
+            yield Packet(parent, name, to_bytes(to_host(start, ids[start:stop], piece, states)))
 
     def flush(self, seconds: float) -> None:
         """Store what is to be stored, in so many seconds at most."""
@@ -167,11 +258,11 @@ class PromptCache:
         self._disk.wait(max(0.0, deadline - time.monotonic()))
 
     def idle(self) -> float | None:
-        """Begin to write the next segment of what is in memory, if the last is written; return when there may be more to do."""
+        """Begin to write the next segment, if the last one is written; return when to look again."""
         disk = self._disk
         if disk is None:
             return AWAIT_S if self.identifying is not None else None
-        if self._memory.live is None or self._lent:
+        if self._memory.is_empty or self._memory.in_use:
             return None
         if disk.is_writing:
             return PAUSE_S
@@ -183,143 +274,124 @@ class PromptCache:
             disk.remove_shorter(*self._replaced)
             self._replaced = None
         try:
-            begun = any(self._write_next(disk, keep, end) for keep, end in self._memory.ends())
+            begun = any(self._write_next(disk, keep, leaf) for keep, leaf in self._memory.leaves())
         except (RuntimeError, ValueError) as error:  # MLX has no memory for the copy, say
             disk.fail(f"the prompt cache can't be written ({error}): it stays in memory")
             return disk.rest_s
         return PAUSE_S if begun else None
 
-    def _write_next(self, disk: DiskStore, keep: int | None, end: Node[Kept]) -> bool:
-        """Begin to write the first segment on the path to ``end`` that is not stored; return whether there was one."""
-        places, ids = self._places(end), end.ids()
-        bounds = list(places)
-        names = disk.names(ids, bounds, keep)
-        for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
+    def _write_next(self, disk: DiskStore, keep: int | None, leaf: Node[CachedRun]) -> bool:
+        """Begin to write the first segment on the path to ``leaf`` that is not stored; return whether there was one."""
+        ends, ids = self._segment_ends(leaf), leaf.ids()
+        for start, stop, parent, name in disk.parts(ids, list(ends), keep):
             if disk.has(name) or name in self._written:
                 continue
             self._written.add(name)
-            node, tokens = places[stop], ids[start:stop]
-            states = node.kept.states if node else None
-            segment = to_host(start, tokens, self._memory.cut(end, start, stop), states)
+            node, tokens = ends[stop], ids[start:stop]
+            states = node.value.states if node else None
+            segment = to_host(start, tokens, self._memory.cut(leaf, start, stop), states)
             if not self.rates.is_worth(segment.nbytes, len(tokens) if node is None else stop):
                 return False
             disk.write(segment, parent, name)
             if node is None:
                 self._replaced = parent, tokens
             else:
-                node.kept.stored = True
+                node.value.stored = True
             return True
         return False
 
-    def _places(self, end: Node[Kept]) -> dict[int, Node[Kept] | None]:
-        """Return where the segments of a path end, with the nodes of which states are stored, if some can't be cut."""
-        if end.stop < LEAST_TOKENS:
+    def _segment_ends(self, leaf: Node[CachedRun]) -> dict[int, Node[CachedRun] | None]:
+        """Return where the segments of a path end, with the nodes whose states they hold, if some can't be sliced."""
+        if leaf.stop < LEAST_TOKENS:
             return {}
-        if self._memory.all_grow:
-            whole = list(range(BLOCK, end.stop + 1, BLOCK))
-            return dict.fromkeys([*whole, end.stop] if end.stop - whole[-1] >= LEAST_TAIL else whole)
-        if end is self._memory.end:
+        if not self.needs_checkpoints:
+            whole = list(range(BLOCK, leaf.stop + 1, BLOCK))
+            return dict.fromkeys([*whole, leaf.stop] if leaf.stop - whole[-1] >= LEAST_TAIL else whole)
+        if leaf is self._memory.end:
             self._memory.freeze()
-        places: dict[int, Node[Kept] | None] = {}
+        ends: dict[int, Node[CachedRun] | None] = {}
         last = LEAST_TOKENS - LEAST_TAIL
-        for node in end.path():
-            if node.kept.stored or (node.kept.states is not None and node.stop - last >= LEAST_TAIL):
-                places[node.stop] = node
+        for node in leaf.path():
+            if node.value.stored or (node.value.states is not None and node.stop - last >= LEAST_TAIL):
+                ends[node.stop] = node
                 last = node.stop
-        return places
+        return ends
 
-    def _worth(self, ids: list[int], keep: int | None, held: int) -> list[Link]:
-        """Return the stored segments that continue the ``held`` first ids, if to read them is worth it."""
+    def _links(self, ids: list[int], keep: int | None, held: int) -> list[Link]:
+        """Return the stored segments that continue the first ``held`` ids, where reading them is worth it."""
         if self._disk is None or len(ids) - 1 - held < LEAST_TAIL:
             return []
         links = self._disk.chain(ids[:-1], keep)
-        if links and not links[-1].whole and not self._memory.all_grow:
+        if links and not links[-1].whole and self.needs_checkpoints:
             links.pop()
         links = [link for link in links if link.stop > held]
         if not links or not self.rates.is_worth(sum(link.entry.size for link in links), links[-1].stop - held):
             return []
         return links
 
-    def _restored(self, slot: CacheLease, links: list[Link], ids: list[int]) -> CacheLease:
-        """Append stored segments to the live caches. What turns out damaged or foreign is a miss."""
-        assert self._disk is not None
-        states_wanted = not self._memory.all_grow
-        loaded = self._load(links, ids)
-        if states_wanted:
-            loaded = iter(list(loaded))  # all, or there is no state to stand on
-        taken, began = 0, time.perf_counter()
-        for link, segment in loaded:
-            last = link is links[-1]
-            taken += 1
-            try:
-                snapshot.extend(
-                    slot.caches, segment.piece, len(slot.ids) - link.start, link.tokens, room=links[-1].stop
-                )
-                if states_wanted and last:
-                    snapshot.thaw(slot.caches, segment.states or ())
-            except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
-                self._disk.discard(link.entry)
-                return self._memory.restart(slot.keep)
-            slot.ids.extend(segment.tokens[len(slot.ids) - link.start : link.tokens])
-            node = self._memory.follow(list(slot.ids), segment.states if states_wanted else None)
-            node.kept.stored = states_wanted
-        if states_wanted and taken < len(links):
-            return self._memory.restart(slot.keep)
-        self.rates.saw_read(sum(link.entry.size for link in links[:taken]), time.perf_counter() - began)
-        return slot
-
-    def _load(self, links: list[Link], ids: list[int]) -> Iterator[tuple[Link, Segment]]:
-        """Yield what is stored of the links until one of them is a miss."""
-        assert self._disk is not None
-        disk = self._disk
-        for link in links:
-            segment = disk.load(link, ids)
+    def _restore(self, lease: CacheLease, links: list[Link], ids: list[int]) -> CacheLease:
+        """Append stored segments to the live caches. A damaged or foreign one is a miss."""
+        disk, fixed = self._disk, self.needs_checkpoints
+        assert disk is not None
+        began, size = time.perf_counter(), 0
+        loaded = (disk.load(link, ids) for link in links)
+        segments = list(loaded) if fixed else loaded
+        if isinstance(segments, list) and any(segment is None for segment in segments):
+            return lease  # only the last segment holds a state to continue from
+        for link, segment in zip(links, segments, strict=True):
             if segment is None:
-                return
-            yield link, segment
-
-
-MEMORY_SHARE = 10
-"""One part in so many of what may be used is for the prompt cache, as it is whenever room is made in it, and"""
-LEAST_MEMORY = 64 << 20
-"""never fewer bytes than these."""
+                break
+            begin = len(lease.ids) - link.start
+            try:
+                snapshot.extend(lease.caches, segment.piece, begin, link.tokens, room=links[-1].stop)
+                if fixed and link is links[-1]:
+                    snapshot.thaw(lease.caches, segment.states or ())
+            except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
+                disk.discard(link.entry)
+                return self._memory.restart(lease.keep)
+            lease.ids.extend(segment.tokens[begin : link.tokens])
+            node = self._memory.follow(list(lease.ids), segment.states if fixed else None)
+            node.value.stored = fixed
+            size += link.entry.size
+        self.rates.saw_read(size, time.perf_counter() - began)
+        return lease
 
 
 def open_cache(
-    spec: PromptCacheSpec | None, runtime: Runtime, *, folder: Path, name: str, **more: object
+    spec: PromptCacheSpec | None, runtime: "Runtime", *, folder: Path, name: str, **more: object
 ) -> CacheStore:
     """Return the prompt cache of the model in ``folder``, called ``name``; one that keeps nothing where ``spec`` is None.
 
-    more: whatever beside files and KV settings decides what its keys and values look like.
+    more: what else, beside files and KV settings, decides what its keys and values look like.
     """
     if spec is None:
         return NoCache(runtime.new_caches)
     rates = Rates()
-    asked = spec.memory_bytes
+    most = spec.memory_bytes
 
     def budget() -> int:
-        return max(LEAST_MEMORY, (runtime.memory_budget or 0) // MEMORY_SHARE) if asked is None else asked
+        return max(LEAST_MEMORY, (runtime.memory_budget or 0) // MEMORY_SHARE) if most is None else most
 
     def beside(held: int) -> int:
-        return 0 if asked is not None else _room_beside(runtime, cache, held)
+        return 0 if most is not None else _free_beside(runtime, cache, held)
 
     grow = snapshot.all_grow(runtime.new_caches(0))
     cache = PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow, beside=beside), None, rates)
     if spec.disk:
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
 
-        def known(weights: str) -> None:
+        def identified(weights: str) -> None:
             model = identity(folder, runtime.kv, weights, device=runtime.device, **more)
             cache.use_disk(DiskStore(stored, model.fingerprint, name, rates, identity=model))
 
-        cache.identifying = identify(folder, stored.root, known)
+        cache.identifying = identify(folder, stored.root, identified)
     return cache
 
 
-def _room_beside(runtime: Runtime, cache: PromptCache, held: int) -> int:
-    """Return the bytes that memory has, without taking from other programs, beside a conversation of ``held`` tokens that goes on.
+def _free_beside(runtime: "Runtime", cache: PromptCache, held: int) -> int:
+    """Return the bytes free, without taking from other programs, beside a conversation of ``held`` tokens that continues.
 
-    Its next piece of prompt is predicted; where less is left when it comes, the memory ladder lets go of what is kept beside.
+    Predicts its next chunk of prompt; should less be left when that comes, the memory ladder evicts what is kept beside.
     """
     whole, left = runtime.memory_budget, memory.available()
     if whole is None:
@@ -330,19 +402,11 @@ def _room_beside(runtime: Runtime, cache: PromptCache, held: int) -> int:
     return (whole if left is None else min(whole, left)) - others - peak
 
 
-ROUNDING, PACKED_ROUNDING = 1e-3, 0.05
-"""Differences of logits that rounding explains: what was stored was computed in chunks that ended elsewhere. Where keys and values
-are packed, one in the last digit may put a number on the next step of its group's scale."""
-
-STEPS = 8
-"""Steps of the number type, at the size of the largest logit, that come on top: bfloat16 has few."""
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A stored prefix of so many tokens, computed again.
+    """A stored prefix, computed again. tokens: its length.
 
-    difference: the largest of the logits after it, warm against cold. bound: up to that it is rounding. top_same: whether the
+    difference: the largest between the logits after it, warm and cold. bound: up to that it is rounding. top_same: whether the
     likeliest token is the same.
     """
 
@@ -353,27 +417,30 @@ class Check:
 
 
 def check(runtime: "Runtime", store: CacheStore, cancelled: Callable[[], bool]) -> Generator[Check, None, None]:
-    """Yield a check for every stored prefix that no other continues, the longest first. The store's own caches are left alone."""
+    """Compute every stored prefix that no other continues again, longest first, and compare the logits after it.
+
+    The store's own caches are left alone.
+    """
     for ids, keep in sorted(store.stored(), key=lambda each: -len(each[0])):
         prompt = [*ids, ids[-1]]
-        slot = store.anew().take(prompt, keep)
-        if len(slot.ids) == len(ids):  # else it was damaged, and is gone now
-            warm = _after(runtime.model, slot.caches, prompt[len(ids) :], 1, cancelled)
-            cold = _after(runtime.model, runtime.new_caches(keep), prompt, runtime.prefill_chunk, cancelled)
+        lease = store.anew().acquire(prompt, keep)
+        if len(lease.ids) == len(ids):  # else it was damaged, and is gone now
+            warm = _logits_after(runtime.model, lease.caches, prompt[len(ids) :], 1, cancelled)
+            cold = _logits_after(runtime.model, runtime.new_caches(keep), prompt, runtime.prefill_chunk, cancelled)
             if cancelled():
                 return
-            yield _compared(len(ids), warm, cold, packed=runtime.kv.quantized)
+            yield _compare(len(ids), warm, cold, packed=runtime.kv.quantized)
 
 
-def _compared(tokens: int, warm: mx.array, cold: mx.array, *, packed: bool) -> Check:
+def _compare(tokens: int, warm: mx.array, cold: mx.array, *, packed: bool) -> Check:
     step = mx.finfo(cold.dtype).eps * float(mx.max(mx.abs(cold)))
     bound = (PACKED_ROUNDING if packed else ROUNDING) + STEPS * step
     difference = float(mx.max(mx.abs(warm.astype(mx.float32) - cold.astype(mx.float32))))
     return Check(tokens, difference, bound, mx.argmax(warm).item() == mx.argmax(cold).item())
 
 
-def _after(model: Any, caches: list[Any], ids: list[int], chunk: int, cancelled: Callable[[], bool]) -> mx.array:
-    """Return the logits (vocabulary,) after the last of ``ids``, computed in chunks; of an earlier one when cancelled."""
+def _logits_after(model: Any, caches: list[Any], ids: list[int], chunk: int, cancelled: Callable[[], bool]) -> mx.array:
+    """Return the logits (V,) after the last of ``ids``, computed in chunks; after an earlier one when cancelled."""
     logits = mx.zeros(0)
     for begin in range(0, len(ids), chunk):
         logits = model(mx.array([ids[begin : begin + chunk]]), cache=caches)[0, -1]

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import OptionError
+from tokamac.engine.kv import snapshot
+from tokamac.engine.prompt_cache.cache import CacheStore
 from tokamac.engine.prompt_cache.disk import DamagedError, DiskStore, Segment, from_bytes
-from tokamac.engine.prompt_cache.folder import Identity, SegmentEntry
-from tokamac.engine.prompt_cache.interface import CacheStore
+from tokamac.engine.prompt_cache.folder import Identity, SegmentEntry, child_name, root_name
 from tokamac.engine.prompt_cache.portable import (
     Packet,
     Portable,
     PortableError,
     check_identity,
-    check_packet,
-    damaged_segment,
-    first_name,
+    damaged,
     packets_of,
     read_portable,
     write_portable,
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from tokamac.engine.runtime import Runtime
 
 LEAST_TOKENS = 33
-"""Fewer are never read from the disk: they are computed in a moment."""
+"""Shorter prompts are never read from the disk: they are computed in a moment."""
+FOREIGN = "a part of it holds no keys and values of this model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,6 @@ class Exchanged:
     new_bytes: int = 0
 
 
-def export(runtime: "Runtime", store: CacheStore, file: Path, ids: list[int], keep: int | None) -> Exchanged:
-    """Write what the live caches hold, the keys and values of ``ids``, to a file that is not there yet. Raises TokamacError."""
-    disk, identity = _place(store)
-    packets = store.packets(disk)
-    facts = {"model": disk.label, "identity": identity, "kv": runtime.kv, "keep": keep, "tokens": len(ids)}
-    size = write_portable(file, packets, **facts)  # type: ignore[arg-type]
-    return Exchanged(file, len(ids), size)
-
-
 def check_worth(ids: list[int]) -> None:
     """Raise OptionError for a prompt that would never be read from a disk."""
     if len(ids) < LEAST_TOKENS:
@@ -56,19 +47,28 @@ def check_worth(ids: list[int]) -> None:
         )
 
 
-def take_in(runtime: "Runtime", store: CacheStore, file: Path, vocabulary: int) -> Exchanged:
-    """Put a computed prompt into the disk cache of the loaded model, all of it or, where something fails, nothing.
+def export(runtime: "Runtime", store: CacheStore, file: Path, ids: list[int], keep: int | None) -> Exchanged:
+    """Write what the live caches hold, the keys and values of ``ids``, to a new file. Raises TokamacError."""
+    disk, identity = _disk_of(store)
+    size = write_portable(
+        file, store.packets(), model=disk.label, identity=identity, kv=runtime.kv, keep=keep, tokens=len(ids)
+    )
+    return Exchanged(file, len(ids), size)
 
-    All of the file is checked before anything is stored. Raises TokamacError.
+
+def take_in(runtime: "Runtime", store: CacheStore, file: Path, vocabulary: int) -> Exchanged:
+    """Put a computed prompt into the disk cache of the loaded model: all of it or, where something fails, nothing.
+
+    The whole file is checked before anything is stored. Raises TokamacError.
     """
-    disk, identity = _place(store)
+    disk, identity = _disk_of(store)
     of = read_portable(file)
     check_identity(file, of, identity, runtime.kv)
     _check(runtime, file, of, vocabulary)
     written: list[SegmentEntry] = []
     try:
         for packet in packets_of(file, of):
-            if (entry := disk.take_in(packet)) is not None:
+            if (entry := disk.store(packet)) is not None:
                 written.append(entry)
     except BaseException as error:
         for entry in written:
@@ -82,7 +82,7 @@ def take_in(runtime: "Runtime", store: CacheStore, file: Path, vocabulary: int) 
     return Exchanged(file, of.tokens, file.stat().st_size, sum(entry.size for entry in written))
 
 
-def _place(store: CacheStore) -> tuple[DiskStore, Identity]:
+def _disk_of(store: CacheStore) -> tuple[DiskStore, Identity]:
     disk = store.disk
     if disk is None or disk.identity is None:
         raise OptionError(
@@ -93,48 +93,42 @@ def _place(store: CacheStore) -> tuple[DiskStore, Identity]:
 
 
 def _check(runtime: "Runtime", file: Path, of: Portable, vocabulary: int) -> None:
-    """Raise PortableError unless the segments follow one another, and hold what this model's caches take."""
+    """Raise PortableError unless the segments are consecutive, and hold what this model's caches take."""
     caches = runtime.new_caches(of.keep)
-    shapes: tuple[object, ...] | None = None
-    before, at = first_name(of), 0
+    shapes: list[object] | None = None
+    parent, at = root_name(of.identity.fingerprint, of.keep), 0
     for packet in packets_of(file, of):
-        segment = _segment(file, packet)
-        check_packet(file, packet, segment.tokens, segment.start, (before, at))
-        found = _shapes(segment)
+        try:
+            segment = from_bytes(packet.data)
+        except DamagedError as error:
+            raise damaged(file, FOREIGN) from error
+        if not _continues(packet, segment, parent, at):
+            raise damaged(file, "its parts are not consecutive")
+        found = list(_shapes(segment))
         if min(segment.tokens, default=-1) < 0 or max(segment.tokens) >= vocabulary or shapes not in (None, found):
-            raise damaged_segment(file)
-        if shapes is None:
-            _try(file, segment, caches)
-        shapes, before, at = found, packet.name, at + len(segment.tokens)
+            raise damaged(file, FOREIGN)
+        if shapes is None:  # try the first one in empty caches, as a prompt would
+            try:
+                snapshot.extend(caches, segment.piece, room=len(segment.tokens))
+                if segment.states is not None:
+                    snapshot.thaw(caches, segment.states)
+            except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
+                raise damaged(file, FOREIGN) from error
+        shapes, parent, at = found, packet.name, at + len(segment.tokens)
     if at != of.tokens:
-        raise damaged_segment(file)
+        raise damaged(file, FOREIGN)
 
 
-def _segment(file: Path, packet: Packet) -> Segment:
+def _continues(packet: Packet, segment: Segment, parent: str, at: int) -> bool:
     try:
-        return from_bytes(packet.data)
-    except DamagedError as error:
-        raise damaged_segment(file) from error
+        named = child_name(parent, segment.tokens) == packet.name
+    except (ValueError, OverflowError):
+        return False
+    return named and packet.parent == parent and segment.start == at
 
 
-def _try(file: Path, segment: Segment, caches: list[object]) -> None:
-    """Put the first segment into empty caches, as a prompt would."""
-    from tokamac.engine.kv import snapshot
-
-    try:
-        snapshot.extend(caches, segment.piece, room=len(segment.tokens))
-        if segment.states is not None:
-            snapshot.thaw(caches, segment.states)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
-        raise damaged_segment(file) from error
-
-
-def _shapes(segment: Segment) -> tuple[object, ...]:
-    """Return what is alike in all segments of a prompt; each array of a piece must have a slot a token."""
-    return tuple(_of_piece(segment))
-
-
-def _of_piece(segment: Segment) -> Iterator[object]:
+def _shapes(segment: Segment) -> Iterator[object]:
+    """Yield what is alike in all segments of a prompt; each array of a slice must have a slot for each token."""
     for arrays in segment.piece:
         for array in arrays:
             tokens = array.shape[-2] if array.ndim >= 2 else -1

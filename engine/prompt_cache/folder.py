@@ -1,20 +1,18 @@
-"""The folder of stored segments: files that are whole or not there, within a total size and a daily amount of writing. No MLX here.
+"""The folder of stored segments, and whose they are. No MLX here.
 
-    <root>/<model fingerprint>/<parent>.<name>.<checksum>.kv      one segment; the checksum is of all its bytes
+    <root>/<model fingerprint>/<parent>.<name>.<checksum>.kv      one segment; the checksum covers all its bytes
     <root>/written-2026-11-21                                     a line for each write of that day: its bytes
-    <root>/<fingerprint>/.new-…                                   being written, and locked by who does
+    <root>/<fingerprint>/.new-…                                   being written, and locked by its writer
+    <root>/weights.json                                           digests of weight files that were read
 
-A name says what a file is, and the checksum in it whether that is still so: a file that was cut short, damaged or swapped is
-removed when it is read. Several processes may use the folder: files appear by renaming, and who finds one gone has a miss.
+Files are whole or not there, within a total size and a daily amount of writing. A name says what a file is, and its checksum
+whether that still holds: a truncated, damaged or swapped file is removed when it is read. Several processes may share the folder:
+files appear by renaming, and one that is gone is a miss.
 
-What tells a model's weights apart from all others: a digest of every byte of them. No MLX here.
-
-Two models may differ in one layer alone, a merge or an edit, and keys and values of the one would be wrong for the other. In the
-hub's cache a file's name is its SHA-256 already. Any other file is read whole, once: its digest is remembered by device, inode,
-size and the times of its last changes, which no file keeps when something else is written into it. Where there is much to read, a
-thread does it, and the prompt cache has no disk until it is done.
-
-What stored segments are called: names that only the same model, settings and tokens can lead to. No MLX here.
+Only the same model, settings and tokens lead to a segment's name. Two models may differ in one layer alone, after a merge or an
+edit, so every byte of the weights counts. In the hub's cache a file's name is its SHA-256 already. Any other file is read whole,
+once: its digest is remembered by device, inode, size and times of change, which do not survive an edit in place. Where there is
+much to read, a thread does it, and until then the prompt cache has no disk.
 """
 
 import contextlib
@@ -48,25 +46,46 @@ LABEL = "model.txt"
 LEDGER_BYTES, LABEL_BYTES = 64 << 20, 1 << 20
 """A day's count of writing, and a model's label, at most."""
 LEAST_AGE_S = 60.0
-"""A file that is being written is left alone for so long, locked or not."""
+"""A file being written is left alone for so long, locked or not."""
 
 TOTAL_BYTES, TOTAL_SHARE = 8 << 30, 10
-"""All segments at most: so many bytes, and one part in ten of the disk."""
+"""All segments at most: so many bytes, and a tenth of the disk."""
 DAILY_BYTES = 16 << 30
 """Written in a day at most: a disk of 1 TB that may be written 600 times over lasts a hundred years of such days."""
 MORE_ROOM = 50
-"""Where room must be made, one part in so many of the total is freed beyond it."""
+"""Where room must be made, a fiftieth of the total is freed beyond it."""
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 20
-"""Left free on the disk: so many bytes, or one part in twenty of a small one."""
+"""Left free on the disk: so many bytes, or a twentieth of a small disk."""
+
+FORMAT = 2
+"""Version of the stored files. It is part of the fingerprint, so files of another version are never found."""
+TEXT_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+FILE = "weights.json"
+MOST_REMEMBERED = 2000
+AT_ONCE_BYTES = 256 << 20
+"""So many unread bytes of weights are read at once; more are read by a thread."""
+READ_BYTES = 8 << 20
+BLOB = re.compile(r"[0-9a-f]{64}")
+"""Where a file of the hub's cache links to: ``blobs/<SHA-256>``."""
 
 
 class FullError(OSError):
-    """A budget does not allow to write."""
+    """A budget does not allow the write."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """A stored segment: the names of its parent and itself, its file and size, and when it was last of use (seconds)."""
+    """A stored segment: the names of its parent and itself, its file and size, and when it was last used (seconds)."""
 
     parent: str
     name: str
@@ -92,6 +111,14 @@ class Budgets:
 
     total: int | None = None
     daily: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What keys and values are computed by. fingerprint: 32 hexadecimal digits; facts: what they were made of, part by part."""
+
+    fingerprint: str
+    facts: Mapping[str, Any]
 
 
 def default_root() -> Path:
@@ -153,7 +180,7 @@ class Folder:
                         yield SegmentEntry(match[1], match[2], Path(file.path), at.st_size, at.st_mtime)
 
     def read(self, entry: SegmentEntry) -> bytes | None:
-        """Return a segment's bytes, and note its use; None, and the file is gone, if they are not what was written."""
+        """Return a segment's bytes, and note its use; None, and the file is removed, if they are not what was written."""
         try:
             data = read_bytes(entry.path, self.total_budget)
         except OSError:
@@ -177,7 +204,7 @@ class Folder:
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer lives, also to another container
+                fcntl.flock(file, fcntl.LOCK_EX)  # tells other processes, and containers, that its writer is alive
                 file.write(data)
                 file.flush()
                 to_disk(file.fileno())
@@ -195,7 +222,7 @@ class Folder:
             entry.path.unlink()
 
     def tidy(self) -> None:
-        """Remove what processes left that died while they wrote, and the counts of earlier days."""
+        """Remove what processes left that died while writing, and the counts of earlier days."""
         for folder in self._model_folders():
             for path in folder.glob(".new-*"):
                 if _is_abandoned(path):
@@ -206,20 +233,25 @@ class Folder:
 
     def clear(self) -> int:
         """Remove all segments of all models; return the bytes. The day's count of writing stays."""
-        freed = 0
+        before = self._stored_bytes()
         for folder in self._model_folders():
-            freed += sum(entry.size for entry in self.entries(folder.name))
             shutil.rmtree(folder, ignore_errors=True)  # another process may write, or clear, at the same time
-        left = sum(entry.size for folder in self._model_folders() for entry in self.entries(folder.name))
-        if left and freed and left >= freed:
-            raise OSError(f"nothing of {self.root} could be removed")
-        return freed - left
+        left = self._stored_bytes()
+        if left and before and left >= before:
+            raise OSError(f"nothing in {self.root} could be removed")
+        return before - left
 
     def _model_folders(self) -> list[Path]:
         try:
             return [path for path in self.root.iterdir() if MODEL.fullmatch(path.name) and path.is_dir()]
         except OSError:
             return []
+
+    def _all_entries(self) -> list[SegmentEntry]:
+        return [entry for folder in self._model_folders() for entry in self.entries(folder.name)]
+
+    def _stored_bytes(self) -> int:
+        return sum(entry.size for entry in self._all_entries())
 
     def _make(self, folder: Path, label: str) -> None:
         for each in (self.root, folder):
@@ -232,18 +264,18 @@ class Folder:
                 file.write(label)
 
     def _make_room(self, size: int) -> None:
-        """Remove what was not used for longest until ``size`` more bytes fit. Raises FullError where they never will."""
+        """Remove the least recently used until ``size`` more bytes fit. Raises FullError where they never will."""
         budget = self.total_budget
         disk = shutil.disk_usage(_existing(self.root))
         if disk.free - size < min(RESERVE_BYTES, disk.total // RESERVE_SHARE):
             raise FullError("the disk is nearly full")
         if size > budget:
             raise FullError("the prompt cache on disk may not grow so large")
-        entries = [entry for folder in self._model_folders() for entry in self.entries(folder.name)]
+        entries = self._all_entries()
         surplus = sum(entry.size for entry in entries) + size - budget
         if surplus <= 0:
             return
-        surplus += min(budget // MORE_ROOM, budget - size)  # so that not every write looks for what to remove
+        surplus += min(budget // MORE_ROOM, budget - size)  # so that not every write must look for what to remove
         for entry in least_used_first(entries):
             if surplus <= 0:
                 return
@@ -256,13 +288,13 @@ class Folder:
     def _note(self, size: int) -> None:
         handle = os.open(self._ledger(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(handle, f"{size}\n".encode())  # one short write to the end: whole, also beside other processes
+            os.write(handle, f"{size}\n".encode())  # one short append: whole, even beside other processes
         finally:
             os.close(handle)
 
 
 def least_used_first(entries: list[SegmentEntry]) -> list[SegmentEntry]:
-    """Sort segments by when they, or any that continue them, were last of use; what is continued comes after what continues it."""
+    """Sort segments by when they, or any that continue them, were last used; a segment comes after those that continue it."""
     by_name = {entry.name: entry for entry in entries}
     used: dict[str, float] = {}
     depth: dict[str, int] = {}
@@ -278,9 +310,7 @@ def least_used_first(entries: list[SegmentEntry]) -> list[SegmentEntry]:
 
 def _existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+    return next((each for each in (path, *path.parents) if each.exists()), path)
 
 
 def _label(folder: Path) -> str:
@@ -291,7 +321,7 @@ def _label(folder: Path) -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody writes a file any more. One that was made just now may be about to be locked."""
+    """Whether nobody writes a file any more. A new one may be about to be locked."""
     try:
         with open_regular(path) as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < LEAST_AGE_S:
@@ -302,103 +332,48 @@ def _is_abandoned(path: Path) -> bool:
     return True
 
 
-FORMAT = 2
-"""Of the stored files. Another number is another fingerprint, so what an older version wrote is never found."""
-
-TEXT_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What keys and values are computed by. fingerprint: 32 hexadecimal digits; facts: what they were made of, part by part."""
-
-    fingerprint: str
-    facts: Mapping[str, Any]
-
-
 def identity(folder: Path, kv: KVSpec, weights: str, **more: object) -> Identity:
-    """Return what tells a model with its settings apart, and in which part two of them differ. Takes what ``fingerprint`` takes."""
-    digest = blake2b(digest_size=16)
+    """Return what tells the keys and values of a model with its settings apart from all others.
+
+    Args:
+        folder: The model's, whose config, tokenizer and template count by content.
+        kv: The settings; all but ``on_full`` count.
+        weights: A digest of the weights, see ``digest``.
+        more: Whatever else decides what keys and values look like (number type, device). So do the versions of this package
+            and of the libraries that compute them.
+
+    Raises:
+        OSError: A file can't be read.
+    """
+    spec = {name: value for name, value in asdict(kv).items() if name != "on_full"}
+    versions = {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
+    facts = json.dumps([FORMAT, spec, versions, weights, more], sort_keys=True, default=str)
+    whole, text = blake2b(facts.encode(), digest_size=16), blake2b(digest_size=16)
     for name in TEXT_FILES:
         if (folder / name).is_file():
-            _add(digest, name, (folder / name).read_bytes())
-    facts = {
-        "weights": weights,
-        "text": digest.hexdigest(),
-        "kv": _without_on_full(kv),
-        "versions": _versions(),
-        "more": {name: str(value) for name, value in more.items()},
-    }
-    return Identity(fingerprint(folder, kv, weights, **more), facts)
-
-
-def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
-    """Return 32 hexadecimal digits that tell a model with its settings apart from any other.
-
-    Goes by content: config, tokenizer and template; weights: a digest of theirs (weights.py). more: whatever else decides what keys
-    and values look like (number type, device). So do the versions of this package and of the libraries that compute them.
-    Raises OSError where a file can't be read.
-    """
-    digest = blake2b(digest_size=16)
-    spec = _without_on_full(kv)
-    digest.update(json.dumps([FORMAT, spec, _versions(), weights, more], sort_keys=True, default=str).encode())
-    for name in TEXT_FILES:
-        path = folder / name
-        if path.is_file():
-            _add(digest, name, read_bytes(path, TOKENIZER_BYTES))
-    return digest.hexdigest()
-
-
-def _without_on_full(kv: KVSpec) -> dict[str, Any]:
-    return {name: value for name, value in asdict(kv).items() if name != "on_full"}
-
-
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("tokamac", "mlx", "mlx-lm")}
+            data = read_bytes(folder / name, TOKENIZER_BYTES)
+            for each in (whole, text):
+                each.update(f"{name} {len(data)} ".encode())
+                each.update(data)
+    parts = {"weights": weights, "text": text.hexdigest(), "kv": spec, "versions": versions}
+    return Identity(whole.hexdigest(), {**parts, "more": {name: str(value) for name, value in more.items()}})
 
 
 def root_name(model: str, keep: int | None) -> str:
-    """Return the name of the empty prefix: of a model's fingerprint, and the number of tokens that its caches pin."""
+    """Return the name of the empty prefix, made from a model's fingerprint and the number of tokens that its caches pin."""
     return blake2b(f"{model} {keep}".encode(), digest_size=16).hexdigest()
 
 
 def child_name(parent: str, tokens: Sequence[int]) -> str:
-    """Return the name of a prefix: of its parent's name, and the tokens that follow it."""
+    """Return the name of a prefix, made from its parent's name and the tokens that follow it."""
     return blake2b(bytes.fromhex(parent) + array("i", tokens).tobytes(), digest_size=16).hexdigest()
 
 
-def _add(digest: "blake2b", name: str, data: bytes) -> None:
-    digest.update(f"{name} {len(data)} ".encode())
-    digest.update(data)
-
-
-FILE = "weights.json"
-"""In the prompt cache's folder: digests by file."""
-
-MOST_REMEMBERED = 2000
-
-AT_ONCE_BYTES = 256 << 20
-"""Up to so many unread bytes nobody waits noticeably for them; above, a thread reads them."""
-
-READ_BYTES = 8 << 20
-
-BLOB = re.compile(r"[0-9a-f]{64}")
-"""A file of the hub's cache: a link to ``blobs/<SHA-256>``."""
-
-
 def identify(folder: Path, root: Path, then: Callable[[str], None]) -> threading.Thread | None:
-    """Tell ``then`` the digest of a model folder's weights: before returning, or later from the thread that is returned.
+    """Call ``then`` with the digest of a model folder's weights: before returning, or later from the returned thread.
 
-    root: where digests are remembered. What can't be read is never told. Raises OSError where that is found at once.
+    root: where digests are remembered. For weights that can't be read, ``then`` is never called; OSError is raised where that is
+    found at once.
     """
     remembered = _remembered(root)
     files = sorted(folder.glob("*.safetensors"))
@@ -417,9 +392,9 @@ def identify(folder: Path, root: Path, then: Callable[[str], None]) -> threading
 
 
 def digest(files: list[Path], root: Path) -> str:
-    """Return 32 hexadecimal digits for the bytes of these files, and for their names. Remembers what it reads.
+    """Return 32 hexadecimal digits for the bytes and the names of these files. Remembers what it reads.
 
-    Raises OSError for a file that can't be read, or is written to meanwhile.
+    Raises OSError for a file that can't be read, or changes meanwhile.
     """
     remembered = _remembered(root)
     whole, learned = blake2b(digest_size=16), {}
@@ -461,7 +436,7 @@ def _remembered(root: Path) -> dict[str, str]:
 
 
 def _remember(root: Path, learned: dict[str, str]) -> None:
-    """Add what was learned, the newest last. Two processes may do so at once: one of them reads its files again next time."""
+    """Add what was learned, newest last. If two processes do so at once, one of them reads its files again next time."""
     with contextlib.suppress(OSError):  # a read-only folder: they are read again next time
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
     known = {key: found for key, found in _remembered(root).items() if key not in learned} | learned

@@ -1,11 +1,10 @@
-"""One computed prompt as one file, to be taken to another machine or kept: its stored segments, and whose they are. No MLX here.
+"""One computed prompt as one file, to keep or to take to another machine: its stored segments, and whose they are. No MLX here.
 
     magic (16) | segment | segment | … | footer: JSON | its length, 8 bytes | checksum of magic, footer and length, 16 bytes
 
-The segments are the bytes that the prompt cache's folder holds (disk.py), and the footer has the name and the checksum of
-each, so every byte of the file is covered. The footer says what the keys and values were computed by: they are right for nothing
-else.
-A file is somebody else's until proved: nothing of it is used before all of it was checked, and nothing in it is run.
+Segments are the bytes that the prompt cache's folder holds (disk.py). The footer has each one's name and checksum, so every byte
+of the file is covered, and says what computed the keys and values: they are right for nothing else. Such a file may come from
+anybody: nothing of it is used before all of it is checked, and nothing in it is run.
 """
 
 import json
@@ -22,7 +21,7 @@ import xxhash
 from tokamac.engine.errors import OptionError, TokamacError, access_hint
 from tokamac.engine.files import open_regular, sync, to_disk
 from tokamac.engine.options import KVSpec
-from tokamac.engine.prompt_cache.folder import Identity, child_name, root_name
+from tokamac.engine.prompt_cache.folder import Identity
 
 MAGIC = b"tokamac prompt 1"
 TAIL_BYTES = 24
@@ -39,11 +38,11 @@ DIFFERENCES = {
     "versions": "other versions",
     "more": "another device, number type or adapter",
 }
-"""What is said of each part of an identity that is not the same."""
+"""What to call each part of an identity that differs."""
 
 
 class PortableError(TokamacError):
-    """A file holds no computed prompt, or not one of this model."""
+    """A file holds no computed prompt, or one of another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Portable:
-    """What a file says of itself. tokens: of the prompt. model: what it was called where it was computed.
+    """What a file says about itself. tokens: of the prompt. model: what it was called where the prompt was computed.
 
     keep: tokens that its caches pin. segments: parent's name, name, bytes and checksum of each, in order.
     """
@@ -73,7 +72,7 @@ class Portable:
 def write_portable(
     file: Path, packets: Iterable[Packet], *, model: str, identity: Identity, kv: KVSpec, keep: int | None, tokens: int
 ) -> int:
-    """Write a computed prompt, whole or not at all; return the file's bytes. Raises OptionError where it can't be written."""
+    """Write a computed prompt, whole or not at all; return the file's size in bytes. Raises OptionError where it can't."""
     if file.exists() or file.is_symlink():
         raise OptionError(f"{file} already exists", "Name another file, or remove it.")
     try:
@@ -95,92 +94,75 @@ def write_portable(
             to_disk(out.fileno())
             size = out.tell()
         Path(temporary).replace(file)
-    except OSError as error:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        raise _unwritable(file, error) from error
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _unwritable(file, error) from error
         raise
     sync(file.absolute().parent)
     return size
 
 
 def read_portable(file: Path) -> Portable:
-    """Return what a file says of itself, its footer checked. Raises TokamacError for one that is none, or damaged."""
+    """Return what a file says about itself, its footer checked. Raises TokamacError where it is no such file, or damaged."""
+    hint = "Name one that `tokamac cache export` wrote."
     if not file.is_file():
-        raise PortableError(f"there is no file {file}", "Name one that `tokamac cache export` wrote.")
+        raise PortableError(f"there is no file {file}", hint)
     try:
         size = file.stat().st_size
         with open_regular(file) as opened:
             if size < len(MAGIC) + TAIL_BYTES or opened.read(len(MAGIC)) != MAGIC:
-                raise PortableError(f"{file} is no computed prompt", "Name one that `tokamac cache export` wrote.")
+                raise PortableError(f"{file} is no computed prompt", hint)
             opened.seek(size - TAIL_BYTES)
             tail = opened.read(TAIL_BYTES)
             length = int.from_bytes(tail[:8], "little")
             if length > min(MOST_FOOTER_BYTES, size - len(MAGIC) - TAIL_BYTES):
-                raise _damaged(file, "its end is not what was written")
+                raise damaged(file, "its end is not what was written")
             opened.seek(size - TAIL_BYTES - length)
             footer = opened.read(length)
     except OSError as error:
         raise _unreadable(file, error) from error
     if xxhash.xxh3_128_digest(MAGIC + footer + tail[:8]) != tail[8:]:
-        raise _damaged(file, "its end is not what was written")
+        raise damaged(file, "its end is not what was written")
     try:
         found = _portable(json.loads(footer))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OptionError) as error:
-        raise _damaged(file, "what it says of itself can't be read") from error
+        raise damaged(file, "what it says about itself can't be read") from error
     if len(MAGIC) + sum(each[2] for each in found.segments) + length + TAIL_BYTES != size:
-        raise _damaged(file, "it is not as long as it says")
+        raise damaged(file, "it is not as long as it says")
     return found
 
 
 def packets_of(file: Path, of: Portable) -> Iterator[Packet]:
-    """Yield the segments of a file, each checked. Raises TokamacError for the first that is not what was written."""
+    """Yield the segments of a file, each checked. Raises TokamacError at the first that is not what was written."""
     try:
         with open_regular(file) as opened:
             opened.seek(len(MAGIC))
             for parent, name, size, checksum in of.segments:
                 data = opened.read(size)
                 if xxhash.xxh3_128_hexdigest(data) != checksum:
-                    raise _damaged(file, "a part of it is not what was written")
+                    raise damaged(file, "a part of it is not what was written")
                 yield Packet(parent, name, data)
     except OSError as error:
         raise _unreadable(file, error) from error
 
 
 def check_identity(file: Path, of: Portable, here: Identity, kv: KVSpec) -> None:
-    """Raise TokamacError, saying what is different, unless a file's keys and values are those of the loaded model."""
+    """Raise TokamacError, naming what differs, unless a file's keys and values are those of the loaded model."""
     if of.identity.fingerprint == here.fingerprint and of.kv == kv:
         return
     theirs, ours = of.identity.facts, here.facts
-    other = [said for part, said in DIFFERENCES.items() if theirs.get(part) != ours.get(part)]
+    other = [words for part, words in DIFFERENCES.items() if theirs.get(part) != ours.get(part)]
     versions = _versions(theirs.get("versions"), ours.get("versions"))
-    told = ", ".join(other) or "another model"
     raise PortableError(
-        f"{file} does not belong to this model: it was computed by {of.model:.80} with {told}{versions}",
+        f"{file} does not belong to this model: {of.model:.80} computed it with {', '.join(other) or 'another model'}{versions}",
         "Load the very model, adapter and KV settings that it was exported with, or compute the prompt again.",
     )
 
 
-def check_packet(file: Path, packet: Packet, tokens: list[int], start: int, parts: "tuple[str, int]") -> None:
-    """Raise TokamacError unless a segment follows the one before: ``parts`` are that one's name and where it ended."""
-    before, at = parts
-    try:
-        fits = packet.parent == before and start == at and child_name(before, tokens) == packet.name
-    except (ValueError, OverflowError):
-        fits = False
-    if not fits:
-        raise _damaged(file, "its parts do not follow one another")
-
-
-def first_name(of: Portable) -> str:
-    """Return the name of the empty prefix that its first segment must follow."""
-    return root_name(of.identity.fingerprint, of.keep)
-
-
-def damaged_segment(file: Path) -> TokamacError:
-    """Return the error for a segment that is none of this model."""
-    return _damaged(file, "a part of it holds no keys and values of this model")
+def damaged(file: Path, what: str) -> TokamacError:
+    """Return the error for a file that is not what was written."""
+    return PortableError(f"{file} is damaged: {what}", "Copy it again, or export the prompt again.")
 
 
 def _portable(facts: Mapping[str, Any]) -> Portable:
@@ -208,10 +190,6 @@ def _versions(theirs: object, ours: object) -> str:
         f"{name} {theirs.get(name)!s:.20}, here {ours.get(name)}" for name in ours if theirs.get(name) != ours[name]
     ]
     return f" ({'; '.join(pairs)})"
-
-
-def _damaged(file: Path, what: str) -> TokamacError:
-    return PortableError(f"{file} is damaged: {what}", "Copy it again, or export the prompt again.")
 
 
 def _unreadable(file: Path, error: OSError) -> TokamacError:

@@ -139,14 +139,14 @@ class Prompting:
         runtime: Runtime,
         vocabulary_size: int,
         *,
-        marks: bool,
+        checkpoints: bool,
         template: TemplateOptions = NOTHING_TOLD,
     ) -> None:
         self._runtime = runtime
         self._tokenizer = runtime.tokenizer.using(template)
         self._template = template
         self._vocabulary_size = vocabulary_size
-        self._needs_marks = marks
+        self._needs_checkpoints = checkpoints
 
     def request(self, prompt: Prompt, sampling: Sampling, recorder: Recorder, *, turn: Turn = "opened") -> Request:
         """Return the request for a prompt that ends with this ``turn``.
@@ -176,7 +176,7 @@ class Prompting:
         if not messages:
             in_thinking = tokenizer.opens_thinking(tokenizer.decode(ids[-LONGEST_OPENING:]))
         ids, left_out = self._fitted(asked, ids, sampling.max_tokens, render)
-        marks = self._marks(asked, ids) if self._needs_marks else ()
+        checkpoints = self._checkpoints(asked, ids) if self._needs_checkpoints else ()
         begun = None if said is None else PartialReply(said, tuple(ids))
         return Request(
             ids,
@@ -185,7 +185,7 @@ class Prompting:
             in_thinking,
             begun,
             left_out,
-            marks,
+            checkpoints,
             recorder,
             thinking_budget=self._template.thinking_budget,
         )
@@ -197,7 +197,7 @@ class Prompting:
             return lambda asked: tokenizer.render(asked, reply=turn == "opened")
         return lambda asked: continuation.render(tokenizer, asked, said)
 
-    def _marks(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
+    def _checkpoints(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
         """Return where the system prompt ends, and where the newest message begins: other chats and edits part from there."""
         begins = [messages[:1]] if messages and messages[0].role == "system" else []
         begins += [messages[:-1]] if len(messages) > 2 else []

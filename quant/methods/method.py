@@ -89,7 +89,8 @@ class Search:
 
     def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
         """See Quantizer."""
-        from tokamac.quant.search import search, search_scales
+        from tokamac.quant.search import search
+        from tokamac.quant.search.on_mlx import search_scales
 
         if packing.mode not in SEARCHED:
             return Round().pack(path, weight, packing)

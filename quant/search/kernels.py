@@ -1,4 +1,4 @@
-"""The search of affine groups on a CPU, compiled by numba: nothing here knows MLX.
+"""The search of affine groups on a CPU, compiled by numba, on all cores; on_mlx.py says how it works. The kernels know no MLX.
 
 LANES groups are searched at once, one group a lane: arrays are (weights of a group, lanes), and inner loops run over lanes. So the
 sums of a group are added in one order, however wide the machine's vectors are, its divisions and choices are vector instructions
@@ -9,12 +9,6 @@ The values of a group are multiplied by a power of two, so that the largest lies
 neither overflow nor vanish then, and sums keep their digits in a group that lies far from zero.
 
 All of it is in one file, because numba keeps what it compiled for as long as the file of the function that was called is unchanged.
-
-How kernels are compiled.
-
-The squared error of affine groups, compiled by numba.
-
-The search with numba's kernels, on all cores: for machines where MLX computes on the CPU.
 """
 
 import os
@@ -28,7 +22,7 @@ import numpy as np
 from numba import njit
 
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.search.blocks import DRAWN_IN, ROUNDS
+from tokamac.quant.search.on_mlx import DRAWN_IN, ROUNDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -389,9 +383,8 @@ class NumbaSearch:
         bits, size = packing.bits or 0, packing.group_size
         groups = Groups.of(weight, size)
         made = mx.zeros((weight.shape[0], weight.shape[1] * bits // 32), mx.uint32)
-        words = np.asarray(made).reshape(
-            groups.count, -1
-        )  # MLX's memory, filled in place: a copy would double the peak
+        # MLX's memory, filled in place: a copy would double the peak.
+        words = np.asarray(made).reshape(groups.count, -1)
         scales, biases = np.empty(groups.count, np.float32), np.empty(groups.count, np.float32)
         drawn = np.array(DRAWN_IN, np.float32)
         parts = [None] if importance is None else list(importance.reshape(len(importance), -1, size))

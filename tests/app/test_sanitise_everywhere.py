@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.segment import Segment
@@ -216,8 +217,8 @@ async def test_names_of_files_and_models_settings_and_errors(
     weights.touch()
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     settings_file = tmp_path / "settings.toml"
-    kept = Settings(model=hostile, system=hostile, theme=hostile, unknown={hostile: hostile})
-    settings_file.write_text(dumps(kept), encoding="utf-8")
+    kept = Settings(model=hostile, system=hostile, theme=hostile)
+    settings_file.write_text(dumps(kept, tomlkit.dumps({hostile: hostile})), encoding="utf-8")
     written = recorder(monkeypatch)
     async with chat(None, size=(110, 40)) as c:
         await c.phase(EnginePhase.FAILED)  # there is no such model

@@ -1,6 +1,8 @@
 """Settings survive a round trip; what can't be used is said, kept, and never fatal."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Input, OptionList, TextArea
@@ -54,15 +57,111 @@ KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tup
         memory_gb=st.none() | st.floats(0.5, 512),
         system_prompts=st.dictionaries(TEXT, TEXT, max_size=3),
         keys=st.dictionaries(TEXT, KEYS, max_size=3),
-        unknown=st.dictionaries(
-            TEXT.map("x".__add__), st.integers() | TEXT | st.booleans() | st.lists(TEXT, max_size=2), max_size=3
-        ),
-    )
+    ),
+    st.dictionaries(
+        TEXT.map("x".__add__), st.integers() | TEXT | st.booleans() | st.lists(TEXT, max_size=2), max_size=3
+    ),
 )
-def test_what_is_written_is_read(chosen: Settings) -> None:
-    read = settings._read(tomllib.loads(settings.dumps(chosen)), Path("s.toml"))
+def test_what_is_written_is_read(chosen: Settings, unknown: dict[str, Any]) -> None:
+    written = settings.dumps(chosen, tomlkit.dumps(unknown))
+    read = settings.loads(written)
     assert read.settings == chosen
-    assert len(read.warnings) == len(chosen.unknown)
+    assert len(read.warnings) == len(unknown)
+    assert {key: value for key, value in tomllib.loads(written).items() if key in unknown} == unknown
+
+
+BY_HAND = """\
+# Mine. Do not touch.
+titles = "words"  # the model's are odd
+theme = "nord"
+
+future = [
+    1,  # of a later version
+]
+panel = true  # wide screen
+
+[keys]  # as in vim
+# leave is far away
+leave = ["f10"]
+explain = [1]
+
+[system_prompts]
+terse = 'Be brief.'   # for Monday
+[sampling]
+top_k = 5 # five
+seed = 3
+"""
+
+CHANGED = """\
+# Mine. Do not touch.
+titles = "words"  # the model's are odd
+
+future = [
+    1,  # of a later version
+]
+panel = false  # wide screen
+memory_gb = 14.0
+
+[keys]  # as in vim
+# leave is far away
+leave = ["f10"]
+explain = [1]
+
+[system_prompts]
+terse = 'Be brief.'   # for Monday
+long = \"\"\"
+Be
+long.\"\"\"
+[sampling]
+# five
+seed = 4
+"""
+
+
+def test_comments_order_and_unknown_keys_survive_a_change() -> None:
+    read = settings.loads(BY_HAND).settings
+    prompts = {**read.system_prompts, "long": "Be\nlong."}
+    chosen = replace(read, theme="", panel=False, memory_gb=14.0, sampling=Sampling(seed=4), system_prompts=prompts)
+    written = settings.dumps(chosen, BY_HAND)
+    assert written == CHANGED
+    assert settings.loads(written).settings == chosen
+    assert settings.dumps(chosen, written) == written, "nothing to change"
+
+
+def test_a_default_that_has_a_comment_is_written() -> None:
+    assert settings.dumps(Settings(), "panel = false  # narrow\nkeep_awake = false\n") == "panel = true  # narrow\n"
+
+
+@pytest.mark.parametrize("text", [
+    'kv.window = 512  # half\nkv.keep = 4\ntheme = "nord"\n', 'sampling = {top_k = 5}\nkv = {window = 512, keep = 4}\n',
+    "[kv]\nwindow = 512\n[other]\nx = 1\n[kv.more]\ny = 1\n", "kv = 3\nsampling = []\n",
+])  # fmt: skip
+def test_tables_are_changed_however_they_are_written(text: str) -> None:
+    chosen = replace(
+        settings.loads(text).settings, kv=KVSpec(8, 8, window=256, keep=8), sampling=Sampling(seed=1), theme="light"
+    )
+    written = settings.dumps(chosen, text)
+    assert settings.loads(written).settings == chosen
+    assert "# half" in written or "# half" not in text
+    assert [each for each in ("[kv.more]", "[other]") if each in text and each not in written] == []
+
+
+def test_of_options_that_can_not_hold_together_the_chosen_ones_are_written() -> None:
+    text = "[kv]\nwindow = 100\nkeep = 200\n"
+    read = settings.loads(text)
+    assert read.settings.kv == KVSpec(window=100, keep="system"), "the first one holds"
+    assert "keep = 200" in read.warnings[0]
+    chosen = replace(read.settings, kv=KVSpec(window=300, keep="system"))
+    assert settings.loads(settings.dumps(chosen, text)) == settings.LoadedSettings(chosen)
+
+
+def test_reading_loads_no_editor_of_toml(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(BY_HAND)
+    code = "import sys; from pathlib import Path; from tokamac.app import settings; import tokamac.app.tui.app"
+    code += "; print(settings.load(Path(sys.argv[1])).settings.theme, 'tomlkit' in sys.modules)"
+    arguments = [sys.executable, "-c", code, tmp_path / "settings.toml"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout == "nord False\n"
 
 
 def test_options_round_trip(tmp_path: Path) -> None:
@@ -218,7 +317,7 @@ def test_an_entry_of_no_use_is_named_and_written_back(tmp_path: Path, line: str,
 def test_a_text_of_several_lines_is_written_as_several_lines(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     settings.save(path, Settings(system_prompts={"Code review": 'Look for "bugs".\nSay \\n where.\n'}))
-    assert '"""\nLook for \\"bugs\\".\nSay \\\\n where.\n"""' in path.read_text()
+    assert '"""\nLook for "bugs".\nSay \\\\n where.\n"""' in path.read_text()
     assert settings.load(path).settings.system_prompts == {"Code review": 'Look for "bugs".\nSay \\n where.\n'}
 
 

@@ -57,7 +57,7 @@ def write_source(folder: Path, **changes: Any) -> int:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from tokamac.engine.model.skeleton import hollow_model
+    from tokamac.engine.model.skeleton import skeleton_model
 
     folder.mkdir(parents=True)
     config = {**CONFIG, **changes, "dtype": "bfloat16"}
@@ -66,7 +66,7 @@ def write_source(folder: Path, **changes: Any) -> int:
     mx.random.seed(11)
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled = total = 0
-    for name, hollow in tree_flatten(hollow_model(config, 2).parameters()):
+    for name, hollow in tree_flatten(skeleton_model(config, 2).parameters()):
         if filled and filled + hollow.nbytes > SHARD_BYTES:
             shards.append([])
             filled = 0
@@ -106,8 +106,8 @@ class QualityLab:
 
 def _conversations(source: Path, tokens: int, texts: int) -> Any:
     """Yield held-out questions with their answers, as the model's template writes them, each text of ``tokens`` tokens."""
-    from tokamac.assets.guide.dataset import read_corpus
-    from tokamac.assets.guide.evaluate import held_out_cases
+    from tests.guide.dataset import read_corpus
+    from tests.guide.evaluate import held_out_cases
     from tokamac.engine.events import Message
     from tokamac.engine.model.config import read_config
     from tokamac.engine.text.tokenizer import load_tokenizer

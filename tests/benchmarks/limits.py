@@ -144,7 +144,7 @@ def _far(errors: Mapping[str, Any]) -> list[Row]:
 
 
 _HOW = (
-    "Published speeds: assets/tables/measured.csv, fitted by assets/tables/fit_roofline.py; each chip's rows are predicted with "
+    "Published speeds: tests/roofline/measured.csv, fitted by tests/roofline/fit_roofline.py; each chip's rows are predicted with "
     "constants that were fitted without any row of that chip, or each model's without any of that model. Rows that miss by more "
     "than a quarter are listed. Here: the parts "
     "of a step are timed first (products, attention, small kernels, a layer's parts in turn), each three times, of which the "

@@ -13,12 +13,12 @@ from tests.metal.test_metal_memory import EIGHTS, write_headers
 from tokamac.engine import Engine, MemoryLimitError, Message, Sampling
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import memory
+from tokamac.engine.perf.catalogue import catalogue
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.footprint import check_fits
-from tokamac.engine.perf.hardware import catalogue, lookup, table
+from tokamac.engine.perf.footprint import check_fits, work_of_config
+from tokamac.engine.perf.hardware import lookup, table
 from tokamac.engine.perf.mitigation import PROMPT, TOLERANCE, Chunking
 from tokamac.engine.perf.roofline import HostLimited, fitted
-from tokamac.engine.perf.workload import work_of_config
 
 LEVELS = (1, 2, 4)
 """Of pressure: normal, warning, critical."""

@@ -12,7 +12,7 @@ from tests.benchmarks.prompt_lab import BLOCK, NEW, PREFIX, REPLY, TEXT, Asked, 
 from tests.benchmarks.remote import Remote
 from tests.benchmarks.report import Row, Section, at_least, at_most, holds, plain
 from tests.benchmarks.stats import Series, alternate, ratios, series
-from tokamac.engine.prompt_cache.radix_tree import Node, add, divide, find
+from tokamac.engine.prompt_cache.radix_tree import Node, insert, match_prefix, split
 
 BRANCHES, BRANCH = 8, 64
 AHEAD_S = 3.0
@@ -182,7 +182,7 @@ def _how(plan: Plan) -> str:
         "question is sent, regenerated, and edited ('…, in short?') and answered again. Differ: the tokens of the rendered prompt "
         "after what it shares with the one before, the template's included. Being written: `Chat.warm` with the text, "
         f"{AHEAD_S:g} s, `Chat.send`; cold is another text, sent at once with nothing in memory; the disk cache is on. Looking up: "
-        f"`tree.find` alone, in prefixes of {SHORTEST:,} to {LONGEST:,} random ids, each of which shares its beginning, up to a "
+        f"`match_prefix` alone, in prefixes of {SHORTEST:,} to {LONGEST:,} random ids, each of which shares its beginning, up to a "
         f"random place, with an earlier one (one in {1 / FRESH:.0f} does not); so do the prompts looked up. Decode while the disk "
         f"is written: {plan.count(128, 48)} tokens that continue a prompt, asked for while the first segment of that prompt is "
         "on its way to the disk; the others wait until the reply has ended, as always in the product. Without a pause: what "
@@ -201,10 +201,10 @@ class TreeLab:
         self._stored: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
         while len(self._stored) < prefixes:
             ids, _ = self._prompt(int(self._random.integers(SHORTEST, LONGEST, endpoint=True)))
-            node, at = find(self._root, ids)
+            node, at = match_prefix(self._root, ids)
             if at < len(ids):
-                parent = node if node.stop == at else divide(node, at, None, None)
-                add(parent, ids[at:], None)
+                parent = node if node.stop == at else split(node, at, None, None)
+                insert(parent, ids[at:], None)
                 self._stored.append(np.asarray(ids, np.int32))
 
     def find_ms(self, count: int) -> list[float]:
@@ -214,7 +214,7 @@ class TreeLab:
     def _find_ms(self) -> float:
         ids, shared = self._prompt(LONGEST)
         began = time.perf_counter()
-        _, at = find(self._root, ids)
+        _, at = match_prefix(self._root, ids)
         taken = (time.perf_counter() - began) * 1e3
         if at < shared:
             raise ValueError(f"{shared} tokens are stored, but {at} were found")

@@ -102,7 +102,8 @@ def _rounded(weight: "mx.array", packing: Packing) -> "tuple[mx.array, ...]":
 
 
 def _compared(weights: "Sequence[mx.array]", packing: Packing) -> Errors:
-    from tokamac.quant.search import search, search_scales, squared_error
+    from tokamac.quant.search import search, squared_error
+    from tokamac.quant.search.on_mlx import search_scales
 
     find = search if packing.mode == "affine" else search_scales
     searched = sum(squared_error(weight, find(weight, packing), packing)[0] for weight in weights)

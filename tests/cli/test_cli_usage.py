@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import Run
 from tokamac.app import cli
 
-HEAVY = "{'mlx', 'mlx_lm', 'textual', 'transformers', 'huggingface_hub', 'numpy', 'rich'}"
+HEAVY = "{'mlx', 'mlx_lm', 'textual', 'transformers', 'huggingface_hub', 'numpy', 'rich', 'tomlkit'}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tokamac.engine.architectures import PREFIX, SAME_CLASS, loads_in_mlx_lm, ow
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.model.config import check_config, model_classes, normalise
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack
 from tokamac.engine.perf.cost import Cost
@@ -65,19 +65,19 @@ def test_the_rules_know_what_a_class_of_ours_reads() -> None:
 
 def test_an_activation_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="xielu"):
-        hollow_model(saved("arcee", hidden_act="xielu"), 4)
+        skeleton_model(saved("arcee", hidden_act="xielu"), 4)
 
 
 @pytest.mark.parametrize("kind", ["arcee"])
 def test_packed_keys_and_windows_apply(kind: str) -> None:
     config = saved(kind)
-    plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=64))
+    plan = plan_caches(skeleton_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=64))
     assert [(layer.key_bits, layer.value_bits, layer.window) for layer in plan.layers] == [(8, 4, 64)] * 3
 
 
 def test_vaultgemma_slides_in_every_second_layer_though_the_file_lists_none() -> None:
     config = saved("vaultgemma", layer_types=None, sliding_window=None)
-    plan = plan_caches(hollow_model(config, 4), config, KVSpec())
+    plan = plan_caches(skeleton_model(config, 4), config, KVSpec())
     assert [layer.window for layer in plan.layers] == [4096, None, 4096]
     assert {row.window for row in kv_layers(config) or ()} == {4096, None}
 
@@ -91,7 +91,7 @@ def test_hunyuans_lists_of_the_same_number_count_as_that_number() -> None:
     assert isinstance(cost, Cost)
     assert cost.active_parameters is not None
     assert cost.active_parameters < cost.parameters
-    model = hollow_model(listed, 4)
+    model = skeleton_model(listed, 4)
     assert model.layers[0].mlp.switch_mlp.up_proj.weight.shape == (4, 48, 64)
     assert model.layers[0].mlp.shared_mlp.up_proj.weight.shape == (96, 64)
 
@@ -104,7 +104,7 @@ def test_keys_that_hunyuans_reference_does_not_read_decide_nothing() -> None:
 
 def test_a_router_keeps_eight_bits() -> None:
     config = saved("hunyuan_v1_moe")
-    model = hollow_model(config, 2)
+    model = skeleton_model(config, 2)
     pack(model, config, Packing(4, 32))
     assert (model.layers[0].mlp.gate.wg.bits, model.layers[0].mlp.shared_mlp.up_proj.bits) == (8, 4)
 
@@ -117,7 +117,7 @@ def test_both_forms_of_steps_config_say_the_same_of_each_layer(case: str) -> Non
     assert text["partial_rotary_factors"] == [1.0, 1.0, 0.5]
     assert (text["moe_layers_enum"], text["num_key_value_heads"]) == ("1,2", 2)
     assert [query_heads(config, layer) for layer in range(3)] == [6, 6, 4]
-    plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=8))
+    plan = plan_caches(skeleton_model(config, 4), config, KVSpec(key_bits=8, value_bits=8))
     assert [(layer.window, layer.key_bits) for layer in plan.layers] == [(16, 8), (16, 8), (None, 8)]
     assert normalise(config) == config
 
@@ -163,4 +163,4 @@ def test_minimax_m3_rotates_by_the_fraction_that_transformers_reads() -> None:
     assert plain["rotary_dim"] == 8
     scaled = saved("minimax_m3_long", rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0})
     assert scaled["rope_parameters"] == {"rope_theta": 5e6, "type": "linear", "rope_type": "linear", "factor": 2.0}
-    assert hollow_model(scaled, 4).layers[0].self_attn.rope.scale == 0.5
+    assert skeleton_model(scaled, 4).layers[0].self_attn.rope.scale == 0.5

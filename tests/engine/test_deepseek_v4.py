@@ -26,11 +26,11 @@ from tokamac.engine.kv.snapshot import freeze, thaw
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.model.loader import build_model
 from tokamac.engine.model.safetensors import find_shards, read_header
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf.config_cost import cost_of_config
 from tokamac.engine.perf.cost import cost_of_folder
-from tokamac.engine.perf.footprint import kv_table
-from tokamac.engine.perf.workload import Attention, work_of_config
+from tokamac.engine.perf.footprint import kv_table, work_of_config
+from tokamac.engine.perf.workload import Attention
 from tokamac.engine.scoring import log_probabilities
 from tokamac.engine.text.template import ChatTemplate
 from tokamac.engine.text.thinking import DEEPSEEK
@@ -249,7 +249,7 @@ def test_names_that_transformers_has_in_memory_are_read_too(tmp_path: Path) -> N
 def test_flags_that_its_caches_can_not_take_are_errors_that_say_why(kv: KVSpec, named: str) -> None:
     config = normalise(config_of())
     with pytest.raises(OptionError, match=named):
-        plan_caches(hollow_model(config, 4), config, kv)
+        plan_caches(skeleton_model(config, 4), config, kv)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_what_no_deepseek_v4_is_known_to_have_is_refused_by_name(change: dict[st
         else next(iter(change))
     )
     with pytest.raises(ModelUnsupportedError, match=named):
-        hollow_model(normalise({**config_of(), **change}), 4)
+        skeleton_model(normalise({**config_of(), **change}), 4)
 
 
 # Chat

@@ -129,7 +129,7 @@ def counted(tmp_path: Path) -> tuple[Tokenizer, Counting]:
 
 def prompting(tokenizer: Tokenizer, kv: KVSpec = KVSpec(), capacity: int | None = None) -> Prompting:  # noqa: B008
     runtime: Any = SimpleNamespace(tokenizer=tokenizer, capacity=capacity, kv=kv)
-    return Prompting(runtime, tokenizer.vocabulary_size, marks=True)
+    return Prompting(runtime, tokenizer.vocabulary_size, checkpoints=True)
 
 
 def turns(count: int) -> list[Message]:
@@ -151,7 +151,7 @@ def test_a_turn_encodes_what_is_new_and_that_once(counted: tuple[Tokenizer, Coun
     assert sorted(text for text in counting.texts if len(text) > 8) == ["<assistant>An answer.", "<user>Next?"]
     assert sum(map(len, counting.texts)) < 60 < whole / 50
     fresh = prompting(Tokenizer(counting, frozenset({1}), "tiny")).request(said, Sampling(), Recorder())
-    assert (request.ids, request.marks) == (fresh.ids, fresh.marks)
+    assert (request.ids, request.checkpoints) == (fresh.ids, fresh.checkpoints)
     plain = tokenizer.render(said)
     assert request.ids == list(counting.backend_tokenizer.encode(plain, add_special_tokens=False).ids)
 

@@ -18,7 +18,7 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import measurement_store, timing
 from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.hardware import Chip
-from tokamac.engine.perf.timing import PASSES, MeasuredLatency, Measuring, TimedModel
+from tokamac.engine.perf.timing import PASSES, LatencyProfiler, MeasuredLatency, TimedModel
 from tokamac.engine.perf.workload import work_of
 from tokamac.engine.runner import AGAIN_S, QUIET_S, Pacing
 from tokamac.engine.runtime import MachineSpeed
@@ -58,14 +58,14 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.fixture
-def measure(loaded: Any) -> Measuring:
+def measure(loaded: Any) -> LatencyProfiler:
     return measuring_of(loaded)
 
 
-def measuring_of(loaded: Any) -> Measuring:
+def measuring_of(loaded: Any) -> LatencyProfiler:
     plan = plan_caches(loaded.module, loaded.config, KVSpec())
     work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
-    return Measuring(TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
+    return LatencyProfiler(TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
 
 
 def idle_until_done(paced: Pacing) -> int:
@@ -77,7 +77,7 @@ def idle_until_done(paced: Pacing) -> int:
     return count
 
 
-def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Measuring) -> None:
+def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: LatencyProfiler) -> None:
     clock, machine = Clock(), MachineSpeed(CHIP)
     paced, all_of_them = Pacing(machine, measure, clock), measure.missing
     assert paced.idle() == QUIET_S
@@ -99,7 +99,7 @@ def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: Meas
 def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
     monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
-    monkeypatch.setattr(timing.SamplingTimer, "seconds", lambda _: 2.0 / clock.now)
+    monkeypatch.setattr(timing, "time_sampling", lambda _: 2.0 / clock.now)
     measure = measuring_of(loaded)
     paced, all_of_them = Pacing(machine, measure, clock), measure.missing
     paced.idle()
@@ -114,7 +114,7 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, mon
     assert found[0][0] > found[1][0] > found[2][0] == 2.0 / clock.now
 
 
-def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Measuring) -> None:
+def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: LatencyProfiler) -> None:
     clock = Clock()
     paced = Pacing(MachineSpeed(CHIP), measure, clock)
     paced.idle()
@@ -130,7 +130,7 @@ def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Measur
     assert measure.missing == known - 1
 
 
-def test_a_busy_machine_is_looked_at_again_later(measure: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_looked_at_again_later(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, all_of_them = Clock(), measure.missing
     paced = Pacing(MachineSpeed(CHIP), measure, clock)
     paced.idle()
@@ -142,7 +142,7 @@ def test_a_busy_machine_is_looked_at_again_later(measure: Measuring, monkeypatch
     assert paced.idle() == 0.0
 
 
-def test_finishing_measures_the_rest_now_busy_or_not(measure: Measuring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "is_busy", lambda: True)
     machine = MachineSpeed(CHIP)
     paced = Pacing(machine, measure, Clock())
@@ -152,7 +152,7 @@ def test_finishing_measures_the_rest_now_busy_or_not(measure: Measuring, monkeyp
     paced.finish()  # there is nothing left to do
 
 
-def test_finishing_goes_on_where_idle_time_had_come_to(measure: Measuring, loaded: Any) -> None:
+def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler, loaded: Any) -> None:
     clock, machine = Clock(), MachineSpeed(CHIP)
     paced = Pacing(machine, measure, clock)
     paced.idle()
@@ -166,7 +166,7 @@ def test_finishing_goes_on_where_idle_time_had_come_to(measure: Measuring, loade
     assert measuring_of(loaded).remaining == 0  # what idle time had come to was kept, and not begun anew
 
 
-def test_after_the_end_nothing_is_measured(measure: Measuring) -> None:
+def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
     clock, machine, all_of_them = Clock(), MachineSpeed(CHIP), measure.missing
     paced = Pacing(machine, measure, clock)
     paced.end()
@@ -176,7 +176,7 @@ def test_after_the_end_nothing_is_measured(measure: Measuring) -> None:
     assert (machine.pace, measure.missing) == (None, all_of_them)
 
 
-def test_what_is_known_is_handed_over_at_once(measure: Measuring) -> None:
+def test_what_is_known_is_handed_over_at_once(measure: LatencyProfiler) -> None:
     list(measure.steps())
     machine = MachineSpeed(CHIP)
     assert Pacing(machine, measure, Clock()).idle() is None
@@ -191,10 +191,10 @@ def test_a_model_that_can_not_be_measured_leaves_the_pace_unknown() -> None:
 
 
 def test_a_part_that_the_device_can_not_compute_ends_measuring(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any) -> float:
+    def refuse(*_: Any, **__: Any) -> float:
         raise ValueError("[quantized_matmul] no kernel")
 
-    monkeypatch.setattr(timing.Multiplying, "seconds", refuse)
+    monkeypatch.setattr(timing, "time_product", refuse)
     clock, machine = Clock(), MachineSpeed(CHIP)
     paced = Pacing(machine, measuring_of(loaded), clock)
     paced.idle()
@@ -236,13 +236,13 @@ def test_an_engine_knows_what_to_expect_once_it_has_measured(engine: Engine) -> 
 
 def test_measuring_happens_on_the_engines_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, published = set(), engine.limits(100).expected_tps
-    usual_s = timing.usual_s
+    typical_s = timing.typical_s
 
     def noted(run: Callable[[], Any], **options: float) -> float:
         threads.add(threading.current_thread())
-        return usual_s(run, **options)
+        return typical_s(run, **options)
 
-    monkeypatch.setattr(timing, "usual_s", noted)
+    monkeypatch.setattr(timing, "typical_s", noted)
     engine.measure()
     assert threading.current_thread() not in threads
     assert len(threads) == (published is None)
@@ -276,14 +276,14 @@ def test_closing_amid_measuring_gives_the_memory_back(folder: Path, monkeypatch:
     mx.clear_cache()
     before = mx.get_active_memory()
     started = threading.Event()
-    seconds = timing.Multiplying.seconds
+    time_product = timing.time_product
 
-    def noted(self: timing.Multiplying) -> float:
-        found = seconds(self)
+    def noted(*given: Any, **options: Any) -> float:
+        found = time_product(*given, **options)
         started.set()
         return found
 
-    monkeypatch.setattr(timing.Multiplying, "seconds", noted)
+    monkeypatch.setattr(timing, "time_product", noted)
     engine = Engine.load(folder, prompt_cache=None)
     engine.memory()  # a request after which the thread is idle
     if engine.limits(10).expected_tps is None:

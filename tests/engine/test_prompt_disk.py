@@ -30,13 +30,13 @@ def opened(bench: Bench, root: Path, budgets: Budgets | None = None) -> PromptCa
 
 def ask(bench: Bench, cache: PromptCache, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does, and what can wait after it; check the logits; return how many tokens were found computed."""
-    slot = cache.take(prompt, None)
+    slot = cache.acquire(prompt, None)
     cached = len(slot.ids)
     assert slot.ids == prompt[:cached]
-    with cache.lending(slot):
+    with slot:
         if cached < len(prompt) - 1:
             compute(bench.model, slot, prompt[:-1])
-        cache.mark(slot)
+        cache.checkpoint(slot)
         found = compute(bench.model, slot, prompt)
         assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
         if reply:
@@ -175,14 +175,14 @@ def test_a_full_disk_is_said_once_and_the_chat_goes_on(small_disk: Path) -> None
     bench = BENCHES["full"]
     (small_disk / "filler").write_bytes(b"x" * 150_000)
     cache = opened(bench, small_disk / "cache", Budgets(total=LARGE))
-    slot = cache.take(LONG, None)
-    with cache.lending(slot):
+    slot = cache.acquire(LONG, None)
+    with slot:
         compute(bench.model, slot, LONG)
     cache.flush(20)
     assert cache.trouble is not None
     assert "stored" in cache.trouble or "written" in cache.trouble
     assert not list(small_disk.rglob(".new-*"))
-    assert len(cache.take([*LONG, 1], None).ids) == len(LONG)
+    assert len(cache.acquire([*LONG, 1], None).ids) == len(LONG)
     assert ask(bench, opened(bench, small_disk / "cache", Budgets(total=LARGE)), [1, 2], []) == 0
 
 
@@ -191,22 +191,22 @@ def test_a_read_only_disk_is_read_and_said_once(small_disk: Path) -> None:
     ask(bench, opened(bench, root, Budgets(total=LARGE)), LONG[:300], [])
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     cache = opened(bench, root, Budgets(total=LARGE))
-    slot = cache.take(LONG, None)
-    with cache.lending(slot):
+    slot = cache.acquire(LONG, None)
+    with slot:
         assert len(slot.ids) == 300
         compute(bench.model, slot, LONG)
     cache.flush(20)
     assert cache.trouble is not None
     assert "Read-only" in cache.trouble
-    assert len(cache.take([*LONG, 1], None).ids) == len(LONG)
+    assert len(cache.acquire([*LONG, 1], None).ids) == len(LONG)
 
 
 def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Path) -> None:
     bench = BENCHES["full"]
     (tmp_path / "file").write_text("not a folder")
     cache = opened(bench, tmp_path / "file")
-    slot = cache.take(LONG, None)
-    with cache.lending(slot):
+    slot = cache.acquire(LONG, None)
+    with slot:
         compute(bench.model, slot, LONG)
     cache.flush(20)
     assert cache.trouble is not None
@@ -214,7 +214,7 @@ def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Pa
     pause = cache.idle()
     assert pause is not None
     assert 0 < pause <= AGAIN_S
-    assert len(cache.take([*LONG, 1], None).ids) == len(LONG)
+    assert len(cache.acquire([*LONG, 1], None).ids) == len(LONG)
 
 
 def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
     rates = Rates()
     cache = PromptCache(bench.store(LARGE), DiskStore(folder, MODEL, "m", rates, clock=lambda: now[0]), rates)
     folder.write("ef" * 16, "other", MODEL, MODEL, b"x" * 3_999_000)
-    slot = cache.take(LONG, None)
-    with cache.lending(slot):
+    slot = cache.acquire(LONG, None)
+    with slot:
         compute(bench.model, slot, LONG)
     cache.flush(20)
     assert cache.trouble is not None
@@ -244,11 +244,11 @@ def test_all_that_is_in_memory_reaches_the_disk_not_the_last_prompt_alone(kind: 
     prompts = [[*LONG[:300], number, *LONG[: 280 + number]] for number in range(4)]
     grows = kind in ("full", "packed")  # else it goes on where its state was frozen: at the end of the prompt
     for prompt in prompts:
-        slot = cache.take(prompt, None)
-        with cache.lending(slot):
+        slot = cache.acquire(prompt, None)
+        with slot:
             if len(slot.ids) < len(prompt) - 1:
                 compute(bench.model, slot, prompt[:-1])
-            cache.mark(slot)
+            cache.checkpoint(slot)
             compute(bench.model, slot, prompt)
     cache.flush(20)
     assert cache.trouble is None
@@ -269,8 +269,8 @@ def test_looking_for_a_long_prompt_copies_each_token_once(tmp_path: Path) -> Non
     folder = Folder(tmp_path)
     disk = DiskStore(folder, MODEL, "m", Rates())
     ids, bounds = [number % 251 for number in range(64 * 40)], list(range(64, 64 * 40 + 1, 64))
-    names = disk.names(ids, bounds, None)
-    for start, stop, parent, name in zip([0, *bounds], bounds, names, names[1:], strict=False):
+    parts = list(disk.parts(ids, bounds, None))
+    for start, stop, parent, name in parts:
         folder.write(MODEL, "m", parent, name, to_bytes(to_host(start, ids[start:stop], (), None)))
     links = DiskStore(folder, MODEL, "m", Rates()).chain(Counted([*ids, 1]), None)
     assert len(links) == 40

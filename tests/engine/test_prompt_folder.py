@@ -23,7 +23,7 @@ from tokamac.engine.prompt_cache.folder import (
     FullError,
     SegmentEntry,
     child_name,
-    fingerprint,
+    identity,
     least_used_first,
     root_name,
 )
@@ -175,6 +175,10 @@ def test_two_processes_share_the_folder(tmp_path: Path) -> None:
     entries = list(folder.entries(MODEL))
     assert len(entries) >= 50
     assert all(folder.read(entry) is not None for entry in entries)
+
+
+def fingerprint(folder: Path, kv: KVSpec, weights: str, **more: object) -> str:
+    return identity(folder, kv, weights, **more).fingerprint
 
 
 def test_names_tell_apart_what_differs(tmp_path: Path) -> None:

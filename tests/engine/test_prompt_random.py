@@ -54,8 +54,8 @@ class Conversations(RuleBasedStateMachine):
     def cancel(self, which: int, pieces: int) -> None:
         """Stop in the middle of a prefill."""
         prompt = [*self.said[which % len(self.said)], 3, 2, 1, 0, 3, 2, 1]
-        slot = self.store.take(prompt, None)
-        with self.store.lending(slot):
+        slot = self.store.acquire(prompt, None)
+        with slot:
             compute(self.bench.model, slot, prompt[: len(slot.ids) + pieces])
         self.said.append(prompt)
 
@@ -109,7 +109,7 @@ class Conversations(RuleBasedStateMachine):
         on_path = set(map(id, end.path()))
         growing = any(snapshot.grows(cache) for cache in live.caches)
         for node in self.memory._nodes():
-            assert (node.kept.piece is None) == (id(node) in on_path) or not growing
+            assert (node.value.piece is None) == (id(node) in on_path) or not growing
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -102,14 +102,14 @@ BENCHES = {kind: Bench(kind) for kind in KINDS}
 
 def ask(bench: Bench, store: MemoryStore | PromptCache, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does: take, prefill, mark, decode; check the logits; return how many tokens were found computed."""
-    slot = store.take(prompt, None)
+    slot = store.acquire(prompt, None)
     cached = len(slot.ids)
     assert slot.ids == prompt[:cached]
     assert cached < len(prompt)
-    with store.lending(slot):
+    with slot:
         if len(slot.ids) < len(prompt) - 1:
             compute(bench.model, slot, prompt[:-1])
-        store.mark(slot)
+        store.checkpoint(slot)
         found = compute(bench.model, slot, prompt)
         assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
         if reply:
@@ -145,7 +145,7 @@ def test_branches_hold_their_prefix_once() -> None:
 def segments_of(store: MemoryStore) -> int:
     """Bytes of all tokens held: pieces, and what is used of the live caches."""
     assert store._live is not None
-    return sum(node.kept.nbytes for node in store._nodes()) + sum(
+    return sum(node.value.nbytes for node in store._nodes()) + sum(
         array[..., : cache.offset, :].nbytes for cache in store._live.caches for array in cache.arrays
     )
 
@@ -209,8 +209,8 @@ def test_after_a_failure_nothing_of_it_is_used() -> None:
     bench = BENCHES["full"]
     store = bench.store()
     ask(bench, store, [1, 2, 3, 4], [])
-    slot = store.take([1, 2, 3, 9], None)
-    with pytest.raises(RuntimeError, match="halfway"), store.lending(slot):
+    slot = store.acquire([1, 2, 3, 9], None)
+    with pytest.raises(RuntimeError, match="halfway"), slot:
         raise RuntimeError("halfway")
     assert store.nbytes == 0
     assert ask(bench, store, [1, 2, 3, 4], []) == 0
@@ -219,11 +219,11 @@ def test_after_a_failure_nothing_of_it_is_used() -> None:
 def test_caches_with_other_pinned_tokens_are_other_caches() -> None:
     bench, ids = BENCHES["window"], list(range(12))
     store = bench.store()
-    slot = store.take(ids, 2)
-    with store.lending(slot):
+    slot = store.acquire(ids, 2)
+    with slot:
         compute(bench.model, slot, ids)
-    assert store.take([*ids, 5], 3).ids == []
-    assert store.take([*ids, 5], 2).ids == ids
+    assert store.acquire([*ids, 5], 3).ids == []
+    assert store.acquire([*ids, 5], 2).ids == ids
 
 
 def test_crumbs_are_not_kept() -> None:
@@ -231,7 +231,7 @@ def test_crumbs_are_not_kept() -> None:
     store = bench.store()
     ask(bench, store, list(range(40)), [3, 3, 3])
     ask(bench, store, [*range(40), 5, 6], [])
-    assert sum(node.kept.nbytes for node in store._nodes()) == 0
+    assert sum(node.value.nbytes for node in store._nodes()) == 0
     assert store.reachable([*range(40), 5, 6, 7], None) == 42
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokamac.engine.prompt_cache.radix_tree import Node, add, common_prefix, divide, find, remove
+from tokamac.engine.prompt_cache.radix_tree import Node, common_prefix, insert, match_prefix, remove, split
 
 runs = st.lists(st.integers(0, 2), max_size=12)
 
@@ -13,11 +13,11 @@ def root() -> Node[str]:
 
 
 def put(tree: Node[str], ids: list[int]) -> None:
-    node, at = find(tree, ids)
+    node, at = match_prefix(tree, ids)
     if at < node.stop:
-        node = divide(node, at, "", node.kept)
+        node = split(node, at, "", node.value)
     if at < len(ids):
-        add(node, ids[at:], "")
+        insert(node, ids[at:], "")
 
 
 def leading(a: list[int], b: list[int]) -> int:
@@ -34,7 +34,7 @@ def test_the_longest_known_prefix_is_found_at_any_length(held: list[list[int]], 
     tree = root()
     for ids in held:
         put(tree, ids)
-    node, at = find(tree, wanted)
+    node, at = match_prefix(tree, wanted)
     assert at == max((leading(ids, wanted) for ids in held), default=0)
     assert node.ids()[:at] == wanted[:at]
     assert node.start <= at <= node.stop
@@ -55,5 +55,5 @@ def test_what_is_removed_is_gone_with_all_below_it() -> None:
     for ids in ([1, 2, 3], [1, 2, 4], [5]):
         put(tree, ids)
     remove(tree.children[1])
-    assert find(tree, [1, 2, 3]) == (tree, 0)
-    assert find(tree, [5])[1] == 1
+    assert match_prefix(tree, [1, 2, 3]) == (tree, 0)
+    assert match_prefix(tree, [5])[1] == 1

@@ -13,7 +13,7 @@ import pytest
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
 from tokamac.engine.model.config import check_config, model_classes, normalise, read_config
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.footprint import weigh
 from tokamac.engine.perf.inspection import inspect_model
@@ -42,14 +42,14 @@ def accept(config: dict[str, Any]) -> str:
 def test_a_published_model_can_be_built_and_run(name: str) -> None:
     config = normalise(CONFIGS[name])
     # The plan runs the model's forward pass, lazily: shapes fit from the embedding to the head.
-    plan = plan_caches(hollow_model(config, 2), config, KVSpec())
+    plan = plan_caches(skeleton_model(config, 2), config, KVSpec())
     assert plan.layers
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_is_refused_is_refused_by_name(name: str) -> None:
     with pytest.raises(ModelUnsupportedError, match=REFUSED[name]):
-        hollow_model(normalise(CONFIGS[name]), 2)
+        skeleton_model(normalise(CONFIGS[name]), 2)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -172,10 +172,10 @@ def test_what_a_config_says_of_fp8(settings: dict[str, Any] | None, expected: bo
     ],
 )
 def test_a_form_that_nothing_unpacks_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    from tokamac.engine.model.skeleton import hollow_model
+    from tokamac.engine.model.skeleton import skeleton_model
 
     with pytest.raises(ModelUnsupportedError, match=named):
-        hollow_model(normalise({**CONFIG, "quantization_config": settings}), 2)
+        skeleton_model(normalise({**CONFIG, "quantization_config": settings}), 2)
 
 
 def test_gpt2_is_read_with_its_prefix_and_without(tmp_path: Path) -> None:

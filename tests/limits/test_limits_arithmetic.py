@@ -1,15 +1,21 @@
 """The domain's "Numbers to reproduce", by hand-worked cases: bytes, ceilings, roofline, KV, and the rates of the metrics module."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.limits.test_limits_prediction import EIGHT_B
 from tokamac.engine import metrics
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import config_cost
 from tokamac.engine.perf.config_cost import KVLayer, kv_bytes, kv_bytes_per_token, kv_layers
 from tokamac.engine.perf.hardware import Chip, lookup
-from tokamac.engine.perf.roofline import attention_work, forward_pass, limits_for, ridge_point
+from tokamac.engine.perf.roofline import limits_for, prefill_phase, ridge_point
+from tokamac.engine.perf.workload import visible_pairs
+
+H100 = Chip("NVIDIA H100", None, 3350.0, 989.0, "table")
 
 
 def test_llama_3_8b_in_fp16_on_an_h100():
@@ -17,19 +23,20 @@ def test_llama_3_8b_in_fp16_on_an_h100():
 
 
 def test_one_pass_of_six_prompt_tokens():
-    one = forward_pass(tokens=6, parameters=8_000_000_000, bytes_read=16_000_000_000, bandwidth_gbs=3350, tflops=990)
-    assert one.bytes_s * 1e3 == pytest.approx(4.78, abs=0.005)
-    assert one.arithmetic_s * 1e3 == pytest.approx(0.10, abs=0.005)
-    assert one.utilisation == pytest.approx(0.020, abs=0.0005)
-    assert one.tps == pytest.approx(1256, abs=1)
-    assert one.memory_bound
+    one = prefill_phase(EIGHT_B, replace(H100, fp16_tflops=990.0), None, 6)
+    arithmetic_s = one.operations / 990e12
+    assert one.ceiling_s * 1e3 == pytest.approx(4.78, abs=0.005)
+    assert arithmetic_s * 1e3 == pytest.approx(0.10, abs=0.005)
+    assert arithmetic_s / one.ceiling_s == pytest.approx(0.020, abs=0.0005)
+    assert one.ceiling_tps == pytest.approx(1256, abs=1)
+    assert one.bound == "memory"
 
 
 def test_a_long_prompt_is_bound_by_arithmetic_above_the_ridge():
     assert ridge_point(3350, 989) == pytest.approx(295, abs=0.5)
-    many = forward_pass(tokens=600, parameters=8_000_000_000, bytes_read=16_000_000_000, bandwidth_gbs=3350, tflops=989)
-    assert not many.memory_bound
-    assert many.utilisation == 1
+    many = prefill_phase(EIGHT_B, H100, None, 600)
+    assert many.bound == "compute"
+    assert many.ceiling_s == many.operations / 989e12
 
 
 @pytest.mark.parametrize(
@@ -60,8 +67,7 @@ def test_kv_of_a_7b_at_2048_tokens():
 
 
 def test_fourteen_steps_with_and_without_a_cache():
-    assert attention_work(14, cached=True) == 14
-    assert attention_work(14, cached=False) == 105
+    assert sum(visible_pairs(1, cached, None) for cached in range(14)) == visible_pairs(14, 0, None) == 105
 
 
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2])

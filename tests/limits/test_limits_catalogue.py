@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, download_bytes, find
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
 from tokamac.engine.perf.cost import Cost, text_config
-from tokamac.engine.perf.footprint import KVTable, kv_table
-from tokamac.engine.perf.hardware import CatalogueEntry, Repository, catalogue, download_bytes, find
-from tokamac.engine.perf.workload import work_of_config
+from tokamac.engine.perf.footprint import KVTable, kv_table, work_of_config
 
 MODELS = list(csv.DictReader((Path(__file__).parent / "models.csv").read_text(encoding="utf-8").splitlines()))
 KNOWN = [entry for entry in catalogue() if entry.config is not None]
@@ -250,5 +249,5 @@ def test_a_mistral_without_a_window_keeps_its_whole_context() -> None:
 
 
 def test_reading_the_table_loads_no_mlx() -> None:
-    code = "import sys; from tokamac.engine.perf.hardware import find; find('x'); sys.exit('mlx.core' in sys.modules)"
+    code = "import sys; from tokamac.engine.perf.catalogue import find; find('x'); sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -16,7 +16,7 @@ from tests.golden.weights import write_weights
 from tests.kv import zoo
 from tests.limits.test_limits_cost import CONFIGS, GEMMA, LLAMA, QWEN3_MOE
 from tokamac.engine.model.config import model_classes, normalise, read_config
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
 from tokamac.engine.perf.cost import FORMS, Cost, cost_of_folder, cost_of_model, part_of, tensors_of
 
@@ -270,16 +270,16 @@ def test_the_config_is_left_as_it_was(family: str) -> None:
     assert json.dumps(config) == before
 
 
-def test_every_parameter_of_a_hollow_model_is_a_zero_of_its_shape() -> None:
+def test_every_parameter_of_a_skeleton_is_a_zero_of_its_shape() -> None:
     for value_bytes, dtype in ((2, mx.bfloat16), (4, mx.float32)):
-        model = hollow_model(normalise(LLAMA), value_bytes)
+        model = skeleton_model(normalise(LLAMA), value_bytes)
         real = dict(tree_flatten(built(normalise(LLAMA)).parameters()))
-        hollow = dict(tree_flatten(model.parameters()))
-        assert {name: array.shape for name, array in hollow.items()} == {
+        skeleton = dict(tree_flatten(model.parameters()))
+        assert {name: array.shape for name, array in skeleton.items()} == {
             name: array.shape for name, array in real.items()
         }
-        assert {array.dtype for array in hollow.values()} == {dtype}
-        assert not any(mx.any(array).item() for array in hollow.values())
+        assert {array.dtype for array in skeleton.values()} == {dtype}
+        assert not any(mx.any(array).item() for array in skeleton.values())
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)

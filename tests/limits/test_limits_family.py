@@ -4,7 +4,7 @@ import pytest
 
 from tests.limits.test_limits_config_cost import FAMILIES
 from tokamac.engine.model.config import normalise
-from tokamac.engine.perf.hardware import catalogue, find
+from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.workload import traits_of
 
 PUBLISHED = {

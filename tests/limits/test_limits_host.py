@@ -12,9 +12,11 @@ from tests.limits.test_limits_prefill_chunk import work_named
 from tokamac.app.verdict import brief, lines, sentence
 from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.diagnosis import Diagnosis, diagnose
-from tokamac.engine.perf.hardware import catalogue, find, lookup, table
+from tokamac.engine.perf.footprint import module_of
+from tokamac.engine.perf.hardware import lookup, table
 from tokamac.engine.perf.machine import Machine, elsewhere
 from tokamac.engine.perf.roofline import (
     Fitted,
@@ -28,7 +30,6 @@ from tokamac.engine.perf.roofline import (
     range_of,
 )
 from tokamac.engine.perf.what_if import WhatIfCase, outcome
-from tokamac.engine.perf.workload import module_of
 
 NAMES = ["gemma-3-270m", "Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B"]
 APPLE = [lookup(row["chip"], row["gpu_cores"]) for row in table() if row["chip"].startswith("Apple")]
@@ -74,7 +75,7 @@ def test_of_a_mac_that_is_only_named_the_speed_of_a_small_model_is_unknown():
 
 
 def test_on_this_machine_it_is_what_the_host_allows():
-    """As ``inspect`` sees it: the model is hollow, and its steps are built, never computed."""
+    """As ``inspect`` sees it: the model is a skeleton, and its steps are built, never computed."""
     entry = find("gemma-3-270m")
     assert entry is not None
     here = Machine(M4, 16 << 30, None, kernels(), "metal", local=True)

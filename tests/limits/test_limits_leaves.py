@@ -15,10 +15,9 @@ from tokamac.engine.model.config import read_config
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import leaf_modules
-from tokamac.engine.perf.footprint import Footprint, weigh
+from tokamac.engine.perf.footprint import Footprint, module_of, weigh
 from tokamac.engine.perf.machine import elsewhere
 from tokamac.engine.perf.what_if import WhatIfCase, outcome
-from tokamac.engine.perf.workload import module_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))

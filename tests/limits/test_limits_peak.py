@@ -17,7 +17,7 @@ from tokamac.engine.kv.attention_kernel import AttentionDevice
 from tokamac.engine.kv.cache import PACKED_TOKENS_CPU, PACKED_TOKENS_GPU
 from tokamac.engine.kv.codec import ROTATED_KEY_BITS
 from tokamac.engine.kv.layout import Slots
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf import peak_memory
 from tokamac.engine.perf.peak_memory import LayerCache, ModelShape, grown, predict_peak, rounded, shape_of
 
@@ -201,7 +201,7 @@ def test_a_shape_from_a_config():
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
     }
-    plan = plan_caches(hollow_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=512))
+    plan = plan_caches(skeleton_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=512))
     shape = shape_of(config, plan, weights=7, value_bytes=4, order="at once", device=CPU)
     assert (shape.weights, shape.hidden, shape.queries, shape.mlp, shape.experts) == (7, 64, 128, 128, 0)
     layer = shape.layers[0]

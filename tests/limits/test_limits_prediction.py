@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.hardware import Chip, catalogue, find, generation_of, lookup, table, units_of
+from tokamac.engine.perf.footprint import work_of_config
+from tokamac.engine.perf.hardware import Chip, generation_of, lookup, table, units_of
 from tokamac.engine.perf.roofline import (
     CHUNK,
     SIMD_UNITS,
@@ -28,7 +30,7 @@ from tokamac.engine.perf.roofline import (
     range_of,
     size_of,
 )
-from tokamac.engine.perf.workload import Attention, Heads, KVUse, Product, Workload, work_of_config
+from tokamac.engine.perf.workload import Attention, Heads, KVUse, Product, Workload
 
 H100 = lookup("NVIDIA H100 80GB HBM3")
 CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.footprint import Footprint, weigh
-from tokamac.engine.perf.hardware import catalogue, find, lookup, table
+from tokamac.engine.perf.footprint import Footprint, weigh, work_of_config
+from tokamac.engine.perf.hardware import lookup, table
 from tokamac.engine.perf.mitigation import (
     DEEP,
     DENSE_S,
@@ -24,7 +25,7 @@ from tokamac.engine.perf.mitigation import (
 )
 from tokamac.engine.perf.peak_memory import predict_peak
 from tokamac.engine.perf.roofline import fitted
-from tokamac.engine.perf.workload import Workload, work_of_config
+from tokamac.engine.perf.workload import Workload
 
 CHIPS = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
 APPLE = [chip for chip in CHIPS if chip.name.startswith("Apple")]

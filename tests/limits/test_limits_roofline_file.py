@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tokamac.assets.tables import measurements
-from tokamac.assets.tables import measurements as compare
+from tests.roofline import measurements
 from tokamac.engine.perf.roofline import Constants, constants_of, published
 
-TABLES = Path(__file__).parents[2] / "assets" / "tables"
+ROOT = Path(__file__).parents[2]
 BLANK = {
     "chip": "Apple M4 Max", "gpu_cores": "40", "model": "Llama-3.1-8B", "weights_bits_desc": "MLX 4-bit", "weight_bytes": "",
     "context": "p512 g128", "engine": "mlx-lm 0.28", "prefill_tps": "1000", "decode_tps": "100", "source": "",
@@ -89,7 +88,7 @@ def test_models_and_chips_that_the_fit_has_not_seen_are_predicted_well_at_any_de
 
 
 def test_the_rows_of_all_depths_are_all_rows():
-    by_depth = [errors("mlx", f"decode, {depth}", "fitted")["rows"] for depth in compare.DEPTHS]
+    by_depth = [errors("mlx", f"decode, {depth}", "fitted")["rows"] for depth in measurements.DEPTHS]
     assert sum(by_depth) == errors("mlx", "decode, all", "fitted")["rows"]
 
 
@@ -97,7 +96,7 @@ def test_the_kernels_times_are_fitted_as_the_file_says():
     timings = measurements.read_attention()
     constants = {engine: Constants(**values) for engine, values in published()["engines"].items()}
     found = published()["attention"]
-    assert compare.attention_errors(timings, constants) == found
+    assert measurements.attention_errors(timings, constants) == found
     assert found["rows"] == len(timings) >= 20
     assert found["median"] <= 0.15
 
@@ -125,13 +124,13 @@ def test_every_row_that_is_far_off_is_listed_with_a_likely_reason(rows):
             for found in ways.values():
                 for label, far in found.get("far", {}).items():
                     assert label in labels, name
-                    assert abs(far["error"]) > compare.FAR
+                    assert abs(far["error"]) > measurements.FAR
                     assert len(far["likely"]) > 20
 
 
 def test_the_errors_in_the_file_are_those_its_constants_have(rows):
     constants = {engine: Constants(**values) for engine, values in published()["engines"].items()}
-    computed = compare.summaries({"fitted": compare.fitted_errors(rows[0], constants)})
+    computed = measurements.summaries({"fitted": measurements.fitted_errors(rows[0], constants)})
     for engine, phases in published()["errors"].items():
         for phase, ways in phases.items():
             assert computed[engine][phase]["fitted"] == ways["fitted"], (engine, phase)
@@ -139,14 +138,14 @@ def test_the_errors_in_the_file_are_those_its_constants_have(rows):
 
 def test_the_file_says_what_was_left_out_and_why(rows):
     kept, left = rows
-    with (TABLES / "measured.csv").open(encoding="utf-8") as file:
+    with measurements.SOURCE.open(encoding="utf-8") as file:
         assert len(kept) + len(left) == len(file.readlines()) - 1
     assert sum(published()["left_out"].values()) == len(left)
     assert {each.reason for each in left} == set(published()["left_out"])
 
 
 def test_the_file_is_as_the_script_writes_it():
-    text = (TABLES.parent / "roofline.json").read_text(encoding="utf-8")
+    text = (ROOT / "assets" / "roofline.json").read_text(encoding="utf-8")
     assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
     assert set(published()) == {
         "made_by", "from", "date", "engines", "ranges", "errors", "attention", "left_out",
@@ -154,8 +153,8 @@ def test_the_file_is_as_the_script_writes_it():
 
 
 def test_errors_are_summed_up_by_hand_as_by_the_script(rows):
-    made = [compare.Error("decode", row, value) for row, value in zip(rows[0], (0.1, -0.3, 0.2), strict=False)]
-    size = compare._sizes(made)
+    made = [measurements.Error("decode", row, value) for row, value in zip(rows[0], (0.1, -0.3, 0.2), strict=False)]
+    size = measurements._sizes(made)
     assert (size["rows"], size["median"]) == (3, 0.2)
     assert size["p90"] == pytest.approx(0.28)
 
@@ -163,7 +162,7 @@ def test_errors_are_summed_up_by_hand_as_by_the_script(rows):
 def test_a_far_row_that_nobody_looked_at_stops_the_script(rows):
     row = read_one(chip="Apple M3 Pro", gpu_cores="18", engine="mlx of a new report")
     with pytest.raises(KeyError, match="find out why"):
-        compare._far([compare.Error("decode", row, 0.5)])
+        measurements._far([measurements.Error("decode", row, 0.5)])
 
 
 def test_a_row_is_told_only_by_rows_of_its_engine_and_in_prefill_of_its_kind():
@@ -172,10 +171,10 @@ def test_a_row_is_told_only_by_rows_of_its_engine_and_in_prefill_of_its_kind():
     neural = read_one(chip="Apple M5", gpu_cores="10")
     mixture = read_one(chip="Apple M2 Max", gpu_cores="38", model="Qwen3-30B-A3B")
     llama = read_one(chip="Apple M2 Max", gpu_cores="38", engine="llama.cpp", weights_bits_desc="Q4_0")
-    assert [compare.tells(other, base, "decode") for other in (base, other_chip, neural, mixture, llama)] == [
+    assert [measurements.tells(other, base, "decode") for other in (base, other_chip, neural, mixture, llama)] == [
         True, True, True, True, False,
     ]  # fmt: skip
-    assert [compare.tells(other, base, "prefill") for other in (base, other_chip, neural, mixture, llama)] == [
+    assert [measurements.tells(other, base, "prefill") for other in (base, other_chip, neural, mixture, llama)] == [
         True, True, False, False, False,
     ]  # fmt: skip
 
@@ -275,7 +274,7 @@ def test_the_errors_of_another_table_are_printed(tmp_path, capsys):
         writer = csv.DictWriter(file, fieldnames=list(BLANK))
         writer.writeheader()
         writer.writerows([BLANK, {**BLANK, "model": "nonesuch"}])
-    compare.main(table)
+    measurements.main(table)
     said = capsys.readouterr().out
     assert "decode, Llama-3.1-8B: 1 rows" in said
     assert "left out: 1 rows" in said

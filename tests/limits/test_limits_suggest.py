@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tokamac.engine.perf.hardware import catalogue, find
+from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.machine import Machine, elsewhere
 from tokamac.engine.perf.what_if import (
     VERDICTS,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.footprint import Footprint, weigh
-from tokamac.engine.perf.hardware import catalogue, find
 from tokamac.engine.perf.machine import Machine
 from tokamac.engine.perf.roofline import Fitted, constants_of
 from tokamac.engine.perf.what_if import (

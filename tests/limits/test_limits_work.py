@@ -20,9 +20,10 @@ from tokamac.engine.kv import plan_caches
 from tokamac.engine.model import cpu
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
 from tokamac.engine.perf.cost import Cost, cost_of_model
-from tokamac.engine.perf.hardware import find
+from tokamac.engine.perf.footprint import work_of_config
 from tokamac.engine.perf.workload import (
     Attention,
     Heads,
@@ -32,7 +33,6 @@ from tokamac.engine.perf.workload import (
     launches,
     visible_pairs,
     work_of,
-    work_of_config,
 )
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -13,11 +13,10 @@ from tests.mac import CAPTURES, GIB, MetalDevice, RecordedMac, as_captured
 from tokamac.engine import Engine, Finished, KVSpec, MemoryLimitError, MemoryPressure, Sampling
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.perf import macos, memory
-from tokamac.engine.perf.footprint import check_fits
-from tokamac.engine.perf.hardware import find
+from tokamac.engine.perf.catalogue import find
+from tokamac.engine.perf.footprint import check_fits, module_of
 from tokamac.engine.perf.machine import here
 from tokamac.engine.perf.what_if import Suggestion, WhatIfCase, rank, suggestion
-from tokamac.engine.perf.workload import module_of
 
 EIGHTS = ("Meta-Llama-3.1-8B-Instruct-4bit", "Qwen3-8B-4bit")
 PAGE = 16384

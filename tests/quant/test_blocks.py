@@ -11,9 +11,8 @@ from tokamac.engine.device import DeviceKind
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant import conversion, convert
 from tokamac.quant.conversion import POOL_BYTES, pool_bytes
-from tokamac.quant.search import blocks, on_mlx, search_scales
-from tokamac.quant.search.blocks import LARGEST, SMALLEST, block_weights
-from tokamac.quant.search.on_mlx import MlxSearch
+from tokamac.quant.search import on_mlx
+from tokamac.quant.search.on_mlx import LARGEST, SMALLEST, MlxSearch, block_weights, search_scales
 
 GIB = 1 << 30
 
@@ -35,7 +34,7 @@ def test_a_block_grows_with_the_gpus_memory(
 ) -> None:
     assert block_weights(kind, memory, weight_bytes) == weights
     if memory is not None and weights > SMALLEST:
-        assert weights * weight_bytes <= memory / blocks.PART_OF_MEMORY
+        assert weights * weight_bytes <= memory / on_mlx.PART_OF_MEMORY
 
 
 @pytest.mark.parametrize("importance", [None, (1, 128), (3, 128)])
@@ -48,8 +47,7 @@ def test_the_size_of_a_block_changes_no_bit(
     known = None if importance is None else np.random.default_rng(5).random(importance, dtype=np.float32)
     found = []
     for block in (128, 7 * 128, 1 << 12, LARGEST):
-        for module in (on_mlx, blocks, blocks):
-            monkeypatch.setattr(module, "block_here", lambda _, block=block: block)
+        monkeypatch.setattr(on_mlx, "block_here", lambda _, block=block: block)
         if packing.mode == "affine":
             arrays = MlxSearch().search(weight, packing, known)
         else:
@@ -57,7 +55,7 @@ def test_the_size_of_a_block_changes_no_bit(
             given = known if known is None or len(known) == 3 else known[0]
             arrays = tuple(part.reshape(3 * 41, -1) for part in search_scales(stack, packing, given))
         found.append(
-            ([np.asarray(each.view(mx.uint8)) for each in arrays], blocks.unpacked_error(weight, arrays, packing))
+            ([np.asarray(each.view(mx.uint8)) for each in arrays], on_mlx.unpacked_error(weight, arrays, packing))
         )
     first, errors = found[0]
     for arrays, measured in found[1:]:

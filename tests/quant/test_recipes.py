@@ -10,16 +10,16 @@ from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 from tests.quant.quant_models import GOLDEN, make_source
 from tokamac.engine.errors import OptionError
 from tokamac.engine.model.config import normalise
-from tokamac.engine.model.skeleton import hollow_model
+from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.choices import choose, find_recipe, in_spread, left_out, packable, recipe_names
 from tokamac.quant.options import Options
 from tokamac.quant.source import Source, open_source
 
 
-def hollow_source(config):
+def skeleton_source(config):
     """A source that holds shapes only."""
-    module = hollow_model(config, value_bytes=2)
+    module = skeleton_model(config, value_bytes=2)
     return Source(Path(), config, module, dict(tree_flatten(module.parameters())), {}, 0)
 
 
@@ -40,7 +40,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("recipe", QUANT_RECIPES)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_mixed_recipes_choose_what_mlx_lm_chooses(kind, recipe):
-    source = hollow_source(ARCHITECTURES[kind])
+    source = skeleton_source(ARCHITECTURES[kind])
     theirs = mixed_quant_predicate_builder(recipe, source.module, 32)
     expected = {
         path: Packing(**theirs(path, module)) if module.weight.shape[-1] % 32 == 0 else None
@@ -62,12 +62,12 @@ def test_the_spread_holds_both_ends_and_every_third_layer_between(layers):
 
 
 def test_uniform_is_the_same_as_no_recipe():
-    source = hollow_source(ARCHITECTURES["experts"])
+    source = skeleton_source(ARCHITECTURES["experts"])
     assert choose(source, Options(recipe="uniform", bits=3)) == choose(source, Options(bits=3))
 
 
 def test_the_models_own_rule_gives_its_router_more_bits():
-    source = hollow_source(golden("granitemoe"))
+    source = skeleton_source(golden("granitemoe"))
     chosen = choose(source, Options(bits=3, group_size=32))
     routers = [packing for path, packing in chosen.items() if "router" in path]
     assert routers
@@ -76,7 +76,7 @@ def test_the_models_own_rule_gives_its_router_more_bits():
 
 
 def test_embedding_and_head_get_the_bits_asked_for_whatever_the_recipe_says():
-    source = hollow_source(ARCHITECTURES["llama"])
+    source = skeleton_source(ARCHITECTURES["llama"])
     chosen = choose(source, Options(recipe="mixed_2_6", group_size=32, embed_bits=8))
     assert chosen["lm_head"] == chosen["model.embed_tokens"] == Packing(8, 32)
     chosen = choose(source, Options(recipe="mixed_2_6", group_size=32, embed_bits=16))
@@ -93,12 +93,12 @@ def test_an_unknown_recipe_is_refused_with_the_list_of_those_there_are():
 
 def test_a_recipe_refuses_a_model_without_the_layers_it_speaks_of():
     with pytest.raises(OptionError, match="down_proj"):
-        choose(hollow_source(golden("gpt_neox")), Options(recipe="mixed_3_6", group_size=32))
+        choose(skeleton_source(golden("gpt_neox")), Options(recipe="mixed_3_6", group_size=32))
 
 
 def test_bits_and_a_mixed_recipe_contradict_each_other():
     with pytest.raises(OptionError, match="contradict"):
-        choose(hollow_source(ARCHITECTURES["llama"]), Options(recipe="mixed_3_6", bits=4, group_size=32))
+        choose(skeleton_source(ARCHITECTURES["llama"]), Options(recipe="mixed_3_6", bits=4, group_size=32))
 
 
 def test_layers_whose_rows_no_group_divides_are_told_of(tmp_path):
@@ -123,7 +123,7 @@ def test_nothing_is_left_out_of_what_shall_not_be_packed(tmp_path):
 
 
 def test_every_packable_module_has_a_choice():
-    source = hollow_source(ARCHITECTURES["experts"])
+    source = skeleton_source(ARCHITECTURES["experts"])
     kinds = {type(module).__name__ for _, module in packable(source)}
     assert kinds == {"Embedding", "Linear", "SwitchLinear"}
     assert set(choose(source, Options(group_size=32))) == {path for path, _ in packable(source)}

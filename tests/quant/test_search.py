@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.quant.search_weights import DTYPES, KINDS, group_errors, seeded, weights
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.search import implementation, search
+from tokamac.quant.search import Implementation, implementation, search
 from tokamac.quant.search.on_mlx import MlxSearch
-from tokamac.quant.search.packing import Implementation
 
 BITS, SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 packings = st.builds(Packing, st.sampled_from(BITS), st.sampled_from(SIZES))

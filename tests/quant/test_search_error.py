@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.quant.search_weights import DTYPES, group_errors, seeded, weights
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.search import squared_error
-from tokamac.quant.search.blocks import unpacked_error
+from tokamac.quant.search.on_mlx import unpacked_error
 
 BITS, SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 MODES = (Packing(4, 32, "mxfp4"), Packing(8, 32, "mxfp8"), Packing(4, 16, "nvfp4"))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.quant.search_weights import DTYPES, KINDS, seeded, weights
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.search import search_scales, squared_error
+from tokamac.quant.search import squared_error
+from tokamac.quant.search.on_mlx import search_scales
 
 MXFP4, NVFP4 = Packing(4, 32, "mxfp4"), Packing(4, 16, "nvfp4")
 TARGETS = {MXFP4: 0.90, NVFP4: 0.83}

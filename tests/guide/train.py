@@ -1,18 +1,20 @@
-"""Train the guide from its corpus: ``python -m tokamac.assets.guide.train --out CHECKPOINT --minutes 60``.
+"""Train the guide from its corpus: ``python -m tests.guide.train --out CHECKPOINT --minutes 60``.
 
 Writes a bfloat16 checkpoint in Hugging Face's form (config.json, model.safetensors, tokenizer); ``make guide`` then converts it to
 the 4-bit folder that ships, and scores it. Needs the ``guide`` extra (PyTorch). Seeded; a run bounded by --steps repeats exactly on
-the same machine, one bounded by --minutes repeats up to the number of steps. The last third trains as if weights were packed;
-in the last fifth declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew;
---finishing trains in the manner of the last fifth alone.
+the same machine, one bounded by --minutes up to the number of steps. The last third trains as if weights were packed; in the last
+fifth declining weighs more. --resume begins with the weights of another checkpoint, for a corpus that grew; --finishing trains
+like the last fifth alone.
 
-A small Llama in PyTorch, for training only; its weights carry the names that Hugging Face's checkpoints use.
+--mean averages checkpoints instead. Rounds that began with the same checkpoint can be averaged (Wortsman et al. 2022,
+https://arxiv.org/abs/2203.05482): the mean declines what either declined, and loses fewer answers than either.
 """
 
 import argparse
 import json
 import math
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tokamac.assets.guide.dataset import (
+from tests.guide.dataset import (
     END,
     PAD,
     Conversations,
@@ -68,6 +70,8 @@ class GuideShape:
         }
         return {**fixed, **asdict(self), "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
 
+
+WEIGHTS = "model.safetensors"
 
 ROUTE_AFTER = 4
 """The layer after which, in training, the assistant mark must tell which answer is coming."""
@@ -239,7 +243,6 @@ def _initialise(module: nn.Module) -> None:
 PACKED_FROM = 0.65
 """Share of the training after which the model sees its weights as 4-bit ones."""
 
-
 ROUTE_WEIGHT = 0.5
 
 DECLINING_FROM, DECLINE_WEIGHT = 0.8, 20.0
@@ -278,10 +281,11 @@ class TrainingPlan:
 
 
 def main() -> None:
-    """Parse the command line and train."""
+    """Parse the command line, and train or average."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the bfloat16 checkpoint")
     bound = parser.add_mutually_exclusive_group(required=True)
+    bound.add_argument("--mean", type=Path, nargs="+", metavar="CHECKPOINT", help="average these instead of training")
     bound.add_argument("--steps", type=int)
     bound.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=7)
@@ -290,6 +294,9 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="begin with the weights and the vocabulary of this checkpoint")
     parser.add_argument("--finishing", action="store_true", help="train in the manner of the last fifth from the start")
     args = parser.parse_args()
+    if args.mean:
+        average(args.mean, args.out)
+        return
     bounds = args.out, args.steps, args.minutes, args.seed, args.batch_tokens, args.learning_rate
     train(TrainingPlan(*bounds, resume=args.resume, finishing=args.finishing))
 
@@ -301,7 +308,7 @@ def train(plan: TrainingPlan) -> None:
     model = Llama(GuideShape(), plan.dropout)
     if plan.resume is not None:
         tokenizer = read_tokenizer(plan.resume)
-        model.load_state_dict(load_file(plan.resume / "model.safetensors"))
+        model.load_state_dict(load_file(plan.resume / WEIGHTS))
     else:
         tokenizer = train_tokenizer(_texts(entries))
     conversations = Conversations(entries, tokenizer, plan.seed)
@@ -344,11 +351,23 @@ def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the checkpoint in Hugging Face's form, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     end, pad = mark_id(tokenizer, END), mark_id(tokenizer, PAD)
     _write_json(folder / "config.json", GuideShape().config(end, pad))
     _write_json(folder / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": pad})
     save_tokenizer(tokenizer, folder)
+
+
+def average(checkpoints: list[Path], out: Path) -> None:
+    """Write the mean of the checkpoints' weights; config and tokenizer come from the first. Raises ValueError for other models."""
+    several = [load_file(folder / WEIGHTS) for folder in checkpoints]
+    if any(weights.keys() != several[0].keys() for weights in several):
+        raise ValueError("the checkpoints hold other weights")
+    shutil.copytree(checkpoints[0], out, dirs_exist_ok=True)
+    mean = {
+        name: torch.stack([each[name].float() for each in several]).mean(0).to(torch.bfloat16) for name in several[0]
+    }
+    save_file(mean, out / WEIGHTS, metadata={"format": "pt"})
 
 
 def _step(

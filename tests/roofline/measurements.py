@@ -1,13 +1,11 @@
-"""Published speeds as numbers: measured.csv, read row by row, and attention.csv, times of single kernels. What can't be compared is
-left out, and why is kept.
+"""Published speeds as numbers, and how far predictions are from them.
 
-A row's engine, bits and context are prose in its source; the rules below say how each form is read. Nothing is guessed: a chip
-whose bin is not told, a model whose shape is not in the catalogue, or speculative decoding leaves the row out.
+measured.csv has a row for each published speed, attention.csv the times of single kernels. A row's engine, bits and context are
+prose in its source; the rules below say how each form is read. Nothing is guessed: a chip whose bin is not given, a model whose
+shape is not in the catalogue, or speculative decoding leaves the row out, and the reason is kept.
 
-How far predictions are from published speeds: the errors of rows, by engine, phase and kind of model, and the rows far off.
-
-`python -m tokamac.assets.tables.measurements TABLE` prints those of other rows than the constants were fitted to: of a table
-like measured.csv, which may have a column more, ``config``, with the path of the model's config.json.
+``python -m tests.roofline.measurements TABLE`` prints the errors of other rows than the constants were fitted to: of a table like
+measured.csv, which may have one more column, ``config``, with the path of the model's config.json.
 """
 
 import csv
@@ -17,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,11 +25,13 @@ import numpy as np
 
 from tokamac.engine.metrics import rate
 from tokamac.engine.model.config import ignored_windows, normalise
+from tokamac.engine.perf.catalogue import CatalogueEntry, find
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import text_config
-from tokamac.engine.perf.hardware import CatalogueEntry, Chip, find, lookup, units_of
+from tokamac.engine.perf.footprint import work_of_config
+from tokamac.engine.perf.hardware import Chip, lookup, units_of
 from tokamac.engine.perf.roofline import CHUNK, Constants, Fitted, constants_of, kind_of
-from tokamac.engine.perf.workload import Heads, KVUse, Workload, work_of_config
+from tokamac.engine.perf.workload import Heads, KVUse, Workload
 
 SOURCE = Path(__file__).resolve().parent / "measured.csv"
 ATTENTION = SOURCE.with_name("attention.csv")
@@ -231,8 +231,6 @@ def _after(text: str) -> tuple[int | None, int]:
 
 def _scaled(work: Workload | str, share: float) -> Workload | str:
     """Return the work with 16-bit weights scaled to another format's bits."""
-    from dataclasses import replace
-
     if isinstance(work, str):
         return work
     return replace(work, shared_bytes=round(work.shared_bytes * share), expert_bytes=round(work.expert_bytes * share))

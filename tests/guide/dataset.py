@@ -1,21 +1,18 @@
-"""From the corpus to training sequences: conversations of many shapes, as token ids with a mask of what is learned.
+"""The guide's training text: its corpus read, questions varied, and conversations as token ids with weights of what is learned.
 
-Vary how a question is written, so that the model learns what is asked and not how.
-
-The guide's tokenizer: byte-level BPE trained on the corpus, and the chat template that tells the roles apart.
-
-Read the guide's corpus: plain text that a person can edit.
+The corpus (assets/guide/corpus) is plain text that a person edits:
 
     [entry-id]
     ? a phrasing of the question          several, one a line
     ? another phrasing
     ~ (stop|halt) the (reply|answer)      only trained on: one wording of each (a|b) is drawn each time
     = the answer, on one line
-    + a key fact | another way to say it  each such line must be found in a right answer
+    + a key fact | another way to say it  a right answer holds each such line, in one of its wordings
     ? the next question of the same conversation, in a dialogue
     = ...
 
-Lines beginning with ``#`` are comments. Entries whose id begins with ``oos-`` are out of scope: their answer declines.
+Lines beginning with ``#`` are comments. Entries whose id begins with ``oos-`` are out of scope: their answer declines. Questions
+are varied, so that the model learns what is asked and not how.
 """
 
 import json
@@ -28,7 +25,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-CORPUS = Path(__file__).parent / "corpus"
+GUIDE = Path(__file__).parents[2] / "assets" / "guide"
 HELD_OUT_EVERY, HELD_OUT_AT = 5, 3
 """Phrasing i of a turn is held out of training when i % 5 == 3: a fifth, spread over all questions."""
 
@@ -37,14 +34,14 @@ class CorpusError(ValueError):
     """A line of the corpus is not in the format; the message begins with file and line."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CorpusTurn:
-    """One question in several phrasings, its answer, and the facts (each a tuple of alternatives) a right answer holds."""
+    """One question in several phrasings, its answer, and the facts (each in several wordings) that a right answer holds."""
 
-    phrasings: tuple[str, ...]
-    answer: str
-    facts: tuple[tuple[str, ...], ...]
-    patterns: tuple[str, ...] = ()
+    phrasings: list[str] = field(default_factory=list)
+    answer: str = ""
+    facts: list[list[str]] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -55,12 +52,12 @@ class CorpusTurn:
     @property
     def held_out(self) -> tuple[str, ...]:
         """Phrasings the model is scored on and never sees."""
-        return tuple(text for i, text in enumerate(self.phrasings) if i % HELD_OUT_EVERY == HELD_OUT_AT)
+        return tuple(self.phrasings[HELD_OUT_AT::HELD_OUT_EVERY])
 
     def is_right(self, reply: str) -> bool:
         """Whether a reply holds every key fact, in one of its wordings."""
-        said = reply.casefold()
-        return all(any(wording.casefold() in said for wording in fact) for fact in self.facts)
+        text = reply.casefold()
+        return all(any(wording.casefold() in text for wording in fact) for fact in self.facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class CorpusEntry:
 
     id: str
     file: str
-    turns: tuple[CorpusTurn, ...]
+    turns: list[CorpusTurn]
 
     @property
     def out_of_scope(self) -> bool:
@@ -77,22 +74,12 @@ class CorpusEntry:
         return self.id.startswith("oos-")
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A turn being read."""
-
-    phrasings: list[str] = field(default_factory=list)
-    patterns: list[str] = field(default_factory=list)
-    answer: str = ""
-    facts: list[tuple[str, ...]] = field(default_factory=list)
-
-
 def normalised(text: str) -> str:
     """Return the words of a question, without case and punctuation: two questions of the same words are the same."""
     return " ".join(re.sub(r"[^a-z0-9+\- ]", " ", text.lower()).split())
 
 
-def read_corpus(folder: Path = CORPUS) -> list[CorpusEntry]:
+def read_corpus(folder: Path = GUIDE / "corpus") -> list[CorpusEntry]:
     """Return every entry of every ``.txt`` file of the folder. Raises CorpusError."""
     entries: dict[str, CorpusEntry] = {}
     for path in sorted(folder.glob("*.txt")):
@@ -103,57 +90,48 @@ def read_corpus(folder: Path = CORPUS) -> list[CorpusEntry]:
     return list(entries.values())
 
 
-def _read_file(path: Path) -> Iterator[CorpusEntry]:
-    name, drafts = "", [_Draft()]
-    for number, raw in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
+def _read_file(path: Path) -> list[CorpusEntry]:
+    entries: list[CorpusEntry] = []
+    for number, line in enumerate(map(str.strip, path.read_text(encoding="utf-8").splitlines()), 1):
         if line.startswith("[") and line.endswith("]"):
-            if name:
-                yield _finish(path, name, drafts)
-            name, drafts = line[1:-1], [_Draft()]
-            continue
-        mark, _, text = line.partition(" ")
-        where = f"{path.name}:{number}"
-        if not name or mark not in {"?", "~", "=", "+"} or not text.strip():
-            raise CorpusError(f"{where}: expected [id], '? question', '~ pattern', '= answer' or '+ fact': {line[:60]}")
-        _take(where, mark, text.strip(), drafts)
-    if name:
-        yield _finish(path, name, drafts)
+            entries.append(CorpusEntry(line[1:-1], path.name, [CorpusTurn()]))
+        elif line and not line.startswith("#"):
+            _read_line(f"{path.name}:{number}", line, entries)
+    for entry in entries:
+        for turn in entry.turns:
+            if not turn.answer or not turn.facts:
+                raise CorpusError(f"{path.name}: [{entry.id}] has a question without an answer or without a fact")
+            if not turn.is_right(turn.answer):
+                raise CorpusError(f"{path.name}: [{entry.id}] its own answer lacks a fact: {turn.facts}")
+    return entries
 
 
-def _take(where: str, mark: str, text: str, drafts: list[_Draft]) -> None:
-    draft = drafts[-1]
+def _read_line(where: str, line: str, entries: list[CorpusEntry]) -> None:
+    mark, _, text = line.partition(" ")
+    text = text.strip()
+    if not entries or mark not in {"?", "~", "=", "+"} or not text:
+        raise CorpusError(f"{where}: expected [id], '? question', '~ pattern', '= answer' or '+ fact': {line[:60]}")
+    turns = entries[-1].turns
+    turn = turns[-1]
+    asking = bool(turn.phrasings) and not turn.answer
     if mark == "?":
-        if draft.answer:
-            drafts.append(draft := _Draft())
-        draft.phrasings.append(text)
+        if turn.answer:
+            turns.append(turn := CorpusTurn())
+        turn.phrasings.append(text)
     elif mark == "~":
-        if draft.answer or not draft.phrasings:
+        if not asking:
             raise CorpusError(f"{where}: a pattern stands between the questions and their answer")
-        draft.patterns.append(text)
+        turn.patterns.append(text)
     elif mark == "=":
-        if draft.answer or not draft.phrasings:
-            raise CorpusError(f"{where}: an answer follows its questions, and there is one of it")
-        draft.answer = text
+        if not asking:
+            raise CorpusError(f"{where}: an answer follows its questions, and there is only one")
+        turn.answer = text
     else:
-        if not draft.answer:
+        if not turn.answer:
             raise CorpusError(f"{where}: a fact follows its answer")
-        draft.facts.append(tuple(wording.strip() for wording in text.split("|") if wording.strip()))
+        turn.facts.append([wording.strip() for wording in text.split("|") if wording.strip()])
 
 
-def _finish(path: Path, name: str, drafts: list[_Draft]) -> CorpusEntry:
-    turns = tuple(CorpusTurn(tuple(d.phrasings), d.answer, tuple(d.facts), tuple(d.patterns)) for d in drafts)
-    for turn in turns:
-        if not turn.answer or not turn.facts:
-            raise CorpusError(f"{path.name}: [{name}] has a question without an answer or without a fact")
-        if not turn.is_right(turn.answer):
-            raise CorpusError(f"{path.name}: [{name}] its own answer lacks a fact: {turn.facts}")
-    return CorpusEntry(name, path.name, turns)
-
-
-SYNONYMS = Path(__file__).parent / "synonyms.txt"
 SWAP_SHARE = 0.35
 """Of the words that have synonyms, how many are swapped, in the questions in which any are."""
 
@@ -255,7 +233,7 @@ def swap_synonyms(text: str, rng: random.Random) -> str:
 def synonyms() -> tuple[re.Pattern[str], dict[str, list[str]]]:
     """Return a pattern that finds the words of synonyms.txt, and for each (in lower case) the others of its lines."""
     others: dict[str, list[str]] = {}
-    for line in SYNONYMS.read_text(encoding="utf-8").splitlines():
+    for line in (GUIDE / "synonyms.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             words = [word.strip() for word in line.split(",")]
             for word in words:

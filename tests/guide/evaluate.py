@@ -1,10 +1,9 @@
-"""Score the guide that ships: ``python -m tokamac.assets.guide.evaluate [--model FOLDER]``.
+"""Score the guide that ships: ``python -m tests.guide.evaluate [--model FOLDER]``.
 
 Asks the 4-bit model, through the product's own engine and at temperature 0, every phrasing that was held out of training: questions
 alone, questions inside dialogues (after the true turns before them), and out-of-scope questions. A reply is right when it holds
-all key facts of its answer. Writes the result into MODEL_CARD.md. Exits 1 below PASS, or when an out-of-scope question is answered.
-
-Write the measured part of the guide's MODEL_CARD.md; the prose around it is written by hand.
+all key facts of its answer. Exits 1 below PASS, or when an out-of-scope question is answered. Writes the result into the measured
+part of MODEL_CARD.md; the prose around it is written by hand.
 """
 
 import argparse
@@ -13,11 +12,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokamac.assets.guide.dataset import CorpusEntry, CorpusTurn, normalised, read_corpus
+from tests.guide.dataset import GUIDE, CorpusEntry, CorpusTurn, normalised, read_corpus
 from tokamac.engine import Engine, Finished, Message, Sampling
 from tokamac.engine.runner import ModelSpec
 
 BEGIN, END = "<!-- measured: evaluate.py writes from here", "<!-- measured: to here -->"
+TRAINING = "## Last line of each round's training log"
+MODEL, CARD = GUIDE / "model", GUIDE / "MODEL_CARD.md"
+
+PASS = 0.85
+"""The share of in-scope replies that must be right."""
+
+MAX_TOKENS = 160
+"""Twice the longest answer: a model that rambles is cut, and judged by what it said."""
+
+OUT_OF_SCOPE = "out of scope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,99 +48,6 @@ class AnswerTally:
 
     def __add__(self, other: "AnswerTally") -> "AnswerTally":
         return AnswerTally(self.asked + other.asked, self.right + other.right, self.refused + other.refused)
-
-
-def write_card(
-    card: Path,
-    *,
-    spec: ModelSpec,
-    folder: Path,
-    entries: Sequence[CorpusEntry],
-    counts: dict[str, AnswerTally],
-    total: AnswerTally,
-    logs: Sequence[Path],
-    skipped: int,
-) -> None:
-    """Replace what stands between the marks of ``card``. Raises ValueError when it has no marks."""
-    text = card.read_text(encoding="utf-8")
-    head, begun, rest = text.partition(BEGIN)
-    old, ended, tail = rest.partition(END)
-    if not begun or not ended:
-        raise ValueError(f"{card} lacks the lines '{BEGIN} ...' and '{END}'")
-    first_line = old.splitlines()[0]
-    training = _training(logs) if logs else _kept_training(old)
-    parts = [*_scores(counts, total, skipped), *_data(entries), *_size(spec, folder), *training]
-    card.write_text(f"{head}{BEGIN}{first_line}\n\n" + "\n".join(parts) + f"\n\n{END}{tail}", encoding="utf-8")
-
-
-def _scores(counts: dict[str, AnswerTally], total: AnswerTally, skipped: int) -> list[str]:
-    rows = [
-        f"| {group} | {count.asked:,} | {count.right:,} | {count.share:.1%} | {count.refused:,} |"
-        for group, count in (*counts.items(), ("**in scope, all**", total))
-    ]
-    head = ["| held-out questions | asked | right | share | wrongly declined |", "| --- | ---: | ---: | ---: | ---: |"]
-    note = [f"Left out: {skipped:,} held-out phrasings that training drew by chance.", ""] if skipped else []
-    return ["## Scores", "", "A right reply to an out-of-scope question is one that declines.", "", *note, *head, *rows]
-
-
-def _data(entries: Sequence[CorpusEntry]) -> list[str]:
-    turns = [turn for entry in entries for turn in entry.turns]
-    answered = sum(len(entry.turns) == 1 and not entry.out_of_scope for entry in entries)
-    dialogues = sum(len(entry.turns) > 1 for entry in entries)
-    outside = sum(len(turn.phrasings) for entry in entries if entry.out_of_scope for turn in entry.turns)
-    phrasings, held = sum(len(turn.phrasings) for turn in turns), sum(len(turn.held_out) for turn in turns)
-    patterns = sum(len(turn.patterns) for turn in turns)
-    return [
-        "",
-        "## Data",
-        "",
-        f"- {answered:,} questions with an answer, {dialogues:,} dialogues, {outside:,} out-of-scope questions.",
-        f"- {phrasings:,} phrasings: {phrasings - held:,} trained on, {held:,} ({held / phrasings:.1%}) held out.",
-        f"- {patterns:,} patterns that draw more wordings, trained on only.",
-    ]
-
-
-def _size(spec: ModelSpec, folder: Path) -> list[str]:
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    bits = "unknown" if spec.bits_per_weight is None else f"{spec.bits_per_weight:.2f}"
-    return [
-        "",
-        "## Size",
-        "",
-        f"- {spec.parameters:,} parameters, {spec.layers} layers, a vocabulary of {spec.vocabulary_size:,} tokens.",
-        f"- {bits} bits per weight, {spec.weight_bytes / 1e6:.1f} MB of weights; {size / 1e6:.1f} MB for the folder.",
-        f"- Context of {spec.context_length:,} tokens." if spec.context_length else "- Context: not stated.",
-    ]
-
-
-TRAINING = "## Last line of each round's training log"
-
-
-def _training(logs: Sequence[Path]) -> list[str]:
-    lines = [_last_step(log.read_text(encoding="utf-8")) for log in logs]
-    return ["", TRAINING, "", *(f"    {line}" for line in lines)]
-
-
-def _last_step(log: str) -> str:
-    steps = [line for line in log.splitlines() if line.startswith("step ")]
-    return steps[-1] if steps else "unknown"
-
-
-def _kept_training(old: str) -> list[str]:
-    _, found, rest = old.partition(TRAINING)
-    return ["", TRAINING, "", rest.strip("\n")] if found else []
-
-
-MODEL = Path(__file__).parent / "model"
-CARD = Path(__file__).parent / "MODEL_CARD.md"
-
-PASS = 0.85
-"""The share of in-scope replies that must be right."""
-
-MAX_TOKENS = 160
-"""Twice the longest answer: a model that rambles is cut, and judged by what it said."""
-
-OUT_OF_SCOPE = "out of scope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +149,84 @@ def passes(counts: dict[str, AnswerTally]) -> bool:
     """Whether the model may ship."""
     outside = counts.get(OUT_OF_SCOPE, AnswerTally())
     return in_scope(counts).share >= PASS and outside.right == outside.asked
+
+
+def write_card(
+    card: Path,
+    *,
+    spec: ModelSpec,
+    folder: Path,
+    entries: Sequence[CorpusEntry],
+    counts: dict[str, AnswerTally],
+    total: AnswerTally,
+    logs: Sequence[Path],
+    skipped: int,
+) -> None:
+    """Replace what stands between the marks of ``card``. Raises ValueError when it has no marks."""
+    text = card.read_text(encoding="utf-8")
+    head, begun, rest = text.partition(BEGIN)
+    old, ended, tail = rest.partition(END)
+    if not begun or not ended:
+        raise ValueError(f"{card} lacks the lines '{BEGIN} ...' and '{END}'")
+    first_line = old.splitlines()[0]
+    training = _training(logs) if logs else _kept_training(old)
+    parts = [*_scores(counts, total, skipped), *_data(entries), *_size(spec, folder), *training]
+    card.write_text(f"{head}{BEGIN}{first_line}\n\n" + "\n".join(parts) + f"\n\n{END}{tail}", encoding="utf-8")
+
+
+def _scores(counts: dict[str, AnswerTally], total: AnswerTally, skipped: int) -> list[str]:
+    rows = [
+        f"| {group} | {count.asked:,} | {count.right:,} | {count.share:.1%} | {count.refused:,} |"
+        for group, count in (*counts.items(), ("**in scope, all**", total))
+    ]
+    head = ["| held-out questions | asked | right | share | wrongly declined |", "| --- | ---: | ---: | ---: | ---: |"]
+    note = [f"Left out: {skipped:,} held-out phrasings that training drew by chance.", ""] if skipped else []
+    return ["## Scores", "", "A right reply to an out-of-scope question is one that declines.", "", *note, *head, *rows]
+
+
+def _data(entries: Sequence[CorpusEntry]) -> list[str]:
+    turns = [turn for entry in entries for turn in entry.turns]
+    answered = sum(len(entry.turns) == 1 and not entry.out_of_scope for entry in entries)
+    dialogues = sum(len(entry.turns) > 1 for entry in entries)
+    outside = sum(len(turn.phrasings) for entry in entries if entry.out_of_scope for turn in entry.turns)
+    phrasings, held = sum(len(turn.phrasings) for turn in turns), sum(len(turn.held_out) for turn in turns)
+    patterns = sum(len(turn.patterns) for turn in turns)
+    return [
+        "",
+        "## Data",
+        "",
+        f"- {answered:,} questions with an answer, {dialogues:,} dialogues, {outside:,} out-of-scope questions.",
+        f"- {phrasings:,} phrasings: {phrasings - held:,} trained on, {held:,} ({held / phrasings:.1%}) held out.",
+        f"- {patterns:,} patterns that draw more wordings, trained on only.",
+    ]
+
+
+def _size(spec: ModelSpec, folder: Path) -> list[str]:
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    bits = "unknown" if spec.bits_per_weight is None else f"{spec.bits_per_weight:.2f}"
+    return [
+        "",
+        "## Size",
+        "",
+        f"- {spec.parameters:,} parameters, {spec.layers} layers, a vocabulary of {spec.vocabulary_size:,} tokens.",
+        f"- {bits} bits per weight, {spec.weight_bytes / 1e6:.1f} MB of weights; {size / 1e6:.1f} MB for the folder.",
+        f"- Context of {spec.context_length:,} tokens." if spec.context_length else "- Context: not stated.",
+    ]
+
+
+def _training(logs: Sequence[Path]) -> list[str]:
+    lines = [_last_step(log.read_text(encoding="utf-8")) for log in logs]
+    return ["", TRAINING, "", *(f"    {line}" for line in lines)]
+
+
+def _last_step(log: str) -> str:
+    steps = [line for line in log.splitlines() if line.startswith("step ")]
+    return steps[-1] if steps else "unknown"
+
+
+def _kept_training(old: str) -> list[str]:
+    _, found, rest = old.partition(TRAINING)
+    return ["", TRAINING, "", rest.strip("\n")] if found else []
 
 
 def main() -> int:

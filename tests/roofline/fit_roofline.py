@@ -1,4 +1,4 @@
-"""Fit the roofline's overheads to published measurements: `python -m tokamac.assets.tables.fit_roofline` (extra `fit`).
+"""Fit the roofline's overheads to published measurements: `python -m tests.roofline.fit_roofline` (extra `fit`).
 
 Writes assets/roofline.json: the constants of each engine, the range of models that its rows cover, and three kinds of errors.
 "fitted" is of all rows with constants that saw them. "held out" is what a new chip would get: each chip's rows are predicted with
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from tokamac.assets.tables.measurements import (
+from tests.roofline.measurements import (
     ENGINES,
     KINDS,
     All,
@@ -53,8 +53,7 @@ from tokamac.assets.tables.measurements import (
 )
 from tokamac.engine.perf.roofline import Constants
 
-HERE = Path(__file__).resolve().parent
-TARGET = HERE.parent / "roofline.json"
+TARGET = Path(__file__).parents[2] / "assets" / "roofline.json"
 LINEAR_FROM = 0.1
 A_CHIP = 6
 """Rows that a chip's rows count as, at most."""
@@ -100,8 +99,8 @@ def main() -> None:
         }
     )
     document: dict[str, Any] = {
-        "made_by": "assets/tables/fit_roofline.py",
-        "from": ["assets/tables/measured.csv", "assets/tables/attention.csv"],
+        "made_by": "tests/roofline/fit_roofline.py",
+        "from": ["tests/roofline/measured.csv", "tests/roofline/attention.csv"],
         "date": datetime.now(UTC).date().isoformat(),
         "engines": {name: asdict(each) for name, each in constants.items()},
         "ranges": {engine: _range([row for row in rows if row.engine == engine]) for engine in ENGINES},

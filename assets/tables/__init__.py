@@ -1,1 +1,0 @@
-"""The scripts that make the tables in assets, and the published speeds that the roofline is fitted to."""
