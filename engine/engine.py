@@ -33,12 +33,12 @@ from tokamac.engine.worker import Replies, ReplyHandle, ReplyStream, Stream, Unp
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from tokamac.engine.generation import ReplyTask
     from tokamac.engine.kv.divergence import Trial, TrialProgress
     from tokamac.engine.perf.memory import Memory
     from tokamac.engine.perf.roofline import Limits, Prediction
     from tokamac.engine.prompt_cache.cache import Check
     from tokamac.engine.prompt_cache.exchange import Exchanged
+    from tokamac.engine.reply import ReplyTask
     from tokamac.engine.runner import ModelSpec, Runner
     from tokamac.engine.scoring import Perplexity
     from tokamac.engine.text.tokenizer import Tokenizer

@@ -14,13 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.adapters import Adapter, Change, attach, changes_of, read_adapter
 from tokamac.engine.device import DeviceKind, device_kind
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.generation import Generation
 from tokamac.engine.hub import download
 from tokamac.engine.kv import install_seam, plan_caches
+from tokamac.engine.model.adapters import Adapter, Change, attach, changes_of, read_adapter
 from tokamac.engine.model.config import context_length, pretraining_length
 from tokamac.engine.model.corrections import use_short_factors
 from tokamac.engine.model.cpu import is_unpacked

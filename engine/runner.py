@@ -24,7 +24,7 @@ from tokamac.engine.errors import (
 )
 from tokamac.engine.events import Event, MemoryPressure, Message, PrefillProgress, Price
 from tokamac.engine.files import FLUSH_S
-from tokamac.engine.generation import STAGE_S, Generation, PrefillChunker, ReplyTask, Request, check_room, make_room
+from tokamac.engine.generation import STAGE_S, Generation, PrefillChunker
 from tokamac.engine.kv.divergence import Trial, TrialProgress
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.model.config import read_config
@@ -33,8 +33,10 @@ from tokamac.engine.perf.bandwidth import is_busy
 from tokamac.engine.perf.memory import Memory, snapshot
 from tokamac.engine.perf.mitigation import whole_chunks
 from tokamac.engine.perf.timing import LatencyProfiler
+from tokamac.engine.prefill_budget import make_room
 from tokamac.engine.prompt_cache.cache import CacheStore, Check, NoCache, check
 from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
+from tokamac.engine.reply import ReplyTask, Request, check_context
 from tokamac.engine.runtime import MachineSpeed, Runtime
 from tokamac.engine.scoring import (
     CHUNK,
@@ -207,7 +209,7 @@ class Runner:
         prompting = self._prompting(template)
         prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
         request = prompting.request(prompt, resolved, recorder, turn=_turn(continues))
-        check_room(self.runtime, len(request.ids))
+        check_context(self.runtime, len(request.ids))
         return ReplyTask(self.runtime, self._store, request, cancelled)
 
     def warm(
@@ -262,26 +264,25 @@ class Runner:
     def _warmed(
         self, request: Request, cancelled: Callable[[], bool], stage_s: float
     ) -> Generator[PrefillProgress | MemoryPressure, None, None]:
-        check_room(self.runtime, len(request.ids))
-        slot = self._store.acquire(request.ids, request.keep)
-        room = make_room(self.runtime, self._store, slot, len(request.ids))
-        if room.squeezed is not None:
-            yield room.squeezed
-        force = self.runtime.shape.device if room.force_fused else None
-        run = Generation(self.runtime.model, slot.caches, slot.ids, ahead=False, force_fused=force)
-        cached, total = len(slot.ids), len(request.ids)
-        with computing(), slot:
+        check_context(self.runtime, len(request.ids))
+        lease = self._store.acquire(request.ids, request.keep)
+        budget = make_room(self.runtime, self._store, lease, len(request.ids))
+        if budget.pressure is not None:
+            yield budget.pressure
+        force = self.runtime.shape.device if budget.force_fused else None
+        generation = Generation(self.runtime.model, lease.caches, lease.ids, ahead=False, force_fused=force)
+        cached, total = len(lease.ids), len(request.ids)
+        with computing(), lease:
             yield PrefillProgress(cached, total, cached)
             began = time.perf_counter()
-            pieces = PrefillChunker(self.runtime.chunking, room.chunk, cached, stage_s=stage_s, stopped=cancelled)
-            for _ in pieces.compute(run, request.ids[cached:-1]):
-                yield PrefillProgress(len(run.held), total, cached)
+            chunker = PrefillChunker(self.runtime.chunking, budget.chunk, cached, stage_s=stage_s, stopped=cancelled)
+            for _ in chunker.compute(generation, request.ids[cached:-1]):
+                yield PrefillProgress(len(generation.cached_ids), total, cached)
                 if cancelled():
                     break
-            self._store.rates.saw_prefill(len(run.held) - cached, time.perf_counter() - began)
-            if cancelled():
-                return
-            self._store.checkpoint(slot)
+            self._store.rates.saw_prefill(len(generation.cached_ids) - cached, time.perf_counter() - began)
+            if not cancelled():
+                self._store.checkpoint(lease)
 
     def warm_stable(
         self, messages: Sequence[Message], cancelled: Callable[[], bool], template: TemplateOptions
@@ -312,7 +313,7 @@ class Runner:
     def price(self, prompt: Prompt, template: TemplateOptions, *, continues: bool = False) -> Price:
         """Return what a prompt takes until its first token. Raises OptionError, ContextError or TemplateError."""
         request = self._prompting(template).request(prompt, Sampling(), Recorder(), turn=_turn(continues))
-        check_room(self.runtime, len(request.ids))
+        check_context(self.runtime, len(request.ids))
         known, rates = self._store.known(request.ids, request.keep), self._store.rates
         tokens = len(request.ids) - known.tokens
         computing_s = rates.prefill_s(tokens)

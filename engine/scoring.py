@@ -161,31 +161,31 @@ def _decode(
 ) -> Iterator[TrialProgress]:
     """Fill a cache depth by depth and time decoding at each. A depth that the last one's tokens have passed is measured there."""
     text = itertools.cycle(ids)
-    run = Generation(runtime.model, setting.plan.make(), [], ahead=runtime.ahead)
+    generation = Generation(runtime.model, setting.plan.make(), [], ahead=runtime.ahead)
     bits, total = setting.trial(None).bits, depths[-1] + TIMED_TOKENS
     for depth in depths:
-        missing = max(0, depth - 1 - len(run.held))  # the first step computes the last of them
-        for _ in run.prefill(list(itertools.islice(text, missing)), runtime.prefill_chunk):
-            yield TrialProgress(bits, len(run.held), total)
+        missing = max(0, depth - 1 - len(generation.cached_ids))  # the first step computes the last of them
+        for _ in generation.prefill(list(itertools.islice(text, missing)), runtime.prefill_chunk):
+            yield TrialProgress(bits, len(generation.cached_ids), total)
             if cancelled():
                 return
-        rates, token, at = [], next(text), len(run.held) + 1
+        rates, token, at = [], next(text), len(generation.cached_ids) + 1
         for _ in range(ROUNDS):
-            times, token = _timed(run, token, cancelled)
+            times, token = _timed(generation, token, cancelled)
             if cancelled():
                 return
             rates.append(decode_rate(times))
-            yield TrialProgress(bits, len(run.held), total)
+            yield TrialProgress(bits, len(generation.cached_ids), total)
         known = [rate for rate in rates if rate is not None]
         setting.decode.append(Speed(at, statistics.median(known) if known else None))
     mx.clear_cache()
 
 
-def _timed(run: Generation, last: int, cancelled: Callable[[], bool]) -> tuple[list[float], int]:
+def _timed(generation: Generation, last: int, cancelled: Callable[[], bool]) -> tuple[list[float], int]:
     """Decode STEPS tokens greedily after ``last``; return when each reached the host (s), and the final one, not held yet."""
     sampler = Sampler(Sampling(temperature=0).resolved(Sampling()), [])
     times: list[float] = []
-    for token in run.decode(last, sampler, STEPS):
+    for token in generation.decode(last, sampler, STEPS):
         times.append(time.perf_counter())
         last = token
         if cancelled():

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
 from tokamac.engine.hub.cache import id_of
+from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.safetensors import find_shards
 from tokamac.quant.options import Options
 

@@ -53,10 +53,10 @@ import mlx.core as mx
 import xxhash
 
 from tokamac.engine import files
-from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind, may_use_tf32
 from tokamac.engine.errors import ALLOW, ConversionError, TokamacError, private
 from tokamac.engine.files import open_regular, path_to_disk, read_bytes, sync
+from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.perf import measurement_store
 from tokamac.engine.perf.mitigation import told_apart
 from tokamac.quant.options import Options

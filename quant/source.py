@@ -18,9 +18,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from tokamac.engine.adapters import Adapter, Change, changes_of, fused, read_adapter
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.files import not_opened
+from tokamac.engine.model.adapters import Adapter, Change, changes_of, fused, read_adapter
 from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, check_config, model_classes, read_config
 from tokamac.engine.model.loader import BUILD_ERRORS, doubts_about, load_lazily
 from tokamac.engine.model.safetensors import check_places, find_shards

@@ -158,8 +158,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
     subject = subject_of(options.model)
     if given_adapter(options.adapter or ""):
-        from tokamac.engine.adapters import read_adapter
         from tokamac.engine.hub import download
+        from tokamac.engine.model.adapters import read_adapter
 
         name = given_adapter(options.adapter)
         subject = replace(subject, adapter=read_adapter(loading.fetch(name, download.resolve_adapter), name))

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 from tokamac.engine.model.safetensors import find_shards, read_header
 
 ADDED = (".lora_a", ".lora_b", ".gain")
-"""How the names of an adapter's arrays end (engine/adapted_layers.py)."""
+"""How the names of an adapter's arrays end (engine/model/adapted_layers.py)."""
 
 
 def leaf_modules(model: Any) -> list[tuple[str, Any]]:

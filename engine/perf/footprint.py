@@ -41,8 +41,8 @@ from tokamac.engine.perf.peak_memory import STEP, ModelShape, Order, predict_pea
 from tokamac.engine.perf.workload import Workload, work_of
 
 if TYPE_CHECKING:
-    from tokamac.engine.adapters import Adapter
     from tokamac.engine.kv.plan import CachePlan, Keep, Kind, LayerPlan
+    from tokamac.engine.model.adapters import Adapter
 
 
 MODELS_KEPT = 12
@@ -205,7 +205,7 @@ def _add(adapter: "Adapter | None", module: Any, config: Mapping[str, Any]) -> l
     """Put an adapter into a skeleton, and return its tensors."""
     if adapter is None:
         return []
-    from tokamac.engine.adapters import attach, changes_of
+    from tokamac.engine.model.adapters import attach, changes_of
 
     attach(module, changes_of(adapter, module, config), lazy=True)
     return [tensor for tensor in tensors_of(module) if tensor.name.endswith(ADDED)]

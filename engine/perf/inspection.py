@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tokamac.engine.adapters import Adapter
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import ModelNotFoundError, ModelUnsupportedError, OptionError, TokamacError
+from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.config import context_length, read_config
 from tokamac.engine.model.safetensors import INDEX, PICKLES
 from tokamac.engine.options import KVSpec

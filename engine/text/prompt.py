@@ -13,10 +13,10 @@ from typing import Literal
 
 from tokamac.engine.errors import ContextError, OptionError, TemplateError
 from tokamac.engine.events import Message, Truncated
-from tokamac.engine.generation import Request
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.prompt_cache.radix_tree import common_prefix
+from tokamac.engine.reply import Request
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.text import continuation
 from tokamac.engine.text.continuation import PartialReply

@@ -206,7 +206,7 @@ async def test_foreign_text_can_do_nothing(chat: Start) -> None:
 async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
     async with chat("dies-decoding") as c:
         await c.send("hi")
-        await c.until(lambda: "Starting it again" in c.notices, "a notice")
+        await c.until(lambda: "Restarting it" in c.notices, "a notice")
         assert "scripted: the engine dies" in c.notices
         await c.phase(EnginePhase.IDLE)
         text = c.shown(c.replies[-1])
@@ -220,7 +220,7 @@ async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
 
 async def test_an_engine_that_dies_idle_is_started_again(chat: Start) -> None:
     async with chat("dies-idle") as c:
-        await c.until(lambda: "Starting it again" in c.notices, "a notice")
+        await c.until(lambda: "Restarting it" in c.notices, "a notice")
         assert c.session.turns == []
 
 

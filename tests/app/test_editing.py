@@ -39,7 +39,7 @@ async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
     async with chat("slow") as c:
         await waiting_and_editing(c)
         c.app.chat.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.life))
-        await c.until(lambda: "Starting it again" in c.notices)
+        await c.until(lambda: "Restarting it" in c.notices)
         assert c.prompt.text == "one, but better"
         await c.phase(EnginePhase.IDLE)
         await c.pilot.press("escape")

@@ -93,7 +93,7 @@ class LiveLab:
         """Return a run whose caches hold all of ``ids`` but the last."""
         from tokamac.engine.generation import Generation
 
-        run = Generation(self._runtime.model, caches, [], ahead=self._runtime.ahead, mark=mark)
+        run = Generation(self._runtime.model, caches, [], ahead=self._runtime.ahead, note=mark)
         for _ in run.prefill(ids[:-1], self._runtime.prefill_chunk):
             pass
         return run

@@ -11,7 +11,7 @@ from tests.engine.adapter_files import as_mlx, write_peft
 from tests.engine.seeded import write_model
 from tokamac.app import settings
 from tokamac.app.settings import Settings
-from tokamac.engine.adapters import read_adapter
+from tokamac.engine.model.adapters import read_adapter
 
 ASK = ("--max-tokens", "16", "--temp", "0")
 

@@ -14,7 +14,6 @@ from mlx.utils import tree_map
 from tests.engine.adapter_files import ALPHA, RANK, as_mlx, shapes_of, write_fused, write_peft
 from tests.engine.seeded import write_model
 from tokamac.engine import Engine, Finished, PromptCacheSpec, Sampling
-from tokamac.engine.adapters import attach, changes_of, read_adapter
 from tokamac.engine.errors import (
     MemoryLimitError,
     ModelDamagedError,
@@ -23,6 +22,7 @@ from tokamac.engine.errors import (
     ModelUnsupportedError,
     OptionError,
 )
+from tokamac.engine.model.adapters import attach, changes_of, read_adapter
 
 IDS = [5, 60, 7, 120, 9, 33, 250, 8, 41, 77]
 LAYER = "model.layers.1.self_attn.q_proj"

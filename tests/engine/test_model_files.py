@@ -177,7 +177,7 @@ def test_logits_that_are_no_numbers_are_noticed_at_any_step(ahead: bool, spoiled
     tokens = run.decode(2, Sampler(Sampling(temperature=0).resolved(Sampling()), []), 100)
     with pytest.raises(ModelDamagedError, match="not numbers"):
         list(tokens)
-    assert len(run.held) <= 2 + spoiled + CHECK_STEPS + ahead
+    assert len(run.cached_ids) <= 2 + spoiled + CHECK_STEPS + ahead
 
 
 def test_a_tokenizer_that_makes_its_library_panic_is_refused(folder: Path) -> None:

@@ -41,14 +41,14 @@ class FixedChunking:
 class Computed:
     """A run that computes nothing, and notes its pieces."""
 
-    held: list[int] = field(default_factory=list)
+    cached_ids: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
     def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
         assert len(ids) == chunk
         self.sizes.append(len(ids))
-        self.held.extend(ids)
-        yield len(self.held)
+        self.cached_ids.extend(ids)
+        yield len(self.cached_ids)
 
 
 def sizes(held: int, tokens: int, *, size: int = 512, most: int = 512, deep: int = 1 << 30) -> list[int]:
@@ -56,7 +56,7 @@ def sizes(held: int, tokens: int, *, size: int = 512, most: int = 512, deep: int
     run = Computed(list(range(held)))
     pieces = PrefillChunker(FixedChunking(size, deep), most, held)  # type: ignore[arg-type]
     list(pieces.compute(run, list(range(held, held + tokens))))  # type: ignore[arg-type]
-    assert run.held == list(range(held + tokens))
+    assert run.cached_ids == list(range(held + tokens))
     return run.sizes
 
 
@@ -109,10 +109,10 @@ def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
             whole = run.prefill_in_stages(ids[50:119], 99, lambda asked=asked: next(asked) == stops_after)  # type: ignore[misc]
             growing = sum(grows(cache) for _, cache in leaves(caches))
             assert whole == (stops_after is None or stops_after >= growing)
-            assert len(run.held) == (119 if whole else 50)
-        rest = ids[len(run.held) : 119]
+            assert len(run.cached_ids) == (119 if whole else 50)
+        rest = ids[len(run.cached_ids) : 119]
         assert not rest or all(run.prefill(rest, len(rest)))
-        assert run.held == ids[:119]
+        assert run.cached_ids == ids[:119]
         ends.append(model(mx.array([ids[119:]]), cache=caches))
     assert mx.array_equal(*ends)
 
@@ -144,7 +144,7 @@ def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked
     run, now = Slow(), itertools.count(0, 3)  # each piece takes three seconds
     pieces = PrefillChunker(FixedChunking(64), 64, 0, clock=lambda: next(now))  # type: ignore[arg-type]
     assert len(list(pieces.compute(run, list(range(500))))) == 2  # type: ignore[arg-type]
-    assert (run.held, asked) == (list(range(64)), [3])
+    assert (run.cached_ids, asked) == (list(range(64)), [3])
 
 
 @pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)

@@ -337,7 +337,7 @@ def held_after(events: Iterator[object], monkeypatch: pytest.MonkeyPatch) -> tup
 
     monkeypatch.setattr(Generation, "decode", noted)
     finished = finish(events)
-    return finished, runs[-1].held, runs[-1]._caches
+    return finished, runs[-1].cached_ids, runs[-1]._caches
 
 
 @pytest.mark.parametrize("most", [0, 1, 7])
@@ -485,9 +485,9 @@ def decoded(engine: Engine, *, ahead: bool) -> tuple[list[int], list[int], set[i
         for token in run.decode(prompt[-1], Sampler(SAMPLED.resolved(Sampling()), prompt), 16):
             made.append(token)
             if len(made) == 5:
-                assert run.held in (prompt + made, prompt + made[:-1])
+                assert run.cached_ids in (prompt + made, prompt + made[:-1])
                 run.force([7, 8, 9])
-        return made, run.held[len(prompt) :], {cache.offset - len(prompt) for cache in caches}
+        return made, run.cached_ids[len(prompt) :], {cache.offset - len(prompt) for cache in caches}
 
     return engine.between(work)
 

@@ -19,11 +19,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     prefill, step = Generation.prefill, Generation._step
 
     def read(run: Generation, ids: list[int], chunk: int):  # type: ignore[no-untyped-def]
-        seen.append(("prefill", len(run.held)))
+        seen.append(("prefill", len(run.cached_ids)))
         return prefill(run, ids, chunk)
 
     def decode(run: Generation, token: mx.array, sampler: object, *, checked: bool) -> mx.array:
-        seen.append(("step", len(run.held)))
+        seen.append(("step", len(run.cached_ids)))
         return step(run, token, sampler, checked=checked)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Generation, "prefill", read)

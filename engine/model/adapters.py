@@ -218,7 +218,7 @@ def attach(
     import mlx.core as mx
     from mlx.utils import tree_unflatten
 
-    from tokamac.engine.adapted_layers import adapted
+    from tokamac.engine.model.adapted_layers import adapted
 
     modules = dict(module.named_modules())
     for path, change in changes.items():
@@ -416,7 +416,7 @@ def _stacked(adapter: Adapter, place: str, module: Any, several: Mapping[int, Ch
 
 
 def _check_shapes(adapter: Adapter, place: str, module: "nn.Module", change: Change, model_type: str) -> None:
-    from tokamac.engine.adapted_layers import base_of
+    from tokamac.engine.model.adapted_layers import base_of
 
     base = base_of(module)
     if base is None:

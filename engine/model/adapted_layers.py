@@ -15,7 +15,7 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from tokamac.engine.model.cpu import DenseEmbedding, DenseLinear
 
 if TYPE_CHECKING:
-    from tokamac.engine.adapters import Change
+    from tokamac.engine.model.adapters import Change
 
 Kind = Literal["linear", "experts", "embedding"]
 

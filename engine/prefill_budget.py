@@ -1,0 +1,160 @@
+"""Memory for a prompt before it is computed, and for a reply as it grows: predict the peak, relieve memory, or refuse.
+
+Only what goes beyond the limit (perf/memory.py) is refused. Where macOS is at critical pressure memory is relieved for what it has
+left, as far as that goes, and the prompt is computed all the same: what it needs is small beside a model that is loaded already.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from tokamac.engine.events import MemoryPressure
+from tokamac.engine.kv.cache import Cache
+from tokamac.engine.kv.cache import nbytes as kv_bytes
+from tokamac.engine.kv.plan import spare_slots
+from tokamac.engine.kv.probe import leaves
+from tokamac.engine.perf import memory
+from tokamac.engine.perf.mitigation import Mitigation, offers, prompt_peak, refusal, relieving, steps
+from tokamac.engine.perf.peak_memory import ModelShape, Peak, predict_peak
+from tokamac.engine.prompt_cache.cache import CacheStore
+from tokamac.engine.prompt_cache.memory import CacheLease
+from tokamac.engine.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBudget:
+    """How a prompt may be computed within the memory there is.
+
+    Attributes:
+        chunk: tokens to compute at once.
+        pressure: what was done to make room, or what the prompt costs other programs; None where neither.
+        peak_with: the peak that is expected with a reply of so many tokens.
+        force_fused: whether to ask for fused attention wherever there is a kernel.
+    """
+
+    chunk: int
+    pressure: MemoryPressure | None
+    peak_with: Callable[[int], Peak]
+    force_fused: bool = False
+
+
+class GrowthBudget:
+    """Makes room, while decoding, before the caches of a reply are made larger.
+
+    Attributes:
+        pressure: what was done and is still to be told.
+    """
+
+    def __init__(self, runtime: Runtime, store: CacheStore, lease: CacheLease) -> None:
+        self._runtime, self._store, self._lease = runtime, store, lease
+        self.pressure: list[MemoryPressure] = []
+
+    def fits(self) -> bool:
+        """Clear the pool and shrink the prompt cache as far as the larger caches need it; return whether they fit then."""
+        shape, store, budget = self._runtime.shape, self._store, self._budget()
+        if budget is None:
+            return True
+        cached, slots, aside = len(self._lease.ids), slots_of(self._lease.caches), store.aside
+
+        def peak(_: int) -> Peak:
+            return predict_peak(shape, held=cached, new=0, chunk=1, slots=slots, reply=1, prompt_cache=aside)
+
+        found = steps(peak, budget, chunk=1, pool=mx.get_cache_memory())
+        done = _take(found, store, budget, from_others=0, critical=False) if found.rungs else None
+        if found.missing:
+            pool, freed = (done.pool_bytes, done.cache_bytes) if done else (0, 0)
+            self.pressure.append(MemoryPressure(pool, None, freed, found.peak.total, budget, ended=True))
+        elif done is not None and done.cache_bytes:  # a pool that was cleared is nothing to tell
+            self.pressure.append(done)
+        return not found.missing
+
+    def _budget(self) -> int | None:
+        whole = self._runtime.memory_budget
+        if whole is None:
+            return None
+        ours = self._runtime.shape.weights + kv_bytes(self._lease.caches) + self._store.aside
+        return whole - max(0, mx.get_active_memory() - ours)
+
+
+def make_room(
+    runtime: Runtime,
+    store: CacheStore,
+    lease: CacheLease,
+    tokens: int,
+    *,
+    most: int | None = None,
+    may_force: bool = True,
+) -> PrefillBudget:
+    """Make room to compute a prompt of so many ``tokens``, of which ``lease`` holds the first, and one token of reply.
+
+    most: tokens to compute at once at most, after MLX had no memory for more. may_force: whether fused attention may be asked for.
+    Raises MemoryLimitError where there can be none, with what would fit; nothing was given up for it then.
+    """
+    shape, cached, slots, aside = runtime.shape, len(lease.ids), slots_of(lease.caches), store.aside
+
+    def peak(of: ModelShape, chunk: int, reply: int = 1, beside: int = aside) -> Peak:
+        new = max(0, tokens - 1 - cached)
+        return prompt_peak(
+            of, runtime.chunking, held=cached, new=new, most=chunk, slots=slots, reply=reply, prompt_cache=beside
+        )
+
+    def afresh(of: ModelShape) -> Peak:
+        return prompt_peak(of, runtime.chunking, held=0, new=tokens - 1, reply=1)
+
+    others = _others(shape, store)
+    budget = None if (whole := runtime.memory_budget) is None else whole - others
+    spare = None if (left := memory.available()) is None else left - others
+    pool, largest = mx.get_cache_memory(), runtime.chunking.at(cached)
+    largest = largest if most is None else min(most, largest)
+    fused = replace(shape, force_fused=True)
+
+    def plain_at(chunk: int) -> Peak:
+        return peak(shape, chunk)
+
+    def fused_at(chunk: int) -> Peak:
+        return peak(fused, chunk)
+
+    found = steps(plain_at, budget, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
+    if budget is not None and found.missing:
+        offered = list(offers(fused, afresh, budget, spare=spare_slots, longest=tokens))
+        raise refusal(f"this prompt of {tokens:,} tokens", found.peak, budget, offered, there_is=memory.device_total())
+    critical = memory.is_critical()
+    if critical and budget is not None and spare is not None and spare < budget:
+        found = relieving(plain_at, spare, chunk=largest, pool=pool, fused_at=fused_at if may_force else None)
+    given = memory.taken_from_others(found.peak.total, spare)
+    pressure = _take(found, store, budget, given, critical) if found.rungs or given or critical else None
+    if most is not None:
+        done = pressure or MemoryPressure(0, None, 0, found.peak.total, budget)
+        pressure = replace(done, chunk=found.chunk, failed=True)
+    taken, beside = fused if found.fused else shape, found.peak.prompt_cache
+    return PrefillBudget(found.chunk, pressure, lambda reply: peak(taken, found.chunk, reply, beside), found.fused)
+
+
+def slots_of(caches: list[Any]) -> int:
+    """Return the most tokens that one of our caches has room for."""
+    return max((cache.slots for _, cache in leaves(caches) if isinstance(cache, Cache)), default=0)
+
+
+def _others(shape: ModelShape, store: CacheStore) -> int:
+    """Return what other engines of the process have: their arrays count in the same budget."""
+    return max(0, mx.get_active_memory() - shape.weights - store.nbytes)
+
+
+def _take(found: Mitigation, store: CacheStore, budget: int | None, from_others: int, critical: bool) -> MemoryPressure:
+    """Take the steps, in their order."""
+    pool, chunk, freed, spared = 0, None, 0, 0
+    for rung in found.rungs:
+        match rung.name:
+            case "pool":
+                pool = rung.amount
+                mx.clear_cache()
+            case "fused":
+                spared = rung.amount
+            case "chunk":
+                chunk = rung.amount
+            case "prompt cache":
+                freed = store.shrink(rung.amount)
+                mx.clear_cache()
+    return MemoryPressure(pool, chunk, freed, found.peak.total, budget, from_others, critical, spared)

@@ -1,0 +1,318 @@
+"""One reply, from token ids to events: make room, prefill, decode, text. Runs on the MLX thread."""
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from tokamac.engine import kv
+from tokamac.engine.errors import FAILURES, ContextError, DeviceError, computing_error
+from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
+from tokamac.engine.generation import Generation, PrefillChunker
+from tokamac.engine.metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate
+from tokamac.engine.options import Sampling
+from tokamac.engine.perf import macos
+from tokamac.engine.perf.diagnosis import Diagnosis, diagnose
+from tokamac.engine.perf.macos import ThrottleWatch
+from tokamac.engine.perf.mitigation import LEAST_CHUNK
+from tokamac.engine.prefill_budget import GrowthBudget, PrefillBudget, make_room
+from tokamac.engine.prompt_cache.cache import CacheStore
+from tokamac.engine.prompt_cache.memory import CacheLease
+from tokamac.engine.runtime import Runtime
+from tokamac.engine.sampling import Sampler, Score, TokenSets
+from tokamac.engine.text.continuation import PartialReply
+from tokamac.engine.text.stream import ReplyText, ThinkingBudget, TokenSources
+from tokamac.engine.text.tokenizer import Tokenizer
+
+LIVE_GAPS = 64
+_LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
+_LETS_THE_MIDDLE_GO = _LETS_GO.removeprefix("roll or ")
+
+
+@dataclass(slots=True)
+class Request:
+    """What is asked: ``ids`` to continue with ``sampling``; ``keep`` tokens are pinned in a rotating cache.
+
+    partial: the reply at the end of ``ids``, where one is continued.
+    checkpoints: positions in ``ids`` to which later requests may want to go back, ascending.
+    thinking_budget: tokens after which thinking is ended.
+    """
+
+    ids: list[int]
+    sampling: Sampling
+    keep: int | None
+    in_thinking: bool = False
+    partial: PartialReply | None = None
+    left_out: Truncated | None = None
+    checkpoints: tuple[int, ...] = ()
+    recorder: Recorder = field(default_factory=Recorder)
+    thinking_budget: int | None = None
+
+    @property
+    def earlier_thinking(self) -> str:
+        """The thinking so far of a reply that is continued while it thinks."""
+        return "" if self.partial is None or not self.in_thinking else self.partial.said.thinking
+
+
+class ReplyTask:
+    """A request being answered."""
+
+    def __init__(self, runtime: Runtime, store: CacheStore, request: Request, cancelled: Callable[[], bool]) -> None:
+        self._generationtime = runtime
+        self._store = store
+        self._request = request
+        self._cancelled = cancelled
+        self._lease: CacheLease | None = None
+        self._budget: PrefillBudget | None = None
+        self._chunker: PrefillChunker | None = None
+        self._generation: Generation | None = None
+        self._may_force = True
+        self._suspended_ids: list[int] | None = None  # what the caches held when they were released
+        self._suspended_bytes = self._earlier_peak = 0
+        self._cut_off = self._ended_by_memory = self._decoding = False
+        self._throttled = ThrottleWatch(macos.system())
+
+    def events(self) -> Generator[Event, None, None]:
+        """Prefill, decode and finish. What was computed goes back to the prompt cache, however this ends.
+
+        Where MLX has no memory for a piece of the prompt, the prompt is computed again in pieces of half that size. Raises
+        ContextError after the end, where the context cut the reply off and that is to be an error; MemoryLimitError or DeviceError
+        where MLX fails and there is nothing left to try.
+        """
+        if self._request.left_out is not None:
+            yield self._request.left_out
+        mx.reset_peak_memory()
+        most: int | None = None
+        while True:
+            try:
+                yield from self._attempt(most)
+                break
+            except FAILURES as error:
+                most = self._smaller(error)  # the caches went with the failure, and what they held may not be believed
+        if self._cut_off and not self._ended_by_memory and self._generationtime.kv.when_full == "error":
+            raise ContextError(
+                f"the context of {self._generationtime.capacity:,} tokens is full, and the reply was cut off",
+                f"Start a new chat, or let the oldest go: {_LETS_GO}.",
+            )
+
+    def _smaller(self, error: BaseException) -> int:
+        """Return how many tokens to compute at once after MLX failed with this: half of what failed.
+
+        Raises the engine's error for it where that is not to be tried: while decoding, or where pieces are small already.
+        """
+        known = computing_error(error)
+        if known is None:
+            raise error
+        size = 0 if self._generation is None or self._decoding else self._generation.chunk
+        if isinstance(known, DeviceError) and self._budget is not None and self._budget.force_fused:
+            self._may_force = False  # MLX says so where this GPU has too few registers for such a kernel
+        if size <= LEAST_CHUNK:
+            raise known from error
+        whole = 1 << (size - 1).bit_length()  # the last piece may be a part of one
+        return max(LEAST_CHUNK, whole // 2)
+
+    def _attempt(self, most: int | None) -> Iterator[Event]:
+        """Prefill in pieces of ``most`` tokens at most, then decode. most: given after a failure, whose caches are gone."""
+        if most is not None:
+            self._lease = self._budget = self._chunker = self._generation = None
+            mx.clear_cache()
+        lease = self._lease = self._store.acquire(self._request.ids, self._request.keep)
+        budget = self._budget = make_room(
+            self._generationtime, self._store, lease, len(self._request.ids), most=most, may_force=self._may_force
+        )
+        if budget.pressure is not None:
+            yield budget.pressure
+        self._request.recorder.begin_prefill(len(self._request.ids), len(lease.ids))
+        runtime = self._generationtime
+        growth = GrowthBudget(runtime, self._store, lease)
+        generation = self._generation = Generation(
+            runtime.model,
+            lease.caches,
+            lease.ids,
+            ahead=runtime.ahead,
+            note=self._request.recorder.mark,
+            force_fused=runtime.shape.device if budget.force_fused else None,
+            may_grow=growth.fits,
+        )
+        with lease:
+            self._chunker = PrefillChunker(runtime.chunking, budget.chunk, len(lease.ids), stopped=self._cancelled)
+            yield from self._prefill(generation, lease, self._chunker)
+            yield from self._decode(generation, growth)
+
+    def rest(self) -> None:
+        """Release the caches for others to use, between two events of decoding; the next event acquires them again."""
+        if self._suspended_ids is None and self._lease is not None:
+            self._suspended_ids = list(self._lease.ids)
+            self._suspended_bytes = kv.nbytes(self._lease.caches)
+            self._earlier_peak = max(self._earlier_peak, mx.get_peak_memory())
+            self._store.suspend(self._lease)
+
+    def _resume(self, generation: Generation) -> Iterator[Event]:
+        """Acquire the caches again after a rest; what was evicted meanwhile is computed again."""
+        cached_ids, lease = self._suspended_ids, self._lease
+        if cached_ids is None or lease is None:
+            return
+        self._store.resume(lease, cached_ids)
+        self._suspended_ids = None
+        mx.reset_peak_memory()
+        if missing := cached_ids[len(lease.ids) :]:
+            budget = make_room(self._generationtime, self._store, lease, len(cached_ids) + 1, may_force=self._may_force)
+            if budget.pressure is not None:
+                yield budget.pressure
+            chunker = PrefillChunker(
+                self._generationtime.chunking, budget.chunk, len(lease.ids), stopped=self._cancelled
+            )
+            for _ in chunker.compute(generation, missing):
+                if self._cancelled():
+                    return
+        generation.resumed()
+
+    def live(self) -> Live:
+        """Return what is known so far. Callable from any thread."""
+        recorder = self._request.recorder
+        metrics, context = self.metrics(), recorder.context_tokens
+        gaps = gaps_ms(recorder.token_times[-LIVE_GAPS - 1 :])
+        step = self._generationtime.step_cost(context).bytes_per_step
+        return Live(metrics, context, gaps, step, achieved_gbs(step, recent_rate(gaps)), self._outliers())
+
+    def metrics(self) -> Metrics:
+        """Return the reply's metrics so far."""
+        metrics = self._measured()
+        return self._measured() if self._generationtime.machine.observe(metrics) else metrics
+
+    def _measured(self) -> Metrics:
+        recorder = self._request.recorder
+        # The cost of the middle step stands for all: the context grows by one token a step.
+        context = recorder.prompt_tokens + len(recorder.token_times) // 2
+        return recorder.metrics(
+            self._generationtime.step_cost(context),
+            kv_bytes=self._kv_bytes(),
+            peak_memory_bytes=max(self._earlier_peak, mx.get_peak_memory()) or None,
+        )
+
+    def _kv_bytes(self) -> int | None:
+        if self._lease is None:
+            return None
+        return kv.nbytes(self._lease.caches) if self._suspended_ids is None else self._suspended_bytes
+
+    def _outliers(self) -> tuple[Outlier, ...]:
+        return self._request.recorder.outliers(
+            ahead=self._generationtime.ahead, throttled=self._throttled.explains_gaps
+        )
+
+    def _predicted_peak(self) -> int | None:
+        """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
+        generated = len(self._request.recorder.token_times)
+        return self._budget.peak_with(generated).total if self._budget is not None and generated else None
+
+    def _prefill(self, generation: Generation, lease: CacheLease, chunker: PrefillChunker) -> Iterator[Event]:
+        ids, cached = self._request.ids, len(generation.cached_ids)
+        yield PrefillProgress(cached, len(ids), cached)
+        last = len(ids) - 1  # the last token is the first decode step's
+        for stop in (*(each for each in self._request.checkpoints if cached < each < last), last):
+            for _ in chunker.compute(generation, ids[len(generation.cached_ids) : stop]):
+                self._request.recorder.prefilled = len(generation.cached_ids) - cached
+                if self._cancelled():
+                    return
+                yield PrefillProgress(len(generation.cached_ids), len(ids), cached)
+            self._store.checkpoint(lease)
+
+    def _decode(self, generation: Generation, growth: GrowthBudget) -> Iterator[Event]:
+        request = self._request
+        self._decoding = True
+        tokenizer, sampling = self._generationtime.tokenizer, request.sampling
+        text = ReplyText(
+            tokenizer,
+            sampling.stop,
+            in_thinking=request.in_thinking,
+            begun=request.partial,
+            unstopped=sampling.min_tokens,
+        )
+        came_from = TokenSources(tokenizer)
+        ended_by: tuple[int, Score | None] | None = None
+        thinking = ThinkingBudget(
+            request.thinking_budget, text, tokenizer, len(tokenizer.encode(request.earlier_thinking))
+        )
+        reason: FinishReason = "cancelled" if self._cancelled() else "length"
+        if reason == "length":
+            generation.force(thinking.ending())
+            sets = token_sets(tokenizer, sampling)
+            sampler = Sampler(sampling, request.ids, sets)
+            watch = ProcessWatch(request.recorder.mark, computes=self._generationtime.device == "cpu")
+            for token in generation.decode(request.ids[-1], sampler, self._token_limit()):
+                watch.look()
+                request.recorder.token()
+                self._throttled.look()
+                score = sampler.take_score()
+                if token in sets.ends:
+                    reason, ended_by = "stop", (token, score)
+                    break
+                came_from.add(token, score)
+                yield from watch.handed(came_from.mark(text.add(token)))
+                if text.stopped:
+                    reason = "stop"
+                    break
+                generation.force(thinking.ending())
+                if growth.pressure:
+                    yield growth.pressure.pop()
+                if not self._cancelled():
+                    yield from self._resume(generation)
+                if self._cancelled():
+                    reason = "cancelled"
+                    break
+        self._ended_by_memory = reason == "length" and generation.ended_by_memory
+        self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
+        yield from came_from.mark(text.finish())
+        if ended_by is not None:
+            came_from.add(*ended_by)
+        request.recorder.end()
+        self._throttled.look(now=True)
+        metrics = self.metrics()
+        ids, logprobs = came_from.take()
+        self._store.rates.saw_prefill(metrics.prefill_tokens, metrics.prefill_s or 0.0)
+        measured = (self._outliers(), self._predicted_peak(), self._diagnosis(metrics))
+        yield Finished(
+            reason,
+            text.answer,
+            metrics,
+            text.thinking,
+            *measured,
+            doubts=self._generationtime.doubts,
+            stopped_by=text.stopped_by if ended_by is None else ended_by[0],
+            ids=ids,
+            logprobs=logprobs,
+            thinking_ended_at=thinking.ended_at,
+        )
+
+    def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
+        runtime, machine = self._generationtime, self._generationtime.machine
+        chunk = runtime.prefill_chunk if self._chunker is None else self._chunker.largest
+        situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
+        throttled = replace(situation, throttles=self._throttled.seen)
+        return diagnose(metrics, runtime.work, machine.chip, machine.pace, throttled)
+
+    def _token_limit(self) -> int | None:
+        """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
+        asked = self._request.sampling.max_tokens
+        room = self._generationtime.room(len(self._request.ids))
+        return min((value for value in (asked, room) if value is not None), default=None)
+
+
+def token_sets(tokenizer: Tokenizer, sampling: Sampling) -> TokenSets:
+    """Return which tokens are drawn by rules of their own."""
+    ends = tokenizer.eos_ids | set(sampling.stop_token_ids)
+    kept = ends | set(tokenizer.encode("\n")) if sampling.xtc_probability else ends
+    if not sampling.dry_multiplier:
+        return TokenSets(ends, kept)
+    return TokenSets(ends, kept, tokenizer.breakers(sampling.dry_sequence_breakers))
+
+
+def check_context(runtime: Runtime, prompt_tokens: int) -> None:
+    """Raise ContextError unless the context has room for the prompt and one token of reply."""
+    room = runtime.room(prompt_tokens)
+    if room is not None and room < 1:
+        lets_go = _LETS_GO if runtime.positions is None else _LETS_THE_MIDDLE_GO
+        raise ContextError(
+            f"the prompt has {prompt_tokens:,} tokens, but {runtime.what_bounds()} {runtime.longest:,}",
+            f"Shorten it, start a new chat, or let some of it go: {lets_go}.",
+        )
