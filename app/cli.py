@@ -3,7 +3,7 @@
     0 done · 1 failed (one line on stderr: what, and what to do next) · 2 wrong usage · 130 interrupted · 141 stdout was closed
 
 A command is a module in tokamac.app.commands with ``parser()`` and ``run(parser, options) -> int``, imported when it is asked for.
-``--version`` and ``--help`` import no more than this file and the statuses.
+``--version`` and ``--help`` import no more than this file, the statuses and the topics.
 """
 
 import io
@@ -66,23 +66,41 @@ def entry() -> None:
 
 def _run(arguments: list[str]) -> int:
     first, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if first in HELP and (not rest or rest[0] in HELP):
-        print(_help())
-        return 0
     if first in HELP:
-        first, rest = rest[0], [*rest[1:], "--help"]
-    elif first in VERSION:
+        return _explain(rest)
+    if first in VERSION:
         if rest:
             return _refuse(f"{first} stands alone. See `tokamac --help`.")
         print(f"tokamac {_version()}")
         return 0
-    elif not first or first.startswith("-"):
+    if not first or first.startswith("-"):
         return _do("chat", arguments, named=False)
     if first not in COMMANDS:
         from tokamac.app.parser import no_command
 
         return _refuse(no_command(first, COMMANDS))
     return _do(first, rest)
+
+
+def _explain(words: list[str]) -> int:
+    """Print the help on a command or a topic, or both where they share a name; without words, what there is help on."""
+    from tokamac.app import help as texts
+
+    topics = texts.topics()
+    if not words or words[0] in HELP:
+        print(_help(topics))
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS and name not in topics:
+        meant = texts.nearest_topic(name, [*COMMANDS, *topics])
+        question = f"; did you mean tokamac help {meant}?" if meant else "."
+        return _refuse(f"there is no help on {name!r}{question} See `tokamac help`.")
+    if name in COMMANDS:
+        with suppress(SystemExit):  # argparse leaves once it has printed
+            _do(name, [*rest, "--help"])
+    if name in topics and not rest:
+        print(*([""] if name in COMMANDS else []), texts.topic(name), sep="\n")
+    return 0
 
 
 def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
@@ -105,15 +123,20 @@ def _refuse(problem: str) -> int:
     return WRONG_USAGE
 
 
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items())
+def _help(topics: dict[str, str]) -> str:
+    width = max(map(len, (*COMMANDS, *topics)))
+    commands, explained = (
+        "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in each.items()) for each in (COMMANDS, topics)
+    )
     return f"""usage: tokamac [COMMAND] [OPTIONS]
 
 A terminal chat app for local language models on MLX that is honest about speed.
 
-commands (tokamac help COMMAND explains one):
-{listed}
+commands (tokamac COMMAND --help has the flags):
+{commands}
+
+topics (tokamac help TOPIC):
+{explained}
 
 MODEL is a folder, a Hugging Face id (org/name), or guide, the embedded model.
 

@@ -18,6 +18,18 @@ from tokamac.engine.hub.cache import GUIDE, nearest
 HELP_FLAGS = frozenset({"-h", "--help"})
 WIDEST, NARROWEST = 100, 20
 """Columns that help is written in."""
+TOPICS = {
+    "chat": "chat, keys, kv, context, memory, sampling, settings, thinking",
+    "ask": "json, kv, cache, sampling, thinking",
+    "convert": "convert, adapters",
+    "inspect": "speed, kv, memory, models",
+    "quality": "convert",
+    "bench": "speed, kv",
+    "models": "models",
+    "cache": "cache",
+    "chats": "chat",
+}
+"""What `tokamac help` has on a command."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str, examples: str) -> None:
         super().__init__(
             prog=f"tokamac {command}",
-            epilog=f"examples:\n{examples}",
+            epilog=f"examples:\n{examples}\n\nmore: tokamac help {TOPICS[command]}",
             formatter_class=_formatter,
             allow_abbrev=False,
         )

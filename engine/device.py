@@ -1,8 +1,9 @@
-"""Which device MLX runs on, and the checks to make before the first use of it."""
+"""Which device MLX runs on, and the checks before its first use."""
 
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib import metadata
 from typing import Literal
 
@@ -11,28 +12,27 @@ from tokamac.engine.requirements import unmet_here
 
 DeviceKind = Literal["metal", "cuda", "cpu"]
 
-
 BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+
+TF32 = "MLX_ENABLE_TF32"
+"""The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h)."""
 
 
 def installed_backends() -> tuple[str, ...]:
     """Return the installed distributions that carry an MLX backend."""
-    return tuple(name for name in BACKENDS if _is_installed(name))
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    found = []
+    for name in BACKENDS:
+        with suppress(metadata.PackageNotFoundError):
+            metadata.version(name)
+            found.append(name)
+    return tuple(found)
 
 
 def check_backends(installed: tuple[str, ...], *, platform: str = sys.platform) -> None:
     """Raise DeviceError unless there is exactly one MLX backend.
 
-    The Linux builds put their library at the same path, so with two of them the one installed last would silently win. On macOS
-    there is but one, which Homebrew, conda and Nix ship within ``mlx`` itself: its name says nothing there.
+    The Linux builds put their library at the same path, so with two of them the one installed last would silently win. macOS has
+    only one, which Homebrew, conda and Nix ship within ``mlx`` itself.
     """
     if platform == "darwin":
         return
@@ -47,7 +47,7 @@ def check_backends(installed: tuple[str, ...], *, platform: str = sys.platform) 
 
 
 def cannot_import(error: ImportError, *, platform: str = sys.platform, unmet: str | None = None) -> DeviceError | None:
-    """Return what to tell a user whose MLX can't be imported; None where the error is about something else.
+    """Return the error for an MLX that can't be imported; None where the import error is about something else.
 
     unmet: what this machine lacks, as requirements.py says it; None asks.
     """
@@ -77,15 +77,11 @@ def _device_kind() -> DeviceKind:  # apart, so that tests can force every import
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-TF32 = "MLX_ENABLE_TF32"
-"""The variable that MLX reads, once for a process, before its first product on a GPU (mlx/utils.h)."""
-
-
 def multiply_in_float32() -> None:
-    """Have this process multiply float32 in full where GPUs would take TF32, unless whoever started it says otherwise.
+    """Have this process multiply float32 in full where GPUs would take TF32, unless its environment says otherwise.
 
-    MLX lets CUDA and Apple GPUs from M5 on round factors to 10 bits of mantissa, an error of about one in a thousand. For a
-    program's own beginning: it concerns the whole process, and does nothing once MLX has multiplied on a GPU.
+    MLX lets CUDA and Apple GPUs from M5 on round factors to 10 bits of mantissa, an error of about one in a thousand. Call this at
+    the start of a program: it concerns the whole process, and does nothing once MLX has multiplied on a GPU.
     """
     os.environ.setdefault(TF32, "0")
 
@@ -96,8 +92,8 @@ def may_use_tf32(device: DeviceKind) -> bool:
 
 
 def leave_thread() -> None:
-    """Wait for, and end, what MLX runs on behalf of this thread. Left undone, the process aborts when it exits."""
-    if "mlx.core" not in sys.modules:  # it could not be imported, so nothing runs
+    """Wait for, and end, what MLX runs on behalf of this thread; else the process aborts at exit."""
+    if "mlx.core" not in sys.modules:  # never imported, so nothing runs
         return
     import mlx.core as mx
 

@@ -28,7 +28,7 @@ from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, 
 from tokamac.engine.metrics import Recorder
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.perf.memory import check_address_space
-from tokamac.engine.worker import Replies, ReplyHandle, ReplyStream, Stream, UnpacedReply, Worker
+from tokamac.engine.worker import EventStream, ReplyHandle, ReplyScheduler, ReplyStream, UnpacedReply, Worker
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -64,7 +64,7 @@ class Engine:
         self._worker = worker
         self._runner = runner
         worker.when_idle = runner.idle
-        self._replies = Replies(worker)
+        self._replies = ReplyScheduler(worker)
         # None of these refers to the engine, so it can go away. The process must not end before its thread: MLX would abort it.
         self._at_exit = partial(self._replies.close, runner.close)
         self._collected = weakref.finalize(self, self._replies.close, runner.close, wait=False)
@@ -230,7 +230,7 @@ class Engine:
         recorder.accept()
         given, how, told = given_prompt(prompt), given_sampling(sampling), given_template(template)
 
-        def answer(stream: Stream) -> "ReplyTask":
+        def answer(stream: EventStream) -> "ReplyTask":
             return self._runner.reply(given, how, recorder, stream.is_cancelled, continues=continues, template=told)
 
         yield from self._replies.stream(answer, opened=handle.attach)

@@ -1,15 +1,9 @@
-"""How many files this process may have open: MLX holds every shard of a checkpoint open until all its arrays are read.
+"""Files, safely: read only what is regular and bounded, write what survives a power loss, open as many as a model has shards.
 
-macOS begins with 256, and large checkpoints have more shards; a conversion opens its source twice.
-
-Getting what was written onto the disk itself, so that a file that is renamed into place is whole after a loss of power too.
-
-And exchanging two names in one step, where the system can.
-
-Reading files that others name or made: regular files alone, and no more of one than a bound.
-
-A FIFO that nobody writes to is waited for without end, and a device may never end. Whatever reads a model's folder, a setting, a
-cache or a file of the user's opens it here, so that it gets an OSError instead, whose ``strerror`` says what the path is.
+Whatever reads a model's folder, a setting, a cache or a file of the user's opens it here. A FIFO that nobody writes to blocks
+forever, and a device may never end: here they are an OSError, whose ``strerror`` says what the path is. What was written must
+reach the disk itself before it is renamed into place, or the file may not be whole after a power loss. And MLX holds every shard of
+a checkpoint open until all its arrays are read; macOS begins with a limit of 256 open files, and large checkpoints have more.
 """
 
 import ctypes
@@ -28,141 +22,12 @@ from pathlib import Path
 
 from tokamac.engine.errors import DeviceError
 
-FLUSH_S = 3.0
-"""How long closing an engine may take to finish writing what it keeps. Whoever waits for one, or ends its process, waits longer."""
-
-_AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
-_CANT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
-"""What a kernel, a container's filter or a file system says that can't exchange names."""
-
-# macOS alone has it: its fsync leaves data in the drive's own cache, which may write them in any order.
-FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
-
-
-def to_disk(handle: int) -> None:
-    """Return when what was written to an open file, and whatever was synced before it, is on the disk. Raises OSError."""
-    if FULL_SYNC is not None:
-        try:
-            fcntl.fcntl(handle, FULL_SYNC)
-        except OSError:  # not every file system knows it: network folders don't, and some drives
-            pass
-        else:
-            return
-    os.fsync(handle)
-
-
-def sync(path: Path) -> None:
-    """Hand a file, or the names in a folder, to the disk: on macOS on their way, elsewhere there. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Exchange what two names stand for, in one step: at no moment is either missing. Both are on one file system.
-
-    Returns False, and nothing has changed, where the system or the file system can't. Raises OSError.
-    """
-    names = os.fsencode(first), os.fsencode(second)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if sys.platform == "darwin":
-            failed = libc.renamex_np(*names, _RENAME_SWAP)
-        else:
-            failed = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
-    except (AttributeError, OSError):  # a C library without it
-        return False
-    if not failed:
-        return True
-    number = ctypes.get_errno()
-    if number in _CANT:
-        return False
-    raise OSError(number, os.strerror(number), os.fspath(first), None, os.fspath(second))
-
-
-def path_to_disk(path: Path) -> None:
-    """Do what ``to_disk`` does, for a file or the names in a folder. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        to_disk(handle)
-    finally:
-        os.close(handle)
-
-
-WANTED = 8192
-"""More than twice the shards of any checkpoint, and less than macOS lets a process have (10,240 or more)."""
-
-READINGS, OTHERS = 3, 64
-"""How often a conversion may have its source open, and what else a process has open, at most about."""
-
-REMEDY = f"Let it have more: ulimit -n {WANTED}; where the system refuses that, whoever runs it sets the hard limit."
-
-_importing = threading.Lock()
-
-
-def raise_open_files(wanted: int = WANTED) -> None:
-    """Raise the soft limit on open files to ``wanted``, as far as the hard one lets it; a higher one stays."""
-    _raise(wanted, resource.setrlimit)
-
-
-def _raise(wanted: int, setrlimit: Callable[[int, tuple[int, int]], None]) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        with suppress(OSError, ValueError):
-            setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def not_opened(error: Exception, folder: Path) -> DeviceError | None:
-    """Return what to tell a user where a model could not be loaded because it has more shards than files may be open.
-
-    MLX says "Failed to open file" whatever the reason was, so None wherever the limit leaves room for the shards.
-    """
-    if "Failed to open" not in str(error):
-        return None
-    traceback.clear_frames(
-        error.__traceback__
-    )  # they hold what was opened, and to look into the folder takes a file too
-    shards = len(list(folder.glob("model*.safetensors")))
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if allowed == resource.RLIM_INFINITY or allowed > READINGS * shards + OTHERS:
-        return None
-    return DeviceError(f"this process may have {allowed} files open, and {folder} has {shards} shards", REMEDY)
-
-
-def import_mlx_lm() -> None:
-    """Import mlx-lm, without what that does to the limit on open files.
-
-    ``mlx_lm/utils.py`` sets it to 2,048 and at most 4,096 when it is imported: that fails where the hard limit is lower, and
-    lowers a higher one for the rest of the process. Here the soft limit is raised where it can be, and the hard one stays.
-    """
-    with _importing:
-        if "mlx_lm.utils" in sys.modules:
-            return
-        setrlimit = resource.setrlimit
-
-        def raised(which: int, limits: tuple[int, int], /) -> None:
-            if which == resource.RLIMIT_NOFILE:
-                _raise(limits[0], setrlimit)
-            else:
-                setrlimit(which, limits)
-
-        resource.setrlimit = raised
-        try:
-            import mlx_lm.utils  # noqa: F401
-        finally:
-            resource.setrlimit = setrlimit
-
-
 CONFIG_BYTES = 16 << 20
 """A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""
 INDEX_BYTES = 128 << 20
 """The index of a checkpoint's tensors at most: a tensor takes about a hundred bytes."""
 TOKENIZER_BYTES = 512 << 20
 """A file of a tokenizer at most: the largest published ones have about 35 MB."""
-
 SLICE_BYTES = 1 << 16
 """Read at a time of a file that has grown, or whose size the system does not tell (/proc)."""
 
@@ -173,13 +38,30 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
+FLUSH_S = 3.0
+"""How long closing an engine may take to finish its writes. Whoever waits for one, or ends its process, waits longer."""
+
+FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+"""macOS alone has it: its fsync leaves data in the drive's own cache, which may write them in any order."""
+_AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
+_CANT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
+"""The errors of a kernel, a container's filter or a file system that can't exchange names."""
+
+WANTED = 8192
+"""More than twice the shards of any checkpoint, and less than macOS lets a process have (10,240 or more)."""
+READINGS, OTHERS = 3, 64
+"""How often a conversion may have its source open, and about how many files a process has open otherwise, at most."""
+REMEDY = f"Allow more: ulimit -n {WANTED}; where the system refuses that, an administrator sets the hard limit."
+
+_importing = threading.Lock()
+
 
 class NotRegularError(OSError):
     """A path is a FIFO, a device or a socket."""
 
 
 class TooLargeError(OSError):
-    """A file has more bytes than what it is read for can have."""
+    """A file has more bytes than its purpose allows."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -187,8 +69,8 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
     Raises OSError: NotRegularError for what is neither a file nor a folder, IsADirectoryError, FileNotFoundError and the like.
     """
-    _check(path, os.stat(path))  # noqa: PTH116  # before it is opened: to open some devices does something
-    # Another thing may have come to its place since. Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    _check(path, os.stat(path))  # noqa: PTH116  # before it is opened: opening some devices does something
+    # Another thing may be in its place by now. Without O_NONBLOCK, opening a FIFO would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(path, os.fstat(handle))
@@ -204,9 +86,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         _check_size(path, size, most)
         parts, left = [], most + 1
-        while left and (
-            part := file.read(min(left, max(size, SLICE_BYTES)))
-        ):  # as much memory is taken as is asked for
+        while left and (part := file.read(min(left, max(size, SLICE_BYTES)))):  # reading takes the memory asked for
             parts.append(part)
             left -= len(part)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -220,7 +100,7 @@ def read_text(path: str | os.PathLike[str], most: int = CONFIG_BYTES, encoding: 
 
 
 def check_regular(paths: Iterable[Path], most: int) -> None:
-    """Raise OSError for the first path that is there and is no regular file of at most ``most`` bytes; folders pass.
+    """Raise OSError for the first existing path that is no regular file of at most ``most`` bytes; folders pass.
 
     For files that another library is going to open by their names.
     """
@@ -246,3 +126,104 @@ def _check_size(path: str | os.PathLike[str], size: int, most: int) -> None:
     if size > most:
         reason = f"it has {size / 1e6:,.1f} MB or more, and may have {most / 1e6:,.1f} MB"
         raise TooLargeError(errno.EFBIG, reason, os.fspath(path))
+
+
+def to_disk(handle: int) -> None:
+    """Return when what was written to an open file, and whatever was synced before it, is on the disk. Raises OSError."""
+    if FULL_SYNC is not None:
+        with suppress(OSError):  # not every file system knows it: network folders don't, and some drives
+            fcntl.fcntl(handle, FULL_SYNC)
+            return
+    os.fsync(handle)
+
+
+def sync(path: Path) -> None:
+    """Hand a file, or the names in a folder, to the disk: on macOS on their way, elsewhere there. Raises OSError."""
+    _sync(path, os.fsync)
+
+
+def path_to_disk(path: Path) -> None:
+    """Do what ``to_disk`` does, for a file or the names in a folder. Raises OSError."""
+    _sync(path, to_disk)
+
+
+def _sync(path: Path, sync_handle: Callable[[int], None]) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        sync_handle(handle)
+    finally:
+        os.close(handle)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange what two names on one file system stand for, in one step: at no moment is either missing.
+
+    Returns False, and nothing has changed, where the system or the file system can't. Raises OSError.
+    """
+    names = os.fsencode(first), os.fsencode(second)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if sys.platform == "darwin":
+            failed = libc.renamex_np(*names, _RENAME_SWAP)
+        else:
+            failed = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    except (AttributeError, OSError):  # a C library without it
+        return False
+    if not failed:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANT:
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(first), None, os.fspath(second))
+
+
+def raise_open_files(wanted: int = WANTED) -> None:
+    """Raise the soft limit on open files to ``wanted``, as far as the hard one allows; a higher one stays."""
+    _raise_limit(wanted, resource.setrlimit)
+
+
+def _raise_limit(wanted: int, setrlimit: Callable[[int, tuple[int, int]], None]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with suppress(OSError, ValueError):
+            setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def not_opened(error: Exception, folder: Path) -> DeviceError | None:
+    """Return the error for a model that could not be loaded because it has more shards than files may be open.
+
+    MLX says "Failed to open file" whatever the reason was, so None wherever the limit leaves room for the shards.
+    """
+    if "Failed to open" not in str(error):
+        return None
+    traceback.clear_frames(error.__traceback__)  # they hold opened files, and looking into the folder takes one too
+    shards = len(list(folder.glob("model*.safetensors")))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed == resource.RLIM_INFINITY or allowed > READINGS * shards + OTHERS:
+        return None
+    return DeviceError(f"this process may have {allowed} files open, and {folder} has {shards} shards", REMEDY)
+
+
+def import_mlx_lm() -> None:
+    """Import mlx-lm, without what that does to the limit on open files.
+
+    ``mlx_lm/utils.py`` sets it to 2,048 and at most 4,096 when it is imported: that fails where the hard limit is lower, and
+    lowers a higher one for the rest of the process. Here the soft limit is raised where it can be, and the hard one stays.
+    """
+    with _importing:
+        if "mlx_lm.utils" in sys.modules:
+            return
+        setrlimit = resource.setrlimit
+
+        def raised(which: int, limits: tuple[int, int], /) -> None:
+            if which == resource.RLIMIT_NOFILE:
+                _raise_limit(limits[0], setrlimit)
+            else:
+                setrlimit(which, limits)
+
+        resource.setrlimit = raised
+        try:
+            import mlx_lm.utils  # noqa: F401
+        finally:
+            resource.setrlimit = setrlimit

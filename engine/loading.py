@@ -1,8 +1,7 @@
-"""Put an engine together: find the model, load it, plan its caches, find out what the machine allows.
+"""Put an engine together: find the model, load it, plan its caches, find out what the machine allows, warm up.
 
-The first steps after loading, taken before anybody waits for them: a GPU makes its libraries and pipelines at their first use.
-
-On a plain CPU nothing is made at the first use that takes noticeable time, so there it is left out.
+A GPU makes its libraries and pipelines at their first use, so the first steps are taken before anybody waits for them. On a plain
+CPU nothing is made at the first use that takes noticeable time, so there it is left out.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ from tokamac.engine.perf.roofline import Fitted, HostLimited, fitted, measure_ho
 from tokamac.engine.perf.timing import LatencyProfiler, TimedModel, can_measure
 from tokamac.engine.perf.workload import leaves_out_senses, work_of
 from tokamac.engine.prompt_cache.cache import open_cache
-from tokamac.engine.runner import ModelSpec, Pacing, Runner, recommended_sampling
+from tokamac.engine.runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
 from tokamac.engine.runtime import MachineSpeed, Runtime
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.text.tokenizer import Tokenizer, generation_config, load_tokenizer
@@ -174,7 +173,7 @@ def load(
         short_factors=short_factors,
         **({} if added is None else {"adapter": added.digest}),
     )
-    return Runner(runtime, spec, store, Pacing(machine, _measuring(runtime)), on_close)
+    return Runner(runtime, spec, store, IdleProfiler(machine, _measuring(runtime)), on_close)
 
 
 def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: DeviceKind) -> dict[str, Change]:

@@ -12,10 +12,8 @@ What is not known is None, never 0 and never infinity.
 
 A gap is an **outlier** if it is more than twice the median gap and at least 1 ms longer. Twice: a step costs much the same as the
 one before, so one that takes two steps' time was held up, and a reader sees it. 1 ms: below that, timers and scheduling double
-the steps of a small model all the time, and nobody sees it.
-
-A cause is named only where it was recorded in that gap and may have taken the larger part of the excess over the median. All other
-outliers have no cause: unknown, not guessed.
+the steps of a small model all the time, and nobody sees it. A cause is named only where it was recorded in that gap and may have
+taken the larger part of the excess over the median; all other outliers have none.
 """
 
 import bisect
@@ -27,7 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
+Clock = Callable[[], float]
 
 RECENT_GAPS = 16
 """Gaps that are "now": the last quarter of a second at 60 tok/s, steady to the eye and quick to follow."""
@@ -110,7 +112,7 @@ def gap_percentiles(gaps: Sequence[float]) -> Gaps | None:
 
 
 def percentiles(ordered: Sequence[float]) -> Gaps | None:
-    """Return those of gaps that are sorted already."""
+    """Return the same of sorted gaps."""
     if not ordered:
         return None
     return Gaps(percentile(ordered, 0.50), percentile(ordered, 0.95), percentile(ordered, 0.99), ordered[-1])
@@ -139,18 +141,18 @@ pool cleared: MLX's unused buffers went back to the system, so the next step had
 swap: pages of this process had to be read from disk (major page faults).
 slow reader: the engine waited for whoever reads the reply.
 processor taken: where the model computes on the CPU, this process stood still for that long.
-thermal: the system said during this reply that it holds the chip back. A state: it is said of each of the reply's outliers.
+thermal: the system said during this reply that it slows the chip down. A state: a cause of each of the reply's outliers.
 low power: Low Power Mode was switched on during this reply. One that was on all along makes all gaps longer, and none stand out.
 """
 
 LAUNCHED: frozenset[Cause] = frozenset({"kv growth", "pool cleared"})
-"""What the host does while it launches a step. One step ahead, the device may pay for it only in the gap after."""
+"""What the host does while it launches a step. With decode one step ahead, the device may pay for it only in the gap after."""
 
 TIMES, LEAST_MS = 2.0, 1.0
 """An outlier is longer than so many medians, and than the median by so much."""
 
 MOST = 5
-"""Outliers told of a reply: the longest."""
+"""Outliers reported of a reply: the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +209,9 @@ def _causes(
 
 
 class GapLog:
-    """The gaps of a reply that goes on: their percentiles and the longest, at any time.
+    """The gaps of a running reply: their percentiles and the longest, at any time.
 
-    Each gap is sorted in once, so asking costs no more after 100,000 tokens than what was added since. Any thread may ask.
+    Each gap is sorted in once, so reading after 100,000 tokens costs little more than what was added since. Any thread may read.
     """
 
     def __init__(self) -> None:
@@ -219,10 +221,7 @@ class GapLog:
         self._longest: list[Gap] = []
 
     def read(self, token_times: list[float]) -> tuple[Gaps | None, list[Gap]]:
-        """Take in what was appended to ``token_times`` (s) since; return the percentiles of all gaps, and the longest.
-
-        Always of the same list.
-        """
+        """Add what was appended to ``token_times`` (s), always the same list; return all gaps' percentiles, and the longest."""
         with self._lock:
             fresh = token_times[max(self._tokens - 1, 0) :]  # a copy: the engine's thread may be appending
             gaps = [Gap(ms, token) for token, ms in enumerate(gaps_ms(fresh), max(self._tokens, 1) + 1)]
@@ -233,45 +232,24 @@ class GapLog:
             return percentiles(self._ordered), self._longest
 
 
-T = TypeVar("T")
-
 FAULT_MS = 1.0
 """What a page read from a solid-state drive is taken to cost at most. A slower disk explains less here than it could."""
 
 LEAST_IDLE_MS = 8.0
-"""A shorter standstill is not told: of a thread that runs, the system knows the time to a tick of its clock, 4 ms at 250 Hz."""
+"""A shorter standstill is not reported: the system knows a thread's time to a tick of its clock, 4 ms at 250 Hz."""
 
 LEAST_WAIT_MS = 0.5
 """A shorter wait for the reader explains no outlier: these are 1 ms longer than others."""
 
-
-class Usage(Protocol):
-    """What ``getrusage`` counts of the whole process: page faults that read a disk, and the seconds its threads computed."""
-
-    @property
-    def ru_majflt(self) -> int:
-        """Faults."""
-
-    @property
-    def ru_utime(self) -> float:
-        """Seconds in the program."""
-
-    @property
-    def ru_stime(self) -> float:
-        """Seconds in the system, for the program."""
-
-
-def own_usage() -> Usage:
-    """Return this process's."""
-    return resource.getrusage(resource.RUSAGE_SELF)
+_own_usage = partial(resource.getrusage, resource.RUSAGE_SELF)
 
 
 class ProcessWatch:
     """Tells ``mark`` what held the process up: call ``look`` as each token arrives, before it is stamped.
 
-    computes: whether the model computes on the CPU, in this process's threads. There they are never all idle in a step, so
-    where all of them together computed for less time than has passed, the difference was taken from them. Involuntary context
-    switches are not counted: there were some in 698 of 699 steps, a hundred in a usual one (the guide, 2-core x86 CPU).
+    computes: whether the model computes on the CPU, in this process's threads. These are never all idle in a step, so where they
+    computed for less time than has passed, the difference was taken from them. Involuntary context switches are not counted:
+    there were some in 698 of 699 steps, a hundred in a usual one (the guide, 2-core x86 CPU).
     """
 
     def __init__(
@@ -279,8 +257,8 @@ class ProcessWatch:
         mark: Callable[[Cause, float], None],
         *,
         computes: bool,
-        usage: Callable[[], Usage] = own_usage,
-        clock: Callable[[], float] = time.perf_counter,
+        usage: Callable[[], resource.struct_rusage] = _own_usage,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self._mark = mark
         self._computes = computes
@@ -292,7 +270,7 @@ class ProcessWatch:
         self._faults, self._computed_s = before.ru_majflt, before.ru_utime + before.ru_stime
 
     def look(self) -> None:
-        """A token has arrived."""
+        """Note that a token has arrived."""
         at_s, now = self._clock(), self._usage()
         faults, computed_s = now.ru_majflt - self._faults, now.ru_utime + now.ru_stime
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -306,14 +284,11 @@ class ProcessWatch:
             self._mark("processor taken", idle_ms)
 
     def handed(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield ``items``, and note how long whoever takes them keeps the engine."""
+        """Yield ``items``, and note how long their reader keeps the engine waiting."""
         for item in items:
             given_s = self._clock()
             yield item
             self._waited_s += self._clock() - given_s
-
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,24 +330,24 @@ class Recorder:
     _gaps: GapLog = field(default_factory=GapLog)
 
     def accept(self) -> None:
-        """The request has arrived."""
+        """Note that the request has arrived."""
         self.accepted_s = self.clock()
 
     def begin_prefill(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """The caches are ready; the rest of the prompt is about to be computed."""
+        """Note that the caches are ready, and the rest of the prompt is about to be computed."""
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
         self.prefill_began_s = self.clock()
 
     def token(self) -> None:
-        """A token has reached the host."""
+        """Note that a token has reached the host."""
         self.token_times.append(self.clock())
 
     def mark(self, cause: Cause, most_ms: float = math.inf) -> None:
-        """Something happened since the last token that may hold the next one up, by ``most_ms`` at most."""
+        """Note something since the last token that may hold the next one up, by ``most_ms`` at most."""
         self.marks.append(Mark(len(self.token_times) + 1, cause, most_ms))
 
     def end(self) -> None:
-        """The reply is over."""
+        """Note that the reply is over."""
         self.ended_s = self.clock()
 
     @property
@@ -381,7 +356,7 @@ class Recorder:
         return self.prompt_tokens + len(self.token_times)
 
     def outliers(self, *, ahead: bool, throttled: Sequence[Throttle] = ()) -> tuple[Outlier, ...]:
-        """Return the longest gaps that stand out so far, and what is known of why; see ``gaps.outliers``."""
+        """Return the longest gaps that stand out so far, and their known causes; see ``outliers``."""
         gaps, longest = self._gaps.read(self.token_times)
         return () if gaps is None else outliers(longest, gaps.p50, self.marks, ahead=ahead, throttled=throttled)
 

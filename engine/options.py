@@ -1,24 +1,43 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too.
 
-Plain numbers out of what callers give, whatever library theirs come from. No MLX here.
-
-Bytes of keys and values, as pure arithmetic: no MLX here, so a plan can be made from a config alone.
-
-Affine groups (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html): ``group`` neighbouring
-values of one head of one token share a scale and a bias of ``scale_bytes`` each, beside ``bits`` per value.
+Numbers of any library become plain ones. Beside the options stand the bytes of keys and values, so that a plan can be made from a
+config alone: affine groups (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html) take ``bits``
+per value, and a scale and a bias for each ``group_size`` neighbouring values of one head of one token.
 """
 
 import json
+import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tokamac.engine.errors import OptionError
+
+OnFull = Literal["roll", "stop", "truncate-middle", "error"]
+ON_FULL: tuple[OnFull, ...] = get_args(OnFull)
+Thinking = Literal["on", "off", "low", "medium", "high"]
+THINKING: tuple[Thinking, ...] = get_args(Thinking)
+KV_BITS = (16, 8, 6, 5, 4, 3, 2)
+GROUP_SIZES = (32, 64, 128)
+
+Stage = Literal["penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+"""What changes the logits before a token is drawn, in the default order."""
+MOST_LOGPROBS = 100
+"""Alternatives reported with each token, at most."""
+
+KEYWORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
+"""A name that a template may read. Names with a leading underscore are Jinja's and Python's own."""
+WORD = re.compile(r"[A-Za-z_/][\w./-]*")
+"""A text that needs no quotes as the value of a keyword."""
+GIVEN = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
+"""Keywords that the conversation itself sets."""
+_KEYWORDS_HINT = 'Use KEY=VALUE with a JSON value, such as enable_thinking=false or style="brief".'
 
 
 def whole(value: Any, what: str) -> int:
@@ -30,7 +49,7 @@ def whole(value: Any, what: str) -> int:
 
 
 def index(value: Any) -> int:
-    """Return an integer of any library as an int; raise TypeError for anything else. Python's truth values count as none."""
+    """Return an integer of any library as an int; raise TypeError for anything else, bools included."""
     if isinstance(value, bool):
         raise TypeError("a bool is no number here")
     return operator.index(value)
@@ -45,90 +64,66 @@ def real(value: Any, what: str) -> float:
     return float(value)
 
 
-OnFull = Literal["roll", "stop", "truncate-middle", "error"]
-ON_FULL: tuple[OnFull, ...] = ("roll", "stop", "truncate-middle", "error")
-Thinking = Literal["on", "off", "low", "medium", "high"]
-THINKING: tuple[Thinking, ...] = get_args(Thinking)
-KV_BITS = (16, 8, 6, 5, 4, 3, 2)
-GROUP_SIZES = (32, 64, 128)
-
-Stage = Literal["penalties", "dry", "top_k", "temperature", "top_p", "min_p", "xtc"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
-"""What changes the logits before a token is drawn, in the default order."""
-MOST_LOGPROBS = 100
-"""Alternatives reported with each token, at most."""
-
-
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
-
-
 def _require(ok: bool, message: str, hint: str) -> None:
     if not ok:
         raise OptionError(message, hint)
 
 
 def _set(options: object, name: str, value: object) -> None:
-    """Give a field of frozen options its plain value, while they are made."""
+    """Set a field of frozen options while they are made."""
     object.__setattr__(options, name, value)
 
 
-def _texts(given: object, name: str, what: str, example: str) -> tuple[str, ...]:
-    """Return texts as a tuple. One text is one, not as many as it has letters. Raises OptionError."""
-    if isinstance(given, str):
-        given = (given,)
+def _set_numbers(
+    options: object, fields: Iterable[tuple[str, str, Callable[[Any, str], float], float, float, str]]
+) -> None:
+    """Make fields plain numbers and check their ranges; None passes. Raises OptionError."""
+    for name, what, convert, least, most, hint in fields:
+        if (value := getattr(options, name)) is not None:
+            value = convert(value, what)
+            _set(options, name, value)
+            _require(least <= value <= most, f"{what} {value} is out of range", hint)
+
+
+def _items(given: object) -> tuple[Any, ...]:
+    """Return several things as a tuple, and one thing, a text among them, as a tuple of it."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+
+
+def _texts(given: object, name: str, what: str, example: str, why_not_empty: str) -> tuple[str, ...]:
     hint = f"Use texts: {name}=({example!r},)."
-    _require(isinstance(given, Iterable), f"{name} {given!r:.60} is no text", hint)
-    texts = tuple(given) if isinstance(given, Iterable) else ()
+    texts = _items(given)
     for text in texts:
         _require(isinstance(text, str), f"{what} {text!r:.60} is no text", hint)
-    return texts
-
-
-def _stops(given: object) -> tuple[str, ...]:
-    """Return stop texts as a tuple. Raises OptionError."""
-    texts = _texts(given, "stop", "stop text", "END")
-    _require(all(texts), "an empty stop text would end every reply at once", "Leave it out.")
-    return texts
-
-
-def _breakers(given: object) -> tuple[str, ...]:
-    """Return sequence breakers as a tuple. Raises OptionError."""
-    texts = _texts(given, "dry_sequence_breakers", "sequence breaker", "\n")
-    _require(all(texts), "an empty sequence breaker would break every sequence", "Leave it out.")
+    _require(all(texts), f"an empty {what} {why_not_empty}", "Leave it out.")
     return texts
 
 
 def _token_ids(given: object) -> tuple[int, ...]:
-    """Return stop tokens as a tuple of ids. Raises OptionError."""
+    ids = tuple(whole(each, "stop token id") for each in _items(given))
     hint = "Use ids of the model's tokenizer: stop_token_ids=(2,)."
-    items: Iterable[Any] = given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
-    ids = tuple(whole(each, "stop token id") for each in items)
     _require(all(each >= 0 for each in ids), "a stop token id is negative", hint)
     return ids
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    """Return a logit bias as pairs of a token id and what is added to its logit, by id. Raises OptionError."""
+    """Return a logit bias as pairs of a token id and what is added to its logit, by id."""
     hint = "Use {token_id: bias}, with a bias from -100 to 100."
-    items: Any = given.items() if isinstance(given, Mapping) else given
-    _require(isinstance(items, Iterable) and not isinstance(items, str | bytes), f"logit bias {given!r:.60}", hint)
     pairs = []
-    for each in items:
-        pair = tuple(each) if isinstance(each, Iterable) and not isinstance(each, str | bytes) else ()
+    for each in _items(given.items() if isinstance(given, Mapping) else given):
+        pair = _items(each)
         _require(len(pair) == 2, f"logit bias {each!r:.60} is no token id with a bias", hint)
-        pairs.append((whole(pair[0], "token id"), float(real(pair[1], "logit bias"))))
-    for token, bias in pairs:
+        token, bias = whole(pair[0], "token id"), float(real(pair[1], "logit bias"))
         _require(token >= 0, f"token id {token} of a logit bias is negative", hint)
         _require(-100 <= bias <= 100, f"logit bias {bias:g} of token {token} is out of range", hint)
+        pairs.append((token, bias))
     _require(len({token for token, _ in pairs}) == len(pairs), "a token has two logit biases", hint)
     return tuple(sorted(pairs))
 
 
 def _order(given: object) -> tuple[Stage, ...]:
-    """Return the order of the sampling stages: each of them once. Raises OptionError."""
     hint = f"Name each of these once: {', '.join(STAGES)}."
-    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (given,)
+    names = _items(given)
     for name in names:
         _require(name in STAGES, f"there is no sampling stage {name!r:.60}", hint)
     missing = [stage for stage in STAGES if stage not in names]
@@ -137,29 +132,25 @@ def _order(given: object) -> tuple[Stage, ...]:
     return names
 
 
-_RANGES: tuple[tuple[str, str, float, float, str], ...] = (
-    ("temperature", "temperature", 0, 10, "Use 0 to 10."),
-    ("repetition_penalty", "repetition penalty", 0.5, 3, "Use 0.5 to 3; 1 is off."),
-    ("presence_penalty", "presence penalty", -2, 2, "Use -2 to 2; 0 is off."),
-    ("frequency_penalty", "frequency penalty", -2, 2, "Use -2 to 2; 0 is off."),
-    ("xtc_probability", "XTC probability", 0, 1, "Use 0 (off) to 1."),
-    ("xtc_threshold", "XTC threshold", 0, 0.5, "Use 0 to 0.5: above a half there are never two such tokens."),
-    ("dry_multiplier", "DRY multiplier", 0, 100, "Use 0 (off) to 100; 0.8 is usual."),
-    ("dry_base", "DRY base", 1, 10, "Use 1 to 10; 1.75 is usual."),
-    ("dry_allowed_length", "DRY allowed length", 1, 1000, "Use 1 to 1000; 2 is usual."),
-    ("logprobs", "number of log-probabilities", 0, MOST_LOGPROBS, f"Use 0 to {MOST_LOGPROBS}."),
+_SAMPLING_NUMBERS = (
+    ("temperature", "temperature", real, 0, 10, "Use 0 to 10."),
+    ("top_p", "top-p", real, math.nextafter(0, 1), 1, "Use above 0 and up to 1."),
+    ("top_k", "top-k", whole, 0, math.inf, "Use 0 (off) or more."),
+    ("min_p", "min-p", real, 0, math.nextafter(1, 0), "Use 0 (off) to below 1."),
+    ("repetition_penalty", "repetition penalty", real, 0.5, 3, "Use 0.5 to 3; 1 is off."),
+    ("seed", "seed", whole, 0, 2**63 - 1, "Use a non-negative integer."),
+    ("max_tokens", "max tokens", whole, 1, math.inf, "Use 1 or more."),
+    ("min_tokens", "min tokens", whole, 0, math.inf, "Use 0 (off) or more."),
+    ("presence_penalty", "presence penalty", real, -2, 2, "Use -2 to 2; 0 is off."),
+    ("frequency_penalty", "frequency penalty", real, -2, 2, "Use -2 to 2; 0 is off."),
+    ("xtc_probability", "XTC probability", real, 0, 1, "Use 0 (off) to 1."),
+    ("xtc_threshold", "XTC threshold", real, 0, 0.5, "Use 0 to 0.5: above a half there are never two such tokens."),
+    ("dry_multiplier", "DRY multiplier", real, 0, 100, "Use 0 (off) to 100; 0.8 is usual."),
+    ("dry_base", "DRY base", real, 1, 10, "Use 1 to 10; 1.75 is usual."),
+    ("dry_allowed_length", "DRY allowed length", whole, 1, 1000, "Use 1 to 1000; 2 is usual."),
+    ("logprobs", "number of log-probabilities", whole, 0, MOST_LOGPROBS, f"Use 0 to {MOST_LOGPROBS}."),
 )
-"""Fields of Sampling, what each is called, its least and its greatest value, and what to do about another."""
-_REALS = (
-    ("temperature", "temperature"), ("top_p", "top-p"), ("min_p", "min-p"), ("repetition_penalty", "repetition penalty"),
-    ("presence_penalty", "presence penalty"), ("frequency_penalty", "frequency penalty"),
-    ("xtc_probability", "XTC probability"), ("xtc_threshold", "XTC threshold"), ("dry_multiplier", "DRY multiplier"),
-    ("dry_base", "DRY base"),
-)  # fmt: skip
-_INTEGERS = (
-    ("top_k", "top-k"), ("seed", "seed"), ("max_tokens", "max tokens"), ("min_tokens", "min tokens"),
-    ("dry_allowed_length", "DRY allowed length"), ("logprobs", "number of log-probabilities"),
-)  # fmt: skip
+"""Number fields of Sampling: name, what it is called, type, least and greatest value, and what to do about another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,29 +230,17 @@ class Sampling:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        self._make_plain()
-        for name, what, least, most, hint in _RANGES:
-            value = getattr(self, name)
-            _require(value is None or least <= value <= most, f"{what} {value} is out of range", hint)
-        top_p, top_k, min_p = self.top_p, self.top_k, self.min_p
-        _require(top_p is None or 0 < top_p <= 1, f"top-p {top_p} is out of range", "Use above 0 and up to 1.")
-        _require(top_k is None or top_k >= 0, f"top-k {top_k} is negative", "Use 0 (off) or more.")
-        _require(min_p is None or 0 <= min_p < 1, f"min-p {min_p} is out of range", "Use 0 (off) to below 1.")
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            f"max tokens {self.max_tokens} is below 1",
-            "Use 1 or more.",
-        )
-        _require(self.min_tokens >= 0, f"min tokens {self.min_tokens} is negative", "Use 0 (off) or more.")
+        _set(self, "stop", _texts(self.stop, "stop", "stop text", "END", "would end every reply at once"))
+        _set(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        _set(self, "logit_bias", _biases(self.logit_bias))
+        breakers = self.dry_sequence_breakers, "dry_sequence_breakers", "sequence breaker", "\n"
+        _set(self, "dry_sequence_breakers", _texts(*breakers, "would break every sequence"))
+        _set(self, "order", _order(self.order))
+        _set_numbers(self, _SAMPLING_NUMBERS)
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min tokens {self.min_tokens} is above max tokens {self.max_tokens}",
             "Lower the one, or raise the other.",
-        )
-        _require(
-            self.seed is None or 0 <= self.seed < 2**63,
-            f"seed {self.seed} is out of range",
-            "Use a non-negative integer.",
         )
         _require(
             not self.xtc_probability or self.temperature != 0 or self.xtc_before_temperature,
@@ -274,35 +253,20 @@ class Sampling:
         """Whether XTC judges the probabilities before they are divided by the temperature."""
         return self.order.index("xtc") < self.order.index("temperature")
 
-    def _make_plain(self) -> None:
-        """Turn numbers of other libraries into Python's. Raises OptionError for what is none."""
-        _set(self, "stop", _stops(self.stop))
-        _set(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        _set(self, "logit_bias", _biases(self.logit_bias))
-        _set(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
-        _set(self, "order", _order(self.order))
-        for name, what in _REALS:
-            if (value := getattr(self, name)) is not None:
-                _set(self, name, real(value, what))
-        for name, what in _INTEGERS:
-            if (value := getattr(self, name)) is not None:
-                _set(self, name, whole(value, what))
-
     def resolved(self, recommended: "Sampling") -> "Sampling":
         """Return this with what is None taken from ``recommended``, a model's own values, and then from the defaults."""
-        return replace(
-            self,
-            temperature=_first(self.temperature, recommended.temperature, 0.7),
-            top_p=_first(self.top_p, recommended.top_p, 1.0),
-            top_k=int(_first(self.top_k, recommended.top_k, 0)),
-            min_p=_first(self.min_p, recommended.min_p, 0.0),
-            repetition_penalty=_first(self.repetition_penalty, recommended.repetition_penalty, 1.0),
-        )
+        defaults = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        changes: dict[str, Any] = {}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                suggested = getattr(recommended, name)
+                changes[name] = default if suggested is None else suggested
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """How keys and values are kept.
+    """How keys and values are stored.
 
     key_bits, value_bits: 16 keeps the model's own type; fewer packs groups of ``group_size`` along the head dimension.
     group_size: the default gives way to 32, with a note, where 64 does not divide the head dimension; 128 is refused there.
@@ -326,9 +290,13 @@ class KVSpec:
     on_full: OnFull | None = None
 
     def __post_init__(self) -> None:
-        self._make_plain()
-        for name, bits in (("keys", self.key_bits), ("values", self.value_bits)):
-            _require(bits in KV_BITS, f"{bits} bits for {name} is not supported", f"Use one of {KV_BITS}.")
+        for name, what in (
+            ("key_bits", "key bits"), ("value_bits", "value bits"), ("group_size", "KV group size"), ("window", "KV window"),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) is not None or name != "window":
+                _set(self, name, whole(value, what))
+        for what, bits in (("keys", self.key_bits), ("values", self.value_bits)):
+            _require(bits in KV_BITS, f"{bits} bits for {what} is not supported", f"Use one of {KV_BITS}.")
         _require(
             self.group_size in GROUP_SIZES, f"KV group size {self.group_size} is not supported", f"Use {GROUP_SIZES}."
         )
@@ -337,7 +305,10 @@ class KVSpec:
             f"on-full {self.on_full!r} is not known",
             f"Use one of {', '.join(ON_FULL)}.",
         )
-        if self.keep != "system":
+        if isinstance(self.keep, str):
+            _require(self.keep == "system", f"keep {self.keep!r:.60} is no number of tokens", "Or use 'system'.")
+        else:
+            _set(self, "keep", whole(self.keep, "keep"))
             _require(self.keep >= 0, f"keep {self.keep} is negative", "Use 0 or more, or 'system'.")
         if self.window is not None:
             _require(self.window >= 2, f"a KV window of {self.window} tokens is too small", "Use 2 or more.")
@@ -347,20 +318,9 @@ class KVSpec:
                 "Make the window larger than keep.",
             )
 
-    def _make_plain(self) -> None:
-        """Turn integers of other libraries into Python's. Raises OptionError for what is none."""
-        for name, what in (("key_bits", "key bits"), ("value_bits", "value bits"), ("group_size", "KV group size")):
-            _set(self, name, whole(getattr(self, name), what))
-        if self.window is not None:
-            _set(self, "window", whole(self.window, "KV window"))
-        if isinstance(self.keep, str):
-            _require(self.keep == "system", f"keep {self.keep!r:.60} is no number of tokens", "Or use 'system'.")
-        else:
-            _set(self, "keep", whole(self.keep, "keep"))
-
     @property
     def when_full(self) -> OnFull:
-        """What happens when the context is full, the default worked out."""
+        """What happens when the context is full, with the default resolved."""
         return self.on_full or ("stop" if self.window is None else "roll")
 
     @property
@@ -388,7 +348,7 @@ class PromptCacheSpec:
     """Reuse of computed prefixes, by default also **on disk**, in the user's cache folder. Sizes in bytes; None takes a default.
 
     memory_bytes: the live conversation and all others that are kept; a tenth of the memory budget.
-    disk: whether prefixes of 256 tokens and more are kept on disk, for the next start. folder: where, a Path or its text; the
+    disk: whether prefixes of 256 tokens and more are stored on disk, for the next start. folder: where, a Path or its text; the
     user's cache folder.
     disk_bytes, daily_write_bytes: all of them at most, for all models, and what may be written in a day.
     """
@@ -411,10 +371,8 @@ class PromptCacheSpec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "disk_bytes", "daily_write_bytes"):
-            if (value := getattr(self, name)) is not None:
-                _set(self, name, whole(value, name))
-                _require(value >= 0, f"{name} {value} is negative", "Use 0 or more.")
+        sizes = ("memory_bytes", "disk_bytes", "daily_write_bytes")
+        _set_numbers(self, ((name, name, whole, 0, math.inf, "Use 0 or more.") for name in sizes))
         given: object = self.folder
         if isinstance(given, str | os.PathLike):
             _set(self, "folder", Path(given))
@@ -424,11 +382,11 @@ class PromptCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a model's chat template is told beside the messages, and how long the model may think.
+    """Options of a model's chat template beside the messages, and how long the model may think.
 
-    thinking: whether the model thinks before it answers, or how much; None leaves that to the template. How a template is told is
-    found from the template; one that can't be told is an OptionError.
-    thinking_budget: tokens after which thinking is ended, by the model's own mark; the answer follows. None: as long as it likes.
+    thinking: whether the model thinks before it answers, or how much; None leaves that to the template. How a template takes it is
+    found from the template; a mode that it does not know is an OptionError.
+    thinking_budget: tokens after which thinking is ended, by the model's own mark; the answer follows. None: no limit.
     keywords: anything else that the template reads, as ``KEY=VALUE`` texts with a JSON value, or as a dict.
     """
 
@@ -452,12 +410,9 @@ class TemplateOptions:
             f"Use one of {', '.join(THINKING)}.",
         )
         if self.thinking_budget is not None:
-            _set(self, "thinking_budget", whole(self.thinking_budget, "thinking budget"))
-            _require(
-                self.thinking_budget >= 0,
-                f"a thinking budget of {self.thinking_budget} tokens is negative",
-                "Use 0 or more.",
-            )
+            budget = whole(self.thinking_budget, "thinking budget")
+            _set(self, "thinking_budget", budget)
+            _require(budget >= 0, f"a thinking budget of {budget} tokens is negative", "Use 0 or more.")
         _set(self, "keywords", _keywords(self.keywords))
 
     @property
@@ -467,17 +422,8 @@ class TemplateOptions:
 
     @property
     def changes_prompt(self) -> bool:
-        """Whether prompts are rendered otherwise than without these options, as far as the options tell."""
+        """Whether prompts may be rendered differently than without these options."""
         return self.thinking is not None or bool(self.keywords)
-
-
-KEYWORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
-"""A name that a template may read. Those with an underscore before them are Jinja's and Python's own."""
-WORD = re.compile(r"[A-Za-z_/][\w./-]*")
-"""A text that needs no quotes as the value of a keyword."""
-GIVEN = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
-"""Keywords that say what the conversation itself says."""
-_KEYWORDS_HINT = 'Use KEY=VALUE with a JSON value, such as enable_thinking=false or style="brief".'
 
 
 def _keywords(given: object) -> tuple[str, ...]:
@@ -485,13 +431,11 @@ def _keywords(given: object) -> tuple[str, ...]:
     if isinstance(given, Mapping):
         named = [(name, _as_json(name, value)) for name, value in given.items()]
     else:
-        items = (given,) if isinstance(given, str) else given
-        _require(isinstance(items, Iterable), f"keywords {given!r:.60} are no keywords", _KEYWORDS_HINT)
-        named = [_keyword(item) for item in (items if isinstance(items, Iterable) else ())]
+        named = [_keyword(item) for item in _items(given)]
     for name, _ in named:
         ok = isinstance(name, str) and KEYWORD.fullmatch(name) is not None
         _require(ok, f"{name!r:.60} is no name of a template option", _KEYWORDS_HINT)
-        _require(name not in GIVEN, f"{name} is what the conversation itself says", "Leave it out.")
+        _require(name not in GIVEN, f"the conversation itself sets {name}", "Leave it out.")
         twice = sum(each == name for each, _ in named) > 1
         _require(not twice, f"the template option {name} is given twice", "Give it once.")
     return tuple(f"{name}={value}" for name, value in named)
@@ -528,14 +472,15 @@ NOTHING_TOLD = TemplateOptions()
 
 
 def bytes_per_value(bits: int, group_size: int, value_bytes: int = 2) -> float:
-    """Bytes that one key or value number takes. value_bytes: of the model's own type, which 16 bits mean, and of scale and bias."""
-    if bits == 16:
-        return float(value_bytes)
-    return bits / 8 + 2 * value_bytes / group_size
+    """Return the bytes that one key or value number takes.
+
+    value_bytes: of the model's own type, which 16 bits stand for, and of scales and biases.
+    """
+    return float(value_bytes) if bits == 16 else bits / 8 + 2 * value_bytes / group_size
 
 
 def token_bytes(heads: int, dim: int, bits: int, group_size: int, scale_bytes: int) -> int:
-    """Bytes that the keys (or the values) of one token take in one layer: exact, since groups divide ``dim``."""
+    """Return the bytes of the keys (or the values) of one token in one layer: exact, since groups divide ``dim``."""
     return round(heads * dim * bytes_per_value(bits, group_size, scale_bytes))
 
 

@@ -51,7 +51,7 @@ class Request:
     @property
     def earlier_thinking(self) -> str:
         """The thinking so far of a reply that is continued while it thinks."""
-        return "" if self.partial is None or not self.in_thinking else self.partial.said.thinking
+        return "" if self.partial is None or not self.in_thinking else self.partial.message.thinking
 
 
 class ReplyTask:

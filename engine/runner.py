@@ -60,7 +60,7 @@ AGAIN_S = 20.0
 """Seconds until a busy machine is looked at again."""
 
 
-class Pacing:
+class IdleProfiler:
     """Measures a part of a step at a time, and hands the pace to the machine once all are known."""
 
     def __init__(
@@ -169,13 +169,13 @@ class Runner:
     """A loaded model and what may be done with it, on the MLX thread alone."""
 
     def __init__(
-        self, runtime: Runtime, spec: ModelSpec, store: CacheStore, pacing: Pacing, on_close: ExitStack
+        self, runtime: Runtime, spec: ModelSpec, store: CacheStore, profiler: IdleProfiler, on_close: ExitStack
     ) -> None:
         self.spec = spec
         self._runtime: Runtime | None = runtime
         self._store: CacheStore = store
         self._on_close = on_close
-        self._pacing = pacing
+        self._profiler = profiler
 
     @property
     def runtime(self) -> Runtime:
@@ -204,7 +204,7 @@ class Runner:
 
         Raises OptionError, ContextError or TemplateError.
         """
-        self._pacing.later()
+        self._profiler.later()
         resolved = sampling.resolved(self.spec.recommended)
         prompting = self._prompting(template)
         prompting.check_ids([*resolved.stop_token_ids, *(token for token, _ in resolved.logit_bias)])
@@ -380,13 +380,13 @@ class Runner:
 
     def measure(self) -> None:
         """Measure the machine's pace with this model now, where nothing published knows it."""
-        self._pacing.finish()
+        self._profiler.finish()
 
     def idle(self) -> float | None:
         """Do a little of what can wait; return after how many seconds there may be more, or None."""
         if self._runtime is None:
             return None
-        return min((wait for wait in (self._store.idle(), self._pacing.idle()) if wait is not None), default=None)
+        return min((wait for wait in (self._store.idle(), self._profiler.idle()) if wait is not None), default=None)
 
     def memory(self) -> Memory:
         """Return what is used and what there is."""
@@ -396,7 +396,7 @@ class Runner:
         """Free what is held and put the device's limits back."""
         self._store.flush(FLUSH_S)
         self._store.clear()
-        self._pacing.end()
+        self._profiler.end()
         self._store = NoCache(lambda _: [])  # the other knows the model
         self._runtime = None  # a closed engine may be kept, its weights may not
         self._on_close.close()

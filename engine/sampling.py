@@ -1,12 +1,11 @@
 """Choose the next token on the device: logits in, one token id out, no host round trip.
 
-DRY, a penalty on repeating sequences of tokens ("don't repeat yourself"), computed on the device token by token.
-
-A token that would continue a sequence that stands earlier in the context, prompt included, loses multiplier × base^(n − allowed)
-from its logit, where n tokens, the allowed length or more, stand before both. Nothing is matched across a sequence breaker, and a
-breaker itself is never penalised. Definition by p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677; breakers are
-texts that may begin within a token and span several, as in koboldcpp's and llama.cpp's form of it
-(https://github.com/LostRuins/koboldcpp/pull/982, https://github.com/ggml-org/llama.cpp/pull/9702).
+DRY ("don't repeat yourself") penalises repeated sequences of tokens. A token that would continue a sequence that stands earlier in
+the context, prompt included, loses multiplier × base^(n − allowed) from its logit, where n tokens, the allowed length or more,
+stand before both. Nothing is matched across a sequence breaker, and a breaker itself is never penalised. Definition by p-e-w,
+https://github.com/oobabooga/text-generation-webui/pull/5677; breakers are texts that may begin within a token and span several, as
+in koboldcpp's and llama.cpp's form of it (https://github.com/LostRuins/koboldcpp/pull/982,
+https://github.com/ggml-org/llama.cpp/pull/9702).
 
 Both search the context for every token on the host. Here nothing leaves the device. Let length[i] be how many tokens up to place i
 equal those up to the newest. Then a new token t changes it to
@@ -23,39 +22,41 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from tokamac.engine.options import Sampling, Stage
 
+PENALTY_WINDOW = 64
+"""Tokens looked back at by the repetition penalty."""
+COLDEST = 1e-4
+"""Below this temperature the likeliest token is taken: dividing by less overflows float32."""
+TIES = 64
+"""Tokens taken beyond the k likeliest, for those as likely as the k-th: in 16-bit logits there are often some."""
+
 GROWS_BY = 512
-"""Places for new tokens that are made at once: the shapes of the arrays stay the same meanwhile."""
+"""Places for new tokens made at once; meanwhile the arrays keep their shapes."""
 MOST_BEYOND = 512
 """Matched tokens beyond the allowed length that are counted: by then any base above 1 forbids the token."""
 LARGEST_LOG = 88.0
 """ln of the largest power, a little below that of float32's largest number."""
-NOWHERE = -1
-"""In place of a token that is not there yet."""
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """What ends a sequence: single tokens, and a token of ``heads`` that a ``tail`` of others follows.
-
-    sequences: of each the heads and the tail, for breakers that several tokens spell.
-    """
+    """What ends a sequence: single tokens; and, for breakers that several tokens spell, one of the heads followed by the tail."""
 
     single: frozenset[int] = frozenset()
     sequences: tuple[tuple[frozenset[int], tuple[int, ...]], ...] = ()
 
     def last(self, ids: Sequence[int]) -> int:
-        """Return how many tokens at the end of ``ids`` follow the last breaker; all of them where there is none."""
+        """Return how many tokens at the end of ``ids`` follow the last breaker; all where there is none."""
         return next((since for since in range(len(ids)) if self._ends(ids, len(ids) - since)), len(ids))
 
     def _ends(self, ids: Sequence[int], end: int) -> bool:
-        """Whether a breaker ends with the token before ``end``."""
         if ids[end - 1] in self.single:
             return True
         for heads, tail in self.sequences:
@@ -110,7 +111,7 @@ def token_mask(ids: frozenset[int], vocabulary: int) -> mx.array:
 
 
 class Dry:
-    """The penalties of one reply to ``prompt``. vocabulary: how many logits there are."""
+    """The DRY penalties of one reply to ``prompt``. vocabulary: number of logits."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], breakers: Breakers, vocabulary: int) -> None:
         base = self._base = sampling.dry_base
@@ -121,13 +122,13 @@ class Dry:
         self._sequences = [(token_mask(heads, vocabulary), tail) for heads, tail in breakers.sequences]
         self._count = len(prompt)
         lengths = match_lengths(prompt, min(self._most, breakers.last(prompt[-self._most :])))
-        self._ids = _padded(mx.array(np.asarray(prompt, dtype=np.int32)), GROWS_BY, NOWHERE)  # (places,)
+        self._ids = _padded(mx.array(np.asarray(prompt, dtype=np.int32)), GROWS_BY, NO_TOKEN)  # (places,)
         self._lengths = _padded(mx.array(lengths), GROWS_BY, 0)  # (places,)
 
     def add(self, token: mx.array) -> None:
-        """Take the newest token of the context, (1,), which need not be evaluated."""
+        """Add the newest token of the context, (1,), which need not be evaluated."""
         if self._count == len(self._ids):
-            self._ids, self._lengths = _padded(self._ids, GROWS_BY, NOWHERE), _padded(self._lengths, GROWS_BY, 0)
+            self._ids, self._lengths = _padded(self._ids, GROWS_BY, NO_TOKEN), _padded(self._lengths, GROWS_BY, 0)
         token = token.astype(mx.int32)
         before = mx.concatenate([mx.zeros((1,), mx.int32), self._lengths[:-1]])
         same = mx.logical_and(self._ids == token, mx.logical_not(self._broken_by(token)))
@@ -136,7 +137,7 @@ class Dry:
         self._count += 1
 
     def penalise(self, logits: mx.array) -> mx.array:
-        """logits (1, V) → (1, V)."""
+        """Return penalised logits: (1, V) → (1, V)."""
         lengths = self._lengths[:-1]
         following = mx.maximum(self._ids[1:], 0)  # where no token follows, the length is 0
         beyond = mx.maximum(lengths - self._allowed, 0).astype(mx.float32)
@@ -145,7 +146,7 @@ class Dry:
         return logits - mx.zeros((logits.shape[-1],)).at[following].maximum(penalties)
 
     def _broken_by(self, token: mx.array) -> mx.array:
-        """Whether a breaker ends with this token (1,), which is not among the ids yet."""
+        """Whether a breaker ends with this token (1,), which was not added yet."""
         broken = self._breaks[token]
         for heads, tail in self._sequences:
             begin = self._count + 1 - len(tail)
@@ -159,16 +160,6 @@ class Dry:
 
 def _padded(array: mx.array, count: int, value: int) -> mx.array:
     return mx.concatenate([array.astype(mx.int32), mx.full((count,), value, mx.int32)])
-
-
-PENALTY_WINDOW = 64
-"""Tokens looked back at by the repetition penalty."""
-
-COLDEST = 1e-4
-"""Below this temperature the likeliest token is taken: dividing by less overflows float32."""
-
-TIES = 64
-"""Tokens taken beyond the k likeliest, for those as likely as the k-th: in 16-bit logits there are often some."""
 
 
 def take_top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -242,10 +233,10 @@ def penalise_presence(logits: mx.array, counts: mx.array, presence: float, frequ
 
 @dataclass(frozen=True, slots=True)
 class TokenSets:
-    """Tokens that are drawn by rules of their own.
+    """Tokens with rules of their own.
 
     ends: those that end a reply, the model's and the caller's, which ``min_tokens`` withholds. kept: those that XTC does not
-    exclude. breakers: see engine/sampling.py.
+    exclude. breakers: what ends a repeated sequence for DRY.
     """
 
     ends: frozenset[int] = frozenset()
@@ -255,17 +246,13 @@ class TokenSets:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the model itself thinks of a token, before anything is done to its logits.
-
-    logprob: of the token that was chosen. top: the likeliest tokens and their log-probabilities, likeliest first.
-    """
+    """A token's log-probability by the model itself, before any stage; and the likeliest tokens with theirs, likeliest first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
+class _DeviceScore(NamedTuple):
     """A Score on its way from the device: logprob (1,), ids and logprobs (N,), likeliest first."""
 
     logprob: mx.array
@@ -288,7 +275,7 @@ class Sampler:
         self._greedy = (sampling.temperature or 0) < COLDEST
         self._penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
         self._counted = bool(sampling.presence_penalty or sampling.frequency_penalty)
-        self._stages = self._active()
+        self._stages = self._active_stages()
         self._recent = mx.array(list(prompt[-PENALTY_WINDOW:]), dtype=mx.uint32)
         self._key = mx.random.key(secrets.randbits(62) if sampling.seed is None else sampling.seed)
         self._made = 0
@@ -298,10 +285,10 @@ class Sampler:
         self._counts: mx.array | None = None  # (1, V), of the tokens of this reply
         self._dry: Dry | None = None
         self._protected: mx.array | None = None  # (V,), from XTC
-        self._scored: deque[_Scored] = deque()
+        self._scores: deque[_DeviceScore] = deque()
 
-    def _active(self) -> tuple[Stage, ...]:
-        """Return the stages that change anything. Of greedy sampling those that may change which token is the likeliest."""
+    def _active_stages(self) -> tuple[Stage, ...]:
+        """Return the stages that change anything; in greedy sampling, that may change which token is the likeliest."""
         sampling = self._sampling
         on: dict[Stage, bool] = {
             "penalties": self._penalty != 1.0 or self._counted,
@@ -324,38 +311,32 @@ class Sampler:
         self._vocabulary = logits.shape[-1]
         if self._last is not None:
             self._remember(self._last)
-        token = self._last = self._chosen(self._biased(logits)).astype(mx.uint32)
+        token = self._last = self._choose(self._bias(logits)).astype(mx.uint32)
         self._made += 1
         if (count := self._sampling.logprobs) is not None:
             self._raw = logits
-            self._scored.append(_scored(logits, token, count))
+            self._scores.append(_score(logits, token, count))
         return token
 
     def replace_last(self, token: mx.array) -> None:
-        """Take ``token`` (1,) for the one chosen last: that one is not used."""
+        """Put ``token`` (1,) in place of the one chosen last, which is not used."""
         self._last = token
         if self._raw is not None:
-            self._scored[-1] = _scored(self._raw, token, self._sampling.logprobs or 0)
+            self._scores[-1] = _score(self._raw, token, self._sampling.logprobs or 0)
 
     def newest_score(self) -> tuple[mx.array, ...]:
-        """Return what is to be evaluated with the last token, besides it."""
-        if not self._scored:
-            return ()
-        last = self._scored[-1]
-        return last.logprob, last.ids, last.logprobs
+        """Return what to evaluate beside the last token."""
+        return self._scores[-1] if self._scores else ()
 
     def take_score(self) -> Score | None:
-        """Return the score of the first token that none was taken of yet; None where no scores are wanted."""
-        if not self._scored:
+        """Return the score of the next token, in order; None where no scores are wanted."""
+        if not self._scores:
             return None
-        first = self._scored.popleft()
-        ids: Any = first.ids.tolist()
-        logprobs: Any = first.logprobs.tolist()
-        own: Any = first.logprob.item()
-        pairs = zip(ids, logprobs, strict=True)
-        return Score(own, tuple(pair for pair in pairs if math.isfinite(pair[1])))
+        values: Any = [array.tolist() for array in self._scores.popleft()]
+        (own,), ids, logprobs = values
+        return Score(own, tuple(pair for pair in zip(ids, logprobs, strict=True) if math.isfinite(pair[1])))
 
-    def _biased(self, logits: mx.array) -> mx.array:
+    def _bias(self, logits: mx.array) -> mx.array:
         if bias := self._sampling.logit_bias:
             ids = mx.array([[token for token, _ in bias]])
             added = mx.take_along_axis(logits, ids, axis=-1) + mx.array([[value for _, value in bias]])
@@ -364,7 +345,7 @@ class Sampler:
             logits = mx.put_along_axis(logits, mx.array([ends]), mx.array(-mx.inf), axis=-1)
         return logits
 
-    def _chosen(self, logits: mx.array) -> mx.array:
+    def _choose(self, logits: mx.array) -> mx.array:
         """logits (1, V) → token (1,)."""
         key: mx.array | None = None
         if not self._greedy:
@@ -374,7 +355,7 @@ class Sampler:
             if stage == "top_k":
                 logits, ids = self._cut(logits, self._stages[place + 1 :])
             else:
-                logits = self._changed(stage, logits, ids)
+                logits = self._apply(stage, logits, ids)
         chosen = mx.argmax(logits, axis=-1) if key is None else mx.random.categorical(logits, axis=-1, key=key)
         return chosen if ids is None else mx.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0]
 
@@ -387,14 +368,21 @@ class Sampler:
             return mask_top_k(logits, k), None
         return take_top_k(logits, k)
 
-    def _changed(self, stage: Stage, logits: mx.array, ids: mx.array | None) -> mx.array:
+    def _apply(self, stage: Stage, logits: mx.array, ids: mx.array | None) -> mx.array:
         """Apply one stage to logits (1, V), or those of ``ids`` (1, C)."""
         sampling = self._sampling
         match stage:
             case "penalties":
-                return self._penalised(logits)
+                if self._penalty != 1.0:
+                    logits = penalise_repeats(logits, self._recent, self._penalty)
+                if self._counts is not None:
+                    penalties = sampling.presence_penalty, sampling.frequency_penalty
+                    logits = penalise_presence(logits, self._counts, *penalties)
+                return logits
             case "dry":
-                return self._repetitions().penalise(logits)
+                if self._dry is None:
+                    self._dry = Dry(sampling, self._prompt, self._tokens.breakers, self._vocabulary)
+                return self._dry.penalise(logits)
             case "temperature":
                 return logits * (1 / (sampling.temperature or 1))
             case "top_p":
@@ -402,22 +390,9 @@ class Sampler:
             case "min_p":
                 return keep_min_p(logits, sampling.min_p or 0)
             case _:
-                return self._with_top_excluded(logits, ids)
+                return self._exclude_top(logits, ids)
 
-    def _penalised(self, logits: mx.array) -> mx.array:
-        if self._penalty != 1.0:
-            logits = penalise_repeats(logits, self._recent, self._penalty)
-        if self._counts is not None:
-            sampling = self._sampling
-            logits = penalise_presence(logits, self._counts, sampling.presence_penalty, sampling.frequency_penalty)
-        return logits
-
-    def _repetitions(self) -> Dry:
-        if self._dry is None:
-            self._dry = Dry(self._sampling, self._prompt, self._tokens.breakers, self._vocabulary)
-        return self._dry
-
-    def _with_top_excluded(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+    def _exclude_top(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         """Apply XTC as often as is asked for, by a draw of its own."""
         if self._protected is None:
             self._protected = token_mask(self._tokens.kept, self._vocabulary)
@@ -436,7 +411,7 @@ class Sampler:
             self._dry.add(token)
 
 
-def _scored(logits: mx.array, token: mx.array, count: int) -> _Scored:
+def _score(logits: mx.array, token: mx.array, count: int) -> _DeviceScore:
     """logits (1, V), token (1,) → its log-probability, and the ``count`` likeliest tokens with theirs."""
     total = mx.logsumexp(logits, axis=-1)  # (1,)
     own = mx.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
@@ -445,4 +420,4 @@ def _scored(logits: mx.array, token: mx.array, count: int) -> _Scored:
     ids = mx.argpartition(logits[0], kth=size - count)[size - count :] if count else mx.zeros((0,), mx.uint32)
     values = logits[0][ids]
     order = mx.argsort(-values)
-    return _Scored(own, ids[order], values[order] - total)
+    return _DeviceScore(own, ids[order], values[order] - total)

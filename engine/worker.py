@@ -1,17 +1,12 @@
-"""The one thread that touches MLX. Work is handed to it; results come back as futures, replies as streams of events.
+"""The MLX thread, and how replies get from it to their readers.
 
-The replies of an engine on their way from its thread to their readers, and what else is asked of that thread meanwhile.
+The one thread that touches MLX makes one reply at a time; another waits for its turn. A reply may be some way ahead of its reader;
+then it rests, giving its turn away, and queues again once the reader has caught up. So nobody waits for a reader who has paused:
 
-The thread makes one reply at a time; another waits for its turn. A reply may be some way ahead of its reader; then it gives its
-turn away, rests, and queues again once the reader has caught up. So nobody waits for a reader who has paused:
-
-- A reply that rests gives its caches back to the prompt cache. What was put aside for another reply meanwhile is put back, and
-  what had to go is computed again.
+- A reply that rests releases its caches to the prompt cache. What is evicted meanwhile is computed again.
 - Only text lets a reply rest: a prompt is read to its end, since its progress is few events.
 - A call made by the very thread that reads a reply is answered after the reply's next event.
-- Cancelling, closing, and letting go of the iterator end a rest.
-
-A reply as its reader holds it: events one after another, for a thread or for a task, and a handle that ends this reply alone.
+- Cancelling, closing, and dropping the iterator end a rest.
 """
 
 import contextlib
@@ -41,8 +36,8 @@ HAND_OVER_S = 1 / 60
 """Text is handed over so often at most: to wake the reader takes the engine's thread a good part of a small model's step."""
 
 
-class Stream:
-    """Events on their way from the engine's thread to a reader's. Either side may end it; neither ever waits to hand over.
+class EventStream:
+    """The events of one reply on their way from the MLX thread to a reader's. Either side may end it; neither waits to hand over.
 
     reader: the thread that read last; None before one did. ended: whether all of it is on its way.
     """
@@ -263,14 +258,14 @@ class Worker:
         self._at_end()
 
 
-class Making(Protocol):
-    """What makes the events of one stream, on the engine's thread."""
+class EventSource(Protocol):
+    """Makes the events of one reply, on the MLX thread."""
 
     def events(self) -> Generator[Event, None, None]:
         """Yield them."""
 
     def rest(self) -> None:
-        """Let others use what the thread has one of, until the next event is asked for. Called after text alone."""
+        """Release what others may use until the next event is asked for. Called after text alone."""
 
     def live(self) -> Live | None:
         """Return what is measured so far; None where that is no reply. Callable from any thread."""
@@ -293,18 +288,18 @@ class UnpacedReply:
         """Nothing is measured."""
 
 
-class _Lane:
-    """A stream and what makes its events; ``events`` is None until its first turn."""
+class _OpenReply:
+    """A stream and what makes its events: None until its first turn."""
 
     __slots__ = ("events", "making", "source", "stream")
 
-    def __init__(self, source: Callable[[Stream], Making], stream: Stream) -> None:
-        self.source: Callable[[Stream], Making] | None = source
+    def __init__(self, source: Callable[[EventStream], EventSource], stream: EventStream) -> None:
+        self.source: Callable[[EventStream], EventSource] | None = source
         self.stream = stream
-        self.making: Making | None = None
+        self.making: EventSource | None = None
         self.events: Generator[Event, None, None] | None = None
 
-    def begin(self) -> tuple[Making, Generator[Event, None, None]]:
+    def begin(self) -> tuple[EventSource, Generator[Event, None, None]]:
         """Return what makes the events and the events, begun in the first turn."""
         if self.making is None or self.events is None:
             assert self.source is not None
@@ -313,16 +308,16 @@ class _Lane:
         return self.making, self.events
 
 
-class Replies:
-    """What is asked of an engine's thread, from any other.
+class ReplyScheduler:
+    """Asks an engine's MLX thread for replies and for work between them, from any other thread.
 
-    live: measures the reply whose turn it is, or was last; None without one. open: the replies that are read; append, remove and
-    copying are atomic. No lock stands around them, for a collected iterator leaves it wherever the collector runs.
+    live: measures the reply whose turn it is, or was last; None without one. open: the replies that are being read. Their append,
+    remove and copy are atomic: a lock would deadlock where the garbage collector drops an iterator while it is held.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.live: Callable[[], Live | None] | None = None
-        self.open: list[Stream] = []
+        self.open: list[EventStream] = []
         self._worker = worker
         self._ahead = threading.Event()  # ends what is being computed ahead
         self._ahead_lock = threading.Lock()
@@ -334,22 +329,21 @@ class Replies:
         return self._worker.call(work, hurry=reads)
 
     def stream(
-        self, source: Callable[[Stream], Making], *, opened: Callable[[Stream], None] = lambda _: None
+        self, source: Callable[[EventStream], EventSource], *, opened: Callable[[EventStream], None] = lambda _: None
     ) -> Generator[Event, None, None]:
-        """Run ``source`` on the engine's thread and yield its events on this one. Closing the generator ends it.
+        """Run ``source`` on the MLX thread and yield its events on this one. Closing the generator ends it.
 
-        opened: told of what carries the events, before anything is asked of the thread.
-        Raises OptionError on the engine's own thread.
+        opened: given the stream before anything is asked of the thread. Raises OptionError on the MLX thread itself.
         """
         if self._worker.is_here:
             raise OptionError("a reply can't be read on the engine's own thread", "Ask for it outside of between().")
-        stream = Stream()
+        stream = EventStream()
         opened(stream)
-        lane = _Lane(source, stream)
+        reply = _OpenReply(source, stream)
         self._ahead.set()
         self.open.append(stream)
         try:
-            job = self._worker.submit(lambda: self._pump(lane))
+            job = self._worker.submit(lambda: self._pump(reply))
             try:
                 yield from stream.read()
             finally:
@@ -401,19 +395,19 @@ class Replies:
         for stream in list(self.open):
             stream.close()
 
-    def _pump(self, lane: _Lane) -> None:
+    def _pump(self, reply: _OpenReply) -> None:
         """Make events until the end, or until the reader is too far behind."""
-        stream = lane.stream
-        if stream.is_abandoned() and lane.events is None:
+        stream = reply.stream
+        if stream.is_abandoned() and reply.events is None:
             return
         rests = False
         try:
-            making, events = lane.begin()
+            making, events = reply.begin()
             self.live = making.live
             if not stream.is_abandoned():
                 rests = self._advance(making, events, stream)
             if rests:
-                stream.rest(lambda: self._again(lane))
+                stream.rest(lambda: self._again(reply))
                 return
             events.close()
             stream.end()
@@ -423,7 +417,7 @@ class Replies:
             if not rests:
                 self.live = None
 
-    def _advance(self, making: Making, events: Generator[Event, None, None], stream: Stream) -> bool:
+    def _advance(self, making: EventSource, events: Generator[Event, None, None], stream: EventStream) -> bool:
         """Hand events over; return whether the reply rests now, and so goes on later."""
         for event in events:
             if stream.is_abandoned():
@@ -436,10 +430,10 @@ class Replies:
                 return True
         return False
 
-    def _again(self, lane: _Lane) -> None:
+    def _again(self, reply: _OpenReply) -> None:
         self._ahead.set()
         with contextlib.suppress(EngineClosedError):
-            self._worker.submit(lambda: self._pump(lane))
+            self._worker.submit(lambda: self._pump(reply))
 
 
 class Cancellable(Protocol):
@@ -454,7 +448,7 @@ class ReplyHandle:
 
     def __init__(self) -> None:
         self._cancelled = False
-        self._stream: Stream | None = None
+        self._stream: EventStream | None = None
 
     def cancel(self) -> None:
         """End the reply: its reader gets Finished with reason "cancelled"."""
@@ -462,7 +456,7 @@ class ReplyHandle:
         if self._stream is not None:
             self._stream.cancel()
 
-    def attach(self, stream: Stream) -> None:
+    def attach(self, stream: EventStream) -> None:
         """The reply was asked for: this carries its events."""
         self._stream = stream
         if self._cancelled:

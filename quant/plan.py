@@ -25,13 +25,11 @@ from tokamac.engine.metrics import rate
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Tensor, text_config
 from tokamac.engine.text.tokenizer import TOKENIZER_FILES
-from tokamac.quant import importance
+from tokamac.quant import sensitivity
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices, left_out
 from tokamac.quant.evaluation import CHECKED_TOKENS
-from tokamac.quant.importance import TOKENS as MEASURED
-from tokamac.quant.methods import awq, gptq
-from tokamac.quant.methods.method import BLOCK_WEIGHTS, Quantizer, Round, Search
+from tokamac.quant.methods import BLOCK_WEIGHTS, Quantizer, Round, Search, awq, gptq
 from tokamac.quant.modules import layer_paths
 from tokamac.quant.options import SEARCHED, Method, Options
 from tokamac.quant.report import in_vain
@@ -39,7 +37,7 @@ from tokamac.quant.search import implementation, on_mlx
 from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
 from tokamac.quant.source import Source, open_source
 
-CALIBRATED: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
+CALIBRATED_METHODS: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
 """Methods that pack by what goes through the model; each module has ``check``, ``pack`` and ``peak_bytes``."""
 
 SEQUENCES = 8
@@ -68,10 +66,10 @@ def peak_bytes(source: Source, options: Options, chosen: Choices, tensors: "tupl
 
 def _stages(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> Iterator[int]:
     yield max(_of_tensor(tensor, source, options) for tensor in tensors)
-    if options.how in CALIBRATED:
-        yield CALIBRATED[options.how].peak_bytes(source, options, chosen)
-    if options.target_bpw is not None and importance.fits(source, MEASURED):
-        yield importance.peak_bytes(source, MEASURED)
+    if options.how in CALIBRATED_METHODS:
+        yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)
+    if options.target_bpw is not None and sensitivity.fits(source, sensitivity.TOKENS):
+        yield sensitivity.peak_bytes(source, sensitivity.TOKENS)
     runs_text = options.target_bpw is not None or (options.how == "search" and options.calibration is not None)
     heads = text_config(source.config).get("num_attention_heads")
     known, paths = heads if isinstance(heads, int) else 1, frozenset(layer_paths(source.module))

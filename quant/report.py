@@ -17,7 +17,7 @@ the same tokens hard: it is far smaller than the perplexities' own.
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,6 +229,10 @@ class StageDone:
     stage: str
     done: int
     total: int
+
+
+StageProgress = Callable[[StageDone], None]
+"""Is called as a stage goes on, on the conversion's thread."""
 
 
 @dataclass(frozen=True, slots=True)

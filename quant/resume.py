@@ -1,36 +1,22 @@
-"""The key of a conversion: what an unfinished one must have been made of, and how, for another run to go on with it.
+"""Where a conversion works until it is finished, what it finds there of an earlier run, and how its folder appears, whole.
 
-Bytes of files: appended while they are hashed, checked later.
+    parent/out                         the target: not there, or the old folder, until the end
+    parent/.out.partial/model/…        the new one: shards, then the small files; on the same disk
+    parent/.out.partial/journal        what is written, a line for each tensor: the next run goes on behind the last one
+    parent/.out.partial/kept/…         results of earlier stages, each with its checksum in its name
+    parent/.out.partial/old            the old folder, until it is removed
 
-What an unfinished conversion has written, a line for each tensor: the next run goes on behind the last one.
-
-    <checksum of the line> {"key": …}                                         of which conversion
-    <checksum of the line> {"tensor": …, "shard": …, "end": …, "checksum": …}    a tensor, in the order of writing
-
-A line is appended after the bytes that it tells of. Either may be missing or torn after a crash, and after a power cut the disk may
-even hold the line without the bytes. So nothing is believed: reading ends at the first line that is not whole, and every
-byte is compared with its checksum before the next run builds on it.
-
-Where a conversion works until it is finished, and what it finds there of an earlier run that was not.
-
-    with workplace(target, conversion_key(folder, options)) as place:
-        …                     measure: place.kept(name), place.keep(name, data)
-        write(…, place, …)    tensors: those before place.resumed are there
+    with open_work_dir(target, conversion_key(folder, options)) as work:
+        …                              measure: work.stage(name, compute)
+        write(plan, …, work, …)        tensors: those before work.resumed are there
     # here the folder stands at target
 
-    .out.partial/model/…       the folder to be: shards, then the small files
-    .out.partial/journal       what is written, tensor by tensor
-    .out.partial/kept/…        results of earlier stages, each with its checksum in its name
+The partial folder stays where the next run can go on: after Ctrl-C, a full disk, a crash. It goes where that would help nobody:
+after an error that says that this model can't be converted so.
 
-It stays where the next run can go on: after Ctrl-C, a full disk, a crash. It goes where that would help nobody: after an error that
-says that this model can't be converted so.
-
-The folder that is written: where it may be, and how it appears whole or not at all.
-
-    parent/out                         the target: not there, or the old one, until the end
-    parent/.out.partial/model          everything is written here, on the same disk
-    parent/.out.partial/old            the old one, until it is removed
-    parent/.out.partial/…              what the next run needs to go on
+A line of the journal is appended after the bytes that it tells of. Either may be missing or torn after a crash, and after a power
+cut the disk may even hold the line without the bytes. So nothing is believed: each line has a checksum, reading ends at the first
+line that is not whole, and every byte is compared with its checksum before the next run builds on it.
 
 The last steps are: exchange the old folder with the new one, move the old one aside, remove what is left. Where the system can't
 exchange two names, the old one is moved aside first. A crash between any two steps leaves a state that tells which they were, and
@@ -66,14 +52,55 @@ from tokamac.quant.report import WeightError
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""
 
-INSTALLED = "conversions.json"
+SLICE_BYTES = 8 << 20
+"""Hashed, and then written, at a time: it fits a processor's cache, so memory is read once for both."""
+
+LONGEST_JOURNAL = 256 << 20
+"""Bytes; a tensor takes some hundred."""
+
+INSTALLED, MOST_INSTALLED = "conversions.json", 100
 """Which folders conversions have put where, in the user's cache."""
-MOST_INSTALLED = 100
 
 MODEL, OLD, JOURNAL, KEPT = "model", "old", "journal", "kept"
 _OURS = {MODEL, OLD, JOURNAL, f"{JOURNAL}.new", KEPT}
 
 AGAIN = "run the same command again: it goes on where this one ended."
+AFRESH = "an unfinished conversion of another source, or with other options, was here: it was removed"
+
+FORMAT = 1
+"""Of the unfinished folder. Another number is another key, so what another version wrote is not gone on with."""
+
+READ_WHOLE = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+
+
+def conversion_key(folder: Path, options: Options, adapter: Adapter | None = None) -> str:
+    """Return 32 hexadecimal digits that tell a conversion of ``folder`` with ``options`` from any other.
+
+    Of the source: small files whole; of the weights, headers, sizes and times of change. Of the options: all but ``verify``, which
+    no weight depends on; a calibration text and an adapter by their content. Versions and the device count too: they decide how
+    values are rounded. Raises OSError where a file can't be read.
+    """
+    small = sorted({file for pattern in READ_WHOLE for file in folder.glob(pattern) if file.is_file()})
+    asked = {name: value for name, value in asdict(options).items() if name != "verify"}
+    text = options.calibration
+    asked["calibration"] = checksum(text) if isinstance(text, Path) else text
+    facts = {
+        "format": FORMAT,
+        "versions": {name: version_of(name) for name in PACKAGES},
+        "device": str(mx.default_device()),
+        "tf32": may_use_tf32(device_kind()),
+        "options": {**asked, "adapter": None if adapter is None else adapter.digest},
+        "files": {file.name: checksum(file) for file in small},
+        "weights": {file.name: _weights(file) for file in sorted(folder.glob("*.safetensors"))},
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+
+
+def _weights(file: Path) -> tuple[int, int, str]:
+    at = file.stat()
+    with open_regular(file) as opened:
+        header_bytes = 8 + int.from_bytes(opened.read(8), "little")
+    return at.st_size, at.st_mtime_ns, checksum(file, 0, min(header_bytes, at.st_size))
 
 
 def partial_folder(target: Path) -> Path:
@@ -118,9 +145,8 @@ def _overlap(target: Path, source: Path) -> bool:
 
 def _is_one_of(path: Path, others: Iterable[Path]) -> bool:
     found = _stat(path)
-    return found is not None and any(
-        known is not None and os.path.samestat(found, known) for known in map(_stat, others)
-    )
+    known = filter(None, map(_stat, others))
+    return found is not None and any(os.path.samestat(found, each) for each in known)
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -130,15 +156,26 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
+def _recover(target: Path) -> None:
+    root = partial_folder(target)
+    whole = (root / MODEL).exists() and not (root / OLD).exists()
+    if whole or not root.exists() or not _is_ours(root):
+        return
+    with writing_to(target), claimed(target):
+        _put_back(root, target)
+        if not (root / MODEL).exists():
+            shutil.rmtree(root)
+
+
 def free_bytes(target: Path) -> int:
-    """Return the room on the disk of ``target``, what an unfinished conversion to it holds counted in."""
+    """Return the free bytes on the disk of ``target``, what an unfinished conversion to it holds counted in."""
     place = next(parent for parent in target.absolute().parents if parent.exists())
     there = sum(file.lstat().st_size for file in partial_folder(target).rglob("*") if file.is_file())
     return shutil.disk_usage(place).free + there
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Raise ConversionError where the disk of ``target`` has less room than needed."""
+    """Raise ConversionError where the disk of ``target`` has fewer bytes free than needed."""
     needed_bytes, free = needed_bytes + SPARE_BYTES, free_bytes(target)
     if free < needed_bytes:
         needed, left = told_apart(needed_bytes, free)
@@ -146,6 +183,129 @@ def check_space(target: Path, needed_bytes: int) -> None:
             f"{target} needs {needed} and its disk has {left} left",
             "Free some space, or choose a folder on another disk.",
         )
+
+
+@contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"
+        then = f", then {AGAIN}" if partial_folder(target).exists() else ", or choose another folder."
+        what = f" ({error.filename})" if error.filename else ""
+        raise ConversionError(f"{target} can't be written: {error.strerror or error}{what}", remedy + then) from error
+
+
+@contextmanager
+def open_work_dir(target: Path, key: str) -> Iterator["WorkDir"]:
+    """Yield the folder to write ``target`` in; at the end, what is in it takes the place of ``target``.
+
+    key: what an earlier run must have had for this one to go on with it; the work of any other is removed. What was written is
+    checked first. Raises ConversionError where another process works there, or the disk refuses; the target is then as it was.
+    """
+    with writing_to(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with claimed(target) as root:
+            _put_back(root, target)
+            replace = target.exists()
+            with _left_if_it_helps(root, target), WorkDir(root, key) as work:
+                yield work
+                _install(root, target, key, replace=replace)
+
+
+@contextmanager
+def _left_if_it_helps(root: Path, target: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        unfinished = read_journal(root / JOURNAL).records or any((root / KEPT).glob("*"))
+        if isinstance(error, TokamacError) or not unfinished or not (root / MODEL).exists():
+            _put_back(root, target)
+            shutil.rmtree(root, ignore_errors=True)  # what can't be removed is seen, and the next run tries again
+        else:
+            error.add_note(f"To finish the conversion, {AGAIN}")
+        raise
+
+
+class WorkDir:
+    """A partial folder that this process holds. Methods raise OSError.
+
+    folder: to be filled with what the target shall hold, and nothing else. resumed: tensors that an earlier run wrote.
+    notes: what a user should know.
+    """
+
+    def __init__(self, root: Path, key: str) -> None:
+        found = read_journal(root / JOURNAL)
+        ours = found.key == key
+        if not ours:
+            for path in root.iterdir():
+                _remove(path)
+        self.folder, self._kept = root / MODEL, root / KEPT
+        for path in (self.folder, self._kept):
+            path.mkdir(exist_ok=True)
+        self.notes = () if ours or found.key is None else (AFRESH,)
+        whole = found.entries[: intact(self.folder, found.entries)] if ours else ()
+        self._journal = Journal(root / JOURNAL, key, whole)
+        self._cut_back()
+        for path in (root, root.parent):
+            sync(path)
+        self.resumed = len(whole)
+
+    @property
+    def entries(self) -> tuple["TensorEntry", ...]:
+        """The tensors that are written, in order."""
+        return tuple(self._journal.entries)
+
+    def add(self, entry: "TensorEntry", *, synced: bool) -> None:
+        """Note a tensor whose bytes are written. synced: they are on the disk, and what leads to them shall be."""
+        self._journal.add(entry)
+        if synced:
+            sync(self.folder)
+            self._journal.sync()
+
+    def cut(self, count: int) -> None:
+        """Forget all tensors but the first ``count``, and remove their bytes."""
+        if count >= len(self.entries):
+            return
+        self._journal.cut(count)
+        self._cut_back()
+        self.resumed = min(self.resumed, count)
+
+    def stage(self, name: str, compute: Callable[[], bytes]) -> bytes:
+        """Return what a stage came to in an earlier run, if it is whole; else what ``compute`` returns, stored for later runs."""
+        for file in list(self._kept.iterdir()):
+            mark, _, stage = file.name.partition("-")
+            if stage == name:
+                if checksum(file) == mark:
+                    return file.read_bytes()
+                file.unlink()
+        data = compute()
+        (self._kept / f"{xxhash.xxh3_128_hexdigest(data)}-{name}").write_bytes(data)
+        return data
+
+    def _cut_back(self) -> None:
+        """Leave nothing in the folder but the bytes that the entries tell of."""
+        ends = {entry.shard: entry.end for entry in self.entries}
+        for path in self.folder.iterdir():
+            if path.name in ends:
+                os.truncate(path, ends[path.name])
+            else:
+                _remove(path)
+
+    def __enter__(self) -> "WorkDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.close()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @contextmanager
@@ -163,94 +323,6 @@ def claimed(target: Path) -> Iterator[Path]:
         yield root
     finally:
         os.close(handle)
-
-
-def is_installed(target: Path, key: str) -> bool:
-    """Whether ``target`` is the very folder that a conversion with this key has put there. Raises OSError."""
-    return target.is_dir() and measurement_store.load(measurement_store.store_file(INSTALLED)).get(
-        str(target.absolute())
-    ) == _mark(target, key)
-
-
-def remove_partial(target: Path) -> None:
-    """Remove what a crash left beside a target that is whole. Raises ConversionError where another process works there; OSError."""
-    if partial_folder(target).exists():
-        with claimed(target) as root:
-            shutil.rmtree(root)
-
-
-def install(root: Path, target: Path, key: str, *, replace: bool) -> None:
-    """Put what was written in the place of ``target``, on the disk, and remove the partial folder.
-
-    key: of the conversion. replace: there was a target at the beginning. Raises OSError; the target is then what it was.
-    """
-    for path in (*(root / MODEL).rglob("*"), root / MODEL):
-        sync(path)
-    path_to_disk(root / MODEL)
-    if target.exists() and not replace:
-        raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
-    file = measurement_store.store_file(INSTALLED)
-    known = {name: mark for name, mark in measurement_store.load(file).items() if name != str(target.absolute())}
-    measurement_store.write(
-        file, dict([*known.items(), (str(target.absolute()), _mark(root / MODEL, key))][-MOST_INSTALLED:])
-    )
-    shutil.rmtree(root / OLD, ignore_errors=True)
-    exchanged = target.exists() and files.exchange(root / MODEL, target)
-    try:
-        if not exchanged:
-            if target.exists():
-                target.rename(root / OLD)
-            (root / MODEL).rename(target)
-        sync(target.parent)
-    except BaseException:
-        if exchanged:
-            files.exchange(root / MODEL, target)
-        put_back(root, target)
-        raise
-    if exchanged:
-        (root / MODEL).rename(root / OLD)  # a crash from here on leaves what ``_recover`` removes
-    shutil.rmtree(root, ignore_errors=True)
-
-
-def _mark(folder: Path, key: str) -> str:
-    at = folder.stat()
-    return f"{key} {at.st_dev} {at.st_ino}"
-
-
-def discard(root: Path, target: Path) -> None:
-    """Remove the partial folder, and leave the target as it was before the conversion."""
-    put_back(root, target)
-    shutil.rmtree(root, ignore_errors=True)  # what can't be removed is seen, and the next run tries again
-
-
-def put_back(root: Path, target: Path) -> None:
-    """Return the old folder to its place, if it was moved aside and nothing has come there."""
-    if (root / OLD).exists() and not target.exists():
-        (root / OLD).rename(target)
-
-
-@contextmanager
-def writing_to(target: Path) -> Iterator[None]:
-    """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space" if full else ALLOW if private(error) else "Check its disk and permissions"
-        then = f", then {AGAIN}" if partial_folder(target).exists() else ", or choose another folder."
-        what = f" ({error.filename})" if error.filename else ""
-        raise ConversionError(f"{target} can't be written: {error.strerror or error}{what}", remedy + then) from error
-
-
-def _recover(target: Path) -> None:
-    root = partial_folder(target)
-    whole = (root / MODEL).exists() and not (root / OLD).exists()
-    if whole or not root.exists() or not _is_ours(root):
-        return
-    with writing_to(target), claimed(target):
-        put_back(root, target)
-        if not (root / MODEL).exists():
-            shutil.rmtree(root)
 
 
 def _is_ours(root: Path) -> bool:
@@ -283,42 +355,65 @@ def _locked(root: Path, target: Path) -> int:
         os.close(handle)  # removed while it was being locked
 
 
-SLICE_BYTES = 8 << 20
-"""Hashed, and then written, at a time: it fits a processor's cache, so memory is read once for both."""
+def is_installed(target: Path, key: str) -> bool:
+    """Whether ``target`` is the very folder that a conversion with this key has put there. Raises OSError."""
+    known = measurement_store.load(measurement_store.store_file(INSTALLED))
+    return target.is_dir() and known.get(str(target.absolute())) == _mark(target, key)
 
 
-def append(handle: int, data: memoryview | bytes, hashed: Callable[[memoryview], object] = lambda _: None) -> None:
-    """Write ``data`` to a file descriptor, slice by slice; ``hashed`` is given each slice before it is written.
+def remove_partial(target: Path) -> None:
+    """Remove what a crash left beside a target that is whole. Raises ConversionError where another process works there; OSError."""
+    if partial_folder(target).exists():
+        with claimed(target) as root:
+            shutil.rmtree(root)
 
-    No buffer and no copy: what this function has returned from survives the end of the process. Raises OSError.
+
+def _install(root: Path, target: Path, key: str, *, replace: bool) -> None:
+    """Put what was written in the place of ``target``, on the disk, and remove the partial folder.
+
+    replace: there was a target at the beginning. Raises OSError; the target is then what it was.
     """
-    view = memoryview(data)
-    for start in range(0, len(view), SLICE_BYTES):
-        part = view[start : start + SLICE_BYTES]
-        hashed(part)
-        while part:
-            part = part[os.write(handle, part) :]  # a disk that fills up takes a part, and fails the next time
+    for path in (*(root / MODEL).rglob("*"), root / MODEL):
+        sync(path)
+    path_to_disk(root / MODEL)
+    if target.exists() and not replace:
+        raise FileExistsError(errno.EEXIST, "a folder of that name has appeared meanwhile")
+    file, name = measurement_store.store_file(INSTALLED), str(target.absolute())
+    known = {other: mark for other, mark in measurement_store.load(file).items() if other != name}
+    latest = [*known.items(), (name, _mark(root / MODEL, key))][-MOST_INSTALLED:]
+    measurement_store.write(file, dict(latest))
+    shutil.rmtree(root / OLD, ignore_errors=True)
+    exchanged = target.exists() and files.exchange(root / MODEL, target)
+    try:
+        if not exchanged:
+            if target.exists():
+                target.rename(root / OLD)
+            (root / MODEL).rename(target)
+        sync(target.parent)
+    except BaseException:
+        if exchanged:
+            files.exchange(root / MODEL, target)
+        _put_back(root, target)
+        raise
+    if exchanged:
+        (root / MODEL).rename(root / OLD)  # a crash from here on leaves what ``_recover`` removes
+    shutil.rmtree(root, ignore_errors=True)
 
 
-def checksum(file: Path, start: int = 0, end: int | None = None) -> str:
-    """Return the XXH3 checksum (128 bits, hexadecimal) of a file's bytes from ``start`` to ``end``, or to where it ends before."""
-    digest, left = xxhash.xxh3_128(), file.stat().st_size - start if end is None else end - start
-    buffer = memoryview(bytearray(min(SLICE_BYTES, max(left, 1))))
-    with open_regular(file) as opened:
-        opened.seek(start)
-        while left > 0 and (count := opened.readinto(buffer[:left])):
-            digest.update(buffer[:count])
-            left -= count
-    return digest.hexdigest()
+def _mark(folder: Path, key: str) -> str:
+    at = folder.stat()
+    return f"{key} {at.st_dev} {at.st_ino}"
 
 
-LONGEST = 256 << 20
-"""Bytes of a journal at most: a tensor takes some hundred."""
+def _put_back(root: Path, target: Path) -> None:
+    """Return the old folder to its place, if it was moved aside and nothing has come there."""
+    if (root / OLD).exists() and not target.exists():
+        (root / OLD).rename(target)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor that is written.
+    """A tensor that is written: a line of the journal.
 
     end: bytes of its shard up to and with it. checksum: XXH3, 128 bits, of the bytes since the entry before in the same
     shard; those of a shard's first tensor begin with the header. error: if it was packed; else None.
@@ -341,7 +436,11 @@ class FoundJournal:
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors. Only to be asked for where the key is one's own: another version may have written other fields."""
-        return tuple(_entry(record) for record in self.records)
+        errors = (record["error"] for record in self.records)
+        known = (None if error is None else WeightError(**error) for error in errors)
+        return tuple(
+            TensorEntry(**{**record, "error": error}) for record, error in zip(self.records, known, strict=True)
+        )
 
 
 def read_journal(file: Path) -> FoundJournal:
@@ -370,24 +469,19 @@ class Journal:
 
     def __init__(self, file: Path, key: str, entries: Sequence[TensorEntry]) -> None:
         self._file, self._key = file, key
-        self._handle = self._begun(entries)
-        self._entries = list(entries)
-
-    @property
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """What is written, in order."""
-        return tuple(self._entries)
+        self.entries = list(entries)
+        self._handle = self._written_anew()
 
     def add(self, entry: TensorEntry) -> None:
         """Append an entry whose bytes are written."""
         append(self._handle, _line(asdict(entry)))
-        self._entries.append(entry)
+        self.entries.append(entry)
 
     def cut(self, count: int) -> None:
         """Forget all entries but the first ``count``."""
-        old, self._handle = self._handle, self._begun(self._entries[:count])
+        del self.entries[count:]
+        old, self._handle = self._handle, self._written_anew()
         os.close(old)
-        del self._entries[count:]
 
     def sync(self) -> None:
         """Return when all entries are on the disk."""
@@ -397,11 +491,11 @@ class Journal:
         """Close the file."""
         os.close(self._handle)
 
-    def _begun(self, entries: Sequence[TensorEntry]) -> int:
+    def _written_anew(self) -> int:
         new = self._file.with_name(f"{self._file.name}.new")
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            append(handle, b"".join([_line({"key": self._key}), *(_line(asdict(entry)) for entry in entries)]))
+            append(handle, b"".join([_line({"key": self._key}), *(_line(asdict(entry)) for entry in self.entries)]))
             os.fsync(handle)
             new.replace(self._file)
         except BaseException:
@@ -410,18 +504,13 @@ class Journal:
         return handle
 
 
-def _entry(record: dict[str, Any]) -> TensorEntry:
-    error = record["error"]
-    return TensorEntry(**{**record, "error": None if error is None else WeightError(**error)})
-
-
 def _line(record: dict[str, Any]) -> bytes:
     text = json.dumps(record, separators=(",", ":")).encode()
     return xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n"
 
 
 def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    content = read_bytes(file, LONGEST) if file.is_file() else b""
+    content = read_bytes(file, LONGEST_JOURNAL) if file.is_file() else b""
     for line in content.splitlines(keepends=True):
         mark, _, text = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(text).encode() != mark:
@@ -429,169 +518,26 @@ def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(text)
 
 
-AFRESH = "an unfinished conversion of another source, or with other options, was here: it was removed"
+def append(handle: int, data: memoryview | bytes, hashed: Callable[[memoryview], object] = lambda _: None) -> None:
+    """Write ``data`` to a file descriptor, slice by slice; ``hashed`` is given each slice before it is written.
 
-
-@contextmanager
-def workplace(target: Path, key: str) -> Iterator["WorkDir"]:
-    """Yield the place to write ``target`` in; at the end, what is in its folder takes the place of ``target``.
-
-    key: what an earlier run must have had for this one to go on with it; the work of any other is removed. What was written is
-    checked first. Raises ConversionError where another process works there, or the disk refuses; the target is then as it was.
+    No buffer and no copy: what this function has returned from survives the end of the process. Raises OSError.
     """
-    with writing_to(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with claimed(target) as root:
-            put_back(root, target)
-            replace = target.exists()
-            with _left_if_it_helps(root, target), WorkDir(root, key) as place:
-                yield place
-                install(root, target, key, replace=replace)
+    view = memoryview(data)
+    for start in range(0, len(view), SLICE_BYTES):
+        part = view[start : start + SLICE_BYTES]
+        hashed(part)
+        while part:
+            part = part[os.write(handle, part) :]  # a disk that fills up takes a part, and fails the next time
 
 
-class WorkDir:
-    """A partial folder that this process holds. Methods raise OSError.
-
-    folder: to be filled with what the target shall hold, and nothing else. resumed: tensors that an earlier run wrote.
-    notes: what a user should know.
-    """
-
-    def __init__(self, root: Path, key: str) -> None:
-        found = read_journal(root / JOURNAL)
-        ours = found.key == key
-        if not ours:
-            _clear(root)
-        self.folder, self._kept = root / MODEL, root / KEPT
-        for path in (self.folder, self._kept):
-            path.mkdir(exist_ok=True)
-        self.notes = () if ours or found.key is None else (AFRESH,)
-        whole = found.entries[: intact(self.folder, found.entries)] if ours else ()
-        self._journal = Journal(root / JOURNAL, key, whole)
-        _cut_back(self.folder, whole)
-        for path in (root, root.parent):
-            sync(path)
-        self.resumed = len(whole)
-
-    @property
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors that are written, in order."""
-        return self._journal.entries
-
-    def add(self, entry: TensorEntry, *, synced: bool) -> None:
-        """Note a tensor whose bytes are written. synced: they are on the disk, and what leads to them shall be."""
-        self._journal.add(entry)
-        if synced:
-            sync(self.folder)
-            self._journal.sync()
-
-    def cut(self, count: int) -> None:
-        """Forget all tensors but the first ``count``, and remove their bytes."""
-        if count >= len(self.entries):
-            return
-        self._journal.cut(count)
-        _cut_back(self.folder, self.entries)
-        self.resumed = min(self.resumed, count)
-
-    def keep(self, name: str, data: bytes) -> Path:
-        """Store the result of a stage for later runs, in place of an earlier one of that name, and return where."""
-        file = self._kept / f"{xxhash.xxh3_128_hexdigest(data)}-{name}"
-        file.write_bytes(data)
-        for other in self._stored(name):
-            if other != file:
-                other.unlink()
-        return file
-
-    def kept(self, name: str) -> Path | None:
-        """Return the file that holds the result of a stage, whole; None where there is none."""
-        for file in self._stored(name):
-            if checksum(file) == file.name.partition("-")[0]:
-                return file
-            file.unlink()
-        return None
-
-    def _stored(self, name: str) -> list[Path]:
-        return [file for file in self._kept.iterdir() if file.name.partition("-")[2] == name]
-
-    def __enter__(self) -> "WorkDir":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._journal.close()
-
-
-@contextmanager
-def _left_if_it_helps(root: Path, target: Path) -> Iterator[None]:
-    try:
-        yield
-    except TokamacError:
-        discard(root, target)
-        raise
-    except BaseException as error:
-        begun = read_journal(root / JOURNAL).records or any((root / KEPT).glob("*"))
-        if begun and (root / MODEL).exists():
-            error.add_note(f"To finish the conversion, {AGAIN}")
-        else:
-            discard(root, target)
-        raise
-
-
-def _cut_back(folder: Path, entries: Sequence[TensorEntry]) -> None:
-    """Leave nothing in ``folder`` but the bytes that the entries tell of."""
-    ends = {entry.shard: entry.end for entry in entries}
-    for path in folder.iterdir():
-        if path.name in ends:
-            os.truncate(path, ends[path.name])
-        else:
-            _remove(path)
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-FORMAT = 1
-"""Of the unfinished folder. Another number is another key, so what another version wrote is not gone on with."""
-
-READ_WHOLE = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-
-
-def conversion_key(folder: Path, options: Options, adapter: Adapter | None = None) -> str:
-    """Return 32 hexadecimal digits that tell a conversion of ``folder`` with ``options`` from any other.
-
-    Of the source: small files whole; of the weights, headers, sizes and times of change. Of the options: all but ``verify``, which
-    no weight depends on; a calibration text and an adapter by their content. Versions and the device count too: they decide how
-    values are rounded. Raises OSError where a file can't be read.
-    """
-    versions = {name: version_of(name) for name in PACKAGES}
-    small = sorted({file for pattern in READ_WHOLE for file in folder.glob(pattern) if file.is_file()})
-    facts = {
-        "format": FORMAT,
-        "versions": versions,
-        "device": str(mx.default_device()),
-        "tf32": may_use_tf32(device_kind()),
-        "options": {**_options(options), "adapter": None if adapter is None else adapter.digest},
-        "files": {file.name: checksum(file) for file in small},
-        "weights": {file.name: _weights(file) for file in sorted(folder.glob("*.safetensors"))},
-    }
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
-
-
-def _options(options: Options) -> dict[str, object]:
-    facts = {name: value for name, value in asdict(options).items() if name != "verify"}
-    text = options.calibration
-    return {**facts, "calibration": checksum(text) if isinstance(text, Path) else text}
-
-
-def _weights(file: Path) -> tuple[int, int, str]:
-    at = file.stat()
+def checksum(file: Path, start: int = 0, end: int | None = None) -> str:
+    """Return the XXH3 checksum (128 bits, hexadecimal) of a file's bytes from ``start`` to ``end``, or to where it ends before."""
+    digest, left = xxhash.xxh3_128(), file.stat().st_size - start if end is None else end - start
+    buffer = memoryview(bytearray(min(SLICE_BYTES, max(left, 1))))
     with open_regular(file) as opened:
-        header_bytes = 8 + int.from_bytes(opened.read(8), "little")
-    return at.st_size, at.st_mtime_ns, checksum(file, 0, min(header_bytes, at.st_size))
+        opened.seek(start)
+        while left > 0 and (count := opened.readinto(buffer[:left])):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from tokamac.engine.errors import ConversionError
-from tokamac.quant.methods.method import Quantizer
+from tokamac.quant.methods import Quantizer
 from tokamac.quant.modules import AGAIN, check_finite, not_finite
 from tokamac.quant.plan import Plan, TensorPlan
 from tokamac.quant.report import WeightError

@@ -255,12 +255,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.plot is not None:
         bench_report.check_writable(options.plot)  # now, not after minutes of measuring
     with loading.load(
-        plan.model,
-        kv=plan.kv,
-        prompt_cache=None,
-        memory=plan.memory,
-        unchecked=plan.unchecked,
-        adapter=plan.adapter,
+        plan.model, kv=plan.kv, prompt_cache=None, memory=plan.memory, unchecked=plan.unchecked, adapter=plan.adapter
     ) as engine:
         measured, version = _measured(engine, plan)
         record = bench_report.of_model(engine.spec)

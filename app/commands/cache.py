@@ -323,10 +323,6 @@ def _import(options: argparse.Namespace, file: Path, model: str) -> "Exchanged":
 
     kv = read_portable(file).kv  # before seconds are spent on loading
     with loading.load(
-        model,
-        kv=kv,
-        prompt_cache=PromptCacheSpec(),
-        memory=memory_limit(options),
-        adapter=adapter_of(options, model),
+        model, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory_limit(options), adapter=adapter_of(options, model)
     ) as engine:
         return engine.import_prompt(file)

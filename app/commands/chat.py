@@ -4,17 +4,12 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from tokamac.app import settings
 from tokamac.app.options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
-    add_adapter_flag,
-    add_kv_flags,
-    add_memory_flag,
-    add_sampling_flags,
-    add_template_flags,
-    add_unchecked_flag,
+    add_reply_flags,
     any_given,
     given_adapter,
     kv_spec,
@@ -24,9 +19,6 @@ from tokamac.app.options import (
 )
 from tokamac.app.parser import Parser
 from tokamac.engine.errors import TokamacError
-
-if TYPE_CHECKING:
-    from tokamac.app.settings import LoadedSettings
 
 _KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
@@ -49,12 +41,7 @@ def parser() -> Parser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--continue", action="store_true", dest="resume", help="go on with the chat that was used last")
     which.add_argument("--chat", metavar="ID", help="go on with this chat; the beginning of its id is enough")
-    add_adapter_flag(made)
-    add_unchecked_flag(made)
-    add_sampling_flags(made)
-    add_template_flags(made)
-    add_kv_flags(made)
-    add_memory_flag(made)
+    add_reply_flags(made)
     return made
 
 
@@ -63,15 +50,10 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if options.model is not None and not options.model.strip():
         parser.error("MODEL is empty")
     sampling_given = any_given(options, tuple(SAMPLING_FLAGS.values()))
-    kv_given = any_given(options, _KV_FIELDS)
     template_given = any_given(options, tuple(TEMPLATE_FLAGS.values()))
-    read = None
-    if (
-        sampling_given or kv_given or template_given
-    ):  # flags change what the settings remember, one by one; checked before the screen opens
-        from tokamac.app import settings
-
-        read = settings.load(settings.default_path())
+    kv_given = any_given(options, _KV_FIELDS)
+    # Flags change what the settings remember, one by one; they are checked before the screen opens.
+    read = settings.load(settings.default_path()) if sampling_given or kv_given or template_given else None
     plain = options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
     from tokamac.app.tui.run import ChatOptions, found, run_chat
 
@@ -98,7 +80,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _warned(read: "LoadedSettings | None") -> Iterator[None]:
+def _warned(read: settings.LoadedSettings | None) -> Iterator[None]:
     """Where no chat begins that would say it: say what of the settings can't be used."""
     try:
         yield

@@ -461,14 +461,7 @@ def finish(
     """End a reply; from here on it never changes. Raises StoreError unless ``owner`` is writing it."""
     changed = connection.execute(
         "UPDATE messages SET text = ?, thinking = ?, state = ?, metrics = ?, owner = NULL WHERE id = ? AND owner = ?",
-        (
-            storable(text),
-            storable(thinking),
-            state,
-            None if metrics is None else as_json(metrics),
-            name,
-            owner,
-        ),
+        (storable(text), storable(thinking), state, None if metrics is None else as_json(metrics), name, owner),
     )
     _require_written(changed, name)
     done = message(connection, name)

@@ -350,13 +350,7 @@ class Store(Questions):
             messages.checkpoint(connection, reply, self._token, text, thinking)
 
     def finish_reply(
-        self,
-        reply: int,
-        text: str,
-        thinking: str = "",
-        *,
-        state: FinalState = "complete",
-        metrics: Json | None = None,
+        self, reply: int, text: str, thinking: str = "", *, state: FinalState = "complete", metrics: Json | None = None
     ) -> StoredMessage:
         """End a reply, with all of its text. It never changes again."""
         with self._database.writing() as connection:

@@ -183,8 +183,7 @@ def explained(error: sqlite3.Error, path: Path) -> StoreError:
 def damaged(path: Path, finding: str) -> StoreDamagedError:
     """Return the error for a file that is no longer whole."""
     return StoreDamagedError(
-        f"{path} is damaged ({finding})",
-        f"`tokamac chats repair` mends its search index; failing that, {_ASIDE}",
+        f"{path} is damaged ({finding})", f"`tokamac chats repair` mends its search index; failing that, {_ASIDE}"
     )
 
 

@@ -19,7 +19,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.kv.attention_kernel import BLOCK_BYTES
-from tokamac.engine.kv.cache import CompressedCache
+from tokamac.engine.kv.compressed import CompressedCache
 from tokamac.engine.model.corrected_layers import ScaledRoPE, yarn
 from tokamac.engine.model.weights import times_scales
 

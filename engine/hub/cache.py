@@ -1,12 +1,8 @@
-"""The Hugging Face cache on disk, as other tools share it: what is whole, what there is, and taking it away.
+"""The Hugging Face cache on disk, as other tools share it: what is whole, what there is, removing it, and the names of models.
 
 <HF_HUB_CACHE>/models--org--name/refs/main              the commit that a branch stands for
                                  blobs/<sha256>         contents; <sha256>.incomplete while they arrive
                                  snapshots/<commit>/…   the files of a commit: links into blobs
-
-Names of models: what the cache calls their folders, and which was probably meant by one under which there is none.
-
-What a name that nobody knows was probably meant to be.
 """
 
 import json

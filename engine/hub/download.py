@@ -1,4 +1,11 @@
-"""Bring a repository of the hub to disk: a plan first, then file by file, each one able to go on where it stopped.
+"""Where a model is: a folder, the embedded ``guide``, or a Hugging Face id, downloaded once and then used offline.
+
+    resolve("guide")                          assets/guide/model
+    resolve("~/models/mine")                  that folder
+    resolve("mlx-community/Qwen3-4B-4bit")    its snapshot in the Hugging Face cache, downloaded unless whole
+    resolve("org/name@v1.0")                  a branch, a tag or a commit
+
+A download has a plan first, then goes file by file, each one able to resume where it stopped:
 
     listing ─▶ what is missing ─▶ room on the disk? ─▶ small files, then weights: blobs/<etag>.incomplete ─▶ checked ─▶
     blobs/<etag> ─▶ linked into the snapshot ─▶ whole? ─▶ refs/<revision>
@@ -6,15 +13,6 @@
 Nothing is ever whole by its name alone: a blob is renamed after its checksum, a revision recorded after its last file.
 The bytes are fetched here, over HTTP with Range, because today's client (2.4) starts a file over after an interruption;
 its own ``hf_hub_download`` then finds and links them, so that the cache stays the one all Hugging Face tools share.
-
-What can go wrong with the hub, in words that say what to do; the client's own log stays off the screen.
-
-Where a model is: a folder, the embedded ``guide``, or a Hugging Face id, downloaded once and then used offline.
-
-resolve("guide")                                  assets/guide/model
-resolve("~/models/mine")                          that folder
-resolve("mlx-community/Qwen3-4B-4bit")            its snapshot in the Hugging Face cache, downloaded unless whole
-resolve("org/name@v1.0")                          a branch, a tag or a commit
 """
 
 import errno

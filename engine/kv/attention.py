@@ -1,14 +1,13 @@
-"""The one seam to mlx-lm's model classes: attention goes to the cache where the cache is ours, and is unchanged elsewhere.
+"""The seam to mlx-lm's model classes: attention goes to the cache where the cache is ours, and is unchanged elsewhere.
 
 Every model class of mlx-lm calls ``scaled_dot_product_attention(queries, keys, values, cache, …)`` by a name it imported from
 ``mlx_lm.models.base``. ``install_seam`` rebinds that name, there and in the model modules that are already imported, to a function
-that asks one question first: is this cache an ``AttendingCache``? Nobody else's caches are, so nobody else sees a difference.
+that hands calls with an ``AttendingCache`` to that cache. Nobody else's caches are of that class, so nobody else sees a difference.
+Gemma 2 alone writes its attention out by hand, for its soft cap; its class gets a stand-in of the same kind. Importing this module
+imports no mlx-lm and patches nothing.
 
-Gemma 2 alone writes its attention out by hand, for its soft cap; ``install_seam`` gives its class a door of the same kind.
-
-Importing this module imports no mlx-lm and patches nothing.
-
-Attention of many queries on a plain CPU, through NumPy's BLAS: MLX's products there are some thirty times slower.
+Beside the seam are the three ways to attend: MLX's own kernel; two products, for packed data and soft caps; and NumPy's BLAS for
+many queries on a plain CPU, where MLX's products are some thirty times slower.
 """
 
 import sys
@@ -16,9 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +28,7 @@ from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, M
 from tokamac.engine.kv.codec import Codec, Encoded
 from tokamac.engine.kv.layout import Mask
 
-Floats = npt.NDArray[np.float32]
+NAME = "scaled_dot_product_attention"
 
 WORTH = 1 << 14
 """Queries times keys from which NumPy attends, although its arguments must be evaluated first. Measured on two x86 cores with a
@@ -43,75 +40,15 @@ WORTH_PACKED = 1 << 17
 to the next step of its scale: how a prompt was cut would show in its logits. Above, there is no choice: MLX takes ten times as
 long."""
 
-
-def is_worth(queries: mx.array, keys: mx.array, *, packed: bool = False) -> bool:
-    """Whether NumPy should attend: queries (B, H·R, N, D) and keys (B, H, T, D) of float32, many of them, and no GPU."""
-    many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= (WORTH_PACKED if packed else WORTH)
-    return many and queries.dtype == keys.dtype == mx.float32 and device_kind() == "cpu"
-
-
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend head by head. queries (B, H·R, N, D), keys (B, H, T, D), values (B, H, T, E) → (B, H·R, N, E).
-
-    mask: "causal", None, or bool or additive that broadcasts to (B, H·R, N, T). sinks: one logit per query head that takes
-    weight and gives nothing. Evaluates its arguments at once.
-    """
-    q, k, v = (np.asarray(array) for array in (queries, keys, values))
-    batch, heads, count, _ = q.shape
-    repeats = heads // k.shape[1]
-    masks = (
-        None if mask is None else np.broadcast_to(_as_array(mask, count, k.shape[2]), (batch, heads, count, k.shape[2]))
-    )
-    out = np.empty((batch, heads, count, v.shape[3]), dtype=np.float32)
-    for b in range(batch):
-        for h in range(heads):
-            scores = (q[b, h] * np.float32(scale)) @ k[b, h // repeats].T  # (N, T)
-            if masks is not None:
-                _apply(scores, masks[b, h])
-            sink = None if sinks is None else float(np.asarray(sinks)[h])
-            out[b, h] = _softmax(scores, sink) @ v[b, h // repeats]
-    return mx.array(out)
-
-
-def _as_array(mask: mx.array | str, count: int, total: int) -> npt.NDArray[Any]:
-    if isinstance(mask, str):  # "causal": the last query sees every key
-        return np.tri(count, total, total - count, dtype=np.bool_)
-    return np.asarray(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
-
-
-def _apply(scores: Floats, mask: npt.NDArray[Any]) -> None:
-    if mask.dtype == np.bool_:
-        scores[~mask] = np.finfo(np.float32).min
-    else:
-        scores += mask
-
-
-def _softmax(scores: Floats, sink: float | None) -> Floats:
-    """Return the softmax over the last axis, in place; a sink takes part and is left out."""
-    largest = scores.max(axis=-1, keepdims=True)
-    if sink is not None:
-        largest = np.maximum(largest, np.float32(sink))
-    scores -= largest
-    np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)
-    if sink is not None:
-        total += np.exp(np.float32(sink) - largest)
-    scores /= total
-    return scores
-
-
-NAME = "scaled_dot_product_attention"
-
 Recorder = Callable[[mx.array, mx.array, Any], None]
-"""Told of each attention call: its keys, its values and its cache."""
+"""Called with the keys, the values and the cache of each attention call."""
+
+_recorders: list[Recorder] = []
+_ours: set[Any] = set()
+"""Functions that stand in for mlx-lm's, each with the original as ``__wrapped__``."""
+_forced: ContextVar[AttentionDevice | None] = ContextVar("forced", default=None)
+"""One for each thread: other engines' calls stay as they are."""
+_NUMBERS: dict[mx.Dtype, Number] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
 
 
 class AttendingCache(ABC):
@@ -128,7 +65,7 @@ class AttendingCache(ABC):
 
     @abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take in keys and values (B, H, N, D); return what the model shall pass on to ``attend``."""
+        """Store keys and values (B, H, N, D); return what the model shall pass on to ``attend``."""
 
     @abstractmethod
     def attend(
@@ -142,10 +79,7 @@ class AttendingCache(ABC):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """Return what queries (B, H·R, N, D) gather: (B, H·R, N, D of the values)."""
-
-
-_recorders: list[Recorder] = []
+        """Return the attention output for queries (B, H·R, N, D): (B, H·R, N, D of the values)."""
 
 
 def install_seam() -> None:
@@ -153,28 +87,16 @@ def install_seam() -> None:
     from mlx_lm.models import base
 
     bound = getattr(base, NAME)
-    ours = bound if bound in _seams else _make_seam(bound)
-    original = _seams[ours]
-    for module in _model_modules():
-        if vars(module).get(NAME) is original:
-            setattr(module, NAME, ours)
+    seam = bound if bound in _ours else _make_seam(bound)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MODEL_MODULES) and module is not None and vars(module).get(NAME) is seam.__wrapped__:
+            setattr(module, NAME, seam)
     gemma2 = sys.modules.get("mlx_lm.models.gemma2")
-    if gemma2 is not None and gemma2.Attention.__call__ not in _gemma2_doors:
-        gemma2.Attention.__call__ = _make_gemma2_door(gemma2.Attention.__call__)
+    if gemma2 is not None and gemma2.Attention.__call__ not in _ours:
+        gemma2.Attention.__call__ = _make_gemma2_call(gemma2.Attention.__call__)
 
 
-_seams: dict[Any, Any] = {}
-"""Our function → the one it stands for."""
-_gemma2_doors: set[Any] = set()
-
-
-def _model_modules() -> list[ModuleType]:
-    return [
-        module for name, module in list(sys.modules.items()) if name.startswith(MODEL_MODULES) and module is not None
-    ]
-
-
-def _make_seam(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _make_seam(original: Callable[..., mx.array]) -> Any:
     @wraps(original)
     def scaled_dot_product_attention(  # noqa: PLR0917, as mlx-lm's models call it
         queries: mx.array,
@@ -191,12 +113,12 @@ def _make_seam(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
             return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return original(queries, keys, values, cache, scale, mask, sinks)
 
-    _seams[scaled_dot_product_attention] = original
+    _ours.add(scaled_dot_product_attention)
     return scaled_dot_product_attention
 
 
-def _make_gemma2_door(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Stand in for ``mlx_lm.models.gemma2.Attention.__call__``: the same, but the product with the keys is the cache's."""
+def _make_gemma2_call(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Stand in for ``mlx_lm.models.gemma2.Attention.__call__``: the same, but the cache attends."""
 
     @wraps(original)
     def call(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
@@ -211,25 +133,35 @@ def _make_gemma2_door(original: Callable[..., mx.array]) -> Callable[..., mx.arr
         keys, values = cache.update_and_fetch(keys, values)
         for recorder in _recorders:
             recorder(keys, values, cache)
-        gathered = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=self.attn_logit_softcapping)
-        out: mx.array = self.o_proj(gathered.transpose(0, 2, 1, 3).reshape(batch, count, -1))
-        return out
+        out = cache.attend(queries, keys, values, scale=self.scale, mask=mask, softcap=self.attn_logit_softcapping)
+        projected: mx.array = self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, count, -1))
+        return projected
 
-    _gemma2_doors.add(call)
+    _ours.add(call)
     return call
 
 
-class recording:  # noqa: N801
-    """Report every attention call that passes the seam to ``recorder``, inside a with block. For plans and tests."""
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Report every attention call that passes the seam to ``recorder``, inside a with block."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.remove(recorder)
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
 
-    def __enter__(self) -> None:
-        _recorders.append(self._recorder)
+@contextmanager
+def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
+    """Inside a with block, ask for a fused kernel wherever MLX has one for ``device``; None asks for none.
 
-    def __exit__(self, *_: object) -> None:
-        _recorders.remove(self._recorder)
+    Such a kernel never writes the scores down, at a lower rate.
+    """
+    before = _forced.set(device)
+    try:
+        yield
+    finally:
+        _forced.reset(before)
 
 
 def fused(
@@ -246,30 +178,13 @@ def fused(
 
     queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·). packed: whether keys or values are decoded from fewer bits.
     """
-    if is_worth(queries, keys, packed=packed):
-        return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    device = _forcing.get()
+    if prefers_numpy(queries, keys, packed=packed):
+        return attend_in_numpy(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    device = _forced.get()
     force = device is not None and _has_kernel(device, queries, keys, values, mask, sinks)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=force
     )
-
-
-_forcing: ContextVar[AttentionDevice | None] = ContextVar("forcing", default=None)
-"""Of each thread its own: another engine's calls stay as they are."""
-
-_NUMBERS: dict[mx.Dtype, Number] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
-
-
-@contextmanager
-def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
-    """Ask for a fused kernel wherever MLX has one for this device, inside a with block: no scores are written down, at a lower
-    rate. None asks for none."""
-    before = _forcing.set(device)
-    try:
-        yield
-    finally:
-        _forcing.reset(before)
 
 
 def _has_kernel(  # noqa: PLR0917
@@ -296,38 +211,26 @@ def _has_kernel(  # noqa: PLR0917
     return has_fused_kernel(call, device)
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
-    """Keys and values as they are kept, and the codecs that multiply them."""
-
-    keys: Encoded
-    values: Encoded
-    key_codec: Codec
-    value_codec: Codec
-
-    @property
-    def heads(self) -> int:
-        """Key-value heads."""
-        return self.keys[0].shape[1]
-
-
 def stepwise(
     queries: mx.array,
-    kept: Products,
+    keys: Encoded,
+    values: Encoded,
+    codecs: tuple[Codec, Codec],
     *,
     scale: float,
     mask: Mask,
     sinks: mx.array | None,
     softcap: float | None,
 ) -> mx.array:
-    """Attend by two products with what is kept: for packed data, and for soft caps. queries (B, H·R, N, D) → (B, H·R, N, E).
+    """Attend by two products with encoded keys and values: for packed data, and for soft caps.
 
-    The queries that share a key head are stacked, (B, H, R·N, D), so that head's keys are read once. sinks: one logit per
-    query head that takes weight and gives nothing (gpt-oss): the softmax over [scores, sink] is that over the scores, times
-    sigmoid(logsumexp(scores) − sink).
+    queries (B, H·R, N, D) → (B, H·R, N, E). Queries that share a key head are stacked, (B, H, R·N, D), so that head's keys are read
+    once. sinks: one logit per query head that takes weight and gives nothing (gpt-oss): the softmax over [scores, sink] is that
+    over the scores, times sigmoid(logsumexp(scores) − sink).
     """
     batch, query_heads, count, dim = queries.shape
-    scores = kept.key_codec.dot((queries * scale).reshape(batch, kept.heads, -1, dim), kept.keys)
+    heads, (key_codec, value_codec) = keys[0].shape[1], codecs
+    scores = key_codec.dot((queries * scale).reshape(batch, heads, -1, dim), keys)
     if softcap is not None:
         scores = mx.tanh(scores / softcap) * softcap
     scores = scores.reshape(batch, query_heads, count, -1)
@@ -336,9 +239,60 @@ def stepwise(
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     weights = mx.softmax(scores, axis=-1, precise=True)
-    stacked = weights.reshape(batch, kept.heads, -1, weights.shape[-1])  # (B, H, R·N, T)
-    out = kept.value_codec.mix(stacked, kept.values).reshape(batch, query_heads, count, -1)
+    stacked = weights.reshape(batch, heads, -1, weights.shape[-1])  # (B, H, R·N, T)
+    out = value_codec.mix(stacked, values).reshape(batch, query_heads, count, -1)
     if sinks is not None:
         mass = mx.logsumexp(scores.astype(mx.float32), axis=-1, keepdims=True)
         out = out * mx.sigmoid(mass - sinks.astype(mx.float32)[:, None, None]).astype(out.dtype)
     return out
+
+
+def prefers_numpy(queries: mx.array, keys: mx.array, *, packed: bool = False) -> bool:
+    """Whether NumPy should attend: queries (B, H·R, N, D) and keys (B, H, T, D) of float32, many of them, and no GPU."""
+    many = queries.shape[2] > 1 and queries.shape[2] * keys.shape[2] >= (WORTH_PACKED if packed else WORTH)
+    return many and queries.dtype == keys.dtype == mx.float32 and device_kind() == "cpu"
+
+
+def attend_in_numpy(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """Attend head by head. queries (B, H·R, N, D), keys (B, H, T, D), values (B, H, T, E) → (B, H·R, N, E).
+
+    mask: "causal", None, or bool or additive that broadcasts to (B, H·R, N, T). sinks: one logit per query head that takes
+    weight and gives nothing. Evaluates its arguments at once.
+    """
+    q, k, v = (np.asarray(array) for array in (queries, keys, values))
+    (batch, heads, count, _), total = q.shape, k.shape[2]
+    repeats = heads // k.shape[1]
+    masks: npt.NDArray[Any] | None = None
+    if mask is not None:
+        if isinstance(mask, str):  # "causal": the last query sees every key
+            masks = np.tri(count, total, total - count, dtype=np.bool_)
+        else:
+            masks = np.asarray(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+        masks = np.broadcast_to(masks, (batch, heads, count, total))
+    out = np.empty((batch, heads, count, v.shape[3]), dtype=np.float32)
+    for b in range(batch):
+        for h in range(heads):
+            scores = (q[b, h] * np.float32(scale)) @ k[b, h // repeats].T  # (N, T)
+            if masks is not None and masks.dtype == np.bool_:
+                scores[~masks[b, h]] = np.finfo(np.float32).min
+            elif masks is not None:
+                scores += masks[b, h]
+            sink = None if sinks is None else float(np.asarray(sinks)[h])
+            out[b, h] = _softmax(scores, sink) @ v[b, h // repeats]
+    return mx.array(out)
+
+
+def _softmax(scores: npt.NDArray[np.float32], sink: float | None) -> npt.NDArray[np.float32]:
+    """Return the softmax over the last axis, in place; a sink takes part and is left out."""
+    largest = scores.max(axis=-1, keepdims=True)
+    if sink is not None:
+        largest = np.maximum(largest, np.float32(sink))
+    scores -= largest
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total += np.exp(np.float32(sink) - largest)
+    scores /= total
+    return scores

@@ -1,16 +1,16 @@
-"""How keys or values are written down: as they come, or as affine groups of a few bits along the head dimension.
+"""How keys or values are stored: as they come, or as affine groups of a few bits along the head dimension.
 
-Each token and head is encoded alone, so a token is encoded once, where it lies does not matter, and any token can be dropped.
-Shapes: B sequences, H key-value heads, R query heads per key-value head, N new tokens, T kept tokens, D head dimension.
+Each token and head is encoded alone, so a token is encoded once, its slot does not matter, and any token can be dropped. Shapes:
+B sequences, H key-value heads, R query heads per key-value head, N new tokens, T stored tokens, D head dimension.
 
 Rotation: keys of few bits suffer from a few channels that are much larger than the rest. Multiplying queries and keys by an
 orthonormal Hadamard matrix H spreads such outliers over all channels and keeps every product, since (Hq)·(Hk) = q·k
-(QuaRot, https://arxiv.org/abs/2404.00456; llama.cpp rotates its quantized caches the same way). What attends may stay in the
-rotated space, and rotate the queries instead of the keys it reads, and the sum instead of the values.
+(QuaRot, https://arxiv.org/abs/2404.00456; llama.cpp rotates its quantized caches the same way). Attention may stay in the rotated
+space: it then rotates the queries instead of the keys it reads, and the sum instead of the values.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -23,111 +23,51 @@ Encoded = tuple[mx.array, ...]
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 ROTATED_KEY_BITS = 4
-"""Keys of this many bits or fewer are rotated unless the caller says otherwise."""
+"""Keys of so many bits or fewer are rotated unless the caller says otherwise."""
 LEAST_BLOCK = 16
 """A Hadamard block of fewer channels spreads an outlier over too few others to be of use."""
 
 
-class Codec(Protocol):
-    """How one of the two, keys or values, is written down and read."""
-
-    @property
-    def bits(self) -> int:
-        """Bits per value, without scales; 16 stands for the model's own type."""
-
-    @property
-    def group_size(self) -> int | None:
-        """Values that share a scale, or None."""
-
-    @property
-    def block(self) -> int | None:
-        """Channels that are rotated together, or None."""
-
-    @property
-    def width(self) -> int:
-        """Arrays that it writes a token to."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether what is kept must be decoded before the fused attention kernel can read it."""
-
-    def encode(self, x: mx.array) -> Encoded:
-        """Write down x (B, H, N, D)."""
-
-    def decode(self, encoded: Encoded) -> mx.array:
-        """Return (B, H, T, D), in the space and type of what was encoded."""
-
-    def unpack(self, encoded: Encoded) -> mx.array:
-        """Return (B, H, T, D) as it was written down: still rotated, where this codec rotates."""
-
-    def rotate(self, x: mx.array) -> mx.array:
-        """Rotate x (..., D) as this codec does, or rotate it back: the two are the same."""
-
-    def dot(self, queries: mx.array, encoded: Encoded) -> mx.array:
-        """Return queries (B, H, M, D) times the keys: (B, H, M, T)."""
-
-    def mix(self, weights: mx.array, encoded: Encoded) -> mx.array:
-        """Return weights (B, H, M, T) times the values: (B, H, M, D)."""
-
-    def token_bytes(self, heads: int, dim: int, scale_bytes: int) -> int:
-        """Bytes one token takes in one layer; ``scale_bytes`` is the size of the model's own type."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """The model's own type, untouched."""
+    """The model's own type, untouched.
 
-    @property
-    def bits(self) -> int:
-        """16, whatever the model's own type is."""
-        return 16
+    bits: per value, without scales; 16 stands for the model's own type. group_size: values that share a scale. block: channels
+    rotated together. width: arrays that hold a token. packed: whether the fused attention kernel needs it decoded.
+    """
 
-    @property
-    def group_size(self) -> int | None:
-        """None: no groups."""
-        return None
-
-    @property
-    def block(self) -> int | None:
-        """None: not rotated."""
-        return None
-
-    @property
-    def width(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def packed(self) -> bool:
-        """Never: the kernel reads it as it is."""
-        return False
+    bits: ClassVar[int] = 16
+    group_size: ClassVar[None] = None
+    block: ClassVar[None] = None
+    width: ClassVar[int] = 1
+    packed: ClassVar[bool] = False
 
     def encode(self, x: mx.array) -> Encoded:
-        """Return x (B, H, N, D) itself."""
+        """Encode x (B, H, N, D)."""
         return (x,)
 
     def decode(self, encoded: Encoded) -> mx.array:
-        """Return what was kept (B, H, T, D)."""
+        """Return (B, H, T, D), in the space and type of what was encoded."""
         return encoded[0]
 
     def unpack(self, encoded: Encoded) -> mx.array:
-        """Return what was kept (B, H, T, D)."""
+        """Return (B, H, T, D), still rotated where the codec rotates."""
         return encoded[0]
 
     def rotate(self, x: mx.array) -> mx.array:
-        """Return x itself."""
+        """Rotate x (..., D) as the codec does, or back: the two are the same."""
         return x
 
     def dot(self, queries: mx.array, encoded: Encoded) -> mx.array:
-        """(B, H, M, D) × keys → (B, H, M, T)."""
+        """Multiply queries (B, H, M, D) by the keys: (B, H, M, T)."""
         return queries @ encoded[0].swapaxes(-1, -2)
 
     def mix(self, weights: mx.array, encoded: Encoded) -> mx.array:
-        """(B, H, M, T) × values → (B, H, M, D)."""
+        """Multiply weights (B, H, M, T) by the values: (B, H, M, D)."""
         return weights @ encoded[0]
 
     def token_bytes(self, heads: int, dim: int, scale_bytes: int) -> int:
-        """Bytes per token and layer."""
+        """Bytes of one token in one layer. scale_bytes: of a number in the model's own type."""
         return token_bytes(heads, dim, 16, 1, scale_bytes)
 
 
@@ -141,6 +81,8 @@ class Affine:
     bits: int
     group_size: int
     block: int | None = None
+    width: ClassVar[int] = 3  # words, scales, biases
+    packed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.bits not in AFFINE_BITS:
@@ -149,16 +91,6 @@ class Affine:
             raise OptionError(f"a KV group size of {self.group_size} is not supported", "Use 32, 64 or 128.")
         if self.block is not None and (self.block < LEAST_BLOCK or self.block & (self.block - 1)):
             raise OptionError(f"{self.block} channels can't be rotated", f"Use a power of two from {LEAST_BLOCK}.")
-
-    @property
-    def width(self) -> int:
-        """Three: words, scales, biases."""
-        return 3
-
-    @property
-    def packed(self) -> bool:
-        """Always."""
-        return True
 
     def encode(self, x: mx.array) -> Encoded:
         """Pack x (B, H, N, D) into words (B, H, N, D·bits/32), scales and biases (B, H, N, D/group)."""
@@ -174,12 +106,20 @@ class Affine:
         words, scales, biases = encoded
         return mx.dequantize(words, scales, biases, group_size=self.group_size, bits=self.bits)
 
+    def rotate(self, x: mx.array) -> mx.array:
+        """Rotate x (..., D) in blocks of channels; twice gives x again, since these matrices are symmetric."""
+        if self.block is None:
+            return x
+        if self.block == x.shape[-1]:
+            return mx.hadamard_transform(x)
+        return mx.hadamard_transform(x.reshape(*x.shape[:-1], -1, self.block)).reshape(x.shape)
+
     def dot(self, queries: mx.array, encoded: Encoded) -> mx.array:
-        """(B, H, M, D) × packed keys → (B, H, M, T)."""
+        """Multiply queries (B, H, M, D) by packed keys: (B, H, M, T)."""
         return self._times(self.rotate(queries), encoded, transpose=True)
 
     def mix(self, weights: mx.array, encoded: Encoded) -> mx.array:
-        """(B, H, M, T) × packed values → (B, H, M, D).
+        """Multiply weights (B, H, M, T) by packed values: (B, H, M, D).
 
         On Metal each row is multiplied alone, over the same words. MLX multiplies fewer than four rows there by ``qvm_split_k``,
         which divides T among threadgroups, and more by ``qmm_n``, where one threadgroup walks all of T for each head and each 32
@@ -193,16 +133,8 @@ class Affine:
         shared = tuple([mx.expand_dims(array, 2) for array in encoded])
         return self.rotate(self._times(rows, shared, transpose=False).squeeze(3))
 
-    def rotate(self, x: mx.array) -> mx.array:
-        """Rotate x (..., D) in blocks of channels; doing it twice gives x again, since these matrices are symmetric."""
-        if self.block is None:
-            return x
-        if self.block == x.shape[-1]:
-            return mx.hadamard_transform(x)
-        return mx.hadamard_transform(x.reshape(*x.shape[:-1], -1, self.block)).reshape(x.shape)
-
     def token_bytes(self, heads: int, dim: int, scale_bytes: int) -> int:
-        """Bytes per token and layer, scales and biases included."""
+        """Bytes of one token in one layer, scales and biases included."""
         return token_bytes(heads, dim, self.bits, self.group_size, scale_bytes)
 
     def _times(self, x: mx.array, encoded: Encoded, *, transpose: bool) -> mx.array:
@@ -212,10 +144,13 @@ class Affine:
         )
 
 
+Codec = Plain | Affine
+
+
 def rotation_block(dim: int) -> int | None:
     """Return the largest power of two that divides the head dimension, or None if it is too small to be of use.
 
-    MLX also knows Hadamard matrices of 12, 20 and 28 times a power of two; those of 20 and 28 are not symmetric, so turning
+    MLX also has Hadamard matrices of 12, 20 and 28 times a power of two, but those of 20 and 28 are not symmetric, so rotating
     back would need another product. Blocks do as well: a head dimension of 96 is rotated as three blocks of 32.
     """
     block = dim & -dim

@@ -1,10 +1,10 @@
-"""Where a token's keys and values lie, and which tokens another may see: arithmetic on positions, and the arrays themselves.
+"""Which slot a token's keys and values have, and which tokens another may see: arithmetic on positions, and the arrays themselves.
 
 A window of ``window`` tokens counts its ``keep`` pinned first ones (attention sinks, https://arxiv.org/abs/2309.17453). The token
 at position p sees q ≤ p where q < keep or q > p − (window − keep).
 
-Rewinding a ring after it has wrapped needs the tokens that were overwritten. They are kept by giving the ring ``spare`` slots more
-than the window: what falls out of sight stays there, unseen, for ``spare`` tokens more. No copy is made, and the bytes count.
+Rewinding a ring after it has wrapped needs the tokens that were overwritten. So the ring has ``spare`` slots more than the window:
+what falls out of sight stays there, unseen, for ``spare`` tokens more. No copy is made, and the bytes count.
 
 Number line of a ring (``size`` = window − keep + spare), after ``high`` tokens at most were ever written:
 
@@ -15,12 +15,12 @@ Number line of a ring (``size`` = window − keep + spare), after ``high`` token
 Pinned tokens move along with the window, where their keys can be rotated further (rotary.py), so that nothing seen is ever further
 back than the window is long. They move in steps of a ``block``, half of the slots that slide: to the query at position
 p ≥ window the pinned token at position q has the position q + shift(p), the next multiple of a block that is more than p − window.
-It depends on p alone, so neither cuts nor taking back change it.
+It depends on p alone, so neither cuts nor rewinding change it.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,7 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.codec import Encoded
 
 Mask = mx.array | Literal["causal"] | None
-"""What attention is given: (N, T) of bool, the word for plain causal, or None where all is seen."""
+"""(N, T) of bool, the word for plain causal, or None where all is seen."""
 
 STEP = 256
 """Slots are made in multiples of this many tokens."""
@@ -61,68 +61,34 @@ class ShiftedSpan(NamedTuple):
     shift: int
 
 
-class Layout(Protocol):
-    """Which slot a token has, for how long, and who sees it. Holds no arrays."""
-
-    @property
-    def window(self) -> int | None:
-        """Tokens seen at most, or None."""
-
-    @property
-    def limit(self) -> int | None:
-        """Slots at most, or None."""
-
-    def used(self, offset: int) -> int:
-        """Slots that hold something worth reading once ``offset`` tokens are held."""
-
-    def fits(self, start: int, count: int) -> bool:
-        """Whether writing ``count`` tokens after ``start`` spares everything that the first of them may see."""
-
-    def spans(self, start: int, count: int) -> list[Span]:
-        """Where to write ``count`` tokens after ``start``; tokens that would be overwritten at once are left out."""
-
-    def rewindable(self, offset: int, high: int) -> int:
-        """Tokens that can be taken back from ``offset`` exactly, ``high`` being the most that were ever held."""
-
-    def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
-        """Who sees whom: rows are the ``count`` tokens after ``start``, columns what ``Cache.update_and_fetch`` returns for them.
-
-        reach: a window that the model itself asks for, if it is smaller. as_array: the model needs the array.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """Every token is kept, in order."""
+    """Every token is kept, in order. window: tokens seen at most. limit: slots at most. None: no bound."""
 
-    @property
-    def window(self) -> int | None:
-        """None: all is seen."""
-        return None
-
-    @property
-    def limit(self) -> int | None:
-        """None: it grows."""
-        return None
+    window: ClassVar[None] = None
+    limit: ClassVar[None] = None
 
     def used(self, offset: int) -> int:
-        """As many as there are tokens."""
+        """Return the slots that hold something worth reading once ``offset`` tokens are held."""
         return offset
 
     def fits(self, start: int, count: int) -> bool:  # noqa: ARG002
-        """Always."""
+        """Whether writing ``count`` tokens after ``start`` spares everything that the first of them may see."""
         return True
 
     def spans(self, start: int, count: int) -> list[Span]:
-        """One span, at the end."""
+        """Return where to write ``count`` tokens after ``start``, without those that would be overwritten at once."""
         return [Span(0, start, count)]
 
     def rewindable(self, offset: int, high: int) -> int:  # noqa: ARG002
-        """Everything."""
+        """Return how many tokens can be trimmed exactly from ``offset``; ``high``: the most that were ever held."""
         return offset
 
     def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
-        """Causal, and inside the model's own reach where it names one."""
+        """Return who sees whom: rows are the ``count`` tokens after ``start``, columns what ``Cache.update_and_fetch`` returns.
+
+        reach: the window that the model itself asks for, if any. as_array: the model needs the array.
+        """
         if not as_array and (reach is None or start + count <= reach):
             return None if count == 1 else "causal"
         if count == 1:
@@ -132,7 +98,7 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The last tokens of a window, and the first ``keep`` for ever; ``spare`` more to rewind into."""
+    """The last tokens of a window, and the first ``keep`` for ever; ``spare`` slots more to rewind into."""
 
     window: int
     keep: int = 0
@@ -148,20 +114,26 @@ class Ring:
             raise OptionError(f"{self.spare} spare slots make no sense", "Use 0 or more.")
 
     @property
-    def limit(self) -> int | None:
-        """The window and the spare slots."""
+    def limit(self) -> int:
+        """Slots at most."""
         return self.window + self.spare
 
+    @property
+    def block(self) -> int:
+        """Positions by which the pinned tokens move at once."""
+        slides = self.window - self.keep
+        return max(slides // BLOCKS, min(slides, LEAST_BLOCK))
+
     def used(self, offset: int) -> int:
-        """All of them, once full."""
+        """Return all slots, once full."""
         return min(offset, self.window + self.spare)
 
     def fits(self, start: int, count: int) -> bool:
-        """Until the ring is full, and then for as many tokens as there are spare slots, and one."""
+        """Whether the ring is not yet full, or the tokens are at most one more than the spare slots."""
         return start + count <= self.window + self.spare or count <= self.spare + 1
 
     def spans(self, start: int, count: int) -> list[Span]:
-        """The pinned ones, then the last of the others, in two parts where the ring's end lies between."""
+        """Return the pinned tokens, then the last of the others, in two parts where the ring's end lies between."""
         stop, size = start + count, self.window + self.spare - self.keep
         spans = [Span(0, start, min(stop, self.keep) - start)] if start < self.keep else []
         position = max(start, self.keep, stop - size)
@@ -173,16 +145,10 @@ class Ring:
         return spans
 
     def rewindable(self, offset: int, high: int) -> int:
-        """Everything until something was overwritten; then what the spare slots still cover."""
+        """Return everything until something was overwritten; then what the spare slots still cover."""
         if high <= self.window + self.spare:
             return offset
         return max(0, offset - high + self.spare)
-
-    @property
-    def block(self) -> int:
-        """Positions by which the pinned tokens move at once."""
-        slides = self.window - self.keep
-        return max(slides // BLOCKS, min(slides, LEAST_BLOCK))
 
     def shift(self, position: int) -> int:
         """Return by how many positions the pinned tokens have moved for the query at ``position``: 0 until one is out of sight."""
@@ -199,7 +165,7 @@ class Ring:
         return parts
 
     def mask(self, start: int, count: int, *, reach: int | None = None, as_array: bool = False) -> Mask:
-        """By position; none is needed while nothing has left the window."""
+        """Return who sees whom, by position; None or "causal" while nothing has left the window. See ``Growing.mask``."""
         stop = start + count
         if reach is not None and reach >= self.window:
             reach = None
@@ -222,9 +188,12 @@ class Ring:
         return mx.where(slots < self.keep, slots, turned)
 
 
+Layout = Growing | Ring
+
+
 @lru_cache(maxsize=ROWS)
 def _last_row(count: int, reach: int | None) -> mx.array:
-    """Return ``visible`` for the last of ``count`` tokens that all are kept: (1, count). Made on the host, like ``_ring_row``."""
+    """Return ``visible`` for the last of ``count`` tokens in order: (1, count). Made on the host, like ``_ring_row``."""
     row = np.ones((1, count), dtype=np.bool_)
     row[:, : max(0, count - (reach or count))] = False
     return mx.array(row)
@@ -234,7 +203,7 @@ def _last_row(count: int, reach: int | None) -> mx.array:
 def _ring_row(ring: Ring, start: int) -> mx.array:
     """Return ``visible`` for the one token after ``start``: (1, T).
 
-    Made on the host and copied, so it costs the device no kernel. Comparing positions there takes eight in every step.
+    Made on the host and copied, so it costs the device no kernel; comparing positions there takes eight in every step.
     """
     head = start - ring.keep
     if head < 0:
@@ -270,7 +239,7 @@ def visible(rows: mx.array, columns: mx.array, window: int | None, keep: int, re
 
 
 class Slots:
-    """The arrays of one codec, all (B, H, capacity, …): made on the first write, grown a sixteenth at a time."""
+    """The arrays of one codec, all (B, H, capacity, …): made on the first write, grown by a sixteenth at a time."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -278,12 +247,12 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, room for tokens to come included."""
+        """Bytes of the arrays, unused slots included."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def capacity(self) -> int:
-        """Slots there are."""
+        """Number of slots."""
         return self.arrays[0].shape[2] if self.arrays else 0
 
     def write(self, encoded: Encoded, spans: list[Span], used: int, room: int = 0) -> None:
@@ -304,14 +273,14 @@ class Slots:
             return self.arrays
         return tuple([array[..., :count, :] for array in self.arrays])  # a list: this runs in every step of every layer
 
-    def shared(self) -> "Slots":
+    def copy(self) -> "Slots":
         """Return a store of the same arrays; whichever of the two writes first makes its own copy then."""
         other = Slots(self._limit)
         other.arrays = tuple(mx.array(array) for array in self.arrays)
         return other
 
     def shrink(self, used: int) -> None:
-        """Keep the first ``used`` slots alone, where at least half are unused; evaluates."""
+        """Free all but the first ``used`` slots, where at least half are unused; evaluates."""
         if self.arrays and used <= self.capacity // 2:
             self.arrays = tuple(mx.contiguous(array[..., :used, :]) for array in self.arrays) if used else ()
             mx.eval(self.arrays)

@@ -1,9 +1,8 @@
 """Look at what a model does with its caches: its forward pass is built once, lazily, over caches that only watch.
 
-That answers for any architecture, without a table of names, what a plan must know of each layer: the shape of its keys and
-values; whether its attention takes what the cache hands out (latent attention doesn't, nor does attention written out by
-hand); whether other layers ask for the same keys and values again. No array is computed on the way, unless the model's own
-code computes some.
+That tells, for any architecture and without a table of names, what a plan must know of each layer: the shape of its keys and
+values; whether its attention takes what the cache returns (latent attention doesn't, nor does attention written out by hand);
+whether other layers ask for the same keys and values again. No array is computed, unless the model's own code computes some.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +14,9 @@ import mlx.core as mx
 from tokamac.engine.kv.attention import AttendingCache, fused, install_seam, recording
 from tokamac.engine.kv.layout import Mask
 
+Path = tuple[int, ...]
+"""Of a cache: (layer,), or (layer, part) inside mlx-lm's ``CacheList``."""
+
 TOKENS = 2
 """Tokens in the pass: more than one, so that it is built as a prefill is."""
 
@@ -24,9 +26,9 @@ class Seen:
     """What one layer's cache saw.
 
     heads, key_dim, value_dim: key-value heads and the dimensions of a head. scale_bytes: bytes of a number in the model's own
-    type. through: every attention over its keys went through the seam with this cache, and took them as they were handed out.
-    direct: so did those of other layers. shared: the keys and values were asked for again by ``keys_and_values``. reach: the
-    window that the model asked its mask for, if it asked this cache and named one.
+    type. through: every attention over its keys went through the seam with this cache, and took them as they were returned.
+    direct: so did those of other layers. shared: ``keys_and_values`` asked for them again. reach: the window that the model asked
+    its mask for, if it asked this cache and named one.
     """
 
     heads: int
@@ -39,12 +41,28 @@ class Seen:
     reach: int | None
 
 
-class Watching(AttendingCache):
+def _reaching_inside(name: str) -> Any:
+    """Return a property for an array of the watched cache: a model that uses it is one that our caches can't serve."""
+
+    def get(self: "WatchingCache") -> Any:
+        self._calls["altered"] += 1
+        return getattr(self._own, name)
+
+    def put(self: "WatchingCache", value: Any) -> None:
+        self._calls["altered"] += 1
+        setattr(self._own, name, value)
+
+    return property(get, put)
+
+
+class WatchingCache(AttendingCache):
     """Stands in for one of mlx-lm's caches in a first pass, and notes how it is used."""
+
+    keys, values = _reaching_inside("keys"), _reaching_inside("values")
 
     def __init__(self, own: Any) -> None:
         self._own = own
-        self._handed: list[tuple[mx.array, mx.array]] = []
+        self._fetched: list[tuple[mx.array, mx.array]] = []
         self._calls = {"mine": 0, "altered": 0, "foreign": 0, "again": 0}
         self._reach: int | None = None
 
@@ -54,45 +72,21 @@ class Watching(AttendingCache):
         return int(self._own.offset)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:  # noqa: N803
-        """Return what the cache stood for returns."""
+        """Return the watched cache's mask."""
         self._reach = window_size
         mask: Mask = self._own.make_mask(N, return_array=return_array, window_size=window_size)
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return what the cache stood for returns, and remember it."""
-        handed: tuple[mx.array, mx.array] = self._own.update_and_fetch(keys, values)
-        self._handed.append(handed)
-        return handed
+        """Return what the watched cache returns, and remember it."""
+        fetched: tuple[mx.array, mx.array] = self._own.update_and_fetch(keys, values)
+        self._fetched.append(fetched)
+        return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the same again."""
         self._calls["again"] += 1
-        return self._handed[-1]
-
-    @property
-    def keys(self) -> mx.array:
-        """Return the arrays inside: a model that reaches for them is one that our caches can't serve."""
-        self._calls["altered"] += 1
-        keys: mx.array = self._own.keys
-        return keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._calls["altered"] += 1
-        self._own.keys = keys
-
-    @property
-    def values(self) -> mx.array:
-        """Return the arrays inside; see ``keys``."""
-        self._calls["altered"] += 1
-        values: mx.array = self._own.values
-        return values
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self._calls["altered"] += 1
-        self._own.values = values
+        return self._fetched[-1]
 
     def attend(
         self,
@@ -109,55 +103,51 @@ class Watching(AttendingCache):
         return fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def note(self, keys: mx.array, values: mx.array, cache: Any) -> None:
-        """Be told of an attention call anywhere in the model."""
-        ours = any(keys is k and values is v for k, v in self._handed)
+        """Note an attention call anywhere in the model."""
+        ours = any(keys is k and values is v for k, v in self._fetched)
         if cache is self:
             self._calls["mine" if ours else "altered"] += 1
         elif ours:
             self._calls["foreign"] += 1
 
     def seen(self) -> Seen | None:
-        """Return what was noted, or None if the cache was not used once."""
-        if len(self._handed) != 1:
+        """Return what was noted, or None if the cache was not used exactly once."""
+        if len(self._fetched) != 1:
             return None
-        keys, values = self._handed[0]
+        keys, values = self._fetched[0]
         return Seen(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[3],
-            keys.itemsize,
-            self._calls["mine"] > 0 and not self._calls["altered"],
-            not self._calls["foreign"],
-            self._calls["again"] > 0,
-            self._reach,
+            heads=keys.shape[1],
+            key_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            scale_bytes=keys.itemsize,
+            through=self._calls["mine"] > 0 and not self._calls["altered"],
+            direct=not self._calls["foreign"],
+            shared=self._calls["again"] > 0,
+            reach=self._reach,
         )
 
 
-def probe(model: Any, caches: list[Any], watched: Callable[[Any], bool]) -> dict[tuple[int, ...], Seen | None]:
-    """Run a lazy first pass of ``model`` over ``caches``; return what each one that ``watched`` accepts saw, by its path.
-
-    A path is (layer,), or (layer, part) inside mlx-lm's ``CacheList``. ``caches`` are used up by this.
-    """
+def probe(model: Any, caches: list[Any], watched: Callable[[Any], bool]) -> dict[Path, Seen | None]:
+    """Run a lazy first pass of ``model`` over ``caches``, which are used up; return what each ``watched`` one saw, by path."""
     install_seam()
-    watching: dict[tuple[int, ...], Watching] = {}
+    watching: dict[Path, WatchingCache] = {}
 
-    def stand_in(path: tuple[int, ...], cache: Any) -> Any:
+    def stand_in(path: Path, cache: Any) -> Any:
         if not watched(cache):
             return cache
-        watching[path] = Watching(cache)
+        watching[path] = WatchingCache(cache)
         return watching[path]
 
     def note(keys: mx.array, values: mx.array, cache: Any) -> None:
         for each in watching.values():
             each.note(keys, values, cache)
 
-    standing = map_leaves(caches, stand_in)
     with recording(note):
-        model(mx.zeros((1, TOKENS), mx.int32), cache=standing)
+        model(mx.zeros((1, TOKENS), mx.int32), cache=map_leaves(caches, stand_in))
     return {path: each.seen() for path, each in watching.items()}
 
 
-def leaves(caches: list[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
+def leaves(caches: list[Any]) -> Iterator[tuple[Path, Any]]:
     """Yield each cache with its path, looking into mlx-lm's ``CacheList``."""
     from mlx_lm.models.cache import CacheList
 
@@ -168,16 +158,14 @@ def leaves(caches: list[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
             yield (index,), cache
 
 
-def map_leaves(caches: list[Any], change: Callable[[tuple[int, ...], Any], Any]) -> list[Any]:
+def map_leaves(caches: list[Any], change: Callable[[Path, Any], Any]) -> list[Any]:
     """Return the list with every leaf changed."""
     from mlx_lm.models.cache import CacheList
 
     gather: Any = CacheList
-    changed: list[Any] = []
-    for index, cache in enumerate(caches):
-        if isinstance(cache, CacheList):
-            parts = [change((index, part), each) for part, each in enumerate(cache.caches)]
-            changed.append(gather(*parts))
-        else:
-            changed.append(change((index,), cache))
-    return changed
+    return [
+        gather(*(change((index, part), each) for part, each in enumerate(cache.caches)))
+        if isinstance(cache, CacheList)
+        else change((index,), cache)
+        for index, cache in enumerate(caches)
+    ]

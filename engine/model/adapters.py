@@ -5,10 +5,8 @@
 
 Two formats are read. mlx-lm's has ``adapters.safetensors`` with Dᵀ and Uᵀ under the names of its own modules, and the scale in its
 config. PEFT's has ``adapter_model.safetensors`` with D and U under transformers' names, and the scale is alpha ÷ r, or alpha ÷ √r
-with rsLoRA. The names of the tensors say which matrices change; the configs' lists of targets are not needed.
-
-Every tensor must find its place in the model, or nothing is loaded: an adapter that is applied in part gives a wrong text, and
-nothing would say so.
+with rsLoRA. The names of the tensors say which matrices change; the configs' lists of targets are not needed. Every tensor must
+find its place in the model, or nothing is loaded: an adapter that is applied in part gives a wrong text without a sign of it.
 """
 
 import json

@@ -1,29 +1,13 @@
-"""How many tokens a model was made for, from its normalised config.
+"""``config.json``, read and brought to the form that mlx-lm's model classes read.
 
-What a key means that a config does not have: what transformers takes for it, where mlx-lm's class would take something else.
+Transformers 5 keeps rotary settings in ``rope_parameters`` (flat, or one set per kind of layer), has renamed keys, and writes null
+where a value follows from others. Today's mlx-lm mostly reads the older names; what it does not find it defaults, in silence. So
+every config passes through ``normalise``, which writes the older names beside the new ones, from the new ones where both are there,
+and the defaults that transformers takes for absent keys where mlx-lm's class takes others (``ABSENT``). Keys are overwritten, never
+removed: mlx-lm merges the result over the file it reads itself.
 
-A checkpoint is made to be read by transformers, or by code that came with it, so its absent keys mean their defaults there. A test
-compares both libraries' defaults for every model type that both know.
-
-``config.json``, read and brought to the form that mlx-lm's model classes read.
-
-Transformers 5 keeps rotary settings in ``rope_parameters`` (flat, or one set per kind of layer), has renamed keys, and writes
-null where a value follows from others. Today's mlx-lm mostly reads the older names; what it does not find it defaults, in
-silence. So every config passes through ``normalise``, which writes the older names beside the new ones, from the new ones
-where both are there. Keys are overwritten, never removed: mlx-lm merges the result over the file it reads itself.
-
-``check_config`` (config_rules.py) then refuses a model whose config sets something that its class would not read.
-
-Values that no model's config has: numbers that are not finite, and sizes far beyond any model's.
-
-MLX computes on with both: a NaN in an epsilon is a NaN in every logit, and three million layers are built one by one. So they are
-refused where a config is read, before anything is made of them.
-
-Sliding windows that a model's config names and mlx-lm's class for it ignores.
-
-Read in transformers 5.7 (modelling and configuration files of the families below): a layer that slides sees the last
-``sliding_window`` tokens, its own included. mlx-lm gives all of these growing caches, which is wrong beyond the window. Where
-mlx-lm slides by itself (its ``RotatingKVCache``), nothing here applies.
+Two kinds of config are refused: one with values that no model has, such as a NaN or three million layers, with which MLX would
+compute on; and one that sets something its class would not read (``check_config`` in config_rules.py).
 """
 
 import json

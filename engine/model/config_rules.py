@@ -1,11 +1,9 @@
 """Which keys of a config change what a model computes, and whether mlx-lm's class for it reads them.
 
 A key that matters, is set to something, and is read by nothing would be a wrong answer in silence: here it is an error. Whether
-a class reads a key is found in its source: it must be a field of the class's arguments, and be used. ``corrections.py`` sets
-right what some classes hard-code; those cases are no errors. Biases and other parameters need no rule: weights that a class
-has no place for, or lacks, stop the load.
-
-What a model class, mlx-lm's or ours, reads of its config, found in its source: fields of its arguments that its code uses.
+a class, mlx-lm's or ours, reads a key is found in its source: it must be a field of the class's arguments, and be used.
+``corrections.py`` sets right what some classes hard-code; those cases are no errors. Biases and other parameters need no rule:
+weights that a class has no place for, or lacks, stop the load.
 """
 
 import ast

@@ -1,10 +1,8 @@
 """From a folder to a model ready to run: whole, safe, and in the right types for the device.
 
-Learned positions: a table with a row for each, which GPT-2 and its like look up. Beyond its last row there is nothing.
-
-MLX's lookup has no bounds: a position beyond the table is read from foreign memory. So what such a model is asked for is refused
-where it does not fit (``Runtime.room``), and the table itself answers NaN for a row that it has not, which the engine tells from a
-reply.
+GPT-2 and its like look positions up in a learned table. MLX's lookup has no bounds: a position beyond the table is read from
+foreign memory. So a prompt that does not fit is refused (``Runtime.room``), and the table itself answers NaN for a row that it has
+not, which the engine tells from a reply.
 """
 
 import re

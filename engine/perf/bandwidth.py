@@ -1,15 +1,10 @@
-"""What this machine can do, measured now, beside what its maker's table says: ``tokamac bench --machine``.
-
-Peak arithmetic where no table knows it: a large matrix product.
-
-It is what prefill's ceiling is made of, so the best of several products counts, and each is large enough to keep all units
-busy. On a CPU this is NumPy's float32 product, which the engine reads prompts with there; on a GPU MLX's half-precision one.
-
-Memory bandwidth where no table knows it: measured once, kept per machine.
+"""Memory bandwidth and peak arithmetic where no table knows them: measured on this machine, and kept.
 
 The ceiling is only a ceiling if nothing beats it. A small model lives in a CPU's caches and is read faster than any DRAM, so the
 measurement reads a working set no larger than the model's own weights (rounded down to a power of two), the way a decode step
-does: matrix times vector.
+does: matrix times vector. The peak of arithmetic is prefill's ceiling: the best of several large matrix products counts, by what
+the engine computes with: NumPy in float32 on a CPU, MLX in half precision on a GPU. ``tokamac bench --machine`` shows all of it
+beside the maker's table.
 """
 
 import dataclasses

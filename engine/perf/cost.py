@@ -1,17 +1,11 @@
 """What a model weighs, and what one decoded token reads of it.
 
 Two ways to the same numbers: from a loaded model's arrays, or from config.json and the safetensors headers alone. Both make a list
-of tensors (name, type, shape, bytes); everything after that is shared, so they agree.
+of tensors (name, type, shape, bytes); everything after that is shared, so they agree. Which part of a model a tensor belongs to is
+told by its name.
 
     bytes per decoded token = all weights, less the input embedding where it is only looked up (one row is read), a tied table once,
                               and of a mixture's experts only the active share
-
-The modules of a model that hold no others: those with the weights.
-
-What MLX's ``leaf_modules`` finds, in one walk: that one looks through all that is below each module, again at every depth, which
-was a quarter of the time in which a model is weighed.
-
-Which part of a model a tensor belongs to, as far as its name tells.
 """
 
 import math

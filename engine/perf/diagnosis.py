@@ -4,23 +4,20 @@
     prefill  → the first token
     decode   → the last token
 
-The longest of the three is the part that counts. What a phase waited for is told by the roofline, as far as its roofs are known:
+The longest of the three counts. What a phase waited for is told by the roofline, as far as its roofs are known:
 
-    decode   the roof that it meets first, where it comes half as far or more; else neither, but what lies around a step
+    decode   the roof that it meets first, where it comes half as far or more; else neither, but the overhead of a step
     prefill  the roof that it meets first: memory below the ridge, arithmetic above it; neither, where one pass is far below both
 
-How a reply came about, as far as something about it could be changed: what perf/diagnosis.py weighs.
-
-What would have made a reply faster, and by how many seconds: each change is predicted as the reply itself was.
+A remedy is predicted as the reply itself was:
 
     saved = (predicted without the change − predicted with it) × min(1, measured ÷ predicted without it)
 
 So what is wrong in both predictions cancels, a reply that was quicker than predicted is promised no more than its share, and
-nothing is promised that the machine's bandwidth or arithmetic forbids. Where the pace is unknown nothing is promised at all.
+nothing is promised that the machine's bandwidth or arithmetic forbids. Where the latency is unknown nothing is promised at all.
 
-The arithmetic behind a verdict, number by number: each term says how it is computed from those before it.
-
-A formula names other terms in braces, ``{bandwidth} ÷ {step}``. Whoever shows it puts their names there, or their values.
+The terms are the arithmetic behind a verdict, number by number. A formula names other terms in braces, ``{bandwidth} ÷ {step}``;
+whoever shows it puts their names there, or their values.
 """
 
 import math

@@ -1,10 +1,7 @@
-"""What this machine, or another, makes of a model that is here: the same figures as for those of the catalogue.
+"""The answer to "can I run this, and how fast?" for one model in one case: from config and headers, no weight is read.
 
-The model that is asked about, wherever it is: its files here, only its config here, or only its row in the catalogue.
-
-What can be said of a model whose caches can't be planned: keys and values by its config, the ceiling by the bytes alone.
-
-The answer to "can I run this, and how fast?" for one model in one case: from config and headers, no weight is read.
+The model may have its files here, only its config, or only a row in the catalogue. Where its caches can't be planned, keys and
+values are counted by the config, and the ceiling by the bytes alone.
 """
 
 from collections.abc import Mapping

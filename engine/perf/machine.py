@@ -1,4 +1,4 @@
-"""Where a model would run: this machine, or one that is only named. What is known of it, and what is not.
+"""Where a model would run: this machine, or one that is only named; what is known of it, and what is not.
 
 What macOS lets a GPU use is not tabulated: it moves with the system's version and settings, and the machine itself is asked. Of a
 Mac that is only named, the memory is known, and that two thirds of it may be used: the least that any is reported to allow.

@@ -1,15 +1,13 @@
-"""Whether macOS slows the chip down: because of its heat, or by Low Power Mode. Asked between tokens, in microseconds.
-
-Heat counts from the thermal pressure "heavy" on: macOS's own load advisory calls "moderate" acceptable and what is above it bad
-(PowerManagement, SystemLoad.c). "nominal" proves nothing: chips were seen to slow down under it (angristan/MacThrottle#19), so that
-a reply is only ever said to have been slowed, never not to have been.
-
-What macOS says of the machine: a seam to the running system, and what is read from its answers.
+"""What macOS says of the machine: a seam to the running system, what is read from its answers, and whether it slows the chip down.
 
 `System` is all that is ever asked. On a Mac, `Darwin` answers through libSystem, in microseconds and without starting a process: a
 fork copies the page tables of a process that maps a whole model, and stalls the thread that decodes. Only the GPU's cores need a
 program, once a process. Elsewhere `system()` is None. `Darwin` was not run by the tests, for want of a Mac: they play recorded
 answers through `System`.
+
+The chip is slowed down because of its heat, or by Low Power Mode. Heat counts from the thermal pressure "heavy" on: macOS's own
+load advisory calls "moderate" acceptable and what is above it bad (PowerManagement, SystemLoad.c). "nominal" proves nothing: chips
+were seen to slow down under it (angristan/MacThrottle#19), so a reply is only ever said to have been slowed, never the opposite.
 """
 
 import ctypes

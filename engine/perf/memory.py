@@ -1,20 +1,4 @@
-"""Wired memory: what the system may not page out while models are in use.
-
-Only Metal and CUDA devices name a recommended size; on a plain CPU everything here does nothing. What happens on those devices
-has been tested with a stand-in for MLX only: no Mac was at hand.
-
-MLX has one limit for the process, and a process may have several engines: their needs are added.
-
-Control groups of Linux: what a container, a service or a slice may use, and what its programs hold of it.
-
-A process is bound by its own group and by every one above it, in the unified hierarchy (version 2) and in that of the memory
-controller (version 1), either of which may be mounted anywhere and may show only a part. ``/proc/self/cgroup`` names the group and
-``/proc/self/mountinfo`` where it is to be found (Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
-
-A group is charged for the pages of files that its programs read: after a download nearly all of it. The kernel drops them before
-it refuses anything, so they are not held. Shared memory counts as a file there, but lies on the lists of what can't be dropped.
-
-Memory: what is in use, what may be used, what can be had without taking from others. Bytes throughout.
+"""Memory: what is in use, what may be used, what can be had without taking from others. Bytes throughout.
 
 Two figures, and one use of each. The *limit* is what MLX's arrays of this process may take in all: beyond it a load or a prompt is
 refused. What is *available* is how much of that no other program has to give way for: beyond it the user is warned, and nothing is
@@ -22,7 +6,7 @@ refused, since the system makes room by compressing idle programs, or by swappin
 
 macOS   limit: what it recommends for the GPU, which leaves room for what the system itself keeps wired. Where other programs hold
         so much wired memory, which can be neither compressed nor swapped, that the machine has less than that left, the rest is
-        the limit. Free memory says nothing of it: macOS fills it with files and idle programs by design.
+        the limit. Free memory does not count: macOS fills it with files and idle programs by design.
 Linux   limit: of a card, its memory less what others hold of it. Else the least of what each control group leaves and
         the machine's memory, less what others hold and free swap can't take: there the kernel has nothing left to take away, and
         ends a program. Clean file pages never count as held.
@@ -31,10 +15,17 @@ Neither is ever below what this process has allocated already and a little more:
 answers a short prompt whatever else happens. Both are read when they are asked for; only what macOS recommends MLX reads once a
 process, so a new ``sudo sysctl iogpu.wired_limit_mb=…`` takes effect when the engine's process starts again.
 
-How much more address space a process may take, where somebody bounds it (``ulimit -v``, RLIMIT_AS).
+A process on Linux is bound by its own control group and by every one above it, in the unified hierarchy (version 2) and in that of
+the memory controller (version 1), either of which may be mounted anywhere and may show only a part. ``/proc/self/cgroup`` names
+the group and ``/proc/self/mountinfo`` its folder (Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). A group is
+charged for the pages of files that its programs read, which the kernel drops before it refuses anything, so they are not counted
+as held. Shared memory counts as a file there, but lies on the lists of what can't be dropped.
 
-Libraries, stacks of threads and reserved memory count in it, used or not. Where it runs out, threads can't be started, libraries
-can't be loaded, and some of them end the process themselves; so what is certainly too little is refused before they are loaded.
+Address space may be bounded too (``ulimit -v``, RLIMIT_AS). Libraries, stacks of threads and reserved memory count in it, used or
+not. Where it runs out, some libraries end the process; so what is certainly too little is refused before they are loaded.
+
+Metal and CUDA devices have a limit for wired memory, which the system may not page out: one for the process, so the needs of
+several engines are added. On a plain CPU it does nothing. It was tested with a stand-in for MLX only: no Mac was at hand.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""What to do where a prefill would not fit into memory: a ladder, from what costs nothing to refusing.
+"""How a prompt is cut into chunks, and what to do where its prefill would not fit into memory.
+
+The steps, from what costs nothing to refusing:
 
     1  clear MLX's pool of unused buffers       costs nothing
     2  fused attention, where MLX prefers not    somewhat slower attention, no scores
@@ -7,21 +9,18 @@
     5  refuse, with numbers, and offer keys and values that would fit
 
 Fused attention goes before smaller chunks: it does the same arithmetic at a lower rate, in attention alone, while each halving
-of the chunk reads all weights twice as often.
+of the chunk reads all weights twice as often. The context that the user set is never changed here. All of it is pure: the engine
+acts on it (engine/generation.py).
 
-The context that the user set is never changed here. Pure: what is done about it is done in engine/generation.py.
-
-How many prompt tokens are computed at once: by model, chip and depth, never by a clock.
-
-A prompt is cut at multiples of the chunk, counted from its first token. So it is cut alike on a busy machine and on an idle one,
-and what is rounded on the way (packed keys and values above all: a key at the edge between two levels falls to either side) does
-not depend on the machine's load.
+Chunks depend on model, chip and depth, never on a clock, and a prompt is cut at multiples of the chunk, counted from its first
+token. So it is cut alike on a busy machine and on an idle one, and rounding (of packed keys and values above all: a key at the edge
+between two levels falls to either side) does not depend on the machine's load.
 
     a GPU       large chunks keep it busy, small ones keep memory and the wait for a cancellation low. A dense model loses nothing
                 in chunks of 512. A mixture does: few rows for each expert multiply badly, and each chunk reads all experts. It
                 takes the smallest chunk with which the roofline predicts a prefill of TOLERANCE × that with mlx-lm's 2,048, or less
     deep down   beyond DEEP tokens 512 at most: one chunk's attention must end before the GPU's watchdog does (mlx-lm#1087)
-    a plain CPU by the model's operations alone: what a machine's clock says of its pace moves with its load
+    a plain CPU by the model's operations alone: measured speed moves with the machine's load
 """
 
 import math

@@ -1,22 +1,22 @@
-"""How much memory a prefill will take at its highest: arithmetic from shapes, nothing is computed.
+"""How much memory a prefill will take at its highest: arithmetic from shapes, nothing is computed and MLX is not needed.
 
-    peak = weights + keys and values + the largest temporaries of any moment + what the prompt cache keeps beside
+    peak = weights + keys and values + the largest temporaries of any call + what the prompt cache keeps beside
 
 Counted are MLX's arrays, as ``mx.get_peak_memory`` counts them. NumPy's own arrays on a plain CPU come on top: a product's rows
 before MLX copies them, and one head's scores.
 
-The moments of a layer, N tokens computed at once, T of them held at its end; widths H (hidden), A (queries), K and V (keys and
+The steps of a layer, N tokens computed at once, T of them held at its end; widths H (hidden), A (queries), K and V (keys and
 values), I (feed-forward), in numbers a token, and D dimensions a head:
 
-    turning    x, its norm, q, k, v; to turn q: four half products and their union                2H + A + K + V + 3A + 1.5D
-    keys       the same, k turned; keys grow into larger arrays beside the old; packed ones are
+    rotation   x, its norm, q, k, v; to rotate q: four half products and their union             2H + A + K + V + 3A + 1.5D
+    keys       the same, k rotated; keys grow into larger arrays beside the old; packed ones are
                unpacked: the integers, then what they become                                      … + growth + 2TK
     values     unpacked keys stay; values grow and are unpacked                                   … + TK + growth + 2TV
     output     q, what was gathered, its copy in order, unpacked keys and values                  2H + 3A + TK + TV, then 3H + 2A
     feeding    x, attention's output, their sum, its norm; gate and up, whose product takes the
                place of one; a mixture sorts a copy for each expert used                          4H + 2I
-    windows    where a call overflows its ring: what was held and what is new, side by side; what is new of every layer
-               until all are written; a mask
+    windows    where a call overflows its ring: old and new tokens side by side; the new ones of every layer until all are
+               written; a mask
     logits     of one token, as computed, as float32, and as log-probabilities                    3 × vocabulary
 
 Attention's scores, heads × N × T numbers, are written down unless MLX runs a fused kernel, which each call's shapes decide
@@ -25,11 +25,9 @@ two products (soft caps, packed decoding) hold them once, and as float32 for sin
 for all heads, from two arrays of that size. Attention that is the model's own is taken as not fused.
 
 Where work is launched ahead (see ``Order``), all arrays of a layer are there at once, or of two; scores once. That was measured on
-a CPU, in float32 with scores written down (tests/limits/test_limits_peak.py: 0.9 to 1.15 of what MLX counts) and in half precision,
-where it is 10 to 30 % too much beside the weights. On Metal and CUDA none of this was run. Models with layers of another kind
-(recurrent, latent) are taken by their widths.
-
-What a peak depends on: a model's sizes, its caches layer by layer, and how the device computes. Values, no MLX.
+a CPU: in float32 with scores written down it gives 0.9 to 1.15 of what MLX counts, in half precision 10 to 30 % too much beside
+the weights. On Metal and CUDA none of this was run. Models with layers of another kind (recurrent, latent) are taken by their
+widths.
 """
 
 from collections.abc import Iterator, Mapping
@@ -128,14 +126,14 @@ class LayerCache:
     @property
     def key_bytes(self) -> int:
         """Bytes that the keys of one token take."""
-        return self._held(self.key_dim, self.key_bits)
+        return self._token_bytes(self.key_dim, self.key_bits)
 
     @property
     def value_token_bytes(self) -> int:
         """Bytes that the values of one token take."""
-        return self._held(self.value_dim, self.value_bits)
+        return self._token_bytes(self.value_dim, self.value_bits)
 
-    def _held(self, dim: int, bits: int) -> int:
+    def _token_bytes(self, dim: int, bits: int) -> int:
         group = group_for(dim, self.group_size) or self.group_size
         return token_bytes(self.heads, dim, bits, group, self.value_bytes)
 
@@ -216,33 +214,34 @@ def shape_of(
         order=order,
         device=device,
         layers=tuple(
-            replace(
-                _layer_cache(layer, plan.spec.group_size, value_bytes),
-                written_out=capped,
-                sinks=sinks,
-                seen=_compressed(text, layer),
-            )
+            replace(_layer_cache(layer, text, plan.spec.group_size, value_bytes), written_out=capped, sinks=sinks)
             for layer in plan.layers
         ),
     )
 
 
-def _layer_cache(layer: "LayerPlan", group_size: int, value_bytes: int) -> LayerCache:
+def _layer_cache(layer: "LayerPlan", text: Mapping[str, Any], group_size: int, value_bytes: int) -> LayerCache:
     if layer.ours is None:
         return LayerCache(
-            0, 0, 0, value_bytes, other_bytes_per_token=layer.bytes_per_token, fixed_bytes=layer.fixed_bytes
+            heads=0,
+            key_dim=0,
+            value_dim=0,
+            value_bytes=value_bytes,
+            other_bytes_per_token=layer.bytes_per_token,
+            fixed_bytes=layer.fixed_bytes,
+            seen=_compressed(text, layer),
         )
     seen, limit = layer.ours.seen, layer.limit
     return LayerCache(
-        seen.heads,
-        seen.key_dim,
-        seen.value_dim,
-        value_bytes,
-        layer.key_bits,
-        layer.value_bits,
-        group_size,
-        layer.window,
-        0 if limit is None or layer.window is None else limit - layer.window,
+        heads=seen.heads,
+        key_dim=seen.key_dim,
+        value_dim=seen.value_dim,
+        value_bytes=value_bytes,
+        key_bits=layer.key_bits,
+        value_bits=layer.value_bits,
+        group_size=group_size,
+        window=layer.window,
+        spare=0 if limit is None or layer.window is None else limit - layer.window,
         fixed_bytes=0 if layer.window is None else layer.pinned_bytes(layer.window),
         block=layer.block,
     )
@@ -300,9 +299,9 @@ SINK_SCORES = 3
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at the highest moment.
+    """Bytes at the highest call.
 
-    kv: of the conversation's caches then, room to grow included. prompt_cache: what is kept beside.
+    kv: of the conversation's caches then, slots to grow into included. prompt_cache: what is kept beside.
     """
 
     weights: int
@@ -317,8 +316,8 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A call of the model. new: tokens computed; held: tokens in the caches at its end; decodes: logits are asked for."""
+class ModelCall:
+    """new: tokens computed; held: tokens in the caches at its end; decodes: logits are asked for."""
 
     new: int
     held: int
@@ -337,51 +336,52 @@ def predict_peak(
 ) -> Peak:
     """Return the peak of computing ``new`` tokens after ``held``, ``chunk`` at a time, and of ``reply`` tokens after them.
 
-    slots: room in the caches that grow, now; None is as much as the tokens held would have made. prompt_cache: bytes of other
+    slots: of the caches that grow, now; None is as many as the tokens held would have made. prompt_cache: bytes of other
     prompts kept beside.
     """
-    room = rounded(held) if slots is None else slots
-    idle = Peak(shape.weights, sum(_held(layer, _room(layer, room, held)) for layer in shape.layers), 0, prompt_cache)
+    slots = rounded(held) if slots is None else slots
+    kv = sum(_cache_bytes(layer, _slots(layer, slots, held)) for layer in shape.layers)
+    idle = Peak(shape.weights, kv, 0, prompt_cache)
     limits = {layer.limit for layer in shape.layers if layer.ours}
-    calls = _high(room, held, new, chunk, reply, limits)
-    moments = (_at(shape, before, moment, prompt_cache) for before, moment in calls)
-    return max(moments, key=lambda peak: peak.total, default=idle)
+    calls = _high_calls(slots, held, new, chunk, reply, limits)
+    peaks = (_call_peak(shape, before, call, prompt_cache) for before, call in calls)
+    return max(peaks, key=lambda peak: peak.total, default=idle)
 
 
 def rounded(slots: int) -> int:
-    """Return the room made for so many tokens at once."""
+    """Return the slots made for so many tokens at once."""
     return -(-slots // STEP) * STEP
 
 
 def grown(slots: int, stop: int) -> int:
-    """Return the room of caches that had ``slots``, once ``stop`` tokens are held."""
+    """Return the slots of caches that had ``slots``, once ``stop`` tokens are held."""
     return slots if stop <= slots else rounded(max(stop, slots + slots // GROWTH))
 
 
-def _high(  # noqa: PLR0917
+def _high_calls(  # noqa: PLR0917
     slots: int, held: int, new: int, chunk: int, reply: int, limits: set[int | None]
-) -> Iterator[tuple[int, Moment]]:
-    """Yield the room before, and the call, of all that can be the highest: the last of each kind, since more held is never less.
+) -> Iterator[tuple[int, ModelCall]]:
+    """Yield the slots before, and the call, of all that can be the highest: the last of each kind, since more held is never less.
 
     A call's kind: whether it is a whole chunk, which caches it makes grow (of those ``limits``, in slots), and whether it has few
     enough scores for MLX to write them down.
     """
-    last: dict[tuple[bool, ...], tuple[int, Moment]] = {}
-    for start, stop in _telling_calls(slots, held, held + new, chunk):
+    last: dict[tuple[bool, ...], tuple[int, ModelCall]] = {}
+    for start, stop in _distinct_calls(slots, held, held + new, chunk):
         count, before, slots = stop - start, slots, grown(slots, stop)
         few = (count * stop < NUMPY_SCORES, count * stop < NUMPY_SCORES_PACKED)
         grew = tuple(min(slots, limit or slots) > min(before, limit or before) for limit in limits)
-        last[count == chunk, *grew, *few] = before, Moment(count, stop)
+        last[count == chunk, *grew, *few] = before, ModelCall(count, stop)
     yield from last.values()
     end = held + new
     while slots < end + reply:  # decoding grows the caches a token at a time
         before, slots = slots, grown(slots, slots + 1)
-        yield before, Moment(1, before + 1, decodes=True)
+        yield before, ModelCall(1, before + 1, decodes=True)
     if reply:
-        yield slots, Moment(1, end + reply, decodes=True)
+        yield slots, ModelCall(1, end + reply, decodes=True)
 
 
-def _telling_calls(slots: int, held: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _distinct_calls(slots: int, held: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the calls among which the last of each kind is, in order: so many are they at any length of context.
 
     Between two calls that make caches grow the others differ in their scores alone, so the last of each number of scores will do.
@@ -401,51 +401,51 @@ def _telling_calls(slots: int, held: int, end: int, chunk: int) -> Iterator[tupl
             start, slots = stop, grown(slots, stop)
 
 
-def _at(shape: ModelShape, slots: int, moment: Moment, prompt_cache: int) -> Peak:
+def _call_peak(shape: ModelShape, slots: int, call: ModelCall, prompt_cache: int) -> Peak:
     """Return the peak of one call whose growing caches had ``slots``.
 
-    The highest moment is in the last layer: all caches but its own have grown by then. Each kind of layer is taken for it.
+    The highest point is in the last layer: all caches but its own have grown by then. Each kind of layer is taken for it.
     """
-    kv = sum(_held(layer, _room(layer, slots, moment.held)) for layer in shape.layers)
-    working = max((_layer(shape, layer, slots, moment) for layer in set(shape.layers)), default=0)
-    working = max(working, _feeding(shape, moment.new)) + (_logits(shape) if moment.decodes else 0)
-    return Peak(shape.weights, kv, working + _mask(shape, moment) + _pending(shape, moment), prompt_cache)
+    kv = sum(_cache_bytes(layer, _slots(layer, slots, call.held)) for layer in shape.layers)
+    working = max((_layer(shape, layer, slots, call) for layer in set(shape.layers)), default=0)
+    feed_forward = call.new * shape.value_bytes * (4 * shape.hidden + _widths(shape))
+    working = max(working, feed_forward) + (3 * 4 * shape.vocabulary if call.decodes else 0)
+    return Peak(shape.weights, kv, working + _mask(shape, call) + _pending(shape, call), prompt_cache)
 
 
-def _room(layer: LayerCache, slots: int, held: int) -> int:
+def _slots(layer: LayerCache, slots: int, held: int) -> int:
     """Return the slots that a layer has once so many tokens are held; of the model's own caches, those tokens."""
     if not layer.ours:
         return held
-    room = grown(slots, held)
-    return room if layer.limit is None else min(room, layer.limit)
+    return min(grown(slots, held), layer.limit or grown(slots, held))
 
 
-def _held(layer: LayerCache, slots: int) -> int:
+def _cache_bytes(layer: LayerCache, slots: int) -> int:
     return slots * (layer.key_bytes + layer.value_token_bytes + layer.other_bytes_per_token) + layer.fixed_bytes
 
 
-def _layer(shape: ModelShape, layer: LayerCache, slots: int, moment: Moment) -> int:
+def _layer(shape: ModelShape, layer: LayerCache, slots: int, call: ModelCall) -> int:
     """Return the temporaries of one layer's attention above the caches as they are after it."""
     if shape.order == "ahead":
-        return _ahead(shape, layer, slots, moment)
-    highest = max(_attention(shape, layer, slots, moment))
-    return highest if shape.order == "at once" else max(highest, _between(shape, layer, moment.new))
+        return _ahead(shape, layer, slots, call)
+    highest = max(_attention(shape, layer, slots, call))
+    return highest if shape.order == "at once" else max(highest, _between(shape, layer, call.new))
 
 
-def _attention(shape: ModelShape, layer: LayerCache, slots: int, moment: Moment) -> Iterator[int]:
-    """Yield the bytes of each moment of one layer's attention where NumPy attends."""
-    number, n, wide = shape.value_bytes, moment.new, _queries(shape, layer)
+def _attention(shape: ModelShape, layer: LayerCache, slots: int, call: ModelCall) -> Iterator[int]:
+    """Yield the bytes at each step of one layer's attention where NumPy attends."""
+    number, n, wide = shape.value_bytes, call.new, _queries(shape, layer)
     entry = n * number * (2 * shape.hidden + wide + layer.key_numbers + layer.value_numbers)
-    turning = 3 * layer.key_dim * n * number // 2  # angles, their sines and cosines, half of D each
-    grow = _Growth.of(layer, slots, moment)
-    keys, values = _unpacked(shape, layer, moment)
-    yield entry + 3 * wide * n * number + turning - grow.both
-    moved = _moved(shape, layer, moment)
-    yield entry + 3 * layer.key_numbers * n * number + turning + grow.keys_and_new + 2 * keys - grow.both
+    rotation = 3 * layer.key_dim * n * number // 2  # angles, their sines and cosines, half of D each
+    grow = _Growth.of(layer, slots, call)
+    keys, values = _unpacked(shape, layer, call)
+    yield entry + 3 * wide * n * number + rotation - grow.both
+    moved = _moved(shape, layer, call)
+    yield entry + 3 * layer.key_numbers * n * number + rotation + grow.keys_and_new + 2 * keys - grow.both
     yield entry + keys + grow.values_and_new + 2 * values - grow.values
     yield n * number * (2 * shape.hidden + 3 * wide) + keys + values + moved
     yield n * number * (3 * shape.hidden + 2 * wide)
-    if (scores := _scores(shape, layer, moment)) > 0:
+    if (scores := _scores(shape, layer, call)) > 0:
         beside = _between(shape, layer, n) if shape.order == "by layer" else entry + 3 * wide * n * number
         yield beside + keys + values + moved + 2 * scores
 
@@ -465,12 +465,12 @@ class _Growth:
         return self.keys + self.values
 
     @staticmethod
-    def of(layer: LayerCache, slots: int, moment: Moment) -> "_Growth":
-        after = _room(layer, slots, moment.held)
+    def of(layer: LayerCache, slots: int, call: ModelCall) -> "_Growth":
+        after = _slots(layer, slots, call.held)
         before = min(slots, after)
         more = after - before if layer.ours else 0
-        written = after + more + (moment.new if layer.key_bits != 16 else 0) if more else 0
-        also = after + more + (moment.new if layer.value_bits != 16 else 0) if more else 0
+        written = after + more + (call.new if layer.key_bits != 16 else 0) if more else 0
+        also = after + more + (call.new if layer.value_bits != 16 else 0) if more else 0
         return _Growth(
             more * layer.key_bytes,
             more * layer.value_token_bytes,
@@ -484,103 +484,98 @@ def _queries(shape: ModelShape, layer: LayerCache) -> int:
     return shape.heads * layer.key_dim if layer.ours else shape.queries
 
 
-def _multiplies_packed(shape: ModelShape, layer: LayerCache, moment: Moment) -> bool:
-    """Whether a call multiplies packed keys and values as they lie; alone, or with a ring that has room for it."""
+def _multiplies_packed(shape: ModelShape, layer: LayerCache, call: ModelCall) -> bool:
+    """Whether a call multiplies packed keys and values as they lie; alone, or with a ring that it fits into."""
     most = PACKED_TOKENS if shape.device.kind == "cpu" else PACKED_TOKENS_GPU
-    return (layer.key_bits, layer.value_bits) != (16, 16) and moment.new <= most
+    return (layer.key_bits, layer.value_bits) != (16, 16) and call.new <= most
 
 
-def _unpacked(shape: ModelShape, layer: LayerCache, moment: Moment) -> tuple[int, int]:
+def _unpacked(shape: ModelShape, layer: LayerCache, call: ModelCall) -> tuple[int, int]:
     """Return the bytes of keys and of values as attention reads them, where that is not how they lie."""
-    if not layer.ours or _multiplies_packed(shape, layer, moment):
+    if not layer.ours or _multiplies_packed(shape, layer, call):
         return 0, 0
-    seen, whole = _seen(layer, moment), _overflows(layer, moment)
+    seen, whole = _seen(layer, call), _overflows(layer, call)
     keys = seen * layer.key_numbers * layer.value_bytes if whole or layer.key_bits != 16 else 0
     values = seen * layer.value_numbers * layer.value_bytes if whole or layer.value_bits != 16 else 0
     return keys, values
 
 
-def _moved(shape: ModelShape, layer: LayerCache, moment: Moment) -> int:
+def _moved(shape: ModelShape, layer: LayerCache, call: ModelCall) -> int:
     """Return the bytes of the keys that are made again for each part of a call that sees pinned ones elsewhere.
 
     MLX makes them for several parts ahead of the attention of the first; NumPy attends to one part after the other.
     """
-    if not layer.block or moment.new == 1 or layer.window is None or moment.held <= layer.window:
+    if not layer.block or call.new == 1 or layer.window is None or call.held <= layer.window:
         return 0
-    last, before = ((held - 1 - layer.window) // layer.block for held in (moment.held, moment.held - moment.new))
+    last, before = ((held - 1 - layer.window) // layer.block for held in (call.held, call.held - call.new))
     if last == max(before, -1):
         return 0  # all of it sees them where they are
-    once = _seen(layer, moment) * layer.key_numbers * layer.value_bytes
-    if _attends_by_numpy(shape, layer, moment):
+    once = _seen(layer, call) * layer.key_numbers * layer.value_bytes
+    if _attends_by_numpy(shape, layer, call):
         return once
     return once * min(last - max(before, -1) + 1, MOST_PARTS)
 
 
-def _overflows(layer: LayerCache, moment: Moment) -> bool:
+def _overflows(layer: LayerCache, call: ModelCall) -> bool:
     """Whether a window is full, and the call too long to be written into its ring before it is read."""
-    return layer.limit is not None and moment.held > layer.limit and moment.new > layer.spare + 1
+    return layer.limit is not None and call.held > layer.limit and call.new > layer.spare + 1
 
 
-def _seen(layer: LayerCache, moment: Moment) -> int:
+def _seen(layer: LayerCache, call: ModelCall) -> int:
     """Return the tokens that attention reads: where a ring overflows, what it held and the new ones after it."""
     if layer.limit is None:
-        return moment.held
-    return min(moment.held, layer.limit + (moment.new if _overflows(layer, moment) else 0))
+        return call.held
+    return min(call.held, layer.limit + (call.new if _overflows(layer, call) else 0))
 
 
-def _pending(shape: ModelShape, moment: Moment) -> int:
+def _pending(shape: ModelShape, call: ModelCall) -> int:
     """Return the new tokens of rings that overflow: all layers write them at the end of the call."""
     return sum(
-        moment.new * (layer.key_bytes + layer.value_token_bytes) for layer in shape.layers if _overflows(layer, moment)
+        call.new * (layer.key_bytes + layer.value_token_bytes) for layer in shape.layers if _overflows(layer, call)
     )
 
 
-def _scores(shape: ModelShape, layer: LayerCache, moment: Moment) -> int:
+def _scores(shape: ModelShape, layer: LayerCache, call: ModelCall) -> int:
     """Return the bytes of all heads' scores, and of what is made of them, where they are written down."""
     if layer.seen is not None:
-        return _compressed_scores(shape, layer.seen, moment)
+        return _compressed_scores(shape, layer.seen, call)
     if not layer.ours:
         own = layer.other_bytes_per_token > 0  # else it keeps a state, and nothing attends
-        return shape.heads * moment.new * moment.held * shape.value_bytes if own else 0
-    seen = _seen(layer, moment)
-    one = shape.heads * moment.new * seen * shape.value_bytes
-    if layer.written_out or _multiplies_packed(shape, layer, moment):
+        return shape.heads * call.new * call.held * shape.value_bytes if own else 0
+    seen = _seen(layer, call)
+    one = shape.heads * call.new * seen * shape.value_bytes
+    if layer.written_out or _multiplies_packed(shape, layer, call):
         return one * (shape.value_bytes + 4) // shape.value_bytes if layer.sinks else one
-    if _attends_by_numpy(shape, layer, moment):
+    if _attends_by_numpy(shape, layer, call):
         return 0
-    return _written(shape, layer, moment, seen, one)
+    return _written(shape, layer, call, seen, one)
 
 
-def _attends_by_numpy(shape: ModelShape, layer: LayerCache, moment: Moment) -> bool:
+def _attends_by_numpy(shape: ModelShape, layer: LayerCache, call: ModelCall) -> bool:
     """Whether NumPy attends (engine/kv/attention.py), to each part of a call where pinned keys move."""
     packed = (layer.key_bits, layer.value_bits) != (16, 16)
-    rows = min(moment.new, layer.block) if layer.block and moment.held > (layer.window or 0) else moment.new
+    rows = min(call.new, layer.block) if layer.block and call.held > (layer.window or 0) else call.new
     worth = NUMPY_SCORES_PACKED if packed else NUMPY_SCORES
-    return (
-        shape.device.kind == "cpu"
-        and shape.order != "ahead"
-        and moment.new > 1
-        and rows * _seen(layer, moment) >= worth
-    )
+    return shape.device.kind == "cpu" and shape.order != "ahead" and call.new > 1 and rows * _seen(layer, call) >= worth
 
 
-def _compressed_scores(shape: ModelShape, seen: Compressed, moment: Moment) -> int:
+def _compressed_scores(shape: ModelShape, seen: Compressed, call: ModelCall) -> int:
     """Return the bytes of scores over a window and entries, or of the rows gathered for blocks of queries; always float32."""
-    entries = moment.held // seen.every
+    entries = call.held // seen.every
     if seen.chosen is None or entries <= seen.chosen:
-        return 2 * 4 * shape.heads * moment.new * (min(moment.held, seen.near + moment.new) + entries)
-    gathered = 4 * moment.new * (seen.near + seen.chosen) * seen.size
-    scored = 4 * moment.new * seen.index_heads * entries
+        return 2 * 4 * shape.heads * call.new * (min(call.held, seen.near + call.new) + entries)
+    gathered = 4 * call.new * (seen.near + seen.chosen) * seen.size
+    scored = 4 * call.new * seen.index_heads * entries
     return 2 * max(min(each, BLOCK_BYTES) for each in (gathered, scored))
 
 
-def _written(shape: ModelShape, layer: LayerCache, moment: Moment, seen: int, one: int) -> int:
+def _written(shape: ModelShape, layer: LayerCache, call: ModelCall, seen: int, one: int) -> int:
     """Return the bytes of scores that MLX writes down, given those of all heads' scores ``one``."""
-    mask = _mask_kind(layer, moment)
+    mask = _mask_kind(layer, call)
     call = AttentionCall(
         shape.heads,
         layer.heads,
-        moment.new,
+        call.new,
         seen,
         layer.key_dim,
         layer.value_dim,
@@ -588,29 +583,24 @@ def _written(shape: ModelShape, layer: LayerCache, moment: Moment, seen: int, on
         "float32" if layer.value_bytes == 4 else "bfloat16",
         sinks=layer.sinks,
     )
-    force = shape.force_fused and moment.new > 1
+    force = shape.force_fused and call.new > 1
     kernel = kernel_of(call, shape.device, force_fused=force)
     if force and kernel == "unfused":
         kernel = kernel_of(call, shape.device)
     if kernel == "unfused":
-        causal = moment.new * seen if mask == "causal" else 0  # the mask that MLX makes of the word
+        causal = call.new * seen if mask == "causal" else 0  # the mask that MLX makes of the word
         return one * (SINK_SCORES if layer.sinks else 1) + causal
     if kernel == "blocked":
-        rows = min(moment.new, BLOCK_QUERIES)
+        rows = min(call.new, BLOCK_QUERIES)
         return shape.heads * rows * (seen + layer.key_dim + layer.value_dim) * shape.value_bytes
     return 2 * one if kernel == "cudnn" and call.has_array else 0
 
 
-def _mask_kind(layer: LayerCache, moment: Moment) -> MaskKind:
+def _mask_kind(layer: LayerCache, call: ModelCall) -> MaskKind:
     """Return the mask of a call: an array once something has left a window (engine/kv/layout.py)."""
-    if layer.window is not None and moment.held > layer.window:
+    if layer.window is not None and call.held > layer.window:
         return "bool"
-    return "none" if moment.new == 1 else "causal"
-
-
-def _feeding(shape: ModelShape, n: int) -> int:
-    """Return the temporaries of a feed-forward layer, each product at once."""
-    return n * shape.value_bytes * (4 * shape.hidden + _widths(shape))
+    return "none" if call.new == 1 else "causal"
 
 
 def _widths(shape: ModelShape) -> int:
@@ -627,24 +617,20 @@ def _between(shape: ModelShape, layer: LayerCache, n: int) -> int:
     return n * shape.value_bytes * widths
 
 
-def _ahead(shape: ModelShape, layer: LayerCache, slots: int, moment: Moment) -> int:
-    keys, values = _unpacked(shape, layer, moment)
+def _ahead(shape: ModelShape, layer: LayerCache, slots: int, call: ModelCall) -> int:
+    keys, values = _unpacked(shape, layer, call)
     rotated = keys if layer.key_bits <= ROTATED_KEY_BITS else 0  # turned back into an array of their own
     integers = keys * (layer.key_bits != 16) + values * (layer.value_bits != 16)
     beside = integers if shape.device.kind == "cpu" else rotated  # a GPU unpacks in one kernel
-    grow = _Growth.of(layer, slots, moment)
-    made = LAYERS_AHEAD * _between(shape, layer, moment.new) + keys + values + _moved(shape, layer, moment)
-    made += max(beside, _scores(shape, layer, moment))
+    grow = _Growth.of(layer, slots, call)
+    made = LAYERS_AHEAD * _between(shape, layer, call.new) + keys + values + _moved(shape, layer, call)
+    made += max(beside, _scores(shape, layer, call))
     return made + grow.keys_and_new + grow.values_and_new - grow.both
 
 
-def _logits(shape: ModelShape) -> int:
-    return 3 * 4 * shape.vocabulary
-
-
-def _mask(shape: ModelShape, moment: Moment) -> int:
+def _mask(shape: ModelShape, call: ModelCall) -> int:
     """Return the bytes of the mask that a window needs once something has left it: three of bool on the way to one."""
-    bounded = [layer for layer in shape.layers if layer.window is not None and layer.window < moment.held]
-    if moment.new == 1 or not bounded:
+    bounded = [layer for layer in shape.layers if layer.window is not None and layer.window < call.held]
+    if call.new == 1 or not bounded:
         return 0
-    return 3 * moment.new * max(min(moment.held, (layer.limit or 0) + moment.new) for layer in bounded)
+    return 3 * call.new * max(min(call.held, (layer.limit or 0) + call.new) for layer in bounded)

@@ -1,6 +1,6 @@
-"""What a machine allows a model at a context: bytes a step, the rate no kernel can beat, and the one to expect.
+"""What a machine makes of a model: bytes a step, the rate that no kernel can beat, and the one to expect of good kernels.
 
-What good kernels reach on Apple silicon: the roofline with overheads fitted to published measurements.
+The expected speed is the roofline with overheads fitted to published measurements on Apple silicon:
 
     decode   t = weights ÷ (s · B) + attention + launches × l + products with experts × e
     attention  = Σ over caches of layers × ⁴√(r⁴ + c⁴), r = bytes ÷ (k · B), c = operations ÷ (a · F)
@@ -16,19 +16,14 @@ waits for arithmetic, not for memory; where no kernel is fused, every query head
 from assets/roofline.json, which tests/roofline/fit_roofline.py writes with its errors; nothing is tuned by hand. The launch goes by
 the chip's name, not by its bandwidth: so of two chips alike in all else, the one with more bandwidth is never slower.
 
-One pass of a model over some tokens: how long its bytes take, how long its arithmetic, and which of the two it waits for.
-
-What a step costs the host, beside what it costs the device: Python builds each step's graph, however little there is to compute.
+A step costs the host as well: Python builds its graph, however little there is to compute.
 
     decode   t = max(device, host)                  the host builds the next step while the device is at this one
     prefill  t = max(device, calls × host) + calls × wait
 
-The device's share is fitted to published measurements. The host's is measured where the model runs, in milliseconds: a
-step's graph is built and dropped, nothing is computed. It is a lower bound: MLX encodes the kernels on the host as well, which the
-fitted launches hold. Of a machine that is only named nobody measured it, so where a model is smaller than all that the shares are
-fitted to, its speed there is unknown.
-
-What a machine will make of a model: the ceiling that physics sets, and the speed to expect of good kernels.
+The host's share is measured where the model runs, in milliseconds: a step's graph is built and dropped. It is a lower bound: MLX
+encodes kernels on the host as well, which the fitted launches include. Of a machine that is only named it is unknown, and so is
+the speed there of a model smaller than all that the shares are fitted to.
 """
 
 import functools

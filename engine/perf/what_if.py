@@ -1,20 +1,16 @@
 """What if: a model that need not be here, in other precisions, with other caches and contexts, on this machine or another one.
 
     place = here()  or  elsewhere("Apple M4 Max", gpu_cores=40, memory_gb=64)
-    outcome(config, Case(bits=4, context=32768, prompt=2048), place)
-    table(config, Case(), place)                    the same model with one thing changed at a time
-    curve(config, Case(), place, (1024, 4096))      decoding over contexts, for a plot
-    suggestions(place, context=8192)                which models of the catalogue would run well there, best first
+    outcome(config, WhatIfCase(bits=4, context=32768, prompt=2048), place)
+    table(config, WhatIfCase(), place)                  the same model with one thing changed at a time
+    curve(config, WhatIfCase(), place, (1024, 4096))    decoding over contexts, for a plot
+    suggestions(place, context=8192)                    which models of the catalogue would run well there, best first
 
 Arithmetic over shapes: nothing is downloaded and no weight is read. Only ``here`` looks at this machine.
 
-What a place makes of a model in one case: whether it fits, the ceiling, the speed to expect, the wait for the first token.
-
-Which models of the catalogue would run well at a place, best first, and why.
-
-Best is the most capable that fits with room to spare and is quicker than reading. How capable a model is, its weights tell only
-roughly: the square root of all weights times those that a token uses, which is a dense model's weights, and for a mixture lies
-between the two. Where the speed is not known, what fits is sorted by that size alone.
+The best suggestion is the most capable model that fits with room to spare and is quicker than reading. How capable a model is, its
+weights tell only roughly: the square root of all weights times those that a token uses, which is a dense model's weights, and for a
+mixture lies between the two. Where the speed is not known, what fits is sorted by that size alone.
 """
 
 import math

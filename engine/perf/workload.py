@@ -3,17 +3,9 @@
     bytes of a decode step = shared weights + active experts + keys and values of every sequence
     operations of a prefill = 2 × active linear parameters × tokens + attention, the head on the last token only
 
-Made from a module, loaded or hollow, its config and its cache plan, so that a model that was never downloaded counts as a
-loaded one.
-
-What attention computes: which queries see which keys, how many numbers each pair takes, and which heads read a cache, layer by
-layer.
-
-About how many kernels a decode step launches on a GPU: what it takes beside reading, however few the bytes.
-
-What kind of model a config describes, by the names the field uses: it decides what a step reads and how fast kernels are.
-
-The matrices that a model multiplies with, by shape and packing: what a decode step reads, as kernels see it.
+Made from a module, loaded or a skeleton, its config and its cache plan, so that a model that was never downloaded counts as a
+loaded one. Kernels are counted from the modules, roughly: they are what a step on a GPU takes beside reading, however few the
+bytes.
 """
 
 import functools

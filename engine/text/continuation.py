@@ -1,7 +1,7 @@
-"""Going on with a reply that was cut: the conversation rendered so that it ends inside the assistant's message.
+"""Continuing a reply that was cut: the conversation rendered so that it ends inside the assistant's message.
 
-What was said stands after the opened turn as the model wrote it. Templates trim finished messages, and would leave something else
-to go on from; so the tokens are those of the cut reply, and the prompt cache holds nearly all of them.
+The reply follows the opened turn exactly as the model wrote it. Templates trim finished messages, which would leave something else
+to continue from; so the tokens are those of the cut reply, and the prompt cache holds nearly all of them.
 """
 
 from collections.abc import Sequence
@@ -14,69 +14,69 @@ from tokamac.engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class PartialReply:
-    """What a reply begins with. ids: of the whole prompt, for what the first new characters mean depends on those before."""
+    """What a reply begins with. ids: of the whole prompt, since the first new characters depend on the tokens before."""
 
-    said: Message
+    message: Message
     ids: tuple[int, ...]
 
 
 def unfinished(messages: Sequence[Message]) -> Message:
     """Return the reply that ends a conversation, without what was left of a character when it was cut.
 
-    Raises OptionError where it ends with no reply, or one that says nothing.
+    Raises OptionError where it ends with no reply, or an empty one.
     """
     if not messages or messages[-1].role != "assistant":
         raise OptionError("only a reply can be continued", "Give messages that end with the assistant's.")
-    said = whole_characters(messages[-1])
-    if not (said.content or said.thinking):
+    reply = whole_characters(messages[-1])
+    if not (reply.content or reply.thinking):
         raise OptionError("the reply is empty, so there is nothing to continue", "Make it again.")
-    return said
+    return reply
 
 
-def whole_characters(said: Message) -> Message:
-    """Return a reply without the U+FFFD that stand at its end where a character was cut in two."""
-    if said.content:
-        return replace(said, content=said.content.rstrip("\ufffd"))
-    return replace(said, thinking=said.thinking.rstrip("\ufffd"))
+def whole_characters(reply: Message) -> Message:
+    """Return a reply without the U+FFFD at its end where a character was cut in two."""
+    if reply.content:
+        return replace(reply, content=reply.content.rstrip("\ufffd"))
+    return replace(reply, thinking=reply.thinking.rstrip("\ufffd"))
 
 
-def goes_on_thinking(tokenizer: Tokenizer, said: Message) -> bool:
-    """Whether what follows ``said`` is thinking: it was cut before the answer."""
-    return tokenizer.thinking is not None and bool(said.thinking) and not said.content
+def continues_thinking(tokenizer: Tokenizer, reply: Message) -> bool:
+    """Whether what follows ``reply`` is thinking: it was cut before the answer."""
+    return tokenizer.thinking is not None and bool(reply.thinking) and not reply.content
 
 
-def render(tokenizer: Tokenizer, before: Sequence[Message], said: Message) -> str:
-    """Return the conversation ``before`` and the reply ``said`` to it, open at its end.
+def render(tokenizer: Tokenizer, before: Sequence[Message], reply: Message) -> str:
+    """Return the conversation ``before`` and ``reply``, open at its end.
 
     Raises TemplateError where the template fails, or the reply was cut while thinking and this model does not think.
     """
-    opened, said = tokenizer.render(before), tokenizer.plain(said)
+    opened, reply = tokenizer.render(before), tokenizer.plain(reply)
     if tokenizer.thinking is None:
-        if not said.content:
+        if not reply.content:
             raise TemplateError(
                 "the reply was cut while its model was thinking, and this model does not think",
                 "Make it again, or choose the model that began it.",
             )
-        return opened + said.content  # what another model thought is left out, as templates do
+        return opened + reply.content  # another model's thinking is left out, as templates do
     start, end = tokenizer.thinking
-    if not said.thinking:
+    if not reply.thinking:
         # A turn that opens with thinking, and a reply without: nothing was thought.
-        return opened + (f"{end}\n\n" if tokenizer.opens_thinking(opened) else "") + said.content
-    if (cut := _as_template_writes(tokenizer, before, said)) is not None:
+        return opened + (f"{end}\n\n" if tokenizer.opens_thinking(opened) else "") + reply.content
+    if (cut := _as_template_writes(tokenizer, before, reply)) is not None:
         return cut
     opened += "" if tokenizer.opens_thinking(opened) else start
-    return opened + said.thinking + (end + said.content if said.content else "")
+    return opened + reply.thinking + (end + reply.content if reply.content else "")
 
 
-def _as_template_writes(tokenizer: Tokenizer, before: Sequence[Message], said: Message) -> str | None:
-    """Return the conversation with its thinking as the template sets it; None where the template drops any of it."""
-    last = said.content or said.thinking
+def _as_template_writes(tokenizer: Tokenizer, before: Sequence[Message], reply: Message) -> str | None:
+    """Return the conversation with its thinking as the template writes it; None where the template drops any of it."""
+    last = reply.content or reply.thinking
     try:
-        text = tokenizer.render_cut([*before, said], "answer" if said.content else "thinking").rstrip()
+        text = tokenizer.render_cut([*before, reply], "answer" if reply.content else "thinking").rstrip()
     except TemplateError:
         return None
-    # The white space that templates trim is where the model goes on from, and part of what it said.
-    ends = next((each for each in (last.rstrip(), last.strip()) if text.endswith(each)), None)
-    if ends is None or said.thinking.strip() not in text:
+    # The white space that templates trim is where the model continues from, and part of its reply.
+    end = next((each for each in (last.rstrip(), last.strip()) if text.endswith(each)), None)
+    if end is None or reply.thinking.strip() not in text:
         return None
-    return text.removesuffix(ends) + last
+    return text.removesuffix(end) + last

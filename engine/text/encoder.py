@@ -1,14 +1,13 @@
-"""How much longer a tokenizer makes a text before it is encoded, or after it is decoded: hostile ones multiply it without end.
-
-Replacements follow one another, so a short list of them makes a word of a book: tokenizers' library replaces in one call that
-nothing can interrupt. What a tokenizer.json can do at most is arithmetic, and it is refused before the file is loaded.
-
-Encode texts piece by piece, and remember the pieces: of a conversation that went on, only what is new is encoded.
+"""Encode texts by segments, and remember these: of a conversation that grew, only what is new is encoded.
 
 A tokenizer splits a text at its added tokens before anything else, so what stands before ``<|im_start|>`` and what begins with it
-are encoded apart anyway. A rendered conversation is cut there: its ids are those of its segments, one after another, and each
-segment is encoded once, however often the conversation is rendered. Nothing of a conversation is kept beside that: an edit, a
-branch and a truncated prompt find the segments that they share with any other.
+are encoded apart anyway. A rendered conversation is cut there: its ids are those of its segments in order, and each segment is
+encoded once, however often the conversation is rendered. So an edit, a branch and a truncated prompt find the segments that they
+share with any other.
+
+Hostile tokenizers multiply a text without end before it is encoded, or after it is decoded: replacements follow one another, so a
+short list makes a book of a word, in one call that nothing can interrupt. What a tokenizer.json can do at most is arithmetic, and
+``check_growth`` refuses it before the file is loaded.
 """
 
 import json
@@ -25,11 +24,16 @@ from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.files import TOKENIZER_BYTES, read_text
 
 MOST_CHARACTERS = 1 << 23
-"""Of the segments that are remembered: some two million tokens, in about 16 MB."""
+"""Of the remembered segments: some two million tokens, in about 16 MB."""
+
+MOST_GROWTH = 256
+"""Times as many characters as before. Unicode's longest decomposition takes 18, and published tokenizers replace by a character."""
+DECOMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Precompiled": 18, "BertNormalizer": 4, "Lowercase": 3}
+"""Characters that one becomes at most (unicode.org/faq/normalization.html); a second time nothing is left to take apart."""
 
 
 class AddedToken(Protocol):
-    """What is asked of an added token of transformers."""
+    """What is read of transformers' added tokens."""
 
     content: str
     lstrip: bool
@@ -38,9 +42,11 @@ class AddedToken(Protocol):
 
 
 class SegmentEncoder:
-    """Encodes texts by segments. encode: the ids of one. added: the tokenizer's added tokens; none where it does not split at them.
+    """Encodes texts by segments. Callable from any thread.
 
-    Callable from any thread.
+    Args:
+        encode: Returns the ids of one segment.
+        added: The tokenizer's added tokens; none where it does not split at them.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], added: Iterable[AddedToken] = ()) -> None:
@@ -62,7 +68,7 @@ class SegmentEncoder:
         return ids
 
     def _segments(self, text: str) -> Iterator[str]:
-        """Yield the text in pieces; all but the first begin with a mark."""
+        """Yield the text in segments; all but the first begin with an added token."""
         begin = 0
         for found in self._marks.finditer(text):
             if found.start() > begin and found.group() in self._cuts:
@@ -86,13 +92,6 @@ class SegmentEncoder:
         return ids
 
 
-MOST_GROWTH = 256
-"""Times as many characters as before. Unicode's longest decomposition takes 18, and published tokenizers replace by a character."""
-DECOMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Precompiled": 18, "BertNormalizer": 4, "Lowercase": 3}
-"""Characters that one becomes at most (unicode.org/faq/normalization.html); a second time
-there is nothing left to take apart."""
-
-
 def check_growth(file: Path) -> None:
     """Raise ModelDamagedError where a tokenizer.json could make a text much longer; does nothing where there is none.
 
@@ -107,9 +106,8 @@ def check_growth(file: Path) -> None:
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         try:
             steps = [*_steps(parts.get(name))]
-            growth = math.prod(map(_replaced, steps)) * max(
-                (DECOMPOSED.get(step["type"], 1) for step in steps), default=1
-            )
+            decomposed = max((DECOMPOSED.get(step["type"], 1) for step in steps), default=1)
+            growth = math.prod(map(_replacement_growth, steps)) * decomposed
         except (TypeError, KeyError, AttributeError, RecursionError):
             continue
         if growth > MOST_GROWTH:
@@ -120,7 +118,7 @@ def check_growth(file: Path) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part, one after another, whatever they are nested in."""
+    """Yield the steps of a part in order, whatever they are nested in."""
     if not isinstance(part, dict):
         return
     nested = next((part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), None)
@@ -131,7 +129,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
         yield from _steps(step)
 
 
-def _replaced(step: dict[str, Any]) -> float:
+def _replacement_growth(step: dict[str, Any]) -> float:
     """Return how many characters a replacement makes of one at most; 1 for any other step."""
     if step["type"] != "Replace":
         return 1.0

@@ -1,10 +1,9 @@
-"""From what a caller gives, messages or token ids, to a request: rendered, checked, cut where it must be, its places marked.
+"""From what a caller gives, messages or token ids, to a request: rendered, checked, truncated where it must be, with checkpoints.
 
-What is left out of a prompt that does not fit its context: the middle.
-
-A conversation keeps its system prompt, its first exchange (it says what all is about) and its newest message; the exchanges after
-the first go, oldest first. Only when that is not enough the newest message loses its own middle: a file with a question after it
-keeps both its ends. Nothing here is remembered: the same conversation is always cut in the same way.
+What does not fit the context loses its middle. A conversation keeps its system prompt, its first exchange (it says what all is
+about) and its newest message; the exchanges after the first go, oldest first. Only when that is not enough does the newest message
+lose its own middle: a file with a question after it keeps both its ends. Nothing is remembered: the same conversation is always
+cut in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +20,23 @@ from tokamac.engine.runtime import Runtime
 from tokamac.engine.text import continuation
 from tokamac.engine.text.continuation import PartialReply
 
+Prompt = Sequence[int] | Sequence[Message]
+"""One of the two, not empty: engine/chat.py sees to it."""
+
+Turn = Literal["closed", "opened", "continued"]
+"""How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
+
 REPLY_SHARE = 4
 """The reply gets a quarter of the context, unless it is bounded. Exchanges go by the quarter as well: a cut that moved with every
 message would leave nothing of the prompt cache to reuse."""
 
 MARK = "\n[… left out …]\n"
+
+LONGEST_OPENING = 16
+"""Tokens that the mark with which thinking begins, and white space after it, have at most."""
+
+SINKS = 4
+"""First tokens that much attention goes to, whatever they are (https://arxiv.org/abs/2309.17453): pinned at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,11 @@ def fit_ids(ids: list[int], room: int) -> tuple[list[int], Truncated | None]:
 def _drop(messages: Sequence[Message], words: Words, goal: int) -> list[Message]:
     """Leave out exchanges after the first, oldest first, until their texts amount to ``goal`` tokens; the first goes last."""
     system = [message for message in messages[:1] if message.role == "system"]
-    exchanges = _exchanges(messages[len(system) : -1])
+    exchanges: list[list[Message]] = []  # each from a user's message on, so that roles still alternate without one
+    for message in messages[len(system) : -1]:
+        if message.role == "user" or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(message)
     dropped, count = 0, 0
     while count < len(exchanges) and dropped < goal:
         count += 1
@@ -84,16 +99,6 @@ def _drop(messages: Sequence[Message], words: Words, goal: int) -> list[Message]
         dropped += sum(len(words.encode(message.content)) for message in gone)
     first = exchanges[:1] if count < len(exchanges) else []
     return [*system, *(message for exchange in first + exchanges[count + 1 :] for message in exchange), messages[-1]]
-
-
-def _exchanges(messages: Sequence[Message]) -> list[list[Message]]:
-    """Split a conversation before each user's message, so that roles still take turns when one part is left out."""
-    parts: list[list[Message]] = []
-    for message in messages:
-        if message.role == "user" or not parts:
-            parts.append([])
-        parts[-1].append(message)
-    return parts
 
 
 def _cut_newest(messages: Sequence[Message], words: Words, room: int) -> list[int]:
@@ -107,31 +112,24 @@ def _cut_newest(messages: Sequence[Message], words: Words, room: int) -> list[in
         ids = words.render([*messages[:-1], replace(newest, content=cut)])
         if len(ids) <= room:
             return ids
-        budget -= max(1, len(ids) - room)  # where the ends meet the mark, tokens join in another way
+        budget -= max(1, len(ids) - room)  # tokens join differently where the ends meet the mark
     raise ContextError(
         f"the conversation does not fit: {room:,} tokens are free for it, and not even its newest message's ends fit",
         "Shorten the system prompt, ask for fewer tokens (--max-tokens, max_tokens), or use a larger context.",
     )
 
 
-Prompt = Sequence[int] | Sequence[Message]
-"""One of the two, not empty: engine/chat.py sees to it."""
-
-Turn = Literal["closed", "opened", "continued"]
-"""How a rendered conversation ends: with the last message; with the assistant's turn opened; inside its last message."""
-
-LONGEST_OPENING = 16
-"""Tokens that the mark with which thinking begins, and white space after it, have at most."""
-
-
-SINKS = 4
-"""First tokens that much attention goes to, whatever they are (https://arxiv.org/abs/2309.17453): pinned at least."""
-
-
 class Prompting:
-    """Makes requests for a model. marks: whether its caches can be gone back to only where that was said before.
+    """Makes requests for a model.
 
-    template: what the model's chat template is told. Raises OptionError where that can't be.
+    Args:
+        runtime: The loaded model.
+        vocabulary_size: Bounds token ids.
+        checkpoints: Whether its caches can continue only from checkpoints.
+        template: Options of the chat template.
+
+    Raises:
+        OptionError: The template does not take these options.
     """
 
     def __init__(
@@ -156,14 +154,20 @@ class Prompting:
         messages = [item for item in prompt if isinstance(item, Message)]
         ids = [item for item in prompt if not isinstance(item, Message)]
         tokenizer, in_thinking = self._tokenizer, False
-        said = continuation.unfinished(messages) if turn == "continued" else None
-        asked = messages if said is None else messages[:-1]
-        render = self._renderer(said, turn)
+        reply = continuation.unfinished(messages) if turn == "continued" else None
+        before = messages if reply is None else messages[:-1]
+
+        def render(messages: Sequence[Message]) -> str:
+            if reply is None:
+                return tokenizer.render(messages, reply=turn == "opened")
+            return continuation.render(tokenizer, messages, reply)
+
         if messages:
-            text = render(asked)
-            # What opens it stands at the end, which stays whatever is left out.
-            thinks = continuation.goes_on_thinking
-            in_thinking = tokenizer.opens_thinking(text) if said is None else thinks(tokenizer, said)
+            text = render(before)
+            # What opens thinking stands at the end, which truncation keeps.
+            in_thinking = (
+                tokenizer.opens_thinking(text) if reply is None else continuation.continues_thinking(tokenizer, reply)
+            )
             ids = tokenizer.encode(text)
             if not ids:
                 raise TemplateError("the model's chat template renders nothing", "Use another model.")
@@ -175,56 +179,21 @@ class Prompting:
         self.check_ids(ids)
         if not messages:
             in_thinking = tokenizer.opens_thinking(tokenizer.decode(ids[-LONGEST_OPENING:]))
-        ids, left_out = self._fitted(asked, ids, sampling.max_tokens, render)
-        checkpoints = self._checkpoints(asked, ids) if self._needs_checkpoints else ()
-        begun = None if said is None else PartialReply(said, tuple(ids))
+        ids, left_out = self._fit(before, ids, sampling.max_tokens, render)
         return Request(
             ids,
             sampling,
-            self.pinned(asked),
+            self.pinned(before),
             in_thinking,
-            begun,
+            None if reply is None else PartialReply(reply, tuple(ids)),
             left_out,
-            checkpoints,
+            self._checkpoints(before, ids) if self._needs_checkpoints else (),
             recorder,
             thinking_budget=self._template.thinking_budget,
         )
 
-    def _renderer(self, said: Message | None, turn: Turn) -> Callable[[Sequence[Message]], str]:
-        """Return what renders a conversation; ``said`` is the reply that stands unfinished after it."""
-        tokenizer = self._tokenizer
-        if said is None:
-            return lambda asked: tokenizer.render(asked, reply=turn == "opened")
-        return lambda asked: continuation.render(tokenizer, asked, said)
-
-    def _checkpoints(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
-        """Return where the system prompt ends, and where the newest message begins: other chats and edits part from there."""
-        begins = [messages[:1]] if messages and messages[0].role == "system" else []
-        begins += [messages[:-1]] if len(messages) > 2 else []
-        try:
-            return tuple(sorted({common_prefix(ids, self.stable([*begin, Message("user", "")])) for begin in begins}))
-        except TemplateError:  # it refuses a conversation of that shape
-            return ()
-
-    def _fitted(
-        self,
-        messages: Sequence[Message],
-        ids: list[int],
-        max_tokens: int | None,
-        render: Callable[[Sequence[Message]], str],
-    ) -> tuple[list[int], Truncated | None]:
-        """Leave out the middle of a prompt that does not fit, where the user wants that."""
-        capacity, tokenizer = self._runtime.capacity, self._tokenizer
-        if capacity is None or self._runtime.kv.when_full != "truncate-middle":
-            return ids, None
-        room = room_for_prompt(capacity, max_tokens)
-        if not messages:
-            return fit_ids(ids, room)
-        words = Words(lambda some: tokenizer.encode(render(some)), tokenizer.encode, tokenizer.decode)
-        return fit_messages(messages, words, capacity, room)
-
     def check_ids(self, ids: list[int]) -> None:
-        """Raise OptionError for ids that are none."""
+        """Raise OptionError for ids outside the vocabulary."""
         bound = self._vocabulary_size
         if ids and not 0 <= min(ids) <= max(ids) < bound:
             bad = next(token for token in ids if not 0 <= token < bound)
@@ -249,7 +218,7 @@ class Prompting:
         return pinned
 
     def stable(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids that a conversation begins with, however its last message, the user's, goes on."""
+        """Return the token ids that a conversation begins with, however its last message, the user's, continues."""
         tokenizer = self._tokenizer
         *before, last = messages
         a, b = (
@@ -257,3 +226,29 @@ class Prompting:
             for more in ("a", " b")
         )
         return a[: common_prefix(a, b)]
+
+    def _checkpoints(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
+        """Return where the system prompt ends, and where the newest message begins: other chats and edits branch off there."""
+        begins = [messages[:1]] if messages and messages[0].role == "system" else []
+        begins += [messages[:-1]] if len(messages) > 2 else []
+        try:
+            return tuple(sorted({common_prefix(ids, self.stable([*begin, Message("user", "")])) for begin in begins}))
+        except TemplateError:  # it refuses a conversation of that shape
+            return ()
+
+    def _fit(
+        self,
+        messages: Sequence[Message],
+        ids: list[int],
+        max_tokens: int | None,
+        render: Callable[[Sequence[Message]], str],
+    ) -> tuple[list[int], Truncated | None]:
+        """Leave out the middle of a prompt that does not fit, where the user wants that."""
+        capacity, tokenizer = self._runtime.capacity, self._tokenizer
+        if capacity is None or self._runtime.kv.when_full != "truncate-middle":
+            return ids, None
+        room = room_for_prompt(capacity, max_tokens)
+        if not messages:
+            return fit_ids(ids, room)
+        words = Words(lambda some: tokenizer.encode(render(some)), tokenizer.encode, tokenizer.decode)
+        return fit_messages(messages, words, capacity, room)

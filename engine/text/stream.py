@@ -1,4 +1,4 @@
-"""From tokens to what the reader sees: whole characters, stop texts never shown, thinking told apart from the answer."""
+"""From tokens to what the reader sees: whole characters, no stop texts, thinking told apart from the answer."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,6 @@ from tokamac.engine.text.tokenizer import LONGEST_PENDING, Tokenizer
 
 if TYPE_CHECKING:
     from tokamac.engine.sampling import Score
-
 
 CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 """What ends a Harmony message or begins the header of the next, which "<|message|>" ends:
@@ -43,12 +42,18 @@ def first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 class ReplyText:
-    """Collects a reply token by token.
+    """Collects a reply token by token; ``add`` and ``finish`` yield TextChunks.
 
-    ``add`` and ``finish`` yield TextChunks. Once ``stopped_by`` is a text, that stop text was met and nothing more will come.
-    Of the first ``unstopped`` tokens no stop text is looked for.
-    ``answer`` and ``thinking`` hold all that was yielded of each kind, after what the reply had ``begun`` with where it is
-    continued. Stop texts apply to the answer alone. Of a Harmony reply the channel ``analysis`` is thinking, every other is answer.
+    ``answer`` and ``thinking`` hold all that was yielded of each kind, after what a continued reply began with. Stop texts apply to
+    the answer alone: once ``stopped_by`` is one of them, nothing more will come. Of a Harmony reply, the channel ``analysis`` is
+    thinking and every other is answer.
+
+    Args:
+        tokenizer: The model's.
+        stops: Stop texts.
+        in_thinking: Whether the reply begins inside thinking.
+        begun: What a continued reply began with.
+        unstopped: Of so many first tokens, no stop text is looked for.
     """
 
     def __init__(
@@ -60,8 +65,8 @@ class ReplyText:
         begun: PartialReply | None = None,
         unstopped: int = 0,
     ) -> None:
-        self.answer = "" if begun is None else begun.said.content
-        self.thinking = "" if begun is None else begun.said.thinking
+        self.answer = "" if begun is None else begun.message.content
+        self.thinking = "" if begun is None else begun.message.thinking
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(() if begun is None else begun.ids)
@@ -82,36 +87,33 @@ class ReplyText:
         """Whether all text is shown: no character is incomplete, and nothing may yet be the beginning of a mark."""
         return not self._pending and self._detokenizer.is_whole
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was met."""
+        return self.stopped_by is not None
+
     def add(self, token: int) -> Iterator[TextChunk]:
-        """Take the next token of the reply; end and padding marks are passed over, unless a stop text ends with one."""
+        """Add the next token of the reply; end and padding marks are skipped, unless a stop text ends with one."""
         if self.stopped:
             return
         if self._unstopped:
             self._unstopped -= 1
         else:
             self._stops = self._later_stops
-        if self._tokenizer.is_hidden(token):
-            yield from self._stop_at(self._tokenizer.token_text(token))
-            return
-        self._pending += self._detokenizer.add(token)
-        yield from self._drain(final=False)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop text was met."""
-        return self.stopped_by is not None
+        if not self._tokenizer.is_hidden(token):
+            self._pending += self._detokenizer.add(token)
+            yield from self._drain(final=False)
+        elif not self._in_thinking:  # a mark is never shown, but a stop text may end with it
+            mark = self._tokenizer.token_text(token)
+            match = first_of(self._pending + mark, tuple(stop for stop in self._stops if stop.endswith(mark)))
+            if match is not None:
+                yield from self._end(*match)
 
     def finish(self) -> Iterator[TextChunk]:
         """Yield what was held back, now that nothing follows."""
         if not self.stopped:
             self._pending += self._detokenizer.flush()
             yield from self._drain(final=True)
-
-    def _stop_at(self, mark: str) -> Iterator[TextChunk]:
-        """Stop if a stop text ends with this hidden mark: it is matched, though it is never shown."""
-        match = first_of(self._pending + mark, tuple(stop for stop in self._stops if stop.endswith(mark)))
-        if match is not None and not self._in_thinking:
-            yield from self._end(*match)
 
     def _end(self, position: int, stop: str) -> Iterator[TextChunk]:
         yield from self._show(self._pending[:position])
@@ -143,7 +145,7 @@ class ReplyText:
                 self._fresh = True
 
     def _leave_header(self) -> bool:
-        """Read the channel of a header that is whole, and begin its text; return whether it was."""
+        """Read the channel of a complete header and begin its text; False while the header is incomplete."""
         header, mark, text = self._pending.partition("<|message|>")
         if not mark:
             return False
@@ -154,16 +156,16 @@ class ReplyText:
         return True
 
     def _take_ready(self, *, final: bool) -> str:
-        """Take from what is pending all that can't be part of a marker."""
-        keep = 0 if final else held_back(self._pending, self._markers())
-        ready = self._pending[: len(self._pending) - keep]
+        """Remove from the pending text, and return, all that can't be part of a marker."""
+        waits = 0 if final else held_back(self._pending, self._markers())
+        ready = self._pending[: len(self._pending) - waits]
         if not final and self._is_padding(len(ready)):
             return ""  # thinking may begin after it
         self._pending = self._pending[len(ready) :]
         return ready
 
     def _is_padding(self, position: int) -> bool:
-        """Whether all before this place in what is pending is white space, at the beginning of a reply that may yet think."""
+        """Whether the pending text up to here is white space, at the beginning of a reply that may yet think."""
         may_think = self._tokenizer.thinking is not None and not self.answer and not self.thinking
         return self._fresh and may_think and not self._in_thinking and not self._pending[:position].strip()
 
@@ -173,7 +175,7 @@ class ReplyText:
             return CHANNEL_MARKS + (() if self._in_thinking else self._stops)
         if self._in_thinking:
             return (thinking[1],) if thinking else ()
-        # A second opening mark is text about thinking, not thinking: models think once, before they answer.
+        # A second opening mark is text about thinking: models think once, before they answer.
         opening = (thinking[0],) if thinking and not self.answer and not self.thinking else ()
         return opening + self._stops
 
@@ -192,7 +194,7 @@ class ReplyText:
 
 
 class TokenSources:
-    """Which tokens each piece of text came from: a token goes with the first text that is shown once it is there."""
+    """Tells which tokens each piece of text came from: a token goes with the first text that is shown once it is there."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -200,7 +202,7 @@ class TokenSources:
         self._logprobs: list[TokenLogprob] = []
 
     def add(self, token: int, score: "Score | None" = None) -> None:
-        """Take the next token of the reply, and its score where that is wanted."""
+        """Add the next token of the reply, and its score where that is wanted."""
         self._ids.append(token)
         if score is not None:
             text = self._tokenizer.token_text
@@ -208,7 +210,7 @@ class TokenSources:
             self._logprobs.append(TokenLogprob(token, text(token), score.logprob, others))
 
     def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
-        """Return the tokens that went with no text yet, and what is known of them; they are counted with what asks."""
+        """Return the tokens that went with no text yet, and what is known of them; each is returned once."""
         taken = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()
@@ -221,20 +223,28 @@ class TokenSources:
 
 
 class ThinkingBudget:
-    """Ends a reply's thinking after so many tokens of it, as the model ends it.
+    """Ends a reply's thinking after so many tokens of it, as the model would.
 
-    most: tokens; None is without end. It lasts until the character, and what may be a mark, is whole; a few tokens more at most.
-    thought: tokens that the reply, which is continued, thought before. ended_at: the budget, once it has ended the thinking.
+    It waits until the character, and what may be a mark, is complete: a few tokens more at most.
+
+    Args:
+        most: Tokens; None has no end.
+        text: The reply.
+        tokenizer: The model's.
+        thought: Tokens of thinking that a continued reply began with.
+
+    Attributes:
+        ended_at: The budget, once it has ended the thinking.
     """
 
     def __init__(self, most: int | None, text: ReplyText, tokenizer: Tokenizer, thought: int = 0) -> None:
         self.ended_at: int | None = None
         self._most, self._count = most, thought
         self._text, self._tokenizer = text, tokenizer
-        self._thinks = False  # of the token before
+        self._thinks = False  # at the token before
 
     def ending(self) -> list[int]:
-        """Return what must come next: the ids that end the thinking, once; before the reply's first token and after each."""
+        """Return the ids that must come next to end the thinking, once; call before the reply's first token and after each."""
         thought, self._thinks = self._thinks, self._text.thinks
         if self._most is None or self.ended_at is not None or not self._thinks:
             return []

@@ -1,4 +1,4 @@
-"""Render a chat template: foreign code, so it runs in Jinja's sandbox, and neither its time nor its memory is left to it.
+"""Render a chat template: foreign code, so it runs in Jinja's sandbox, with its time and its memory bounded.
 
 The sandbox keeps a template away from Python, but not from ``'a' * 700000000`` or ``9 ** 9 ** 9``: one such operation holds the
 interpreter's lock or takes all memory, and no deadline reaches into it. So each operation that makes something larger is weighed
@@ -68,14 +68,22 @@ CUT = "TOKAMAC CUTS HERE "
 """Written after the text that a rendering is to end with. The space at its end tells whether the template trims."""
 
 REASONING = ("reasoning_content", "thinking")
-"""Names under which templates look for what a reply thought."""
+"""Names under which templates look for a reply's thinking."""
 
 
 class ChatTemplate:
-    """A model's chat template. source: its text. variables: what it may read beside the messages, such as ``bos_token``.
+    """A model's chat template.
 
-    names: of what else it reads, and may be given as options. words: the texts that stand in it.
-    Raises TemplateError for a text that is too long or no template.
+    Args:
+        source: Its text.
+        variables: What it may read beside the messages, such as ``bos_token``.
+
+    Attributes:
+        names: What else it reads, and may be given as options.
+        words: The texts in it.
+
+    Raises:
+        TemplateError: The text is too long, or no template.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -100,32 +108,34 @@ class ChatTemplate:
         """Return the conversation as text.
 
         Args:
-            messages: each with a role and texts.
-            reply: opens the assistant's turn.
-            cut: a field of the last message: the text ends with it, however the template goes on.
-            options: what else the template is told, by names.
-            seconds: how long it may take.
+            messages: Each with a role and texts.
+            reply: Whether to open the assistant's turn.
+            cut: A field of the last message: the text ends with it, however the template continues.
+            options: Other variables of the template, by name.
+            seconds: How long it may take.
 
         Raises:
-            TemplateError: it does not end, asks for too much, or does not write what is to be cut.
-            Exception: whatever else a template raises.
+            TemplateError: It does not end, asks for too much, or does not write what is to be cut.
+            Exception: Whatever else a template raises.
         """
         turns = [_with_reasoning(message) for message in messages]
         if cut is not None:
             names = REASONING if cut in REASONING else (cut,)
             turns[-1].update({name: turns[-1][name] + CUT for name in names})
         budget = BUDGET + BUDGET_SHARE * sum(len(text) for turn in turns for text in turn.values())
-
-        given = {
-            **self._variables, "tools": None, "documents": None, **(options or {}), "messages": turns,
-            "add_generation_prompt": reply,
-        }  # fmt: skip
+        given = {**self._variables, "tools": None, "documents": None, **(options or {})}
+        given |= {"messages": turns, "add_generation_prompt": reply}
 
         def work() -> str:
             return str(self._template.render(given))
 
         text = with_deadline(lambda: self._environment.spending(budget, work), seconds)
-        return text if cut is None else _cut(text, str(messages[-1][cut]))
+        if cut is None:
+            return text
+        at = text.rfind(CUT.rstrip())
+        if at < 0 or str(messages[-1][cut]).strip() not in text:
+            raise TemplateError("the chat template leaves out the end of the conversation", "Make the reply again.")
+        return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
 
     def _compile(self) -> tuple[Any, frozenset[str], frozenset[str]]:
         """Return the template, the names it reads and the texts in it."""
@@ -137,50 +147,73 @@ class ChatTemplate:
         return self._environment.from_string(parsed), frozenset(read - own), frozenset(words)
 
 
+def with_deadline(work: Callable[[], T], seconds: float = RENDER_SECONDS) -> T:
+    """Run pure-Python ``work`` in a thread of its own and return its result.
+
+    Raises TemplateError when it takes longer than ``seconds``; the thread is then stopped by an exception raised inside it.
+    Whatever ``work`` raises is raised here.
+    """
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except _DeadlineExceeded:
+            pass
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="template", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        # The interpreter delivers this at the next bytecode, and compiled templates are bytecode.
+        identifier = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(_DeadlineExceeded))
+        thread.join(1.0)
+        raise TemplateError(
+            f"the model's chat template did not end within {seconds:g} s", "It probably loops: use another model."
+        )
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+class _DeadlineExceeded(BaseException):
+    """Raised inside the rendering thread; a BaseException so that a template's own handlers don't swallow it."""
+
+
 def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
-    """Return a message that has what it thought under both names that templates use."""
+    """Return a message with its thinking under both names that templates use."""
     usual, other = REASONING
     return {other: message[usual], **message} if usual in message else dict(message)
-
-
-def _cut(text: str, said: str) -> str:
-    """Return a rendering up to the CUT after what was said. Raises TemplateError where it is not in it."""
-    at = text.rfind(CUT.rstrip())
-    if at < 0 or said.strip() not in text:
-        raise TemplateError("the chat template leaves out what was said last", "Make the reply again.")
-    return text[:at] if text.startswith(CUT, at) else text[:at].rstrip()
 
 
 def _locals(parsed: nodes.Template) -> set[str]:
     """Return the names that a template sets for itself: in one block, say, to be read in another.
 
-    One that it may find set is asked for as such, by ``is defined`` or a default, or is set to what it was.
+    Names that may be set from outside are told by ``is defined``, a default, or by being set to what they were.
     """
     stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
     asking = [
         *(test.node for test in parsed.find_all(nodes.Test) if test.name in {"defined", "undefined", "none"}),
         *(each.node for each in parsed.find_all(nodes.Filter) if each.name in {"default", "d"}),
-        *(each.node for each in parsed.find_all(nodes.Assign) if _is_set_to_itself(each)),
+        *(
+            each.node
+            for each in parsed.find_all(nodes.Assign)
+            if isinstance(each.target, nodes.Name) and each.target.name in _names(each.node)
+        ),
     ]
-    asked = {
-        name.name
-        for node in asking
-        if node is not None
-        for name in (node, *node.find_all(nodes.Name))
-        if isinstance(name, nodes.Name)
-    }
-    return stored - asked - KNOWN
+    return stored - {name for node in asking if node is not None for name in _names(node)} - KNOWN
 
 
-def _is_set_to_itself(node: nodes.Assign) -> bool:
-    target = node.target.name if isinstance(node.target, nodes.Name) else None
-    return any(
-        name.name == target for name in (node.node, *node.node.find_all(nodes.Name)) if isinstance(name, nodes.Name)
-    )
+def _names(node: nodes.Node) -> set[str]:
+    return {name.name for name in (node, *node.find_all(nodes.Name)) if isinstance(name, nodes.Name)}
 
 
 class _Code(CodeGenerator):
-    """Has ``~`` join through the environment, which weighs it first; the rest weighs its operators by itself."""
+    """Joins for ``~`` through the environment, which weighs it first; the environment weighs other operators by itself."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802  # Jinja's name
         self.write("environment.concat((")
@@ -228,9 +261,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=self._printed
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=self._weigh_printed
         )
-        self._left = threading.local()  # .budget: of the rendering that this thread does
+        self._left = threading.local()  # .budget: of this thread's rendering
         self.filters = {name: self._weighed(name, found) for name, found in self.filters.items() if name in FILTERS}
         self.filters["tojson"] = self._to_json
         self.globals = {
@@ -305,7 +338,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         def weighed(*args: Any, **named: Any) -> Any:
             value = args[first]
             if isinstance(value, Iterator):
-                value = list(self._taken(value))
+                value = self._list(value)
             given = self._weigh(name, value, args[first + 1 :], named)
             found = function(*args[:first], value, *given, **named)
             self._spend(self._size(found) if isinstance(found, str | list) else 0)
@@ -315,7 +348,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _weigh(self, name: str, value: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Spend what a filter or a method of this name asks for; return its arguments, iterators among them listed."""
-        args = tuple(list(self._taken(each)) if isinstance(each, Iterator) else each for each in args)
+        args = tuple(self._list(each) if isinstance(each, Iterator) else each for each in args)
         given = [*args, *named.values()]
         _check_numbers(given)
         size = self._size(value) + self._size(given)
@@ -341,18 +374,20 @@ class _Environment(ImmutableSandboxedEnvironment):
                 self._spend(16 * size)  # each item is compared about so often
         return args
 
-    def _printed(self, value: Any) -> Any:
+    def _weigh_printed(self, value: Any) -> Any:
         """Jinja's ``finalize``: what a template prints."""
         self._spend(self._size(value))
         return value
 
-    def _taken(self, items: Iterable[T]) -> Iterator[T]:
+    def _list(self, items: Iterable[T]) -> list[T]:
+        listed = []
         for item in items:
             self._spend(1)
-            yield item
+            listed.append(item)
+        return listed
 
     def _size(self, value: Any) -> int:
-        """Return the characters and items of a value as it would be written; little more than what is left, however it nests."""
+        """Return the characters and items of a value as it would be written; stops soon after what is left, however it nests."""
         left, size, rest = self._left.budget, 0, [value]
         while rest and size <= left:
             item = rest.pop()
@@ -381,7 +416,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """Jinja's own writes for a page, and escapes its marks."""
+        """Write JSON for a model; Jinja's own filter writes for a page, and escapes its marks."""
         size = self._size(value)
         self._spend(6 * size + size * min(indent or 0, MOST_NUMBER))
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -419,44 +454,3 @@ def _product_size(left: Any, right: Any) -> int:
         return 0
     times, items = (left, right) if isinstance(left, int) else (right, left)
     return max(0, times) * len(items) if isinstance(times, int) and isinstance(items, Sized) else 0
-
-
-class _DeadlineExceeded(BaseException):
-    """Raised inside the rendering thread; a BaseException so that a template's own handlers don't swallow it."""
-
-
-def with_deadline(work: Callable[[], T], seconds: float = RENDER_SECONDS) -> T:
-    """Run pure-Python ``work`` in a thread of its own and return its result.
-
-    Raises TemplateError when it takes longer than ``seconds``; the thread is then stopped by an exception raised inside it.
-    Whatever ``work`` raises is raised here.
-    """
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except _DeadlineExceeded:
-            pass
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="template", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        _stop(thread)
-        raise TemplateError(
-            f"the model's chat template did not end within {seconds:g} s", "It probably loops: use another model."
-        )
-    if failure:
-        raise failure[0]
-    return outcome[0]
-
-
-def _stop(thread: threading.Thread) -> None:
-    # The interpreter delivers this at the next bytecode, and compiled templates are bytecode.
-    identifier = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(_DeadlineExceeded))
-    thread.join(1.0)

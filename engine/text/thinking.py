@@ -1,14 +1,13 @@
-"""Chat templates of models that are published without one: their makers give the format as a program instead, which is not run.
+"""What a chat template can be told about thinking, found from the template itself; and templates of models published without one.
 
-What a chat template can be told of thinking, found from the template itself.
-
-Families differ in the name (``enable_thinking``, ``thinking``, ``reasoning_effort``, ``thinking_budget``), in what it may be, and
-some read a word in the system message instead. So whatever name a template reads is tried on a short conversation: what changes
-nothing there is no switch, and what the template refuses is no mode of it.
+Families differ in the name (``enable_thinking``, ``thinking``, ``reasoning_effort``, ``thinking_budget``), in its values, and some
+read a word in the system message instead. So whatever name a template reads is tried on a short conversation: one that changes
+nothing there is no switch, and a value that the template refuses is no mode of it. The makers of some models give the format as a
+program instead of a template; it is not run, its template is here.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,110 +29,105 @@ BUDGET = "thinking_budget"
 KNOWN = frozenset({*FLAGS, *EFFORTS, *CHOICES, BUDGET})
 """All of these names."""
 SYSTEM_WORDS = (("/think", "/no_think"), ("detailed thinking on", "detailed thinking off"))
-"""What the system message may say of it, where the template looks for that: Nemotron Nano 2, Ling."""
+"""Words in the system message, where the template looks for them: Nemotron Nano 2, Ling."""
 
 SECONDS = 1.0
-"""All tries together; a real template needs a few milliseconds."""
+"""For all tries together; a real template needs a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a template is told. keywords: beside the messages; word: at the end of the system message."""
+class TemplateArguments:
+    """What a template is given beside the messages. keywords: by name; word: at the end of the system message."""
 
     keywords: Mapping[str, Any] = field(default_factory=dict)
     word: str = ""
 
 
-Render = Callable[[Told], str | None]
+Render = Callable[[TemplateArguments], str | None]
 """Renders a short conversation with a system message; None where the template fails."""
 
+Switches = dict[Thinking, TemplateArguments]
 
-def find_switches(names: Iterable[str], words: Iterable[str], render: Render) -> dict[Thinking, Told]:
-    """Return how a template is told each mode of thinking that it knows.
 
-    names: that it reads beside the messages. words: the texts in it.
+def find_switches(names: Iterable[str], words: Iterable[str], render: Render) -> Switches:
+    """Return what tells a template each mode of thinking that it knows.
+
+    Args:
+        names: What it reads beside the messages.
+        words: The texts in it.
+        render: Tries a switch.
     """
-    read, said = frozenset(names), frozenset(words)
-    render = _for_a_second(render)
-    found = _flag(read, render) or _choice(read, said, render)
-    found |= _effort(read, said, render, found)
-    if "off" not in found:
-        found |= _budget(read, render)
+    read, texts = frozenset(names), frozenset(words)
+    ends = time.monotonic() + SECONDS
+
+    def in_time(switch: TemplateArguments) -> str | None:
+        return render(switch) if time.monotonic() < ends else None
+
+    found = _first_pair(_flags_and_choices(read, texts), in_time)
+    found |= _find_efforts(read, texts, in_time, found)
+    if "off" not in found and BUDGET in read:
+        found |= _first_pair([(TemplateArguments(), TemplateArguments({BUDGET: 0}))], in_time)
     if not found:
-        found = _system_word(said, render)
+        found = _find_system_word(texts, in_time)
     return {mode: found[mode] for mode in THINKING if mode in found}
 
 
-def _for_a_second(render: Render) -> Render:
-    ends = time.monotonic() + SECONDS
-    return lambda told: render(told) if time.monotonic() < ends else None
+def _flags_and_choices(
+    read: frozenset[str], texts: frozenset[str]
+) -> Iterator[tuple[TemplateArguments, TemplateArguments]]:
+    for name in FLAGS:
+        if name in read:
+            yield TemplateArguments({name: True}), TemplateArguments({name: False})
+    for name in CHOICES:
+        for on, off in CHOICE_WORDS:
+            if name in read and (on in texts or off in texts):
+                yield TemplateArguments({name: on}), TemplateArguments({name: off})
+
+
+def _first_pair(pairs: Iterable[tuple[TemplateArguments, TemplateArguments]], render: Render) -> Switches:
+    """Return the first pair that makes a difference, as on and off."""
+    return next(({"on": on, "off": off} for on, off in pairs if _differ(render(on), render(off))), {})
 
 
 def _differ(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and one != other
 
 
-def _two(on: Told, off: Told, render: Render) -> dict[Thinking, Told]:
-    return {"on": on, "off": off} if _differ(render(on), render(off)) else {}
-
-
-def _flag(read: frozenset[str], render: Render) -> dict[Thinking, Told]:
-    tried = (_two(Told({name: True}), Told({name: False}), render) for name in FLAGS if name in read)
-    return next(filter(None, tried), {})
-
-
-def _choice(read: frozenset[str], said: frozenset[str], render: Render) -> dict[Thinking, Told]:
-    tried = (
-        _two(Told({name: on}), Told({name: off}), render)
-        for name in CHOICES
-        if name in read
-        for on, off in CHOICE_WORDS
-        if on in said or off in said
-    )
-    return next(filter(None, tried), {})
-
-
-def _effort(
-    read: frozenset[str], said: frozenset[str], render: Render, found: Mapping[Thinking, Told]
-) -> dict[Thinking, Told]:
-    """Return the levels that the template tells apart. found: how thinking is turned on and off, where it is known already."""
+def _find_efforts(read: frozenset[str], texts: frozenset[str], render: Render, found: Switches) -> Switches:
+    """Return the levels that the template tells apart. found: how thinking is turned on and off, where that is known."""
     on = dict(found["on"].keywords) if "on" in found else {}
     for name in EFFORTS:
         if name not in read:
             continue
-        told = {level: Told({**on, name: level}) for level in LEVELS}
-        texts = {level: text for level in LEVELS if (text := render(told[level])) is not None}
-        none = [Told({name: word}) for word in NO_EFFORT if word in said]
-        off = [each for each in none if all(_differ(render(each), text) for text in texts.values())]
-        if len({*texts.values()}) < 2 and not (off and texts):
+        switches = {level: TemplateArguments({**on, name: level}) for level in LEVELS}
+        rendered = {level: text for level in LEVELS if (text := render(switches[level])) is not None}
+        none = [TemplateArguments({name: word}) for word in NO_EFFORT if word in texts]
+        off = [each for each in none if all(_differ(render(each), text) for text in rendered.values())]
+        if len({*rendered.values()}) < 2 and not (off and rendered):
             continue
-        levels: dict[Thinking, Told] = {level: told[level] for level in texts}
+        levels: Switches = {level: switches[level] for level in rendered}
         if found:
             return levels
         if not off:
-            return {"on": Told(), **levels}  # it always thinks
+            return {"on": TemplateArguments(), **levels}  # it always thinks
         return {"on": levels["medium" if "medium" in levels else [*levels][-1]], "off": off[0], **levels}
     return {}
 
 
-def _budget(read: frozenset[str], render: Render) -> dict[Thinking, Told]:
-    return _two(Told(), Told({BUDGET: 0}), render) if BUDGET in read else {}
-
-
-def _system_word(said: frozenset[str], render: Render) -> dict[Thinking, Told]:
+def _find_system_word(texts: frozenset[str], render: Render) -> Switches:
     for on, off in SYSTEM_WORDS:
-        if not any(off in text for text in said):
+        if not any(off in text for text in texts):
             continue
-        with_on, with_off = render(Told(word=on)), render(Told(word=off))
+        with_on, with_off = render(TemplateArguments(word=on)), render(TemplateArguments(word=off))
         if with_on and with_off and with_on.replace(on, "") != with_off.replace(off, ""):
-            return {"on": Told(word=on), "off": Told(word=off)}
+            return {"on": TemplateArguments(word=on), "off": TemplateArguments(word=off)}
     return {}
 
 
 BAR, SPACE = "\uff5c", "\u2581"
 
 DEEPSEEK = (
-    # The reply to the last user is thought out first, unless that is turned off; of earlier ones the thoughts are left out.
+    # The reply to the last user begins with thinking, unless that is turned off; earlier replies lose theirs.
     "{%- set thinks = thinking is not defined or thinking %}"
     "{%- set last = namespace(user=-1) %}"
     "{%- for message in messages %}"

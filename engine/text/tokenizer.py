@@ -1,11 +1,9 @@
 """Text to token ids and back: the tokenizer, its chat template, and a detokenizer that never shows half a character.
 
-What a user writes never becomes a control token: contents are marked where they look like one, and encoded in two pieces there.
-
-A tokenizer reads ``<|im_end|>`` as the end of a turn wherever it stands, so a pasted file could end the user's turn and begin a
-system's. Only a chat template may write such marks. So every look-alike in a message gets a BREAK inside it before the template
-sees it, and what the template rendered is encoded piece by piece between breaks: no piece holds a whole mark, and decoded the
-pieces are the text.
+What a user writes never becomes a control token. A tokenizer reads ``<|im_end|>`` as the end of a turn wherever it stands, so a
+pasted file could end the user's turn and begin a system's; only a chat template may write such marks. So every look-alike in a
+message gets a BREAK inside it before the template sees it, and what the template rendered is encoded piece by piece between breaks:
+no piece holds a whole mark, and decoded the pieces are the text.
 """
 
 import copy
@@ -32,17 +30,62 @@ from tokamac.engine.files import TOKENIZER_BYTES, check_regular, read_text
 from tokamac.engine.options import TemplateOptions, Thinking
 from tokamac.engine.text.encoder import SegmentEncoder, check_growth
 from tokamac.engine.text.template import ChatTemplate
-from tokamac.engine.text.thinking import BUDGET, SECONDS, Told, find_switches, template_of
+from tokamac.engine.text.thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
 
 if TYPE_CHECKING:
     from tokamac.engine.sampling import Breakers
-
 
 BREAK = "\ufdd1"
 """A noncharacter: Unicode keeps it out of texts for private use, and no template trims or splits at it."""
 
 LEADS = ("\n", ".", "a")
 """Texts to encode a later piece after: some tokenizers put a space before whatever they are given first."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
+
+READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of a model's folder that transformers may read."""
+
+HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+"""How a Harmony reply usually begins, and how its answer follows."""
+
+THINKING_MARKERS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+    HARMONY,
+)
+"""How models mark their thinking: (begins with, ends with). Only pairs whose first special token is in the vocabulary apply."""
+
+FIELDS: dict[TextKind, str] = {"answer": "content", "thinking": "reasoning_content"}
+"""Where templates look for the parts of a reply."""
+
+LONGEST_PENDING = 8
+"""Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come before."""
+
+LONGEST_CONTEXT = 8
+"""Tokens decoded again with each new one, at most, before the oldest are dropped."""
+
+LATER_SYSTEM = (
+    Message("system", "Be brief."),
+    Message("user", "What is prefill?"),
+    Message("assistant", "It reads the prompt."),
+    Message("system", "Be thorough from here on."),
+    Message("user", "What is decode?"),
+)
+"""Tried on a chat template: does it write a system message that follows others, in its place?"""
+
+TRIED = (Message("system", "Be brief."), Message("user", "What is prefill?"))
+"""Tried on a chat template: what can it be told about thinking?"""
+
+THOUGHT, SAID = "It reads the prompt, I think", "Prefill reads the prompt"
+"""Tried on a chat template: how does thinking end?"""
+
+MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
+"""What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
 
 
 class ControlTokens:
@@ -62,16 +105,6 @@ class ControlTokens:
         places = [place + 1 for place in self._places(content, self._marks - set(keep) if keep else self._marks)]
         return BREAK.join(content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True))
 
-    def are_all(self, text: str) -> bool:
-        """Whether a text is control tokens and white space alone."""
-        while text := text.strip():
-            lengths = self._lengths.get(text[:2], set())
-            longest = max((length for length in lengths if text[:length] in self._marks), default=0)
-            if not longest:
-                return False
-            text = text[longest:]
-        return True
-
     def broken_in(self, value: Any) -> Any:
         """Return a JSON value whose texts are ``broken``."""
         if isinstance(value, str):
@@ -82,8 +115,18 @@ class ControlTokens:
             return {self.broken(name): self.broken_in(each) for name, each in value.items()}
         return value
 
+    def are_all(self, text: str) -> bool:
+        """Whether a text is control tokens and white space alone."""
+        while text := text.strip():
+            lengths = self._lengths.get(text[:2], set())
+            longest = max((length for length in lengths if text[:length] in self._marks), default=0)
+            if not longest:
+                return False
+            text = text[longest:]
+        return True
+
     def _places(self, content: str, marks: frozenset[str]) -> Iterator[int]:
-        """Yield where ``marks`` begin, also those that overlap."""
+        """Yield where ``marks`` begin, overlapping ones too."""
         at = 0
         while (found := self._begins.search(content, at)) is not None:
             at = found.start()
@@ -92,77 +135,12 @@ class ControlTokens:
             at += 1
 
 
-def encode_broken(text: str, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Return the ids of a text with BREAKs in it: of each piece on its own, as it would stand within a text."""
-    first, *rest = text.split(BREAK)
-    ids = encode(first)
-    for piece in rest:
-        ids += encode_within(piece, encode, decode)
-    return ids
-
-
-def encode_within(piece: str, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Return the ids of a piece of text as it would stand within a text."""
-    for lead in LEADS:
-        before, both = encode(lead), encode(lead + piece)
-        if both[: len(before)] == before and decode(both) == decode(before) + piece:
-            return both[len(before) :]
-    return encode(piece)
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
-
-READ_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files of a model's folder that transformers may read."""
-
-HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
-"""How a Harmony reply usually begins, and how its answer follows."""
-
-# How models mark their reasoning: (begins with, ends with). Only pairs whose first special token is in the vocabulary apply.
-THINKING_MARKERS = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"),
-    HARMONY,
-)
-
-FIELDS: dict[TextKind, str] = {"answer": "content", "thinking": "reasoning_content"}
-"""Where templates look for the parts of a reply."""
-
-LONGEST_PENDING = 8
-"""Tokens waited for before bytes that are no character are shown: a character has 4 bytes, and a stray one may come before."""
-
-LONGEST_CONTEXT = 8
-"""Tokens decoded again with each new one, at most, before the oldest are let go of."""
-
-LATER_SYSTEM = (
-    Message("system", "Be brief."),
-    Message("user", "What is prefill?"),
-    Message("assistant", "It reads the prompt."),
-    Message("system", "Be thorough from here on."),
-    Message("user", "What is decode?"),
-)
-"""What a chat template is tried with: does it write a system message that follows others, in its place?"""
-
-TRIED = (Message("system", "Be brief."), Message("user", "What is prefill?"))
-"""What a chat template is tried with: what can it be told of thinking?"""
-
-THOUGHT, SAID = "It reads the prompt, I think", "Prefill reads the prompt"
-"""What it is tried with for how thinking ends."""
-
-MARK = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-"""What an added token looks like that is a mark for the model, special or not: <think>, [INST]."""
-
-
 class Detokenizer:
     """Turns a stream of token ids into whole characters.
 
     The text of ``ids[:n]`` is a prefix of the text of ``ids[:n+1]`` only up to an unfinished character, and a token's text can
-    depend on the one before it (a leading space). So it decodes from a little before what is shown, and shows the difference.
-    That little is a few tokens, not one, so that most tokens are decoded once: it is the dearest of what a token costs the host.
+    depend on the one before it (a leading space). So it decodes from a few tokens before what is shown, and shows the difference.
+    A few, not one, so that most tokens are decoded once: decoding is the dearest of what a token costs the host.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()) -> None:
@@ -174,16 +152,16 @@ class Detokenizer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that came is shown."""
+        """Whether all that was added is shown."""
         return self._shown == len(self._ids)
 
     def add(self, token: int) -> str:
-        """Take one token and return the characters that became whole; "" while one is incomplete."""
+        """Add one token and return the characters that became whole; "" while one is incomplete."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """Return what is left; bytes that never became a character come out as U+FFFD."""
+        """Return the rest; bytes that never became a character come out as U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
@@ -211,48 +189,33 @@ class Tokenizer:
         self.vocabulary_size = len(hf_tokenizer)
         self.thinking = self._find_thinking()
         self._hidden_ids = self._find_hidden_ids()
-        self._control = ControlTokens(self._find_marks())
+        added = hf_tokenizer.added_tokens_decoder.values()
+        # Special tokens, and added ones that look like marks: not runs of spaces or digits.
+        marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
+        self._control = ControlTokens(marks | set(hf_tokenizer.all_special_tokens))
         self._breakers: dict[tuple[str, ...], Breakers] = {}
         splits = backend is not None and not backend.encode_special_tokens
-        self._segments = SegmentEncoder(
-            self._encode_segment, hf_tokenizer.added_tokens_decoder.values() if splits else ()
-        )
-        self._told = Told()
+        self._segments = SegmentEncoder(self._encode_segment, added if splits else ())
+        self._arguments = TemplateArguments()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model is meant to be chatted with."""
         return bool(self._hf.chat_template)
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ``text``, as they stand: nothing is added unless asked for.
+    @property
+    def writes_channels(self) -> bool:
+        """Whether replies are Harmony messages, each in a channel of its own (gpt-oss)."""
+        return self.thinking == HARMONY
 
-        Of a rendered conversation, what its contents only looked like is encoded as plain text; else marks become control tokens.
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of ``text`` as it is: nothing is added unless asked for.
+
+        In a rendered conversation, look-alikes within messages are encoded as plain text; elsewhere marks become control tokens.
         """
         if add_special_tokens and BREAK not in text:
             return self._encode_plain(text, add_special_tokens=True)
         return self._segments(text)
-
-    def _encode_segment(self, text: str) -> list[int]:
-        return encode_broken(text, self._encode_plain, self._decode) if BREAK in text else self._encode_plain(text)
-
-    def _encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
-        # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
-        with panics_as_errors():
-            return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-
-    def plain(self, said: Message) -> Message:
-        """Return a message in which nothing looks like a control token.
-
-        A reply keeps its marks of thinking, which templates read.
-        """
-        keep = (self.thinking or ()) if said.role == "assistant" else ()
-        content, thinking = (self._control.broken(text, keep) for text in (said.content, said.thinking))
-        return replace(said, content=content, thinking=thinking)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, without end and padding marks; U+FFFD stands for bytes that are no character.
@@ -266,7 +229,7 @@ class Tokenizer:
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         """Return a new streaming detokenizer; feed it only tokens for which ``is_hidden`` is false.
 
-        after: the tokens that come before; what they mean is not shown again.
+        after: the tokens that come before; their text is not shown again.
         """
         return Detokenizer(self._decode, after)
 
@@ -279,46 +242,38 @@ class Tokenizer:
         return self._decode([token])
 
     def breakers(self, texts: tuple[str, ...]) -> "Breakers":
-        """Return which tokens end a repeated sequence (DRY): those that spell one of ``texts``, and marks for the model."""
+        """Return which tokens end a repeated sequence (DRY): those that spell one of ``texts``, and marks for the model.
+
+        The first time this decodes every token: about a second for a large vocabulary on a slow machine.
+        """
         known = self._breakers.get(texts)
         if known is None:
             from tokamac.engine.sampling import find_breakers
 
-            known = find_breakers(texts, self._token_texts(), self._encode_within, self._hidden_ids)
+            ids = range(max(self._hf.get_vocab().values(), default=-1) + 1)
+            if self._hf.is_fast:
+                backend = self._hf.backend_tokenizer
+                vocabulary = list(backend.decode_batch([[each] for each in ids], skip_special_tokens=False))
+            else:
+                vocabulary = [self._decode([each]) for each in ids]
+            known = find_breakers(texts, vocabulary, self._encode_after_letter, self._hidden_ids)
             self._breakers = {texts: known}
         return known
-
-    def _token_texts(self) -> list[str]:
-        """Return the text of every token, by id: about a second for a large vocabulary on a slow machine."""
-        ids = range(max(self._hf.get_vocab().values(), default=-1) + 1)
-        if self._hf.is_fast:
-            return list(self._hf.backend_tokenizer.decode_batch([[each] for each in ids], skip_special_tokens=False))
-        return [self._decode([each]) for each in ids]
-
-    def _encode_within(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands within another: some tokenizers put a space before what begins."""
-        first, both = self.encode("a"), self.encode(f"a{text}")
-        return both[len(first) :] if both[: len(first)] == first else self.encode(text)
-
-    @property
-    def writes_channels(self) -> bool:
-        """Whether replies are Harmony messages, each in a channel of its own (gpt-oss)."""
-        return self.thinking == HARMONY
 
     def using(self, options: TemplateOptions) -> "Tokenizer":
         """Return this tokenizer with ``options`` for the chat template.
 
-        Raises OptionError for what the template can't be told, and for a budget of thinking where the model marks none.
+        Raises OptionError for what the template does not take, and for a thinking budget where the model marks no thinking.
         """
         if options.thinking_budget is not None and self.thinking is None:
             raise OptionError(
                 f"{self._name} marks no thinking, so a thinking budget has nothing to end", "Leave the budget out."
             )
-        told = self._told_by(options)
-        if told == self._told:
+        arguments = self._arguments_for(options)
+        if arguments == self._arguments:
             return self
         other = copy.copy(self)
-        other._told = told
+        other._arguments = arguments
         return other
 
     @property
@@ -328,7 +283,7 @@ class Tokenizer:
 
     @property
     def thinking_modes(self) -> tuple[Thinking, ...]:
-        """The modes of thinking that the chat template can be told."""
+        """The modes of thinking that the chat template knows."""
         return tuple(self._switches)
 
     def thinking_end(self, thought: str) -> list[int]:
@@ -336,34 +291,7 @@ class Tokenizer:
         end = self._thinking_ends
         while thought.endswith("\n") and end.startswith("\n"):
             end, thought = end[1:], thought[:-1]
-        return encode_within(end, self._encode_plain, self._decode)
-
-    def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
-        """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
-
-        For ``encode``: contents that look like control tokens are marked.
-        Raises TemplateError when the template is missing, fails, or does not end.
-        """
-        if not self.has_chat_template:
-            raise TemplateError(f"{self._name} has no chat template", "Choose an instruct or chat model.")
-        try:
-            return self._render(messages, reply)
-        except TemplateError as error:
-            folded = _fold_system(messages)
-            if folded is None:
-                raise
-            # Some templates refuse the system role (Gemma 2's raises): the words still reach the model, in the user's turn.
-            try:
-                return self._render(folded, reply)
-            except TemplateError:
-                raise error from None
-
-    def render_cut(self, messages: Sequence[Message], kind: TextKind) -> str:
-        """Return a conversation that ends with a reply, open after the reply's text of this ``kind``.
-
-        The template may trim that text. Raises TemplateError where it fails, or does not write that text at all.
-        """
-        return self._render(messages, reply=False, cut=FIELDS[kind])
+        return self._encode_within(end)
 
     def takes_later_system(self) -> bool:
         """Whether the chat template writes a system message that follows others in its place, and the first one too.
@@ -388,10 +316,47 @@ class Tokenizer:
         _, found, rest = rendered.rpartition(start)
         return bool(found) and end not in rest and self._control.are_all(rest)
 
-    def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
-        turns = [_as_dict(self.plain(message)) for message in _with_word(messages, self._told.word)]
+    def plain(self, message: Message) -> Message:
+        """Return a message in which nothing looks like a control token, but for a reply's thinking marks: templates read them."""
+        keep = (self.thinking or ()) if message.role == "assistant" else ()
+        content, thinking = (self._control.broken(text, keep) for text in (message.content, message.thinking))
+        return replace(message, content=content, thinking=thinking)
+
+    def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """Return the conversation as the model was trained to read it; ``reply`` opens the assistant's turn.
+
+        For ``encode``: look-alikes of control tokens in messages are marked.
+        Raises TemplateError when the template is missing, fails, or does not end.
+        """
+        if not self.has_chat_template:
+            raise TemplateError(f"{self._name} has no chat template", "Choose an instruct or chat model.")
         try:
-            return self._template.render(turns, reply=reply, cut=cut, options=self._told.keywords, **more)
+            return self._render(messages, reply)
+        except TemplateError as error:
+            folded = _fold_system(messages)
+            if folded is None:
+                raise
+            # Some templates refuse the system role (Gemma 2's raises): the words still reach the model, in the user's turn.
+            try:
+                return self._render(folded, reply)
+            except TemplateError:
+                raise error from None
+
+    def render_cut(self, messages: Sequence[Message], kind: TextKind) -> str:
+        """Return a conversation that ends with a reply, open after the reply's text of this ``kind``.
+
+        The template may trim that text. Raises TemplateError where it fails, or does not write that text at all.
+        """
+        return self._render(messages, reply=False, cut=FIELDS[kind])
+
+    def compile_template(self) -> None:
+        """Compile the chat template now, so that no reply waits for it. An invalid one is reported when it is used."""
+        _ = self._usable_template
+
+    def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
+        turns = [_as_dict(self.plain(message)) for message in _with_word(messages, self._arguments.word)]
+        try:
+            return self._template.render(turns, reply=reply, cut=cut, options=self._arguments.keywords, **more)
         except TemplateError:
             raise
         except Exception as error:  # a template may raise anything
@@ -401,57 +366,49 @@ class Tokenizer:
                 "Check the order of the messages, or use another model.",
             ) from error
 
-    def compile_template(self) -> None:
-        """Compile the chat template now, so that no reply waits for it. One that is none says so when it is used."""
-        if self.has_chat_template:
-            with suppress(Exception):
-                _ = self._template
-
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
 
     @property
     def _usable_template(self) -> ChatTemplate | None:
-        """The template; None where there is none, or it is none: rendering says why."""
+        """The template; None where there is none or it is invalid: rendering says why."""
         with suppress(Exception):
             return self._template if self.has_chat_template else None
         return None
 
     @cached_property
-    def _switches(self) -> dict[Thinking, Told]:
-        """How the template is told each mode of thinking that it knows."""
+    def _switches(self) -> dict[Thinking, TemplateArguments]:
         if (template := self._usable_template) is None:
             return {}
         return find_switches(template.names, template.words, self._try)
 
     @cached_property
     def _thinking_ends(self) -> str:
-        """What stands between what a reply thought and its answer: as the template writes it, else the mark alone."""
+        """What stands between thinking and answer: as the template writes it, else the mark alone."""
         if self.thinking is None:
             return ""
         mark = self.thinking[1]
-        reply = Message("assistant", SAID, THOUGHT)
         with suppress(TemplateError):
-            _, _, rest = self._render([TRIED[1], reply], reply=False).partition(THOUGHT)
+            _, _, rest = self._render([TRIED[1], Message("assistant", SAID, THOUGHT)], reply=False).partition(THOUGHT)
             between, said, _ = rest.partition(SAID)
             if said and mark in between:
                 return between
         return f"\n{mark}\n\n" if mark == "</think>" else mark
 
-    def _try(self, told: Told) -> str | None:
-        """Return a short conversation rendered with what the template is told; None where it fails."""
+    def _try(self, arguments: TemplateArguments) -> str | None:
+        """Return a short conversation rendered with these arguments; None where the template fails."""
         tried = copy.copy(self)
-        tried._told = told
+        tried._arguments = arguments
         for messages in (TRIED, TRIED[1:]):
             with suppress(TemplateError):
                 return tried._render(messages, reply=True, seconds=SECONDS)
         return None
 
-    def _told_by(self, options: TemplateOptions) -> Told:
+    def _arguments_for(self, options: TemplateOptions) -> TemplateArguments:
         keywords, word = options.values, ""
         if not options.changes_prompt and options.thinking_budget is None:
-            return Told()
+            return TemplateArguments()
         names = self.template_names
         for name in keywords:
             if name not in names:
@@ -467,11 +424,10 @@ class Tokenizer:
             keywords, word = {**keywords, **switch.keywords}, switch.word
         if options.thinking_budget is not None and BUDGET in names:
             keywords = {BUDGET: options.thinking_budget, **keywords}
-        return Told({name: self._control.broken_in(value) for name, value in keywords.items()}, word)
+        return TemplateArguments({name: self._control.broken_in(value) for name, value in keywords.items()}, word)
 
     def _no_switch(self, mode: str) -> OptionError:
-        modes = ", ".join(self._switches)
-        if modes:
+        if modes := ", ".join(self._switches):
             return OptionError(f"the chat template of {self._name} knows no thinking {mode}", f"It knows: {modes}.")
         does = "thinks or not as it was trained" if self.thinking is not None else "marks no thinking"
         why = f"the chat template of {self._name} has no switch for thinking: the model {does}"
@@ -480,6 +436,34 @@ class Tokenizer:
     def _what_it_reads(self) -> str:
         names = ", ".join(self.template_names)
         return f"Beside the messages it reads: {names}." if names else "It reads nothing beside the messages."
+
+    def _encode_segment(self, text: str) -> list[int]:
+        first, *rest = text.split(BREAK)
+        ids = self._encode_plain(first)
+        for piece in rest:
+            ids += self._encode_within(piece)
+        return ids
+
+    def _encode_within(self, piece: str) -> list[int]:
+        """Return the ids of a piece of text as it would stand within a text."""
+        for lead in LEADS:
+            before, both = self._encode_plain(lead), self._encode_plain(lead + piece)
+            if both[: len(before)] == before and self._decode(both) == self._decode(before) + piece:
+                return both[len(before) :]
+        return self._encode_plain(piece)
+
+    def _encode_after_letter(self, text: str) -> list[int]:
+        first, both = self.encode("a"), self.encode(f"a{text}")
+        return both[len(first) :] if both[: len(first)] == first else self.encode(text)
+
+    def _encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError("the text is not valid Unicode", "Check the encoding of what was given.") from error
+        # Not verbose: it would print that a long text is longer than the context, which is checked where that matters.
+        with panics_as_errors():
+            return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend_decode is not None:
@@ -494,25 +478,15 @@ class Tokenizer:
     def _find_thinking(self) -> tuple[str, str] | None:
         vocabulary = self._hf.get_vocab()
         for start, end in THINKING_MARKERS:
-            first = start if start in vocabulary else _leading_special(start)
-            if first in vocabulary:
+            first_token = start[: start.index(">") + 1] if ">" in start else start
+            if start in vocabulary or first_token in vocabulary:
                 return start, end
         return None
-
-    def _find_marks(self) -> set[str]:
-        """Return the texts of control tokens: special ones, and added ones that look like marks. Not runs of spaces or digits."""
-        added = self._hf.added_tokens_decoder.values()
-        marks = {str(token) for token in added if token.special or MARK.fullmatch(str(token))}
-        return marks | set(self._hf.all_special_tokens)
 
     def _find_hidden_ids(self) -> frozenset[int]:
         marks = "".join(self.thinking or ())
         special = zip(self._hf.all_special_ids, self._hf.all_special_tokens, strict=True)
         return frozenset(token for token, text in special if text not in marks) | self.eos_ids
-
-
-def _leading_special(marker: str) -> str:
-    return marker[: marker.index(">") + 1] if ">" in marker else marker
 
 
 def _as_dict(message: Message) -> dict[str, str]:
@@ -557,7 +531,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any], name: str) -> Tokenizer
     check_growth(folder / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except BaseException as error:  # transformers raises many kinds for bad files, and what it stands on panics
+    except BaseException as error:  # transformers raises many kinds for bad files, and the Rust library panics
         if not isinstance(error, Exception) and panic_error(error) is None:
             raise
         reason = " ".join(str(error).split())[:200]
@@ -580,10 +554,8 @@ def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[
     found: set[int] = set()
     generation = generation_config(folder).get("eos_token_id")
     for value in (config.get("eos_token_id") if generation is None else generation, tokenizer.eos_token_id):
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list):
-            found.update(item for item in value if isinstance(item, int))
+        listed = value if isinstance(value, list) else [value]
+        found.update(item for item in listed if isinstance(item, int))
     return frozenset(found)
 
 
@@ -602,6 +574,6 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
-    """Return what the tokenizer puts before every text: a mark without which some models compute nonsense, or nothing."""
+    """Return the ids that the tokenizer puts before every text: a mark without which some models compute nonsense, or nothing."""
     plain, marked = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
     return next((marked[:at] for at in range(len(marked)) if marked[at : at + len(plain)] == plain), [])

@@ -29,23 +29,22 @@ from tokamac.engine.model.cpu import DenseLinear
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
-from tokamac.quant.methods.method import (
+from tokamac.quant.methods import (
     FLOAT_BYTES,
     OTHERWISE,
-    Progress,
     Silent,
     attention_bytes,
     check_plain,
     packed_layer,
     running,
-    taken_over,
     uniform,
+    with_packed,
     working,
 )
-from tokamac.quant.modules import Method, Packed, check_finite, clone, layer_paths, leaves, override
+from tokamac.quant.modules import Method, check_finite, clone, layer_paths, leaves, override
 from tokamac.quant.options import Options
-from tokamac.quant.report import StageDone
-from tokamac.quant.source import Source, fresh
+from tokamac.quant.report import StageDone, StageProgress
+from tokamac.quant.source import Packed, Source, fresh
 from tokamac.quant.streaming import rows_here
 
 SEQUENCES = 8
@@ -74,7 +73,7 @@ def check(config: Mapping[str, Any], module: Any, options: Options) -> None:
 
 
 def pack(
-    source: Source, options: Options, chosen: Choices, sequences: Sequence[Sequence[int]], progress: Progress
+    source: Source, options: Options, chosen: Choices, sequences: Sequence[Sequence[int]], progress: StageProgress
 ) -> Source:
     """Return ``source`` with the linear layers of its blocks scaled, clipped and packed: those that ``chosen`` packs uniformly.
 
@@ -92,7 +91,7 @@ def pack(
         model = _Blockwise(rules.embed, blocks.one_by_one())
         # Given as the token ids, which mlx-lm only hands to the embedding and asks for the sequences' length.
         awq.awq_quantize(model, hidden, rules, group_size=options.group, bits=options.packed_bits)
-    return taken_over(source, blocks.packed, blocks.changed)
+    return with_packed(source, blocks.packed, blocks.changed)
 
 
 def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:  # noqa: ARG001
@@ -119,7 +118,7 @@ def _at_once(module: Any, sequences: int, length: int) -> int:
 class _Blocks:
     """The blocks of a model, each read when it is asked for; when the next one is, what mlx-lm made of it is taken over."""
 
-    def __init__(self, source: Source, packing: Packing, chosen: Choices, progress: Progress) -> None:
+    def __init__(self, source: Source, packing: Packing, chosen: Choices, progress: StageProgress) -> None:
         self.packed: dict[str, Packed] = {}
         self.changed: dict[str, mx.array] = {}
         self._source, self._packing, self._chosen, self._progress = source, packing, chosen, progress

@@ -20,24 +20,23 @@ from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant.calibration import LENGTH
 from tokamac.quant.choices import Choices
-from tokamac.quant.methods.method import (
+from tokamac.quant.methods import (
     FLOAT_BYTES,
     OTHERWISE,
-    Progress,
     Silent,
     attention_bytes,
     check_plain,
     packed_layer,
     running,
-    taken_over,
     uniform,
+    with_packed,
     working,
 )
-from tokamac.quant.modules import Packed, layer_paths, leaves
+from tokamac.quant.modules import layer_paths, leaves
 from tokamac.quant.options import Options
-from tokamac.quant.report import StageDone, WeightError
+from tokamac.quant.report import StageDone, StageProgress, WeightError
 from tokamac.quant.search import squared_error
-from tokamac.quant.source import Source, fresh
+from tokamac.quant.source import Packed, Source, fresh
 from tokamac.quant.streaming import Inputs, Streamed, rows_here, streamable_source
 
 SEQUENCES = 32
@@ -62,7 +61,7 @@ def check(config: Mapping[str, Any], module: Any, options: Options) -> None:  # 
 
 
 def pack(
-    source: Source, options: Options, chosen: Choices, sequences: Sequence[Sequence[int]], progress: Progress
+    source: Source, options: Options, chosen: Choices, sequences: Sequence[Sequence[int]], progress: StageProgress
 ) -> Source:
     """Return ``source`` with its linear layers packed: those that ``chosen`` packs uniformly.
 
@@ -78,7 +77,7 @@ def pack(
     Streamed(streamable_source(source), progress=layer_done).observe(sequences, packer.note)
     packer.pack()  # the output head, which is no layer
     packer.check_all()
-    return taken_over(source, packer.packed, changed={})
+    return with_packed(source, packer.packed, changed={})
 
 
 def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:

@@ -20,7 +20,7 @@ def test_help_of_help_is_the_programs(tokamac: Run) -> None:
 def test_help_of_what_is_no_command_is_wrong_usage(tokamac: Run) -> None:
     done = tokamac("help", "bnech")
     assert (done.status, done.out) == (2, "")
-    assert done.err == "tokamac: there is no command 'bnech'; did you mean tokamac bench? See `tokamac --help`.\n"
+    assert done.err == "tokamac: there is no help on 'bnech'; did you mean tokamac help bench? See `tokamac help`.\n"
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])

@@ -17,11 +17,12 @@ from mlx_lm.chat_templates import deepseek_v32
 
 from tests.engine.test_golden import GOLDEN, build, golden
 from tests.golden.weights import tensor
+from tests.kv.models import offset, trim
 from tests.quant.packed_models import write_source
 from tokamac.engine import Engine, Finished, KVSpec, Message, PromptCacheSpec, Sampling
 from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
-from tokamac.engine.kv import offset, plan_caches, rewindable, trim
-from tokamac.engine.kv.cache import SPARE
+from tokamac.engine.kv import plan_caches, rewindable
+from tokamac.engine.kv.compressed import SPARE
 from tokamac.engine.kv.snapshot import freeze, thaw
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.model.loader import build_model

@@ -20,7 +20,7 @@ from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.hardware import Chip
 from tokamac.engine.perf.timing import PASSES, LatencyProfiler, MeasuredLatency, TimedModel
 from tokamac.engine.perf.workload import work_of
-from tokamac.engine.runner import AGAIN_S, QUIET_S, Pacing
+from tokamac.engine.runner import AGAIN_S, QUIET_S, IdleProfiler
 from tokamac.engine.runtime import MachineSpeed
 
 CHIP = Chip("unknown chip", None, 10.0, None, "measured")
@@ -68,7 +68,7 @@ def measuring_of(loaded: Any) -> LatencyProfiler:
     return LatencyProfiler(TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
 
 
-def idle_until_done(paced: Pacing) -> int:
+def idle_until_done(paced: IdleProfiler) -> int:
     """Call ``idle`` until there is no more to do; return how often it did something."""
     count = 0
     while (wait := paced.idle()) is not None:
@@ -79,7 +79,7 @@ def idle_until_done(paced: Pacing) -> int:
 
 def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: LatencyProfiler) -> None:
     clock, machine = Clock(), MachineSpeed(CHIP)
-    paced, all_of_them = Pacing(machine, measure, clock), measure.missing
+    paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
     assert paced.idle() == QUIET_S
     clock.now += 1
     assert paced.idle() == QUIET_S - 1
@@ -101,7 +101,7 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, mon
     monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
     monkeypatch.setattr(timing, "time_sampling", lambda _: 2.0 / clock.now)
     measure = measuring_of(loaded)
-    paced, all_of_them = Pacing(machine, measure, clock), measure.missing
+    paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
     paced.idle()
     found = []
     for _ in range(PASSES):
@@ -116,7 +116,7 @@ def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(loaded: Any, mon
 
 def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: LatencyProfiler) -> None:
     clock = Clock()
-    paced = Pacing(MachineSpeed(CHIP), measure, clock)
+    paced = IdleProfiler(MachineSpeed(CHIP), measure, clock)
     paced.idle()
     clock.now += QUIET_S
     assert paced.idle() == 0.0
@@ -132,7 +132,7 @@ def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: Latenc
 
 def test_a_busy_machine_is_looked_at_again_later(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, all_of_them = Clock(), measure.missing
-    paced = Pacing(MachineSpeed(CHIP), measure, clock)
+    paced = IdleProfiler(MachineSpeed(CHIP), measure, clock)
     paced.idle()
     clock.now += QUIET_S
     monkeypatch.setattr(runner, "is_busy", lambda: True)
@@ -145,7 +145,7 @@ def test_a_busy_machine_is_looked_at_again_later(measure: LatencyProfiler, monke
 def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "is_busy", lambda: True)
     machine = MachineSpeed(CHIP)
-    paced = Pacing(machine, measure, Clock())
+    paced = IdleProfiler(machine, measure, Clock())
     paced.finish()
     assert isinstance(machine.pace, MeasuredLatency)
     assert paced.idle() is None
@@ -154,7 +154,7 @@ def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, m
 
 def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler, loaded: Any) -> None:
     clock, machine = Clock(), MachineSpeed(CHIP)
-    paced = Pacing(machine, measure, clock)
+    paced = IdleProfiler(machine, measure, clock)
     paced.idle()
     clock.now += QUIET_S
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler,
 
 def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
     clock, machine, all_of_them = Clock(), MachineSpeed(CHIP), measure.missing
-    paced = Pacing(machine, measure, clock)
+    paced = IdleProfiler(machine, measure, clock)
     paced.end()
     clock.now += 2 * QUIET_S
     assert paced.idle() is None
@@ -179,14 +179,14 @@ def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
 def test_what_is_known_is_handed_over_at_once(measure: LatencyProfiler) -> None:
     list(measure.steps())
     machine = MachineSpeed(CHIP)
-    assert Pacing(machine, measure, Clock()).idle() is None
+    assert IdleProfiler(machine, measure, Clock()).idle() is None
     assert isinstance(machine.pace, MeasuredLatency)
     assert (machine.chip.fp16_tflops, machine.chip.peak_source) == (0.5, "measured")
 
 
 def test_a_model_that_can_not_be_measured_leaves_the_pace_unknown() -> None:
     machine = MachineSpeed(CHIP)
-    assert Pacing(machine, None, Clock()).idle() is None
+    assert IdleProfiler(machine, None, Clock()).idle() is None
     assert machine.pace is None
 
 
@@ -196,14 +196,14 @@ def test_a_part_that_the_device_can_not_compute_ends_measuring(loaded: Any, monk
 
     monkeypatch.setattr(timing, "time_product", refuse)
     clock, machine = Clock(), MachineSpeed(CHIP)
-    paced = Pacing(machine, measuring_of(loaded), clock)
+    paced = IdleProfiler(machine, measuring_of(loaded), clock)
     paced.idle()
     clock.now += QUIET_S
     idle_until_done(paced)  # the engine's thread goes on
     assert paced.idle() is None
     assert machine.pace is None
     with pytest.raises(ValueError, match="no kernel"):
-        Pacing(machine, measuring_of(loaded), clock).finish()  # asked for, it is told
+        IdleProfiler(machine, measuring_of(loaded), clock).finish()  # asked for, it is told
 
 
 @pytest.fixture
@@ -257,14 +257,14 @@ def test_a_second_engine_finds_what_the_first_measured(engine: Engine, folder: P
 def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = threading.Event()
     monkeypatch.setattr(runner, "QUIET_S", 0.0)
-    take = Pacing._take
+    take = IdleProfiler._take
 
-    def noted(self: Pacing) -> None:
+    def noted(self: IdleProfiler) -> None:
         take(self)
         if self._machine.pace is not None:
             measured.set()
 
-    monkeypatch.setattr(Pacing, "_take", noted)
+    monkeypatch.setattr(IdleProfiler, "_take", noted)
     with Engine.load(folder, prompt_cache=None) as engine:
         engine.memory()  # a request after which the thread is idle
         assert measured.wait(60)

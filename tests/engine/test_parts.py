@@ -10,7 +10,7 @@ from mlx import nn
 from tokamac.engine import EngineClosedError, PrefillProgress, TextChunk
 from tokamac.engine.metrics import Recorder, StepCost
 from tokamac.engine.model.cpu import LAZY_WEIGHTS, DenseEmbedding, DenseLinear, unpack
-from tokamac.engine.worker import HAND_OVER_S, LOOK_AHEAD, Stream, Worker
+from tokamac.engine.worker import HAND_OVER_S, LOOK_AHEAD, EventStream, Worker
 
 
 def test_a_worker_runs_in_order_passes_errors_and_closes_once() -> None:
@@ -40,7 +40,7 @@ class FakeClock:
 
 def test_a_stream_is_ahead_of_a_slow_reader_and_not_of_one_that_left() -> None:
     clock = FakeClock()
-    stream = Stream(clock)
+    stream = EventStream(clock)
     for _ in range(LOOK_AHEAD):
         assert not stream.is_ahead
         clock.now += 1  # a slow model: each token is a batch of its own
@@ -57,7 +57,7 @@ def test_a_stream_is_ahead_of_a_slow_reader_and_not_of_one_that_left() -> None:
 
 def test_text_that_follows_at_once_is_handed_over_together_and_in_order() -> None:
     clock = FakeClock()
-    stream = Stream(clock)
+    stream = EventStream(clock)
     reader = stream.read()
     stream.put(TextChunk("a"))
     assert next(reader) == TextChunk("a")  # the first is not kept waiting
@@ -75,7 +75,7 @@ def test_text_that_follows_at_once_is_handed_over_together_and_in_order() -> Non
 
 
 def test_a_failure_in_the_engine_is_raised_in_the_reader() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.put(TextChunk("x"))
     stream.end(ValueError("no"))
     events = stream.read()

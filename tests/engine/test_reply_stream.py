@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokamac.engine import Engine, EngineClosedError, Event, Finished, Message, OptionError, Sampling, TextChunk
-from tokamac.engine.worker import Stream
+from tokamac.engine.worker import EventStream
 
 LONG = Sampling(temperature=0, max_tokens=450)
 SHORT = Sampling(temperature=0, max_tokens=12)
@@ -62,7 +62,7 @@ class Struck(TextChunk):
 
 
 def test_an_interrupted_question_leaves_no_reply_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "read", lambda _: iter([Struck("x")]))
+    monkeypatch.setattr(EventStream, "read", lambda _: iter([Struck("x")]))
     with pytest.raises(KeyboardInterrupt) as caught:
         engine.ask(PROMPT, LONG)
     assert caught.traceback  # it holds the frames

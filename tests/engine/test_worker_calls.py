@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.deadline import DEADLINE_S, until, within
 from tokamac.engine import Engine, Event, Finished, PrefillProgress, Sampling
-from tokamac.engine.worker import LOOK_AHEAD, Stream, Worker, _Job
+from tokamac.engine.worker import LOOK_AHEAD, EventStream, Worker, _Job
 
 GREEDY = Sampling(temperature=0, max_tokens=8)
 
@@ -60,7 +60,7 @@ def test_jobs_answered_early_are_not_run_again_and_keep_their_order() -> None:
 @pytest.mark.parametrize("ending", ["read", "cancel", "abandon", "before it rests"])
 def test_a_stream_that_rests_goes_on_once(ending: str) -> None:
     asked: list[str] = []
-    stream = Stream()
+    stream = EventStream()
     for done in range(LOOK_AHEAD):
         stream.put(PrefillProgress(done, LOOK_AHEAD, 0))
     assert stream.is_ahead

@@ -7,8 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from tests.kv.zoo import VOCABULARY
+from tokamac.engine.kv import Cache, rewindable
 from tokamac.engine.kv.attention import AttendingCache
 from tokamac.engine.kv.codec import Affine, Codec, Plain, rotation_block
+from tokamac.engine.kv.probe import leaves
 from tokamac.engine.kv.rotary import Rotation
 
 
@@ -261,3 +263,26 @@ def codec(bits: int, group: int = 32, *, rotated_dim: int | None = None) -> Code
 def largest_difference(a: mx.array, b: mx.array) -> float:
     """Return max |a − b|."""
     return float(mx.abs(a - b).max().item())
+
+
+def offset(caches: list[Any]) -> int | None:
+    """Tokens held; None where no cache counts them (recurrent state alone)."""
+    return next((cache.offset for _, cache in leaves(caches) if isinstance(getattr(cache, "offset", None), int)), None)
+
+
+def trim(caches: list[Any], n: int) -> int:
+    """Trim n tokens from every cache, or none from any where one of them can't."""
+    if n > rewindable(caches):
+        return 0
+    for _, cache in leaves(caches):
+        cache.trim(n)
+    return n
+
+
+def bypassed(caches: list[Any]) -> list[tuple[int, ...]]:
+    """Our caches that were written to while no attention came through the seam."""
+    return [
+        path
+        for path, cache in leaves(caches)
+        if isinstance(cache, Cache) and not cache.empty() and not cache.seam_calls
+    ]

@@ -34,7 +34,7 @@ def test_it_agrees_with_the_fused_kernel(heads: int, repeats: int, count: int, b
         mask = mx.tri(count, before + count, before, dtype=mx.bool_)
     elif kind == "add":
         mask = mx.random.normal((count, before + count), key=mx.random.key(3))
-    ours = attention.attend(queries, keys, values, scale=0.2, mask=mask, sinks=None)
+    ours = attention.attend_in_numpy(queries, keys, values, scale=0.2, mask=mask, sinks=None)
     theirs = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, mask=mask)
     assert difference(ours, theirs) < 1e-5
 
@@ -42,7 +42,7 @@ def test_it_agrees_with_the_fused_kernel(heads: int, repeats: int, count: int, b
 def test_sinks_take_weight_and_give_nothing() -> None:
     queries, keys, values = arrays(2, 2, 5, 9)
     sinks = mx.array([0.5, -1.0, 3.0, 0.0])
-    ours = attention.attend(queries, keys, values, scale=0.2, mask="causal", sinks=sinks)
+    ours = attention.attend_in_numpy(queries, keys, values, scale=0.2, mask="causal", sinks=sinks)
     theirs = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, mask="causal", sinks=sinks)
     assert difference(ours, theirs) < 1e-5
 
@@ -58,4 +58,4 @@ def test_sinks_take_weight_and_give_nothing() -> None:
 )
 def test_only_large_float32_work_on_a_cpu_goes_there(count: int, total: int, dtype: mx.Dtype, worth: bool) -> None:
     queries, keys = mx.zeros((1, 2, count, 8), dtype), mx.zeros((1, 2, total, 8), dtype)
-    assert attention.is_worth(queries, keys) is (worth and mx.default_device() == mx.Device(mx.cpu))
+    assert attention.prefers_numpy(queries, keys) is (worth and mx.default_device() == mx.Device(mx.cpu))

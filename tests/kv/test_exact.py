@@ -12,20 +12,23 @@ from tests.kv.models import (
     MovingReference,
     Reference,
     Taken,
+    bypassed,
     codec,
     feed,
     follow,
     largest_difference,
     llama_move,
+    offset,
     overhear,
     reference_logits,
     seeded,
     seen,
     tiny_llama,
     tokens,
+    trim,
 )
 from tokamac.engine import KVSpec
-from tokamac.engine.kv import attention, bypassed, nbytes, offset, plan_caches, rewindable, trim
+from tokamac.engine.kv import attention, nbytes, plan_caches, rewindable
 from tokamac.engine.kv.plan import CachePlan
 
 LLAMA = {"model_type": "llama"}

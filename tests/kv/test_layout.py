@@ -127,7 +127,7 @@ def test_growing_copies_a_bounded_number_of_tokens_per_append_at_any_depth() -> 
 def test_stores_that_share_arrays_do_not_see_each_others_writes() -> None:
     one = Slots(None)
     one.write((mx.ones((1, 1, 4, 2)),), [Span(0, 0, 4)], 4)
-    other = one.shared()
+    other = one.copy()
     other.write((mx.zeros((1, 1, 1, 2)),), [Span(0, 0, 1)], 4)
     one.write((2 * mx.ones((1, 1, 1, 2)),), [Span(0, 3, 1)], 4)
     assert one.read(4)[0][0, 0, :, 0].tolist() == [1, 1, 1, 2]

@@ -24,9 +24,10 @@ from tests.kv.models import (
     shift,
     tiny_llama,
     tokens,
+    trim,
 )
 from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.kv import nbytes, plan_caches, trim
+from tokamac.engine.kv import nbytes, plan_caches
 from tokamac.engine.kv.cache import Cache
 from tokamac.engine.kv.layout import Ring
 from tokamac.engine.kv.plan import READ_ELSEWHERE, CachePlan

@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.kv.models import VOCABULARY, feed, largest_difference, seeded, tiny_llama, tokens
+from tests.kv.models import VOCABULARY, bypassed, feed, largest_difference, offset, seeded, tiny_llama, tokens, trim
 from tokamac.engine import KVSpec, OptionError
-from tokamac.engine.kv import Cache, bypassed, nbytes, offset, plan_caches, rewindable, trim
+from tokamac.engine.kv import Cache, nbytes, plan_caches, rewindable
 from tokamac.engine.model.config import ignored_windows
 
 LLAMA = {"model_type": "llama"}

@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.kv.models import feed, largest_difference, tiny_llama, tokens
+from tests.kv.models import bypassed, feed, largest_difference, tiny_llama, tokens
 from tokamac.engine import KVSpec
-from tokamac.engine.kv import bypassed, install_seam, plan_caches
+from tokamac.engine.kv import install_seam, plan_caches
 from tokamac.engine.kv.attention import NAME
 
 

@@ -269,7 +269,7 @@ METAL: dict[str, Row] = {
     }},
 }
 
-MLA, HAND = "latent attention", "does not take keys and values as the cache hands them out"
+MLA, HAND = "latent attention", "does not take keys and values as the cache returns them"
 KEPT: dict[str, str] = {
     # Caches that stay as the model made them, recurrent state aside: why.
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MLA),

@@ -176,14 +176,14 @@ def every_call(slots: int, held: int, new: int, chunk: int, limits: set[int | No
 def test_calls_left_out_are_none_that_could_be_the_highest(
     held: int, room: int, new: int, chunk: int, limits: set[int | None]
 ) -> None:
-    found = peak_memory._high(held + room, held, new, chunk, 0, limits)
+    found = peak_memory._high_calls(held + room, held, new, chunk, 0, limits)
     assert {(before, call.new, call.held) for before, call in found} == {
         *every_call(held + room, held, new, chunk, limits).values()
     }
 
 
 def test_a_peak_looks_at_few_calls_however_long_the_context() -> None:
-    calls = itertools.islice(peak_memory._telling_calls(0, 0, 1_000_000_000, 16), 2000)
+    calls = itertools.islice(peak_memory._distinct_calls(0, 0, 1_000_000_000, 16), 2000)
     assert len([*calls]) < 1000
 
 

@@ -58,7 +58,7 @@ class Unfused:
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()
-        with patch.object(attention, "is_worth", lambda *_, **__: False):  # NumPy attends head by head
+        with patch.object(attention, "prefers_numpy", lambda *_, **__: False):  # NumPy attends head by head
             assert list(run.prefill([7] * self.new, self.new)) == [self.new]
         return found.total, mx.get_peak_memory() - others
 

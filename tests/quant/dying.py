@@ -69,10 +69,10 @@ def _convert(
     """What ``tokamac.quant.convert`` does, with small shards, a stage before, and a file more."""
     from tokamac.quant import resume
     from tokamac.quant.choices import choose
-    from tokamac.quant.methods.method import Round
+    from tokamac.quant.methods import Round
     from tokamac.quant.options import Options
     from tokamac.quant.plan import make_plan
-    from tokamac.quant.resume import conversion_key, workplace
+    from tokamac.quant.resume import conversion_key, open_work_dir
     from tokamac.quant.shards import lay_out
     from tokamac.quant.source import open_source
     from tokamac.quant.writer import write
@@ -86,11 +86,11 @@ def _convert(
         resume.SPARE_BYTES = spare_bytes
     resume.check_space(out, plan.output_bytes)
     told.update(seen=[], resumed=0, notes=[])
-    with workplace(out, conversion_key(source, asked)) as place:
-        stage = place.kept("stage") or place.keep("stage", measured.encode())
+    with open_work_dir(out, conversion_key(source, asked)) as place:
+        stage = place.stage("stage", measured.encode)
         told.update(resumed=place.resumed, notes=place.notes)
         errors = write(plan, opened, Round(), place, lambda step: told["seen"].append(step.done))
-        (place.folder / "README.md").write_text(f"{stage.read_text()} {errors}")
+        (place.folder / "README.md").write_text(f"{stage.decode()} {errors}")
 
 
 def _command(source, out, told, **options):

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.mixed_precision import Candidate, smallest_bytes, spend, total_bytes, total_damage
+from tokamac.quant.mixed_precision import Candidate, smallest_bytes, spend, total_bytes, total_error
 
 
-def candidate(nbytes, damage):
-    return Candidate(None, nbytes, float(damage))
+def candidate(nbytes, error):
+    return Candidate(None, nbytes, float(error))
 
 
 def packings(parameters, alpha):
-    """Affine packings of a tensor, damage falling fourfold with every bit."""
+    """Affine packings of a tensor, error falling fourfold with every bit."""
     return [
         Candidate(
             Packing(bits, group), parameters * bits // 8 + 4 * parameters // group, alpha * 4.0**-bits * group**0.5
@@ -28,7 +28,7 @@ def packings(parameters, alpha):
 
 def best_by_trying(candidates, budget):
     fitting = [choice for choice in product(*candidates.values()) if sum(each.nbytes for each in choice) <= budget]
-    return min((sum(each.damage for each in choice) for choice in fitting), default=None)
+    return min((sum(each.error for each in choice) for choice in fitting), default=None)
 
 
 options = st.lists(st.builds(candidate, st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=5)
@@ -36,7 +36,7 @@ models = st.dictionaries(st.text("abc", min_size=1, max_size=3), options, min_si
 
 
 @given(models, st.integers(1, 200))
-def test_no_choice_within_the_budget_does_less_damage(candidates, budget):
+def test_no_choice_within_the_budget_has_less_error(candidates, budget):
     best = best_by_trying(candidates, budget)
     if best is None:
         with pytest.raises(OptionError):
@@ -44,14 +44,14 @@ def test_no_choice_within_the_budget_does_less_damage(candidates, budget):
         return
     chosen = spend(candidates, budget)
     assert total_bytes(chosen) <= budget
-    assert total_damage(chosen) == pytest.approx(best)
+    assert total_error(chosen) == pytest.approx(best)
     assert all(chosen[name] in candidates[name] for name in candidates)
 
 
 @given(models, st.integers(0, 100))
-def test_more_to_spend_never_does_more_damage(candidates, more):
+def test_more_to_spend_never_has_more_error(candidates, more):
     least = smallest_bytes(candidates)
-    assert total_damage(spend(candidates, least + more)) <= total_damage(spend(candidates, least))
+    assert total_error(spend(candidates, least + more)) <= total_error(spend(candidates, least))
 
 
 def test_a_case_worked_by_hand():
@@ -64,7 +64,7 @@ def test_a_case_worked_by_hand():
     }
     chosen = spend(candidates, 50)
     assert [each.nbytes for each in chosen.values()] == [10, 10, 16, 14]
-    assert total_damage(chosen) == 10 + 9 + 1 + 2
+    assert total_error(chosen) == 10 + 9 + 1 + 2
 
 
 def test_bytes_go_where_they_help_most():
@@ -89,14 +89,14 @@ def test_a_large_model_is_within_a_thousandth_of_the_bound_that_nothing_can_beat
     budget = 2 * smallest_bytes(candidates)
     chosen = spend(candidates, budget)
     assert 0.999 * budget <= total_bytes(chosen) <= budget
-    # For every price of a byte, the cheapest choice at that price less what the budget costs bounds the damage from below.
+    # For every price of a byte, the cheapest choice at that price less what the budget costs bounds the error from below.
     prices = [10.0 ** (power / 40) for power in range(-400, 0)]
     bound = max(
-        sum(min(each.damage + price * each.nbytes for each in options) for options in candidates.values())
+        sum(min(each.error + price * each.nbytes for each in options) for options in candidates.values())
         - price * budget
         for price in prices
     )
-    assert total_damage(chosen) <= 1.001 * bound + 1e-6
+    assert total_error(chosen) <= 1.001 * bound + 1e-6
 
 
 def test_too_small_a_budget_is_refused():

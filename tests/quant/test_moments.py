@@ -8,9 +8,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from tests.quant.quant_models import build, make_source
-from tokamac.quant.importance import moments
 from tokamac.quant.source import open_source
-from tokamac.quant.streaming import Streamable, Streamed, streamable_source
+from tokamac.quant.streaming import Streamable, Streamed, activation_statistics, streamable_source
 
 TABLE = [[1.0, 2.0], [3.0, -4.0], [0.0, 1.0]]
 """Of token 0, 1 and 2."""
@@ -52,7 +51,7 @@ def toy():
 
 
 def test_moments_worked_by_hand():
-    found = moments(toy(), [[0, 1, 1]])
+    found = activation_statistics(toy(), [[0, 1, 1]])
     assert set(found) == {"layers.0.plain", "layers.0.stack"}
     # 1² + 3² + 3² over 3, 2² + 4² + 4² over 3
     np.testing.assert_allclose(found["layers.0.plain"], [19 / 3, 12], rtol=1e-6)
@@ -63,7 +62,7 @@ def test_moments_worked_by_hand():
 
 
 def test_sequences_side_by_side_are_one_text():
-    together, apart = moments(toy(), [[0, 1], [2, 1]]), moments(toy(), [[0, 1, 2, 1]])
+    together, apart = activation_statistics(toy(), [[0, 1], [2, 1]]), activation_statistics(toy(), [[0, 1, 2, 1]])
     for path, found in together.items():
         np.testing.assert_allclose(found, apart[path], rtol=1e-6)
 
@@ -109,7 +108,7 @@ def test_a_streamed_model_has_the_moments_of_the_whole_one(tmp_path, kind, lengt
     ids = [(7 * i * i + 3 * i) % 320 for i in range(length)]
     expected = whole_moments(kind, ids)
     source = open_source(make_source(tmp_path, kind))
-    found = moments(Streamed(streamable_source(source)), [ids])
+    found = activation_statistics(Streamed(streamable_source(source)), [ids])
     assert set(found) == set(expected)
     shapes = {name.removesuffix(".weight"): array.shape for name, array in tree_flatten(source.module.parameters())}
     for path, each in found.items():

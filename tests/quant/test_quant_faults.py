@@ -32,9 +32,9 @@ from tokamac.quant.resume import (
     claimed,
     conversion_key,
     intact,
+    open_work_dir,
     partial_folder,
     read_journal,
-    workplace,
 )
 
 HALF_WAY = 100
@@ -174,7 +174,10 @@ def test_bytes_that_are_written_already_need_no_more_room(tmp_path, monkeypatch)
 
 @pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that nobody may write")
 def test_a_folder_that_may_not_be_written_is_told_with_another_way_out():
-    with pytest.raises(ConversionError, match="can't be written: ") as told, workplace(Path("/sys/kernel/out"), "key"):
+    with (
+        pytest.raises(ConversionError, match="can't be written: ") as told,
+        open_work_dir(Path("/sys/kernel/out"), "key"),
+    ):
         pass
     assert told.value.hint == "Check its disk and permissions, or choose another folder."
 
@@ -259,8 +262,8 @@ def test_two_at_once_the_second_is_told_and_harms_nothing(converting, source, be
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
     def meanwhile():
-        with workplace(tmp_path / "out", "key") as place:
-            place.keep("stage", b"work")
+        with open_work_dir(tmp_path / "out", "key") as place:
+            place.stage("stage", lambda: b"work")
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "mine.txt").write_text("mine")
 
@@ -268,8 +271,8 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
         meanwhile()
     assert names_in(tmp_path / "out") == {"mine.txt"}
     shutil.rmtree(tmp_path / "out")
-    with workplace(tmp_path / "out", "key") as place:
-        assert place.kept("stage").read_bytes() == b"work"
+    with open_work_dir(tmp_path / "out", "key") as place:
+        assert place.stage("stage", pytest.fail) == b"work"
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder"])
@@ -285,7 +288,7 @@ def test_what_only_has_the_name_of_a_partial_folder_is_left_alone(tmp_path, kind
         (root / "mine.txt").write_text("mine")
     before = contents(tmp_path)
     check_target(tmp_path / "out", tmp_path / "source", overwrite=False)
-    with pytest.raises(ConversionError, match="in the way"), workplace(tmp_path / "out", "key"):
+    with pytest.raises(ConversionError, match="in the way"), open_work_dir(tmp_path / "out", "key"):
         pass
     assert contents(tmp_path) == before
 
@@ -360,19 +363,22 @@ def test_entries_are_believed_as_far_as_their_bytes_are_there(tmp_path):
         assert intact(tmp_path, entries) == sum(end <= where for end in ends[1:])
 
 
-def test_of_a_stage_the_newest_result_is_kept(tmp_path):
+def test_a_stage_is_computed_once_and_again_only_where_its_result_is_damaged(tmp_path):
     def interrupted():
-        with workplace(tmp_path / "out", "key") as place:
-            assert place.kept("moments") is None
-            place.keep("moments", b"one")
-            place.keep("more-moments", b"others")
-            place.keep("moments", b"two")
+        with open_work_dir(tmp_path / "out", "key") as work:
+            assert work.stage("moments", lambda: b"one") == b"one"
+            assert work.stage("more-moments", lambda: b"others") == b"others"
+            assert work.stage("moments", pytest.fail) == b"one"
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with workplace(tmp_path / "out", "key") as place:
-        assert place.kept("moments").read_bytes() == b"two"
-        assert place.kept("more-moments").read_bytes() == b"others"
-        (place.folder / "config.json").write_text("{}")
+    (stored,) = (partial_folder(tmp_path / "out") / "kept").glob("?" * 32 + "-moments")
+    stored.write_bytes(b"on")
+    with open_work_dir(tmp_path / "out", "key") as work:
+        assert work.stage("moments", lambda: b"two") == b"two"
+        assert work.stage("moments", pytest.fail) == b"two"
+        assert work.stage("more-moments", pytest.fail) == b"others"
+        assert not stored.exists()
+        (work.folder / "config.json").write_text("{}")
     assert names_in(tmp_path / "out") == {"config.json"}

@@ -20,8 +20,7 @@ from tokamac.engine.model.config import read_config
 from tokamac.engine.model.safetensors import INDEX
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.quant import convert
-from tokamac.quant.modules import unpacked
-from tokamac.quant.source import fresh, open_source
+from tokamac.quant.source import fresh, open_source, unpacked
 
 
 @pytest.mark.parametrize("mode", MODES)

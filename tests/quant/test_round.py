@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.quant.search_weights import DTYPES
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.methods import method
+from tokamac.quant import methods
 
 affine = st.builds(Packing, st.sampled_from((2, 3, 4, 5, 6, 8)), st.sampled_from((32, 64, 128)))
 microscaling = st.sampled_from((Packing(4, 32, "mxfp4"), Packing(8, 32, "mxfp8"), Packing(4, 16, "nvfp4")))
@@ -56,10 +56,10 @@ def test_blocks_give_the_bits_of_the_whole(lanes, packing, streams, data) -> Non
         return quantize(block, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(method, "BLOCK_WEIGHTS", step * weight.shape[-1] * streams)
-        patch.setattr(method, "_lanes", lambda: lanes[:streams])
+        patch.setattr(methods, "BLOCK_WEIGHTS", step * weight.shape[-1] * streams)
+        patch.setattr(methods, "_lanes", lambda: lanes[:streams])
         patch.setattr(mx, "quantize", counted)
-        found = method.Round().pack("path", weight, packing)
+        found = methods.Round().pack("path", weight, packing)
     expected = mx.quantize(weight, **asdict(packing))
     assert sum(blocks) == rows
     assert all(block % 2 == 0 and block - step in {0, 1} for block in blocks[:-1])
@@ -70,12 +70,12 @@ def test_blocks_give_the_bits_of_the_whole(lanes, packing, streams, data) -> Non
 
 def test_what_fits_into_one_block_is_rounded_at_once() -> None:
     weight = mx.random.normal((2, 8, 64), key=mx.random.key(0)).astype(mx.bfloat16)
-    found = method.Round().pack("path", weight, Packing(4, 32))
+    found = methods.Round().pack("path", weight, Packing(4, 32))
     assert all(same_bits(*pair) for pair in zip(found, mx.quantize(weight, 32, 4), strict=True))
 
 
 def test_on_a_cpu_there_is_a_stream_for_each_core_and_no_two_alike() -> None:
-    found = method._lanes()
+    found = methods._lanes()
     assert len(found) >= 1
     assert len({id(lane) for lane in found}) == len(found)
-    assert method._lanes() is found
+    assert methods._lanes() is found

@@ -11,13 +11,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tests.quant.quant_models import build, make_source
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant import importance, mixed_precision
+from tokamac.quant import mixed_precision, sensitivity
 from tokamac.quant.choices import choose, packable
-from tokamac.quant.importance import Alpha, Replay, coarse, references, relative_errors, sample
-from tokamac.quant.methods.method import Round, Search
+from tokamac.quant.methods import Round, Search
 from tokamac.quant.mixed_precision import alternatives, plan_budget, sizes
 from tokamac.quant.options import Options
 from tokamac.quant.plan import make_plan
+from tokamac.quant.sensitivity import Alpha, Replay, coarse, references, relative_errors, sample
 from tokamac.quant.source import fresh, open_source
 
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 320, 96)]
@@ -125,7 +125,7 @@ def test_a_group_size_that_was_asked_for_holds(tmp_path):
 def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tmp_path, monkeypatch, how):
     source = uneven(tmp_path)
     ids = IDS if how == "guessed" else None
-    monkeypatch.setattr(importance, "fits", lambda *_: False)
+    monkeypatch.setattr(sensitivity, "fits", lambda *_: False)
     chosen, notes = plan_budget(source, Options(target_bpw=4.5), Round(), ids, quiet)
     assert bits_per_weight(source, chosen) <= 4.5
     assert notes[0] == mixed_precision.NOTES[how]
@@ -134,7 +134,7 @@ def test_without_room_or_text_the_target_holds_and_a_note_says_how_it_was_met(tm
 
 def test_a_guess_gives_more_bits_to_layers_that_change_more(tmp_path, monkeypatch):
     source = uneven(tmp_path)
-    monkeypatch.setattr(importance, "fits", lambda *_: False)
+    monkeypatch.setattr(sensitivity, "fits", lambda *_: False)
     chosen, _ = plan_budget(source, Options(target_bpw=4.5), Round(), IDS, quiet)
     bits = [chosen[f"model.layers.{layer}.mlp.down_proj"].bits for layer in range(6)]
     assert bits[0] > bits[-1]
@@ -152,7 +152,7 @@ def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path):
             plan_budget(open_source(folder), Options(target_bpw=4.5), Round(), ids, quiet)
 
 
-def test_what_the_source_has_packed_may_stay_so_without_damage(tmp_path):
+def test_what_the_source_has_packed_may_stay_so_without_error(tmp_path):
     source = open_source(make_source(tmp_path, "llama"))
     packed = tmp_path / "packed"
     packed.mkdir()

@@ -80,6 +80,7 @@ NOTES = (  # keys that the user may change by the action's id
     "bandwidth. The ceiling is what the bandwidth allows: no program can be faster.",
     "Scrolling up stops following, {scroll_end} takes it up again. Your place in the text is never moved.",
     "The engine runs in a process of its own. If it dies, the chat stays, and it is started again.",
+    "In a shell, tokamac help lists topics in depth: kv, cache, context, memory, speed, settings and more.",
 )
 ON_MACS = (
     "On a Mac keyboard F1 to F9 need fn. Terminal.app keeps PageUp, PageDown, Home and End for itself, and has no Ctrl+End: /up, "
