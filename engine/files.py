@@ -13,12 +13,14 @@ import os
 import resource
 import stat
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import BinaryIO
 
 from tokamac.engine.errors import DeviceError
 
@@ -126,6 +128,25 @@ def _check_size(path: str | os.PathLike[str], size: int, most: int) -> None:
     if size > most:
         reason = f"it has {size / 1e6:,.1f} MB or more, and may have {most / 1e6:,.1f} MB"
         raise TooLargeError(errno.EFBIG, reason, os.fspath(path))
+
+
+@contextmanager
+def atomic_write(path: Path, prefix: str = ".") -> Iterator[BinaryIO]:
+    """Yield a file (mode 0600) that becomes ``path`` at the end of the block: whole and on the disk, or not at all.
+
+    prefix: of its temporary name, in the same folder. Raises OSError.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=prefix)  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            to_disk(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync(path.absolute().parent)
 
 
 def to_disk(handle: int) -> None:

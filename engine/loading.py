@@ -43,33 +43,13 @@ from tokamac.engine.runtime import MachineSpeed, Runtime
 from tokamac.engine.sampling import Sampler
 from tokamac.engine.text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
+Progress = Callable[[LoadProgress], None]
+
 TOKENS = 32
 """Of the prompt: as many as kernels for prompts want, beyond the few that are multiplied row by row."""
 
 STEPS = 2
 """Tokens decoded: the second is launched while the first is on its way."""
-
-
-def warm_up(runtime: Runtime, sampling: Sampling) -> None:
-    """Read a few tokens, decode two with this resolved ``sampling``, and drop all of it: no cache, figure or seed knows of it.
-
-    What fails here fails again, and is told, when a prompt is sent.
-    """
-    room = runtime.room(0)
-    tokens = TOKENS if room is None else min(TOKENS, room - STEPS)
-    if tokens < 1:
-        return
-    with contextlib.suppress(TokamacError, RuntimeError, ValueError):
-        run = Generation(runtime.model, runtime.new_caches(None), [], ahead=runtime.ahead)
-        for _ in run.prefill([0] * tokens, tokens):
-            pass
-        for _ in run.decode(0, Sampler(sampling, [0]), STEPS):
-            pass
-    mx.clear_cache()
-    mx.reset_peak_memory()
-
-
-Progress = Callable[[LoadProgress], None]
 
 
 def load(
@@ -88,10 +68,10 @@ def load(
     adapter: a folder or a Hugging Face id of low-rank changes to the model.
     memory: bytes that arrays may take; None is the system's limit.
     """
-    tell = progress or (lambda _: None)
-    folder = download.resolve(model, progress=tell)
+    report = progress or (lambda _: None)
+    folder = download.resolve(model, progress=report)
     device = device_kind()
-    added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=tell), str(adapter))
+    added = None if adapter is None else read_adapter(download.resolve_adapter(adapter, progress=report), str(adapter))
     more_bytes = 0 if added is None else added.nbytes if device != "cpu" else 4 * added.parameters
     # Of another type, weights take other memory than the files say.
     costs = check_fits(folder, kv, device, memory, more=more_bytes) if dtype is None else ()
@@ -99,7 +79,7 @@ def load(
         folder,
         dtype=dtype,
         device=device,
-        progress=lambda d, t: tell(LoadProgress("weights", d, t)),
+        progress=lambda d, t: report(LoadProgress("weights", d, t)),
         unchecked=unchecked,
     )
     changes = {} if added is None else _adapt(loaded, added, dtype, device)
@@ -129,9 +109,9 @@ def load(
     capacity, chunking = kv.capacity(longest), Chunking(work, device, machine.pace)
     rotation = _rotation_notes(loaded.config, short=short_factors)
     senses = ("text only: what this model could see or hear is left out",) if leaves_out_senses(loaded.config) else ()
-    room = context_notes(shape, capacity, chunking=chunking, asked=memory)
+    too_long = context_notes(shape, capacity, chunking=chunking, asked=memory)
     adapted = () if added is None else (added.note(changes),)
-    notes = (*senses, *adapted, *rotation, *_position_notes(kv, positions), *plan.notes, *room)
+    notes = (*senses, *adapted, *rotation, *_position_notes(kv, positions), *plan.notes, *too_long)
     spec = replace(
         _spec(str(model), device, loaded, tokenizer, kv, longest, notes),
         memory_notes=costs,
@@ -159,7 +139,7 @@ def load(
     on_close = ExitStack()
     on_close.enter_context(wired(planned_bytes(shape, capacity, chunking=chunking)))
     if device != "cpu":
-        tell(LoadProgress("warm-up", 0, None))
+        report(LoadProgress("warm-up", 0, None))
         warm_up(runtime, Sampling(seed=0).resolved(spec.recommended))
     if isinstance(kernels := machine.pace, Fitted):
         machine.pace = HostLimited(kernels, measure_host(loaded.module, lambda: plan.make(None)))
@@ -173,7 +153,26 @@ def load(
         short_factors=short_factors,
         **({} if added is None else {"adapter": added.digest}),
     )
-    return Runner(runtime, spec, store, IdleProfiler(machine, _measuring(runtime)), on_close)
+    return Runner(runtime, spec, store, IdleProfiler(machine, _profiler(runtime)), on_close)
+
+
+def warm_up(runtime: Runtime, sampling: Sampling) -> None:
+    """Read a few tokens, decode two with this resolved ``sampling``, and drop all of it: no cache, figure or seed knows of it.
+
+    What fails here fails again, and is told, when a prompt is sent.
+    """
+    longest = runtime.room(0)
+    tokens = TOKENS if longest is None else min(TOKENS, longest - STEPS)
+    if tokens < 1:
+        return
+    with contextlib.suppress(TokamacError, RuntimeError, ValueError):
+        generation = Generation(runtime.model, runtime.new_caches(None), [], ahead=runtime.ahead)
+        for _ in generation.prefill([0] * tokens, tokens):
+            pass
+        for _ in generation.decode(0, Sampler(sampling, [0]), STEPS):
+            pass
+    mx.clear_cache()
+    mx.reset_peak_memory()
 
 
 def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: DeviceKind) -> dict[str, Change]:
@@ -185,8 +184,8 @@ def _adapt(loaded: LoadedModel, adapter: Adapter, dtype: str | None, device: Dev
     return changes
 
 
-def _measuring(runtime: Runtime) -> LatencyProfiler | None:
-    """Return what measures the machine's pace where nothing published knows it."""
+def _profiler(runtime: Runtime) -> LatencyProfiler | None:
+    """What measures the model's speed here where nothing published knows it."""
     if runtime.machine.pace is not None or not can_measure(runtime.plan):
         return None
     key = machine_key(runtime.machine.chip, runtime.device)

@@ -56,7 +56,7 @@ def sequences(tokenizer: Tokenizer, text: str, count: int, length: int = LENGTH)
     is a sequence, whole. All are equally long.
     """
     begins = opening(tokenizer)
-    ids = tokenizer.encode("".join(_stretches(text, held=False)))
+    ids = tokenizer.encode("".join(_stretches(text, held_back=False)))
     piece = max(1, length - len(begins))
     fitting = min(count, len(ids) // piece)
     return [begins + part for part in _spread(ids, [piece] * fitting)] if fitting else [begins + ids]
@@ -65,9 +65,9 @@ def sequences(tokenizer: Tokenizer, text: str, count: int, length: int = LENGTH)
 def verification_ids(tokenizer: Tokenizer, text: str, length: int = LENGTH) -> list[int]:
     """Return one sequence of at most ``length`` tokens, a piece of each of the stretches that ``sequences`` never reads."""
     begins, pieces = opening(tokenizer), STRETCHES // EVERY
-    ids = tokenizer.encode("".join(_stretches(text, held=True)))
-    room = min(max(1, length - len(begins)), len(ids))
-    sizes = [room // pieces + (number < room % pieces) for number in range(pieces)]
+    ids = tokenizer.encode("".join(_stretches(text, held_back=True)))
+    most = min(max(1, length - len(begins)), len(ids))
+    sizes = [most // pieces + (number < most % pieces) for number in range(pieces)]
     return begins + [token for part in _spread(ids, sizes) for token in part]
 
 
@@ -92,7 +92,7 @@ def _read(file: Path) -> bytes:
         ) from error
 
 
-def _stretches(text: str, *, held: bool) -> list[str]:
+def _stretches(text: str, *, held_back: bool) -> list[str]:
     """Return the stretches that are held back, or the others, in order."""
     size = len(text)
     cuts = [0]
@@ -101,11 +101,11 @@ def _stretches(text: str, *, held: bool) -> list[str]:
         line = text.find("\n", start, end)
         cuts.append(start if line < 0 else line + 1)
     whole = [text[start:end] for start, end in pairwise([*cuts, size])]
-    return [stretch for number, stretch in enumerate(whole, start=1) if (number % EVERY == 0) is held]
+    return [stretch for number, stretch in enumerate(whole, start=1) if (number % EVERY == 0) is held_back]
 
 
 def _spread(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Return pieces of these sizes, none overlapping, with equal gaps between them. ``ids`` has room for all."""
+    """Return pieces of these sizes, none overlapping, with equal gaps between them. ``ids`` holds as many."""
     spare, count = len(ids) - sum(sizes), len(sizes)
     starts = [done + spare * number // count for number, done in enumerate(accumulate(sizes[:-1], initial=0))]
     return [ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]

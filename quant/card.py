@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.options import Options
+from tokamac.quant.options import SHIPPED, Options
 from tokamac.quant.plan import Plan
 from tokamac.quant.provenance import Provenance
-from tokamac.quant.report import RECORD, Outcome, PartRow, by_part, with_error
+from tokamac.quant.report import RECORD, Outcome, by_part, with_error
 
 CARD = "README.md"
 
@@ -34,7 +34,7 @@ def card(plan: Plan, result: Outcome | None, made: Provenance) -> bytes:
 
 
 def command(options: Options, source: str) -> str:
-    """Return the shell command that asks for the same again. A text of the user's is called FILE, as nobody else has it there."""
+    """Return the shell command that asks for the same again. A user's own text is called FILE: its path means nothing elsewhere."""
     words = ["tokamac", "convert", source, *_flags(options)]
     return " ".join(shlex.quote(word) for word in words)
 
@@ -49,29 +49,21 @@ def packing_name(packing: Packing | None) -> str:
 
 def _front_matter(plan: Plan, made: Provenance) -> Iterator[str]:
     base = made.id or made.card.get("base_model")
-    license_name = {key: made.card[key] for key in ("license", "license_name", "license_link") if key in made.card}
-    tags = ["mlx", "tokamac", *(_tags(plan))]
+    packings = {tensor.packing for tensor in plan.tensors if tensor.packing is not None}
+    tags = sorted({f"{p.bits}-bit" if p.mode == "affine" else p.mode for p in packings})
     yield "---"
     yield "library_name: mlx"
-    yield f"pipeline_tag: {_yaml(made.card.get('pipeline_tag', 'text-generation'))}"
-    yield from (f"{key}: {_yaml(value)}" for key, value in license_name.items())
+    # In quotes whatever a word looks like: ``no`` and ``1.0`` are no text in YAML without them.
+    yield f'pipeline_tag: "{made.card.get("pipeline_tag", "text-generation")}"'
+    licence = ("license", "license_name", "license_link")
+    yield from (f'{key}: "{made.card[key]}"' for key in licence if key in made.card)
     if base is not None:
-        yield f"base_model: {_yaml(base)}"
+        yield f'base_model: "{base}"'
         if not plan.options.dequantize:
             yield "base_model_relation: quantized"
     yield "tags:"
-    yield from (f"- {_yaml(tag)}" for tag in tags)
+    yield from (f'- "{tag}"' for tag in ("mlx", "tokamac", *tags))
     yield "---"
-
-
-def _tags(plan: Plan) -> list[str]:
-    packings = {tensor.packing for tensor in plan.tensors if tensor.packing is not None}
-    return sorted({f"{p.bits}-bit" if p.mode == "affine" else p.mode for p in packings})
-
-
-def _yaml(word: str) -> str:
-    """Return a word as a YAML string whatever it looks like: ``no`` and ``1.0`` are none without quotes."""
-    return f'"{word}"'
 
 
 def _what(plan: Plan, made: Provenance) -> Iterator[str]:
@@ -85,28 +77,15 @@ def _what(plan: Plan, made: Provenance) -> Iterator[str]:
     if made.adapter is not None:
         yield f"The adapter `{made.adapter['name']}` was added to its weights first."
     if not options.dequantize:
-        yield f"Weights were packed {METHODS[options.how]}{_weighed(options)}."
+        weighed = options.how == "search" and options.calibration is not None
+        how = ", errors weighed by what each channel is multiplied with on a calibration text" if weighed else ""
+        yield f"Weights were packed {METHODS[options.how]}{how}."
     yield ""
     yield "| part | packing | tensors | weights | size |"
     yield "| --- | --- | ---: | ---: | ---: |"
-    yield from map(_row, by_part(plan))
-
-
-def _weighed(options: Options) -> str:
-    """Return what a calibration text was for, where the method does not need one."""
-    weighs = options.how == "search" and options.calibration is not None
-    return ", errors weighed by what each channel is multiplied with on a calibration text" if weighs else ""
-
-
-def _row(row: PartRow) -> str:
-    cells = (
-        row.part,
-        packing_name(row.packing),
-        f"{row.tensors:,}",
-        f"{row.parameters:,}",
-        _bytes(row.nbytes),
-    )
-    return f"| {' | '.join(cells)} |"
+    for row in by_part(plan):
+        counts = f"{row.tensors:,} | {row.parameters:,} | {_bytes(row.nbytes)}"
+        yield f"| {row.part} | {packing_name(row.packing)} | {counts} |"
 
 
 def _quality(result: Outcome | None) -> Iterator[str]:
@@ -139,22 +118,14 @@ def _measures(result: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def _use(plan: Plan) -> Iterator[str]:
-    yield "## Run it"
-    yield ""
-    yield "```sh"
-    yield f"tokamac chat {HERE}"
+    yield from ("## Run it", "", "```sh", f"tokamac chat {HERE}")
     if loads_in_mlx_lm(str(plan.config.get("model_type"))):
         yield f'mlx_lm.generate --model {HERE} --prompt "Hello"'
     yield "```"
 
 
 def _again(options: Options, made: Provenance) -> Iterator[str]:
-    yield "## Make it again"
-    yield ""
-    yield "```sh"
-    yield command(options, made.id or "SOURCE")
-    yield "```"
-    yield ""
+    yield from ("## Make it again", "", "```sh", command(options, made.id or "SOURCE"), "```", "")
     yield f"`{RECORD}` lists every tensor, the options, the versions and the hashes of what it was made from."
 
 
@@ -169,21 +140,16 @@ def _flags(options: Options) -> Iterator[str]:
         "--embed-bits": options.embed_bits,
         "--dtype": options.dtype,
     }
-    for flag, value in valued.items():
-        if value is not None:
-            yield from (flag, str(value))
-    if options.dequantize:
-        yield "--dequantize"
-    if options.calibration is not None:
-        yield "--calibration"
-        if options.calibration != "shipped":
-            yield "FILE"
-    if options.adapter is not None:
-        yield from ("--adapter", "ADAPTER")
-    if options.unchecked:
-        yield "--unchecked"
-    if not options.verify:
-        yield "--no-verify"
+    yield from (word for flag, value in valued.items() if value is not None for word in (flag, str(value)))
+    plain = {
+        ("--dequantize",): options.dequantize,
+        ("--calibration",): options.calibration == SHIPPED,
+        ("--calibration", "FILE"): options.calibration not in (None, SHIPPED),
+        ("--adapter", "ADAPTER"): options.adapter is not None,
+        ("--unchecked",): options.unchecked,
+        ("--no-verify",): not options.verify,
+    }
+    yield from (word for words, given in plain.items() if given for word in words)
 
 
 def _bytes(value: int) -> str:

@@ -19,8 +19,8 @@
       ▼                  report.py, card.py    conversion.json and README.md
     install              resume.py     the target appears, whole
 
-What has been measured and written stays in a WorkDir beside the target (resume.py), so that a run that goes on does neither again,
-and goes on with the same values.
+What has been measured and written stays in a WorkDir beside the target (resume.py), so that a run that
+continues does neither again, and continues with the same values.
 """
 
 import json
@@ -75,10 +75,10 @@ from tokamac.quant.source import Source, locate, open_adapter, open_source
 from tokamac.quant.streaming import Streamed, activation_statistics, streamable_folder, streamable_source
 from tokamac.quant.writer import TensorDone, write
 
-FINISHED = "this conversion was finished before, and its folder is in its place: nothing was to be done"
+FINISHED = "this conversion had finished before: there was nothing to do"
 
 POOL_BYTES, POOL_PART = 2 << 30, 8
-"""Of freed buffers that a GPU keeps for reuse: at most so many, and at most one such part of its memory."""
+"""The most bytes of freed buffers that a GPU keeps for reuse, and the part of its memory that they may take."""
 
 Progress = Callable[[TensorDone | StageDone], None]
 
@@ -134,7 +134,7 @@ def convert(
     overwrite: bool = False,
     dry_run: Literal[False] = False,
     progress: Progress | None = None,
-    **asked: Unpack[ConversionRequest],
+    **options: Unpack[ConversionRequest],
 ) -> Conversion: ...
 @overload
 def convert(
@@ -144,7 +144,7 @@ def convert(
     overwrite: bool = False,
     dry_run: Literal[True],
     progress: Progress | None = None,
-    **asked: Unpack[ConversionRequest],
+    **options: Unpack[ConversionRequest],
 ) -> Plan: ...
 @overload
 def convert(
@@ -154,7 +154,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool,
     progress: Progress | None = None,
-    **asked: Unpack[ConversionRequest],
+    **options: Unpack[ConversionRequest],
 ) -> Conversion | Plan: ...
 def convert(
     source: str | Path,
@@ -163,7 +163,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
-    **asked: Unpack[ConversionRequest],
+    **options: Unpack[ConversionRequest],
 ) -> Conversion | Plan:
     """Convert ``source`` to a quantized MLX folder.
 
@@ -179,7 +179,7 @@ def convert(
         overwrite: Replace a model folder of that name, at the end.
         dry_run: Return the Plan and write nothing.
         progress: Called after every tensor, on this thread.
-        **asked: See Options.
+        **options: See Options.
 
     Returns:
         The Conversion, or the Plan of a dry run.
@@ -190,13 +190,13 @@ def convert(
         ConversionError: For what can't be converted or written; the target is then as it was.
     """
     try:
-        return _convert(source, out, _options(asked), overwrite=overwrite, dry_run=dry_run, tell=_guarded(progress))
+        return _convert(source, out, _checked(options), overwrite=overwrite, dry_run=dry_run, tell=_guarded(progress))
     except _ListenerError as error:
         raise error.failure from None
 
 
 class _ListenerError(Exception):
-    """What a progress callback raised: no trouble with the folder that is written, though it may look like that."""
+    """What a progress callback raised: an OSError of its own is no trouble with the folder that is written."""
 
     def __init__(self, failure: OSError) -> None:
         super().__init__(str(failure))
@@ -253,15 +253,15 @@ def _convert(
     )
 
 
-def _options(asked: Mapping[str, Any]) -> Options:
+def _checked(options: Mapping[str, Any]) -> Options:
     """Return the options of a conversion. Raises OptionError for an unknown one, and names what was probably meant."""
     known = {*(each.name for each in fields(Options)), "overwrite", "dry_run", "progress"}
-    for name in asked:
+    for name in options:
         if name not in known:
             near = nearest(name, known)
             hint = f"Did you mean {near}?" if near else f"Use one of {', '.join(sorted(known))}."
             raise OptionError(f"convert has no option {name!r:.60}", hint)
-    return Options(**asked)
+    return Options(**options)
 
 
 def _check_paths(source: object, out: object) -> None:
@@ -290,11 +290,9 @@ def default_target(source: str | Path, options: Options) -> Path:
 
 
 def _installed(target: Path, folder: Path, options: Options, *, overwrite: bool) -> Conversion | None:
-    """Return what this very conversion came to, where its folder is at ``target`` already; None where it is to be done.
-
-    So the same command, repeated after a crash that came once the folder was in its place, is done instead of refused. To replace
-    a finished folder is work that was asked for, unless something is left of the run that made it.
-    """
+    """Return what this very conversion came to, where its folder is at ``target`` already; None where it is to be done."""
+    # So the same command, repeated after a crash that came once the folder was in its place, is done instead of refused. To replace
+    # a finished folder is work that was asked for, unless something is left of the run that made it.
     try:
         if overwrite and not partial_folder(target).exists():
             return None
@@ -332,18 +330,16 @@ def foreseen(source: Source, options: Options) -> Plan:
         alike = replace(options, target_bpw=None, bits=bits)
         plan = make_plan(source, options, choose(source, alike))
         if plan.bits_per_weight <= options.target_bpw:
-            more = f"which tensors get more than {bits} bits is measured when it runs"
-            return replace(plan, notes=(*plan.notes, f"{more}; the whole has {options.target_bpw:g} at most"))
-    told = "all at 2 bits is still too large: whether larger groups bring it down far enough is found out when it runs"
-    return replace(plan, notes=(*plan.notes, told))
+            more = f"the conversion measures which tensors get more than {bits} bits"
+            return replace(plan, notes=(*plan.notes, f"{more}; the whole model gets {options.target_bpw:g} at most"))
+    note = (
+        "2 bits for every tensor is still too large: whether larger groups are enough is known once the conversion runs"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _prepare(source: Source, options: Options, work: WorkDir, tell: StageProgress) -> tuple[Source, Quantizer, Plan]:
-    """Return what is to be written and how: packed where a calibrated method packs. ``source`` is used up.
-
-    The plan's notes go into the finished folder, so none tells of this run alone.
-    Raises OptionError, ModelError and ConversionError.
-    """
+    """Return what is to be written and how: packed where a calibrated method packs. ``source`` is used up."""
     quantizer = _quantizer(source, options, work, tell)
     notes: tuple[str, ...] = ()
     if options.target_bpw is None:
@@ -356,6 +352,7 @@ def _prepare(source: Source, options: Options, work: WorkDir, tell: StageProgres
         source.weights.clear()  # arrays that both hold would stay in memory once they are read
         source = packed
     plan = make_plan(source, options, chosen)
+    # The plan's notes go into the finished folder, so none tells of this run alone.
     return source, quantizer, replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
 
 
@@ -440,10 +437,7 @@ def pool_bytes(kind: DeviceKind, memory_bytes: int | None) -> int:
 
 @contextmanager
 def _bounded_memory() -> Iterator[Callable[[], int]]:
-    """Bound the pool of freed buffers meanwhile.
-
-    Yields what tells the most bytes that MLX held since, beside what it holds now: an engine's weights are none of a conversion's.
-    """
+    """Bound the pool of freed buffers, and yield what tells the peak of MLX's memory, without what an engine already holds."""
     mx.clear_cache()
     mx.reset_peak_memory()
     others = mx.get_active_memory()

@@ -71,10 +71,10 @@ ROUNDING = 1e-9
 """Relative error allowed to sums of errors, so that a tie is not lost to rounding."""
 
 NOTES: Mapping[AlphaBasis, str] = {
-    "measured": "bits were spent by the divergence that each tensor's packing causes, measured on a text",
-    "guessed": "bits were spent by how much each layer changes what runs through it: the model is too large to measure "
-    "what each tensor's packing causes",
-    "by kind": "bits were spent by each tensor's error and kind alone: without a text nothing could be measured",
+    "measured": "bits were allocated by the divergence that packing each tensor causes, measured on a text",
+    "guessed": "bits were allocated by how much each layer changes its input: the model is too large to measure "
+    "what packing each tensor causes",
+    "by kind": "bits were allocated by each tensor's error and kind alone: there was no text to measure on",
 }
 
 

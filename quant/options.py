@@ -1,4 +1,4 @@
-"""What a conversion may be asked for: frozen, checked when made. No MLX here: the command line uses this too."""
+"""The options of a conversion: frozen, checked when made. No MLX here: the command line uses this too."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,11 @@ class Options:
     unchecked: bool = False
 
     def __post_init__(self) -> None:
-        self._make_plain()
+        for name in ("bits", "group_size", "embed_bits"):  # numbers of other libraries become Python's
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(value, name))
+        if self.target_bpw is not None:
+            object.__setattr__(self, "target_bpw", real(self.target_bpw, "target_bpw"))
         self._check_values()
         self._check_mode()
         self._check_together()
@@ -85,25 +89,22 @@ class Options:
         """The method, the default put in."""
         return self.method or ("search" if self.mode in SEARCHED else "round")
 
-    def _make_plain(self) -> None:
-        """Turn numbers of other libraries into Python's. Raises OptionError for what is none."""
-        for name in ("bits", "group_size", "embed_bits"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole(value, name))
-        if self.target_bpw is not None:
-            object.__setattr__(self, "target_bpw", real(self.target_bpw, "target_bpw"))
-
     def _check_values(self) -> None:
         if self.mode not in MODES:
             raise OptionError(f"mode {self.mode} is not supported", f"Use one of {', '.join(MODES)}.")
-        _one_of(f"{self.bits} bits is", self.bits, BITS)
-        _one_of(f"group size {self.group_size} is", self.group_size, (*GROUP_SIZES, *_groups(self.mode)))
-        _one_of(f"method {self.method} is", self.method, METHODS)
-        _one_of(f"dtype {self.dtype} is", self.dtype, DTYPES)
-        known: object = self.calibration
-        if not (known is None or isinstance(known, Path) or known == SHIPPED):
+        own_group = (MICROSCALING[self.mode][1],) if self.mode in MICROSCALING else ()
+        for what, value, allowed in (
+            (f"{self.bits} bits is", self.bits, BITS),
+            (f"group size {self.group_size} is", self.group_size, (*GROUP_SIZES, *own_group)),
+            (f"method {self.method} is", self.method, METHODS),
+            (f"dtype {self.dtype} is", self.dtype, DTYPES),
+            (f"{self.embed_bits} bits for the embedding is", self.embed_bits, (*BITS, UNQUANTIZED)),
+        ):
+            if value is not None and value not in allowed:
+                raise OptionError(f"{what} not supported", f"Use one of {', '.join(str(each) for each in allowed)}.")
+        text: object = self.calibration
+        if not (text is None or isinstance(text, Path) or text == SHIPPED):
             raise OptionError(f"{self.calibration!r} is no calibration text", f'Give a Path, or "{SHIPPED}".')
-        _one_of(f"{self.embed_bits} bits for the embedding is", self.embed_bits, (*BITS, UNQUANTIZED))
         if self.target_bpw is not None and not 2 < self.target_bpw <= UNQUANTIZED:
             raise OptionError(f"{self.target_bpw:g} bits per weight is out of range", "Use more than 2 and at most 16.")
 
@@ -122,30 +123,19 @@ class Options:
     def _check_together(self) -> None:
         if self.recipe is not None and self.target_bpw is not None:
             raise OptionError("a recipe and a target for bits per weight contradict each other", "Give one of them.")
-        planned = "a recipe" if self.recipe else "a target for bits per weight"
-        if (self.recipe or self.target_bpw) and self.mode != "affine":
-            raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use mode affine.")
-        if (self.recipe or self.target_bpw) and self.how in CALIBRATED:
-            raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use method search.")
+        if self.recipe or self.target_bpw:
+            planned = "a recipe" if self.recipe else "a target for bits per weight"
+            if self.mode != "affine":
+                raise OptionError(f"{planned} mixes affine packings, not {self.mode}", "Use mode affine.")
+            if self.how in CALIBRATED:
+                raise OptionError(f"{self.how} packs everything alike, and {planned} does not", "Use method search.")
         if self.target_bpw is not None and self.bits is not None:
             raise OptionError("bits and a target for bits per weight contradict each other", "Give one of them.")
-        if self.dequantize and self._packs_otherwise():
+        packing = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
+        if self.dequantize and (self.mode != "affine" or any(value is not None for value in packing)):
             raise OptionError(
-                "--dequantize (dequantize=True) unpacks everything, so nothing can be said about packing",
+                "--dequantize (dequantize=True) unpacks everything, so options about packing have no effect",
                 "Leave one of them.",
             )
         if self.calibration is not None and (self.how == "round" or self.dequantize):
             raise OptionError("rounding looks at no text", "Use method search, gptq or awq with a calibration text.")
-
-    def _packs_otherwise(self) -> bool:
-        given = (self.bits, self.group_size, self.method, self.recipe, self.target_bpw, self.embed_bits)
-        return self.mode != "affine" or any(value is not None for value in given)
-
-
-def _groups(mode: str) -> tuple[int, ...]:
-    return (MICROSCALING[mode][1],) if mode in MICROSCALING else ()
-
-
-def _one_of(what: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value is not None and value not in allowed:
-        raise OptionError(f"{what} not supported", f"Use one of {', '.join(str(each) for each in allowed)}.")

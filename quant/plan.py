@@ -1,19 +1,16 @@
-"""What a conversion will do, exactly, before it does any of it: every tensor's bits, every file's bytes.
+"""What a conversion will do, exactly, before it does any of it: every tensor's bits, every file's bytes, its memory and its time.
 
-About how long a conversion will take: a small piece of it is done for real, and the rest is taken to go at that rate.
-
-Only reading, packing and writing are foreseen. What else a conversion does (looking at a text, measuring sensitivity, verifying)
-takes as long as the model's own arithmetic, which nothing here has timed.
-
-The memory that a conversion takes at most, foreseen from shapes: what MLX holds at once in its most expensive moment.
-
-Bytes a weight were measured on MLX's CPU backend, where each stage was run alone on one large tensor; a GPU takes no more.
+The peak of memory is foreseen from shapes: what MLX holds at once in its most expensive moment. Bytes a weight were measured on
+MLX's CPU backend, where each stage was run alone on one large tensor; a GPU takes no more. For the time, a small piece of the
+conversion is done for real, and the rest is taken to go at that rate. Only reading, packing and writing are foreseen: what else a
+conversion does (reading a text, measuring sensitivity, verifying) takes as long as the model's own arithmetic, which nothing here
+has timed.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -37,11 +34,19 @@ from tokamac.quant.search import implementation, on_mlx
 from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
 from tokamac.quant.source import Source, open_source
 
-CALIBRATED_METHODS: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
-"""Methods that pack by what goes through the model; each module has ``check``, ``pack`` and ``peak_bytes``."""
+CALIBRATED_METHODS: Mapping[str, ModuleType] = {"gptq": gptq, "awq": awq}
+"""Methods that pack by what goes through the model; each module has ``check``, ``pack``, ``peak_bytes`` and ``SEQUENCES``."""
 
 SEQUENCES = 8
 """Of ``calibration.LENGTH`` tokens: what search looks at. Second moments of 4,000 tokens are known to a few per cent."""
+
+COPIED = (
+    "tokenizer*.json", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "*.jinja", "chat_template.json", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+"""Files that go along. Never code, never pickles."""
+
+TOKENIZERS = (*TOKENIZER_FILES, "vocab.txt", "*.tiktoken")
 
 ROUNDING = {"affine": 8, "mxfp4": 41, "nvfp4": 77, "mxfp8": 8}
 """Bytes a weight beside the weight itself, while a block is rounded."""
@@ -55,86 +60,17 @@ UNPACKING = 18
 LAYER_WEIGHT = 12
 """Bytes a weight of the layer that is computed: in float32, as it is unpacked, and of the layer before it, not yet let go."""
 
-PLACE_WORD = 16
-"""Bytes for each word of the vocabulary at each place of a text: logits of two models, and what is computed of them."""
+POSITION_WORD = 16
+"""Bytes for each word of the vocabulary at each position of a text: logits of two models, and what is computed of them."""
 
+SAMPLE_S = 0.3
+"""Packing is timed for no longer than this, once it has been set up."""
 
-def peak_bytes(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> int:
-    """Return an upper estimate, in bytes, of what MLX will hold at once."""
-    return max(_stages(source, options, chosen, tensors))
+FIRST_VALUES, GROWTH = 1 << 16, 4
+"""The first piece that is timed, and how much larger each is than the one before: small ones cost more a value."""
 
-
-def _stages(source: Source, options: Options, chosen: Choices, tensors: "tuple[TensorPlan, ...]") -> Iterator[int]:
-    yield max(_of_tensor(tensor, source, options) for tensor in tensors)
-    if options.how in CALIBRATED_METHODS:
-        yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)
-    if options.target_bpw is not None and sensitivity.fits(source, sensitivity.TOKENS):
-        yield sensitivity.peak_bytes(source, sensitivity.TOKENS)
-    runs_text = options.target_bpw is not None or (options.how == "search" and options.calibration is not None)
-    heads = text_config(source.config).get("num_attention_heads")
-    known, paths = heads if isinstance(heads, int) else 1, frozenset(layer_paths(source.module))
-    if runs_text:
-        yield _of_run(paths, tensors, known, SEQUENCES, LENGTH, logits=False)
-    if options.verify:
-        yield _of_run(paths, tensors, known, 1, CHECKED_TOKENS, logits=True)
-
-
-def _of_tensor(tensor: "TensorPlan", source: Source, options: Options) -> int:
-    """Return the bytes for one tensor: as read and put together by mlx-lm, as cast, while it is packed, and packed."""
-    packed_before = tensor.name.rpartition(".")[0] in source.packed
-    read = UNPACKING * tensor.parameters if packed_before else 2 * tensor.source_bytes
-    cast = tensor.parameters * type_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
-    return read + cast + _packing(tensor.packing, tensor.parameters, options) + 2 * tensor.nbytes
-
-
-def _packing(packing: Packing | None, weights: int, options: Options) -> int:
-    if packing is None:
-        return weights
-    if options.how == "round" or packing.mode not in SEARCHED:
-        return ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
-    if packing.mode != "affine":
-        return on_mlx.SEARCHING_SCALES * min(weights, on_mlx.block_here(on_mlx.SEARCHING_SCALES))
-    if implementation().name == "mlx":
-        return on_mlx.SEARCHING * min(weights, on_mlx.block_here(on_mlx.SEARCHING))
-    return SEARCHING * weights
-
-
-def _of_run(
-    paths: frozenset[str], tensors: "tuple[TensorPlan, ...]", heads: int, sequences: int, length: int, *, logits: bool
-) -> int:
-    """Return the bytes for sequences of so many tokens, run side by side with one layer's weights in memory.
-
-    paths: of the layers. Attention's scores are counted as they are where no kernel fuses them.
-    """
-    layers: dict[str, int] = {}
-    ends, widest, words = 0, 0, 0
-    for tensor in tensors:
-        layer = _layer(paths, tensor.name)
-        if layer is not None:
-            layers[layer] = layers.get(layer, 0) + tensor.parameters
-            widest = max((widest, *tensor.shape[-2:]))
-        else:
-            ends += tensor.source_bytes + tensor.nbytes
-            words = max(words, tensor.shape[0])
-    tokens = sequences * length
-    activations = 4 * 4 * tokens * widest + 2 * 4 * heads * tokens * length
-    largest = LAYER_WEIGHT * max(layers.values(), default=0)
-    return largest + 2 * ends + activations + (PLACE_WORD * tokens * words if logits else 0)
-
-
-def _layer(paths: frozenset[str], name: str) -> str | None:
-    """Return which of the layers a tensor is part of."""
-    parts = name.split(".")
-    return next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in paths), None)
-
-
-COPIED = (
-    "tokenizer*.json", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "*.jinja", "chat_template.json", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
-"""Files that go along. Never code, never pickles."""
-
-TOKENIZERS = (*TOKENIZER_FILES, "vocab.txt", "*.tiktoken")
+ENOUGH_VALUES = 1 << 18
+"""A tensor of this many weights is packed at the rate of large ones, and read in a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +96,7 @@ class TensorPlan:
 
     @property
     def parameters(self) -> int:
-        """Weights it stands for."""
+        """Weights in it."""
         return math.prod(self.shape)
 
 
@@ -169,7 +105,7 @@ class Plan:
     """A whole conversion. Bytes throughout.
 
     weight_bytes: the arrays written; output_bytes: the finished folder, exactly, but for the card and the record, whose figures are
-    not known yet. peak_memory_bytes: an upper estimate of what MLX holds at once (peak.py).
+    not known yet. peak_memory_bytes: an upper estimate of what MLX holds at once.
     config: of the converted model. notes: what a user should know.
     """
 
@@ -234,7 +170,7 @@ def make_plan(source: Source, options: Options, chosen: Choices) -> Plan:
         config=_config(source.config, options, chosen),
         copies=tuple(copies),
         source_bytes=source.source_bytes,
-        peak_memory_bytes=peak_bytes(source, options, chosen, tensors),
+        peak_memory_bytes=max(_stage_bytes(source, options, chosen, tensors)),
         notes=tuple(_notes(source, chosen)),
     )
     useless = in_vain(plan)
@@ -246,63 +182,47 @@ def _notes(source: Source, chosen: Choices) -> Iterator[str]:
     yield from left_out(source, chosen)
     if not any(any(source.folder.glob(name)) for name in TOKENIZERS):
         yield "the source has no tokenizer files"
-    again = [
-        path for path, packed in source.packed.items() if (choice := chosen.get(path)) and choice != packed.packing
-    ]
+    again = [path for path, packed in source.packed.items() if chosen.get(path) not in (None, packed.packing)]
     if again:
-        yield f"{len(again)} layers were packed before and are packed again, so their errors add up: the original is better"
+        yield f"{len(again)} layers were packed before and are packed again, so their errors add up: convert the original instead"
 
 
 def _tensor(source: Source, options: Options, name: str, array: mx.array, chosen: Choices) -> TensorPlan:
     path, _, leaf = name.rpartition(".")
-    packing = chosen.get(path) if leaf == "weight" else None
-    target = _target_type(source, options, name, array)
+    packing, shape, own = chosen.get(path) if leaf == "weight" else None, tuple(array.shape), type_name(array.dtype)
+    # Some models name tensors that must keep their types (mlx-lm's ``cast_predicate``).
+    allowed = getattr(source.module, "cast_predicate", None) or (lambda _: True)
+    casts = options.dtype is not None and mx.issubdtype(array.dtype, mx.floating) and allowed(name)
+    dtype = type_name(getattr(mx, options.dtype)) if casts and options.dtype else own
     kept = packing is not None and path in source.packed and source.packed[path].packing == packing
     if packing is None:
-        outputs: tuple[Tensor, ...] = (_described(name, target, tuple(array.shape)),)
-    else:
-        outputs = tuple(_outputs(path, tuple(array.shape), packing, target))
+        outputs: tuple[Tensor, ...] = (_described(name, dtype, shape),)
+    else:  # MLX itself says what ``mx.quantize`` makes of the weight, and computes nothing for that
+        arrays = mx.quantize(mx.broadcast_to(mx.zeros((), FLOATS[dtype]), shape), **asdict(packing))
+        named = zip(("weight", "scales", "biases"), arrays, strict=False)  # microscaling modes have no biases
+        outputs = tuple(_described(f"{path}.{leaf}", type_name(made.dtype), tuple(made.shape)) for leaf, made in named)
     source_bytes = sum(each.nbytes for each in source.packed[path].arrays) if kept else array.nbytes
-    return TensorPlan(name, tuple(array.shape), type_name(array.dtype), source_bytes, target, packing, kept, outputs)
-
-
-def _outputs(path: str, shape: tuple[int, ...], packing: Packing, target: str) -> Iterator[Tensor]:
-    """Yield the arrays that ``mx.quantize`` makes of a weight: asked of MLX itself, which computes nothing for it."""
-    of_type = mx.broadcast_to(mx.zeros((), FLOATS[target]), shape)
-    arrays = mx.quantize(of_type, **asdict(packing))
-    for leaf, made in zip(("weight", "scales", "biases"), arrays, strict=False):  # microscaling modes have no biases
-        yield _described(f"{path}.{leaf}", type_name(made.dtype), tuple(made.shape))
+    return TensorPlan(name, shape, own, source_bytes, dtype, packing, kept, outputs)
 
 
 def _described(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return Tensor(name, dtype, shape, math.prod(shape) * type_bytes(dtype))
 
 
-def _target_type(source: Source, options: Options, name: str, array: mx.array) -> str:
-    """Return the type a tensor is cast to; some models name tensors that must keep theirs (mlx-lm's ``cast_predicate``)."""
-    allowed = getattr(source.module, "cast_predicate", None) or (lambda _: True)
-    casts = options.dtype is not None and mx.issubdtype(array.dtype, mx.floating) and allowed(name)
-    return type_name(getattr(mx, options.dtype)) if casts and options.dtype else type_name(array.dtype)
-
-
 def _config(config: dict[str, Any], options: Options, chosen: Choices) -> dict[str, Any]:
     """Return the converted model's config, in the form mlx-lm reads: one default, and an entry for every module that differs."""
-    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map", "model_file")}
-    types = {"dtype": options.dtype, "torch_dtype": options.dtype} if options.dtype else {}
-    if not any(chosen.values()):
-        return {**kept, **types}
-    default = _default(options, chosen)
-    quantization: dict[str, Any] = asdict(default)
-    for path, packing in chosen.items():
-        if packing != default:
-            quantization[path] = asdict(packing) if packing else False
-    return {**kept, **types, "quantization": quantization, "quantization_config": quantization}
-
-
-def _default(options: Options, chosen: Choices) -> Packing:
-    """Return the packing that stands for every module without an entry: the one asked for, else the most frequent."""
-    asked, used = Packing(options.packed_bits, options.group, options.mode), [each for each in chosen.values() if each]
-    return asked if asked in used else max(used, key=used.count)
+    made = {key: value for key, value in config.items() if key not in ("_name_or_path", "auto_map", "model_file")}
+    if options.dtype:
+        made |= {"dtype": options.dtype, "torch_dtype": options.dtype}
+    used = [packing for packing in chosen.values() if packing]
+    if not used:
+        return made
+    # The packing of the options, or else the most frequent.
+    usual = Packing(options.packed_bits, options.group, options.mode)
+    default = usual if usual in used else max(used, key=used.count)
+    own = {path: asdict(each) if each else False for path, each in chosen.items() if each != default}
+    quantization = {**asdict(default), **own}
+    return {**made, "quantization": quantization, "quantization_config": quantization}
 
 
 def _tagged(value: Any) -> Any:
@@ -314,18 +234,62 @@ def _tagged(value: Any) -> Any:
     return [_tagged(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-SAMPLE_S = 0.3
-"""Packing is timed for no longer than this, once it has been set up."""
+def _stage_bytes(source: Source, options: Options, chosen: Choices, tensors: tuple[TensorPlan, ...]) -> Iterator[int]:
+    """Yield the most bytes that MLX holds at once in each stage, from above."""
+    yield max(_tensor_bytes(tensor, source, options) for tensor in tensors)
+    if options.how in CALIBRATED_METHODS:
+        yield CALIBRATED_METHODS[options.how].peak_bytes(source, options, chosen)
+    if options.target_bpw is not None and sensitivity.fits(source, sensitivity.TOKENS):
+        yield sensitivity.peak_bytes(source, sensitivity.TOKENS)
+    if options.target_bpw is not None or (options.how == "search" and options.calibration is not None):
+        yield _run_bytes(source, tensors, SEQUENCES, LENGTH, logits=False)
+    if options.verify:
+        yield _run_bytes(source, tensors, 1, CHECKED_TOKENS, logits=True)
 
-FIRST_VALUES = 1 << 16
-GROWTH = 4
-"""Each piece that is packed is so many times larger than the one before: small ones cost more a value."""
 
-ENOUGH_VALUES = 1 << 18
-"""A tensor of so many weights is packed at the rate of large ones, and read in a moment."""
+def _tensor_bytes(tensor: TensorPlan, source: Source, options: Options) -> int:
+    """Return the bytes for one tensor: as read and put together by mlx-lm, as cast, while it is packed, and packed."""
+    packed_before = tensor.name.rpartition(".")[0] in source.packed
+    read = UNPACKING * tensor.parameters if packed_before else 2 * tensor.source_bytes
+    cast = tensor.parameters * type_bytes(tensor.dtype) if tensor.dtype != tensor.source_dtype else 0
+    return read + cast + _packing_bytes(tensor.packing, tensor.parameters, options) + 2 * tensor.nbytes
 
-_PACKERS: Mapping[Method, Callable[[], Quantizer]] = {"round": Round, "search": Search}
-"""Methods that work tensor by tensor; the others run the model."""
+
+def _packing_bytes(packing: Packing | None, weights: int, options: Options) -> int:
+    if packing is None:
+        return weights
+    if options.how == "round" or packing.mode not in SEARCHED:
+        return ROUNDING[packing.mode] * min(weights, BLOCK_WEIGHTS)
+    if packing.mode == "affine" and implementation().name != "mlx":
+        return SEARCHING * weights
+    each = on_mlx.SEARCHING if packing.mode == "affine" else on_mlx.SEARCHING_SCALES
+    return each * min(weights, on_mlx.block_here(each))
+
+
+def _run_bytes(source: Source, tensors: tuple[TensorPlan, ...], sequences: int, length: int, *, logits: bool) -> int:
+    """Return the bytes for sequences of ``length`` tokens, run side by side with one layer's weights in memory."""
+    heads = text_config(source.config).get("num_attention_heads")
+    paths, layers = frozenset(layer_paths(source.module)), dict[str, int]()
+    ends, widest, words = 0, 0, 0
+    for tensor in tensors:
+        layer = layer_of(paths, tensor.name)
+        if layer is not None:
+            layers[layer] = layers.get(layer, 0) + tensor.parameters
+            widest = max((widest, *tensor.shape[-2:]))
+        else:
+            ends += tensor.source_bytes + tensor.nbytes
+            words = max(words, tensor.shape[0])
+    tokens = sequences * length
+    # Attention's scores are counted as they are where no kernel fuses them.
+    activations = 4 * 4 * tokens * widest + 2 * 4 * (heads if isinstance(heads, int) else 1) * tokens * length
+    largest = LAYER_WEIGHT * max(layers.values(), default=0)
+    return largest + 2 * ends + activations + (POSITION_WORD * tokens * words if logits else 0)
+
+
+def layer_of(paths: frozenset[str], name: str) -> str | None:
+    """Return which of the layers at ``paths`` a tensor is part of."""
+    parts = name.split(".")
+    return next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in paths), None)
 
 
 def conversion_s(plan: Plan) -> float | None:
@@ -333,54 +297,46 @@ def conversion_s(plan: Plan) -> float | None:
 
     Reads one tensor of the source and packs a piece of it. Writing is taken to be as fast as reading. Raises ModelError.
     """
-    if plan.options.how not in _PACKERS or plan.options.target_bpw is not None:
+    quantizers: Mapping[Method, Callable[[], Quantizer]] = {
+        "round": Round,
+        "search": Search,
+    }  # the others run the model
+    if plan.options.how not in quantizers or plan.options.target_bpw is not None:
         return None
-    tensor = _sample(plan)
+    packed = [tensor for tensor in plan.tensors if tensor.packing is not None and not tensor.kept]
+    tensor = _sample(packed or plan.tensors)
     weight = open_source(plan.source).weights[tensor.name]
-    moved_bps = _reading_bps(weight, tensor)
+    began_s = time.perf_counter()
+    mx.eval(weight)
+    moved_bps = rate(tensor.source_bytes, time.perf_counter() - began_s)
     if moved_bps is None:
         return None
     moving_s = sum(each.source_bytes + each.nbytes for each in plan.tensors) / moved_bps
-    values = sum(each.parameters for each in plan.tensors if each.packing is not None and not each.kept)
-    if not values:
+    if not packed:
         return moving_s
-    packed_vps = _packing_vps(weight, tensor, _PACKERS[plan.options.how]())
-    return None if packed_vps is None else moving_s + values / packed_vps
+    packed_vps = _packing_vps(weight, tensor, quantizers[plan.options.how]())
+    return None if packed_vps is None else moving_s + sum(each.parameters for each in packed) / packed_vps
 
 
-def _sample(plan: Plan) -> TensorPlan:
-    """Return the tensor to try: the smallest of those that are large enough, packed ones first."""
-    packed = [tensor for tensor in plan.tensors if tensor.packing is not None and not tensor.kept]
-    among = packed or list(plan.tensors)
-    large = [tensor for tensor in among if tensor.parameters >= ENOUGH_VALUES]
-    return min(large, key=_parameters) if large else max(among, key=_parameters)
-
-
-def _parameters(tensor: TensorPlan) -> int:
-    return tensor.parameters
-
-
-def _reading_bps(weight: mx.array, tensor: TensorPlan) -> float | None:
-    began_s = time.perf_counter()
-    mx.eval(weight)
-    return rate(tensor.source_bytes, time.perf_counter() - began_s)
+def _sample(tensors: Sequence[TensorPlan]) -> TensorPlan:
+    """Return the tensor to try: the smallest that is large enough, else the largest."""
+    by_size = sorted(tensors, key=lambda tensor: tensor.parameters)
+    return next((tensor for tensor in by_size if tensor.parameters >= ENOUGH_VALUES), by_size[-1])
 
 
 def _packing_vps(weight: mx.array, tensor: TensorPlan, quantizer: Quantizer) -> float | None:
     """Return the values packed a second, of the largest piece there was time for."""
     assert tensor.packing is not None
-    rows = weight.reshape(-1, weight.shape[-1])
-    path = tensor.name.rpartition(".")[0]
+    rows, path = weight.reshape(-1, weight.shape[-1]), tensor.name.rpartition(".")[0]
     # What is compiled at the first call is not the tensor's doing.
     mx.eval(*quantizer.pack(path, rows[:1], tensor.packing))
-    taken, left_s, found = max(1, FIRST_VALUES // rows.shape[1]), SAMPLE_S, None
+    count, left_s = max(1, FIRST_VALUES // rows.shape[1]), SAMPLE_S
     while True:
         began_s = time.perf_counter()
-        piece = rows[:taken]
+        piece = rows[:count]
         mx.eval(*quantizer.pack(path, piece, tensor.packing))
         elapsed_s = time.perf_counter() - began_s
-        found = rate(piece.size, elapsed_s)
         left_s -= elapsed_s
-        if taken >= rows.shape[0] or left_s < GROWTH * elapsed_s:
-            return found
-        taken *= GROWTH
+        if count >= rows.shape[0] or left_s < GROWTH * elapsed_s:
+            return rate(piece.size, elapsed_s)
+        count *= GROWTH

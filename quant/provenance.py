@@ -4,9 +4,10 @@ What the source's card says was written by others: only values of a known shape 
 """
 
 import hashlib
+import itertools
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,7 +91,7 @@ def provenance(source: Path, options: Options, adapter: Adapter | None = None) -
 
 
 def adapter_name(adapter: Adapter) -> str:
-    """Return what an adapter is called in files that are given away: where it lies is nobody's business."""
+    """Return what an adapter is called in files that are given away: its id or folder's name, never its path."""
     named = adapter.name if _ID.fullmatch(adapter.name) else source_id(adapter.folder)
     return named or safe_name(adapter.folder.resolve().name)
 
@@ -114,22 +115,18 @@ def front_matter(card: Path) -> dict[str, str]:
     """
     try:
         with open_regular(card) as file:
-            lines = file.read(CARD_LIMIT).decode("utf-8", "replace").splitlines()
+            first, *lines = file.read(CARD_LIMIT).decode("utf-8", "replace").splitlines() or [""]
     except OSError:
         return {}
-    return dict(_taken(lines))
-
-
-def _taken(lines: list[str]) -> Iterator[tuple[str, str]]:
-    if not lines or lines[0].strip("\ufeff \t") != "---":
-        return
-    for line in lines[1:]:
-        if line.strip() == "---":
-            return
-        key, colon, value = line.partition(":")
+    if first.strip("\ufeff \t") != "---":
+        return {}
+    found = {}
+    for line in itertools.takewhile(lambda line: line.strip() != "---", lines):
+        key, _, value = line.partition(":")
         plain = value.strip().strip("\"'")
-        if colon and key in _TAKEN and _TAKEN[key].fullmatch(plain):
-            yield key, plain
+        if key in _TAKEN and _TAKEN[key].fullmatch(plain):
+            found[key] = plain
+    return found
 
 
 def _mark(shard: Path) -> ShardMark:

@@ -1,10 +1,6 @@
-"""What a conversion tells of itself: how far it has come, what its plan comes to, and how close the result is to its source.
+"""What a conversion says of itself: how far it has come, how close the result is to its source, and ``conversion.json``.
 
-Pure: values in, values out; no file is read here (provenance.py does that) and nothing is measured.
-
-Reading ``conversion.json`` back. Anyone may have written it, so what is not of the right shape is not believed.
-
-How far a converted model is from its source on a text: values and arithmetic, no model.
+Values in, values out; nothing is measured here. How far a model is from a reference on a text:
 
     KL           mean over positions of Σ p (ln p − ln q), in nats: p is the reference's next-token distribution, q the other's
     top-1        share of the positions at which both hold the same token for the likeliest
@@ -50,7 +46,7 @@ TYPICAL_KL = (
 iq1_S (https://github.com/ggml-org/llama.cpp/pull/6936). From q5_0 on, the perplexity ratio's logarithm is within 6 % of the KL."""
 
 TOLERATED = 4.0
-"""Times the typical KL up to which nothing is said. In the same formats Llama 2 7B is at a quarter to a half of Llama 3 8B's KL, so
+"""Times the typical KL that raise no concern. In the same formats Llama 2 7B is at a quarter to a half of Llama 3 8B's KL, so
 models of one size differ by that much. What is beyond it, the bits alone don't explain."""
 
 MOST_KL = 0.5
@@ -60,10 +56,24 @@ SURE = 2.0
 """Standard errors by which a figure must be beyond a limit: on a short text the mean itself is uncertain."""
 
 TOKENS = 512
-"""Compared unless said otherwise. Log-probabilities of 150,000 words then take 300 MB a model."""
+"""Compared by default. Log-probabilities of 150,000 words then take 300 MB a model."""
 
 BLOCK = 32
 """Positions compared at once, so that temporaries stay small beside the log-probabilities: 20 MB each for 150,000 words."""
+
+
+RECORD = "conversion.json"
+"""The file of a converted model that says how it was made and how close it is to its source."""
+
+FORMAT = 1
+
+RECORD_LIMIT = 64 << 20
+"""Bytes; a model of ten thousand tensors has a record of three million."""
+
+UNRECORDED = "nothing was recorded when it was made"
+UNCOMPARED = "it was not compared with its source when it was made"
+
+LAYERS_LIMIT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +96,13 @@ class Quality:
 
 
 @dataclass(slots=True)
-class Gathered:
-    """What was found at the positions that were looked at so far."""
+class TokenComparison:
+    """Two models' log-probabilities, compared position by position. surprises: −ln p of the tokens that come, in nats."""
 
     kl: list[float] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
-    hers: list[float] = field(default_factory=list)
-    ours: list[float] = field(default_factory=list)
+    reference_surprises: list[float] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
     numbers: bool = True
 
     def add(self, reference: "mx.array", other: "mx.array", ids: Sequence[int], first: int = 0) -> None:
@@ -110,34 +120,32 @@ class Gathered:
             )
         for begin in range(first, len(ids), BLOCK):
             part = slice(begin, begin + BLOCK)
-            found, equal = differences(reference[part], other[part])
+            kl, same = differences(reference[part], other[part])
             self.numbers &= not bool(mx.any(mx.isnan(reference[part]) | mx.isnan(other[part])).item())
-            self.kl += found.tolist()  # type: ignore[arg-type]  # lists, of the one axis
-            self.same += equal.tolist()  # type: ignore[arg-type]
-        self.hers += _surprises(reference, ids)[max(0, first - 1) :]
-        self.ours += _surprises(other, ids)[max(0, first - 1) :]
+            self.kl += kl.tolist()  # type: ignore[arg-type]  # lists, of the one axis
+            self.same += same.tolist()  # type: ignore[arg-type]
+        begin = max(1, first)
+        if begin < len(ids):
+            coming = mx.array(list(ids[begin:]))[:, None]
+            for rows, found in ((reference, self.reference_surprises), (other, self.surprises)):
+                found.extend((-mx.take_along_axis(rows[begin - 1 : -1], coming, axis=-1)[:, 0]).tolist())  # type: ignore[arg-type]
 
     def quality(self) -> Quality:
         """Return the means over all positions."""
-        kl_mean, kl_se = _mean(self.kl)
-        pairs = zip(self.hers, self.ours, strict=True)
+        differences = [b - a for a, b in zip(self.reference_surprises, self.surprises, strict=True)]
         return Quality(
-            kl_mean,
-            kl_se,
+            *_mean(self.kl),
             sum(self.same) / len(self.same) if self.numbers else None,
-            *_exponential(*_mean(self.hers)),
-            *_exponential(*_mean(self.ours)),
-            *_exponential(*_mean([b - a for a, b in pairs])),
+            *_exponential(*_mean(self.reference_surprises)),
+            *_exponential(*_mean(self.surprises)),
+            *_exponential(*_mean(differences)),
             len(self.kl),
         )
 
 
 def compare(reference: "mx.array", other: "mx.array", ids: Sequence[int]) -> Quality:
-    """Compare log-probabilities (n, vocabulary) float32 of what follows each of ``ids`` (n,). Raises OptionError.
-
-    The vocabularies must be of one size; ids: at least one.
-    """
-    found = Gathered()
+    """Compare log-probabilities (n, vocabulary) float32 of what follows each of ``ids`` (n,), at least one. Raises OptionError."""
+    found = TokenComparison()
     found.add(reference, other, ids)
     return found.quality()
 
@@ -150,7 +158,7 @@ def with_error(value: float | None, error: float | None = None) -> str:
 
 
 def typical_kl(bits_per_weight: float) -> float:
-    """Return the KL in nats that so many bits usually cost: between the rows of TYPICAL_KL on a logarithmic scale."""
+    """Return the KL in nats that ``bits_per_weight`` usually cost: between the rows of TYPICAL_KL on a logarithmic scale."""
     rows = TYPICAL_KL
     bits = min(max(bits_per_weight, rows[-1][0]), rows[0][0])
     for (above, low), (below, high) in itertools.pairwise(rows):
@@ -161,12 +169,12 @@ def typical_kl(bits_per_weight: float) -> float:
 
 
 def concerns(quality: Quality, bits_per_weight: float) -> tuple[str, ...]:
-    """Return what a user must be told: a sentence for each figure that is worse than so many bits explain.
+    """Return a sentence for each figure that is worse than the bits explain.
 
     bits_per_weight: of the other model. Empty where all is as it should be.
     """
     if quality.kl is None or quality.perplexity_ratio is None:
-        return ("Its probabilities are not all finite numbers, or the text was too short: it can't be vouched for.",)
+        return ("Its probabilities are not all finite numbers, or the text was too short: its quality is unknown.",)
     typical = typical_kl(bits_per_weight)
     limit, bits = min(TOLERATED * typical, MOST_KL), f"{bits_per_weight:.2f} bits per weight"
     found = []
@@ -175,27 +183,13 @@ def concerns(quality: Quality, bits_per_weight: float) -> tuple[str, ...]:
             f"Its distribution is {quality.kl:.3g} nats (KL) from the source's, where {bits} usually cost {typical:.2g}:"
             " expect clearly worse answers, and convert with more bits."
         )
-    surprise, error = (
-        math.log(quality.perplexity_ratio),
-        (quality.perplexity_ratio_se or 0.0) / quality.perplexity_ratio,
-    )
-    if surprise - SURE * error > limit:
+    error = (quality.perplexity_ratio_se or 0.0) / quality.perplexity_ratio
+    if math.log(quality.perplexity_ratio) - SURE * error > limit:
         found.append(
             f"Its perplexity is {quality.perplexity_ratio:.3g} times the source's, where {bits} usually make it"
             f" {math.exp(typical):.3g} times: expect clearly worse answers, and convert with more bits."
         )
     return tuple(found)
-
-
-def _surprises(log_probabilities: "mx.array", ids: Sequence[int]) -> list[float]:
-    """Return −ln p of each token after the first, in nats."""
-    import mlx.core as mx
-
-    if len(ids) < 2:
-        return []
-    found = mx.take_along_axis(log_probabilities[:-1], mx.array(list(ids[1:]))[:, None], axis=-1)
-    values: list[float] = (-found[:, 0]).tolist()  # type: ignore[assignment]
-    return values
 
 
 def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -214,12 +208,6 @@ def _exponential(mean: float | None, error: float | None) -> tuple[float | None,
     if mean is None or mean > 700:
         return None, None
     return math.exp(mean), None if error is None else math.exp(mean) * error
-
-
-RECORD = "conversion.json"
-"""The file of a converted model that says how it was made and how close it is to its source."""
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +242,7 @@ class Outcome:
 
     bits_per_weight: of the result, by which it is judged. relative_error: ‖W − Ŵ‖ ÷ ‖W‖ over all weights that were packed; None of
     awq, which scales them first.
-    quality: what both models said of a text; None: they were not compared, and ``unable`` says why where that was not wished.
+    quality: of both models on a text; None: they were not compared, and ``unable`` says why where that was wanted.
     layers: relative error of every layer's output on that text, errors of the layers before it included; empty where unknown.
     """
 
@@ -266,7 +254,7 @@ class Outcome:
 
     @property
     def concerns(self) -> tuple[str, ...]:
-        """What is worse than so many bits explain, each as a sentence; empty where all is well or nothing is known."""
+        """A sentence for each figure that is worse than the bits explain; none where all is well or nothing is known."""
         return () if self.quality is None else concerns(self.quality, self.bits_per_weight)
 
     def to_json(self) -> dict[str, Any]:
@@ -319,26 +307,21 @@ def in_vain(plan: "Plan") -> str:
     """Return why the conversion gains nothing: its source is packed like that already, or smaller; "" where it gains something."""
     if not any(tensor.packing for tensor in plan.tensors):
         return ""
-    if _copies(plan):
+    # What a calibrated method packs looks taken over too, and a budget's choices are made later.
+    known = plan.options.how not in CALIBRATED and plan.options.target_bpw is None
+    if known and all(each.kept or (each.packing is None and each.dtype == each.source_dtype) for each in plan.tensors):
         return "the source is packed like this already: the result is a copy of it"
     if plan.weight_bytes <= plan.source_bytes:
         return ""
     bits = 8 * plan.source_bytes / plan.parameters
-    return f"the source has {bits:.2f} bits per weight already: with {plan.bits_per_weight:.2f} it gets larger and no better"
-
-
-def _copies(plan: "Plan") -> bool:
-    """Whether every tensor is taken over. What a calibrated method packs looks so too, and a budget's choices are made later."""
-    if plan.options.how in CALIBRATED or plan.options.target_bpw is not None:
-        return False
-    return all(each.kept or (each.packing is None and each.dtype == each.source_dtype) for each in plan.tensors)
+    return f"the source already has only {bits:.2f} bits per weight: with {plan.bits_per_weight:.2f} it gets larger, not better"
 
 
 def record(plan: "Plan", errors: Mapping[str, WeightError], result: Outcome | None, made: "Provenance") -> bytes:
     """Return ``conversion.json``. The same conversion gives the same bytes: no time, no folder, no memory figure is in it.
 
     errors: by the tensor's name in the plan, of those that were packed. result: None where nothing was compared.
-    Floats have four significant figures; one tensor stands on one line.
+    Floats have four significant figures; each tensor is one line.
     """
     facts = {
         "format": FORMAT,
@@ -350,15 +333,15 @@ def record(plan: "Plan", errors: Mapping[str, WeightError], result: Outcome | No
         "weight_bytes": plan.weight_bytes,
         "bits_per_weight": _rounded(plan.bits_per_weight),
         "source_bytes": plan.source_bytes,
-        "quality": None if result is None else _quality(result),
+        # Why there are no figures may name a folder of this machine, so that is left out.
+        "quality": None if result is None else {k: v for k, v in result.to_json().items() if k != "unable"},
         "notes": list(plan.notes),
     }
     # What a calibrated method has packed, the plan takes over as if the source had held it so.
     packs = plan.options.how in CALIBRATED
-    lines = [f' "{key}": {json.dumps(value, allow_nan=False)}' for key, value in facts.items()]
     rows = [_tensor(each, errors.get(each.name), kept=each.kept and not packs) for each in plan.tensors]
-    tensors = [f"  {json.dumps(row, allow_nan=False)}" for row in rows]
-    lines.append(' "tensors": [\n' + ",\n".join(tensors) + "\n ]")
+    lines = [f' "{key}": {json.dumps(value, allow_nan=False)}' for key, value in facts.items()]
+    lines.append(' "tensors": [\n' + ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in rows) + "\n ]")
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
@@ -374,13 +357,8 @@ def _tensor(tensor: "TensorPlan", error: WeightError | None, *, kept: bool) -> d
     }
 
 
-def _quality(result: Outcome) -> dict[str, Any]:
-    """Return the figures. Why there are none may name a folder of this machine, so that is left out."""
-    return {name: value for name, value in result.to_json().items() if name != "unable"}
-
-
 def _options(options: "Options", made: "Provenance") -> dict[str, Any]:
-    """Return what was asked for. A text of the user's is named by its hash: where it lies is nobody's business."""
+    """Return the options. A user's own text is named by its hash, not by its path."""
     plain = asdict(options)
     if options.calibration is not None and options.calibration != "shipped":
         plain["calibration"] = {"sha256": made.calibration_sha256}
@@ -392,18 +370,8 @@ def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else float(f"{value:.4g}")
 
 
-RECORD_LIMIT = 64 << 20
-"""Bytes; a model of ten thousand tensors has a record of three million."""
-
-UNRECORDED = "nothing was recorded when it was made"
-
-UNCOMPARED = "it was not compared with its source when it was made"
-
-LAYERS_LIMIT = 10_000
-
-
 def read_recorded(folder: Path) -> Outcome | str:
-    """Return how close the model in ``folder`` was to its source when it was made, or the reason why that can't be said.
+    """Return how close the model in ``folder`` was to its source when it was made, or the reason why that is not known.
 
     Texts of the record are not passed on: what is of concern is judged anew, from its figures.
     """
@@ -434,26 +402,21 @@ def _outcome(found: Any) -> Outcome | str:
     """Return what a record says; raise KeyError, TypeError, ValueError or OverflowError where it is none."""
     if found["format"] != FORMAT:
         return f"{RECORD} was written by another version of Tokamac"
-    said, bits = found["quality"], _figure(found["bits_per_weight"])
-    if said is None:
+    recorded, bits = found["quality"], _figure(found["bits_per_weight"])
+    if recorded is None:
         return UNCOMPARED
-    figures = {field.name: _figure(said[field.name]) for field in fields(Quality)}
-    layers, error = said["layers"], _figure(said["relative_error"])
+    figures = {field.name: _figure(recorded[field.name]) for field in fields(Quality)}
+    layers, error = recorded["layers"], _figure(recorded["relative_error"])
     if not isinstance(layers, list) or len(layers) > LAYERS_LIMIT:
         raise ValueError
     if bits is None or bits <= 0 or (error is not None and error < 0):
         raise ValueError
-    return Outcome(bits, error, _recorded_quality(figures), tuple(map(_figure, layers)))
-
-
-def _recorded_quality(figures: dict[str, float | None]) -> Quality | None:
-    """Return the comparison; None where no text was compared."""
-    places, ratio, top1 = figures["positions"], figures["perplexity_ratio"], figures["top1"]
-    if places is None:
-        return None
-    if places < 1 or (ratio is not None and ratio <= 0) or not 0 <= (top1 or 0) <= 1:
-        raise ValueError
-    return Quality(**{**figures, "positions": int(places)})  # type: ignore[arg-type]  # the dictionary loses which is which
+    quality, places, ratio = None, figures["positions"], figures["perplexity_ratio"]
+    if places is not None:  # else no text was compared
+        if places < 1 or (ratio is not None and ratio <= 0) or not 0 <= (figures["top1"] or 0) <= 1:
+            raise ValueError
+        quality = Quality(**{**figures, "positions": int(places)})  # type: ignore[arg-type]  # the dictionary loses which is which
+    return Outcome(bits, error, quality, tuple(map(_figure, layers)))
 
 
 def _figure(value: Any) -> float | None:

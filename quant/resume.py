@@ -2,17 +2,17 @@
 
     parent/out                         the target: not there, or the old folder, until the end
     parent/.out.partial/model/…        the new one: shards, then the small files; on the same disk
-    parent/.out.partial/journal        what is written, a line for each tensor: the next run goes on behind the last one
+    parent/.out.partial/journal        what is written, a line for each tensor: the next run continues behind the last one
     parent/.out.partial/kept/…         results of earlier stages, each with its checksum in its name
     parent/.out.partial/old            the old folder, until it is removed
 
     with open_work_dir(target, conversion_key(folder, options)) as work:
         …                              measure: work.stage(name, compute)
         write(plan, …, work, …)        tensors: those before work.resumed are there
-    # here the folder stands at target
+    # now the folder is at target
 
-The partial folder stays where the next run can go on: after Ctrl-C, a full disk, a crash. It goes where that would help nobody:
-after an error that says that this model can't be converted so.
+The partial folder stays where the next run can continue: after Ctrl-C, a full disk, a crash. It is removed where it would not help:
+after an error that says that this model can't be converted like this.
 
 A line of the journal is appended after the bytes that it tells of. Either may be missing or torn after a crash, and after a power
 cut the disk may even hold the line without the bytes. So nothing is believed: each line has a checksum, reading ends at the first
@@ -64,11 +64,11 @@ INSTALLED, MOST_INSTALLED = "conversions.json", 100
 MODEL, OLD, JOURNAL, KEPT = "model", "old", "journal", "kept"
 _OURS = {MODEL, OLD, JOURNAL, f"{JOURNAL}.new", KEPT}
 
-AGAIN = "run the same command again: it goes on where this one ended."
-AFRESH = "an unfinished conversion of another source, or with other options, was here: it was removed"
+AGAIN = "run the same command again: it continues from here."
+AFRESH = "an unfinished conversion from another source, or with other options, was removed"
 
 FORMAT = 1
-"""Of the unfinished folder. Another number is another key, so what another version wrote is not gone on with."""
+"""Of the unfinished folder. Another number is another key, so no version continues what another one wrote."""
 
 READ_WHOLE = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
@@ -81,15 +81,15 @@ def conversion_key(folder: Path, options: Options, adapter: Adapter | None = Non
     values are rounded. Raises OSError where a file can't be read.
     """
     small = sorted({file for pattern in READ_WHOLE for file in folder.glob(pattern) if file.is_file()})
-    asked = {name: value for name, value in asdict(options).items() if name != "verify"}
+    chosen = {name: value for name, value in asdict(options).items() if name != "verify"}
     text = options.calibration
-    asked["calibration"] = checksum(text) if isinstance(text, Path) else text
+    chosen["calibration"] = checksum(text) if isinstance(text, Path) else text
     facts = {
         "format": FORMAT,
         "versions": {name: version_of(name) for name in PACKAGES},
         "device": str(mx.default_device()),
         "tf32": may_use_tf32(device_kind()),
-        "options": {**asked, "adapter": None if adapter is None else adapter.digest},
+        "options": {**chosen, "adapter": None if adapter is None else adapter.digest},
         "files": {file.name: checksum(file) for file in small},
         "weights": {file.name: _weights(file) for file in sorted(folder.glob("*.safetensors"))},
     }
@@ -114,7 +114,9 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
     What a crash left in the last steps of an earlier conversion to it is put right first.
     """
     if target.name in ("", ".."):
-        raise ConversionError(f"{target} is no name for a new folder", "Name the folder itself, such as ./model-4bit.")
+        raise ConversionError(
+            f"{target} can't be the name of a new folder", "Name the folder itself, such as ./model-4bit."
+        )
     if _overlap(target.resolve(), source.resolve()):
         raise ConversionError(
             f"{target} and the source {source} overlap: a source is never written", "Choose another folder."
@@ -133,11 +135,9 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 
 
 def _overlap(target: Path, source: Path) -> bool:
-    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to.
-
-    By what the file system says they are: on most Macs' disks the case of a name, and how its accents are composed, makes no
-    difference, and a folder may be mounted in two places.
-    """
+    """Say whether one of two resolved folders holds the other, or the files that the source's links lead to."""
+    # By what the file system says they are: on most Macs' disks the case of a name, and how its accents are composed, makes no
+    # difference, and a folder may be mounted in two places.
     files = {file.resolve() for file in source.iterdir()} if source.is_dir() else set[Path]()
     holding = {source, *source.parents, *(parent for file in files for parent in file.parents)}
     return _is_one_of(source, {target, *target.parents}) or _is_one_of(target, holding)
@@ -169,9 +169,9 @@ def _recover(target: Path) -> None:
 
 def free_bytes(target: Path) -> int:
     """Return the free bytes on the disk of ``target``, what an unfinished conversion to it holds counted in."""
-    place = next(parent for parent in target.absolute().parents if parent.exists())
+    disk = next(parent for parent in target.absolute().parents if parent.exists())
     there = sum(file.lstat().st_size for file in partial_folder(target).rglob("*") if file.is_file())
-    return shutil.disk_usage(place).free + there
+    return shutil.disk_usage(disk).free + there
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
@@ -187,7 +187,7 @@ def check_space(target: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def writing_to(target: Path) -> Iterator[None]:
-    """Make a ConversionError of what the disk refuses, with a hint that fits what is left to go on with."""
+    """Make a ConversionError of what the disk refuses, with a hint that fits what remains to continue from."""
     try:
         yield
     except OSError as error:
@@ -202,7 +202,7 @@ def writing_to(target: Path) -> Iterator[None]:
 def open_work_dir(target: Path, key: str) -> Iterator["WorkDir"]:
     """Yield the folder to write ``target`` in; at the end, what is in it takes the place of ``target``.
 
-    key: what an earlier run must have had for this one to go on with it; the work of any other is removed. What was written is
+    key: what an earlier run must have had for this one to continue it; the work of any other is removed. What was written is
     checked first. Raises ConversionError where another process works there, or the disk refuses; the target is then as it was.
     """
     with writing_to(target):
@@ -369,10 +369,7 @@ def remove_partial(target: Path) -> None:
 
 
 def _install(root: Path, target: Path, key: str, *, replace: bool) -> None:
-    """Put what was written in the place of ``target``, on the disk, and remove the partial folder.
-
-    replace: there was a target at the beginning. Raises OSError; the target is then what it was.
-    """
+    """Put what was written in the place of ``target``, on the disk. After an OSError the target is what it was."""
     for path in (*(root / MODEL).rglob("*"), root / MODEL):
         sync(path)
     path_to_disk(root / MODEL)
@@ -435,7 +432,7 @@ class FoundJournal:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors. Only to be asked for where the key is one's own: another version may have written other fields."""
+        """The tensors. Only for a key of one's own: another version may have written other fields."""
         errors = (record["error"] for record in self.records)
         known = (None if error is None else WeightError(**error) for error in errors)
         return tuple(

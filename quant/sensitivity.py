@@ -144,7 +144,7 @@ def references(packings: Sequence[Packing | None]) -> tuple[Packing, ...]:
 
 
 def packed_type(source: Source, options: Options, path: str) -> mx.Dtype:
-    """Return the type of a weight when it is packed: the one asked for, else its own."""
+    """Return the type of a weight when it is packed: that of the options, else its own."""
     own = source.weights[f"{path}.weight"].dtype
     return own if options.dtype is None else getattr(mx, options.dtype)
 
@@ -188,8 +188,8 @@ def _shares(trial: ErrorTrial) -> dict[int | None, float]:
 
 def _usual(source: Source, path: str, *, tied: bool) -> float:
     """Return what packing a tensor costs beside others, by its kind. tied: the embedding is the output head."""
-    place = part(source, path)
-    if place == "head" or (place == "embedding" and tied):
+    kind = part(source, path)
+    if kind == "head" or (kind == "embedding" and tied):
         return HEAD
     return next((value for ending, value in KINDS if path.endswith(ending)), 1.0)
 
@@ -233,11 +233,9 @@ def _sum(values: mx.array) -> float:
 
 @dataclass(slots=True)
 class _FirstAnswers:
-    """What the layers answered in the first reading, by layer and call; those before ``first`` answer so again.
+    """What the layers answered in the first reading, by layer and call; those before ``first`` answer so again."""
 
-    An object of its own: a layer that referred to its model would keep all weights alive.
-    """
-
+    # An object of its own: a layer that referred to its model would keep all weights alive.
     first: int = 0
     answers: dict[tuple[int, int], Any] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
@@ -279,7 +277,7 @@ class Replay:
     def divergence(self, path: str, weight: mx.array) -> float:
         """Return KL(first reading ‖ reading with ``weight`` at ``path``), the mean over the text, in nats a token."""
         module = self._modules[path]
-        # What stands outside the layers may be used before them (an embedding): then everything is computed again.
+        # What is outside the layers may be used before them (an embedding): then everything is computed again.
         head = path.endswith("lm_head") and not isinstance(module, nn.Embedding | DenseEmbedding)
         first = self._layer_of.get(id(module), len(self._model.layers) if head else 0)
         self._put(path, _with_weight(module, weight))
@@ -302,7 +300,7 @@ class Replay:
 
 
 def peak_bytes(source: Source, tokens: int) -> int:
-    """Return about the most memory of a Replay of so many tokens: the model in float32, outputs of layers, chances of words."""
+    """Return about the most memory of a Replay of ``tokens`` tokens: the model in float32, outputs of layers, chances of words."""
     text, sizes = text_config(source.config), [array.size for array in source.weights.values()]
     outputs = tokens * int(text.get("hidden_size") or 0) * len(source.module.layers)
     chances = 6 * tokens * int(text.get("vocab_size") or 0)  # two readings, and what comparing them takes
@@ -310,7 +308,7 @@ def peak_bytes(source: Source, tokens: int) -> int:
 
 
 def fits(source: Source, tokens: int) -> bool:
-    """Return whether a Replay of so many tokens fits the memory. On a CPU engine/model/cpu.py must agree to unpack the model."""
+    """Return whether a Replay of ``tokens`` tokens fits the memory. On a CPU engine/model/cpu.py must agree to unpack the model."""
     needed, budget = peak_bytes(source, tokens), memory.array_budget()
     if device_kind() != "cpu":
         return budget is not None and needed <= GPU_SHARE * budget
@@ -325,11 +323,9 @@ def layer_numbers(model: Any) -> dict[int, int]:
 
 
 def _divergences(exact: mx.array, other: mx.array) -> mx.array:
-    """Return KL(exact ‖ other) (n,) of log-probabilities (n, vocabulary).
-
-    As Σ p (eᵈ − 1 − d) with d = log q − log p, which equals Σ p log (p ÷ q) because both add up to 1: no term is negative, so small
-    divergences are not lost among large terms that cancel.
-    """
+    """Return KL(exact ‖ other) (n,) of log-probabilities (n, vocabulary)."""
+    # Σ p (eᵈ − 1 − d) with d = log q − log p equals Σ p log (p ÷ q), because both add up to 1. No term is negative, so small
+    # divergences are not lost among large terms that cancel.
     d = other - exact
     return mx.sum(mx.exp(exact) * (mx.expm1(d) - d), axis=-1)
 

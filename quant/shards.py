@@ -64,12 +64,8 @@ class Shard:
         entries: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
         end = 0
         for tensor in self.tensors:
-            entries[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + tensor.nbytes],
-            }
-            end += tensor.nbytes
+            offsets = [end, end := end + tensor.nbytes]
+            entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
@@ -101,22 +97,17 @@ def lay_out(groups: Sequence[tuple[Tensor, ...]], limit: int = SHARD_BYTES) -> t
             filled = 0
         shards[-1].extend(group)
         filled += size
-    if len(shards) == 1:
-        return (Shard("model.safetensors", tuple(shards[0])),)
-    return tuple(
-        Shard(f"model-{number:05d}-of-{len(shards):05d}.safetensors", tuple(tensors))
-        for number, tensors in enumerate(shards, start=1)
-    )
+    parts = [f"model-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1)]
+    names = parts if len(shards) > 1 else ["model"]
+    return tuple(Shard(f"{name}.safetensors", tuple(tensors)) for name, tensors in zip(names, shards, strict=True))
 
 
 def index_json(shards: Sequence[Shard], *, parameters: int) -> bytes:
     """Return the index: which file holds which array."""
     where = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-    index = {
-        "metadata": {"total_size": total, "total_parameters": parameters},
-        "weight_map": dict(sorted(where.items())),
-    }
+    metadata = {"total_size": total, "total_parameters": parameters}
+    index = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
     return (json.dumps(index, indent=4) + "\n").encode()
 
 

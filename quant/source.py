@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tokamac.engine.errors import ConversionError, ModelDamagedError, ModelError, ModelUnsupportedError
 from tokamac.engine.files import not_opened
 from tokamac.engine.model.adapters import Adapter, Change, changes_of, fused, read_adapter
-from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, check_config, model_classes, read_config
+from tokamac.engine.model.config import LANGUAGE_PARTS, MODELOPT, model_classes, read_config
+from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.loader import BUILD_ERRORS, DTYPES, doubts_about, load_lazily
 from tokamac.engine.model.safetensors import check_places, find_shards
 from tokamac.engine.model.skeleton import skeleton_model
@@ -230,11 +231,9 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _packed(module: Any) -> Packed | None:
-    """Return what a packed module holds, or None where ``mx.quantize`` has no packing like it.
-
-    BitNet's bytes are another format. An nvfp4 stack whose experts have a scale of their own (``global_scale``) holds an array more
-    than converted folders do.
-    """
+    """Return what a packed module holds, or None where ``mx.quantize`` has no packing like it."""
+    # BitNet's bytes are another format. An nvfp4 stack whose experts have a scale of their own (``global_scale``) holds an array
+    # more than converted folders do.
     if "scales" not in module or module.get("global_scale") is not None:
         return None
     arrays = (module["weight"], module["scales"], module.get("biases"))
@@ -274,10 +273,8 @@ def unpacked(module: Any, dtype: mx.Dtype) -> mx.array:
 
 
 def _ternary(module: Any) -> mx.array:
-    """Return the weight of mlx-lm's BitLinear, as its kernel reads it.
-
-    Two bits of byte (r, c), from bit 2i on, are 1 more than the weight of row r + i × rows, column c; all share one scale.
-    """
+    """Return the weight of mlx-lm's BitLinear, as its kernel reads it."""
+    # Two bits of byte (r, c), from bit 2i on, are 1 more than the weight of row r + i × rows, column c; all share one scale.
     words, scale = module["weight"], module["weight_scale"]
     codes = mx.concatenate([(words >> (2 * i)) & 3 for i in range(4)])[: module.out_features]
     whole = scale.astype(mx.float32)

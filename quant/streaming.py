@@ -5,7 +5,7 @@
 
 The model is mlx-lm's own, called as a whole. In a copy of its modules, every layer and the big matrices at both ends answer a
 call by a copy of theirs with freshly read weights. All other parameters are lazy arrays of the first copy; so is a
-layer's parameter that the model takes without calling the layer: right as well, and held until the run ends.
+layer's parameter that the model takes without calling the layer: correct as well, and kept until the run ends.
 
 On a CPU a layer is cast to float32 and unpacked for its call, as the engine does once for all (engine/model/cpu.py); elsewhere it
 keeps the checkpoint's types. No cache is used: the text is computed in one piece.
@@ -89,7 +89,7 @@ class Streamable:
     """A model whose weights can be read as often as need be.
 
     module: mlx-lm's, packed or not as the weights are; its own arrays are neither read nor changed.
-    read: names every parameter of the module. A run opens twice, and holds of what it got only what is said above.
+    read: names every parameter of the module. A run opens it twice, and keeps no more than the module docstring says.
     """
 
     module: nn.Module
@@ -155,7 +155,7 @@ class Streamed:
         reader = _Reader(self._model.read, self._on_cpu, observer)
         finished = partial(_finished, len(numbers), watch, self._progress)
         for path, module in _streamed_modules(model, numbers):
-            # The copy comes first: what stands in must not stand in for itself.
+            # The copy comes first: it must not have the override.
             if id(module) in numbers:
                 layer = _Layer(path, clone(module), reader, partial(finished, numbers[id(module)]))
                 override(module, __call__=layer.call)
@@ -189,13 +189,10 @@ def _streamed_modules(model: nn.Module, layers: dict[int, int]) -> Iterator[tupl
 
 @dataclass(slots=True)
 class _Reader:
-    """Fills copies of modules with weights. Each array is handed out once, so that nothing here keeps it.
-
-    on_cpu: in float32, and multiplied by NumPy, as the engine does on a plain CPU. observer: is told what linear layers are given.
-    """
+    """Fills copies of modules with weights. Each array is handed out once, so that nothing here keeps it."""
 
     read: Read
-    on_cpu: bool
+    on_cpu: bool  # in float32, and multiplied by NumPy, as the engine does on a plain CPU
     observer: Observer | None
     left: dict[str, mx.array] = field(default_factory=dict)
 
@@ -238,15 +235,12 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Answers the calls of an embedding or a linear layer outside the layers.
-
-    lazy: its products are left to be computed when somebody asks for them, which for the output head may be never.
-    """
+    """Answers the calls of an embedding or a linear layer outside the layers."""
 
     path: str
     template: nn.Module
     reader: _Reader
-    lazy: bool
+    lazy: bool  # products are computed when somebody asks for them, which for the output head may be never
 
     def look_up(self, _: nn.Module, ids: mx.array) -> mx.array:
         table = self.reader.fill(self.path, self.template)
@@ -280,11 +274,8 @@ def _rows_of(module: nn.Module, rows: mx.array | slice) -> Any:
 
 
 def _multiplied(module: Any, x: mx.array) -> mx.array:
-    """Return x Wᵀ + b by NumPy: engine/model/cpu.py leaves the head's product of many rows to MLX, as prefill never asks for it.
-
-    W is unpacked piece by piece. In float32, the whole of it would be larger than any layer.
-    """
-    pieces = []
+    """Return x Wᵀ + b by NumPy: engine/model/cpu.py leaves the head's product of many rows to MLX, as prefill never asks for it."""
+    pieces = []  # unpacked one by one: in float32, the whole of W would be larger than any layer
     for begin in range(0, len(module.weight), ROWS):
         holder = nn.Module()
         holder.piece = _rows_of(module, slice(begin, begin + ROWS))
@@ -300,14 +291,17 @@ def _product(module: Any, x: mx.array) -> mx.array:
 
 
 def observe(module: nn.Module, path: str, observer: Observer) -> None:
-    """Tell ``observer`` of every call of a linear layer in ``module``, which stands at ``path`` in its model.
+    """Tell ``observer`` of every call of a linear layer in ``module``, at ``path`` in its model.
 
-    Linear layers and stacks of experts (mlx-lm's SwitchLinear), packed or not. Nothing is told of other layers that hold a
-    matrix: convolutions, embeddings (also where they serve as the output head), products per attention head.
+    Linear layers and stacks of experts (mlx-lm's SwitchLinear), packed or not. Other layers with a matrix are not observed:
+    convolutions, embeddings (also where they serve as the output head), products per attention head.
     """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-    for name, layer in {id(layer): (name, layer) for name, layer in reversed(module.named_modules())}.values():
+    first = {
+        id(layer): (name, layer) for name, layer in reversed(module.named_modules())
+    }  # one may stand at two places
+    for name, layer in first.values():
         own, whole = type(layer).__call__, ".".join(filter(None, (path, name)))
         if isinstance(layer, LINEAR):
             override(layer, __call__=_observed_linear(own, whole, observer))

@@ -1,24 +1,29 @@
-"""Take the documents' pictures from real runs: ``python -m tests.pictures`` writes assets/pictures/*.svg.
+"""Take the documents' pictures: ``python -m tests.pictures`` writes assets/pictures/*.svg.
 
-The real app, its real child process and the embedded model, driven by Textual's pilot.
+The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine, and, for ``mac*.svg``,
+with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath the picture.
 """
 
 import asyncio
 import re
 import tempfile
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from textual.pilot import Pilot
 
+from tests.scripted_engine import MAC_MODEL, SCRIPTED
 from tokamac.app.backend.protocol import Figures, Loaded, WhatIf
+from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.what_if_form import first_question
 from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
 from tokamac.app.tui.app import TokamacApp
-from tokamac.app.tui.run import ChatOptions, build
+from tokamac.app.tui.run import build
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0
@@ -68,34 +73,49 @@ def _asked(event: WhatIf) -> Figures:
     return next(case.figures for case in event.answer.cases if case.change == "as asked")
 
 
-async def take() -> None:
-    """Chat, and save what the screen shows."""
-    PICTURES.mkdir(parents=True, exist_ok=True)
+@asynccontextmanager
+async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tuple[TokamacApp, Pilot[Any]]]:
+    """Open the chat, ask ``questions``, and leave what the screen shows then."""
     with tempfile.TemporaryDirectory() as scratch:
         save_settings(Path(scratch) / "settings.toml", Settings(theme=THEME, toured=True))
-        options = ChatOptions(
-            settings_path=Path(scratch) / "settings.toml",
-            log_path=Path(scratch) / "engine.log",
-            store_path=Path(scratch) / "chats" / "chats.db",
+        app, bridge = build(
+            ChatOptions(
+                settings_path=Path(scratch) / "settings.toml",
+                log_path=Path(scratch) / "engine.log",
+                store_path=Path(scratch) / "chats" / "chats.db",
+                **options,
+            )
         )
-        app, bridge = build(options)
         try:
             async with app.run_test(size=(120, 36), notifications=False) as pilot:
                 await idle(app, pilot)
-                await measured(app)
-                for question in QUESTIONS:
+                if "engine" not in options:
+                    await measured(app)
+                for question in questions:
                     app.chat.perform(app.chat.session.submit(question))
                     await asyncio.sleep(0.1)
                     await idle(app, pilot)
-                save(app, "chat")
-                for key, name, wait_s in SCREENS:
-                    await pilot.press(key)
-                    await asyncio.sleep(wait_s)
-                    save(app, name)
-                    await pilot.press("escape")
-                    await pilot.pause()
+                yield app, pilot
         finally:
             bridge.close()
+
+
+async def take() -> None:
+    """Chat with the embedded model here, and with a Mac that is played; save what the screen shows."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    async with chatting(QUESTIONS) as (app, pilot):
+        save(app, "chat")
+        for key, name, wait_s in SCREENS:
+            await pilot.press(key)
+            await asyncio.sleep(wait_s)
+            save(app, name)
+            await pilot.press("escape")
+            await pilot.pause()
+    async with chatting(QUESTIONS[:1], model=MAC_MODEL, engine=SCRIPTED) as (app, pilot):
+        save(app, "mac")
+        await pilot.press("f2")
+        await asyncio.sleep(0.5)
+        save(app, "mac_explain")
 
 
 def save(app: TokamacApp, name: str) -> None:

@@ -166,6 +166,12 @@ PACKED_KV = tuple(replace(layer, bytes_per_token=round(layer.bytes_per_token * 8
 SITUATION = Situation(packed_kv=PACKED_KV, bits_per_weight=4.5, keeps_prompts=True, chunk=512)
 
 
+MAC_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
+"""A scenario for pictures: as fast as is expected of this model on that chip. Nothing of it was measured on a Mac."""
+SCENARIOS[MAC_MODEL] = Scenario(
+    gap_s=1 / (decode_phase(WORK, CHIP, PACE, 400).expected_tps or 1.0), prefill_step_s=0.02
+)
+
 T = TypeVar("T")
 
 PREFILL_TPS = 600.0

@@ -71,6 +71,21 @@ def test_libraries_neither_print_nor_parse_nor_draw(package: str) -> None:
         assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), file
 
 
+def test_the_chat_knows_no_view() -> None:
+    """``tui`` and ``plain`` are views of ``chat``: it draws nothing, and imports neither of them."""
+    for file in sources("app/chat"):
+        used = imports(file)
+        assert not {name.split(".")[0] for name in used} & {"textual", "rich"}, file
+        assert not [name for name in used if name.startswith(("tokamac.app.tui", "tokamac.app.plain"))], file
+
+
+def test_the_plain_chat_draws_nothing() -> None:
+    for file in sources("app/plain"):
+        used = imports(file)
+        assert not {name.split(".")[0] for name in used} & {"textual", "rich"}, file
+        assert not [name for name in used if name.startswith("tokamac.app.tui")], file
+
+
 def test_the_screen_never_touches_mlx() -> None:
     for file in sources("app"):
         name = str(file.relative_to(ROOT))

@@ -116,19 +116,20 @@ def _table(question: Question, limit: int | None) -> Answer:
 
 
 def _chips(question: Question) -> Answer:
-    from tokamac.engine.perf.inspection import subject_of
-    from tokamac.engine.perf.what_if import everywhere, on_chips
+    from tokamac.engine.perf.inspection import model_ref
+    from tokamac.engine.perf.machine import everywhere
+    from tokamac.engine.perf.what_if import on_chips
 
-    subject = subject_of(question.model)
+    subject = model_ref(question.model)
     outcomes = on_chips(subject.config, case_of(question), everywhere(question.where.memory_gb), own=subject.packing)
     return Answer(subject.name, "every chip of the table", chips=tuple(map(_chip, outcomes)))
 
 
 def _inspected(question: Question, limit: int | None) -> "tuple[WhatIfCase, Inspection, ModelRef]":
-    from tokamac.engine.perf.inspection import inspect, subject_of
+    from tokamac.engine.perf.inspection import inspect, model_ref
     from tokamac.engine.perf.machine import here
 
-    subject, case = subject_of(question.model), case_of(question)
+    subject, case = model_ref(question.model), case_of(question)
     place = _place(question.where) or (None if limit is None else here(limit=limit))
     return case, inspect(subject, case, place), subject
 

@@ -1,33 +1,42 @@
-"""Every action of the chat, once. Keys, slash commands, footer, command palette and help (F1) are made from this table.
+"""Every action of the chat, once: its id, label, help, keys and slash command.
 
-An action's ``id`` is its binding's id too (a keymap refers to it); what it does is in ``app/tui/actions``, under the same id. Keys
-that the user's settings name replace the table's where they can. A slash command is found by a part of its name, by what other
-programs call it, or by a name that is nearly right; any other text is a prompt.
+Both views are made from this table: the bindings, footer, palette and help of the full screen, and the commands of the plain chat.
+What an action does is in ``app/chat/commands`` or in the view, under the same id. Keys from the user's settings replace the
+table's where they can. A slash command is found by a part of its name, by what other programs call it, or by a name that is nearly
+right; any other text is a prompt.
 """
 
 import unicodedata
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
-
-from textual.binding import Binding, BindingType
-from textual.keys import Keys
 
 from tokamac.engine.hub.cache import nearest
 
 Scope = Literal["chat", "message"]
-"""Where keys hold: everywhere in the chat, or while a message is pointed at (Tab)."""
-
-
+"""Where keys work: everywhere in the chat, or while a message is selected (Tab)."""
 ARGUMENT: Final = "[on|off|low|medium|high|default|TOKENS]"
 """Of /thinking."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """``keys`` as Textual names them, the first shown first. ``shown`` overrides how they are printed.
+    """One thing that the user can do.
 
-    slash: the command that does the same. argument: what follows it, as the help names it; in brackets where it need not.
+    Attributes:
+        id: its key binding's id too, so that a keymap can refer to it.
+        keys: as Textual names them, the first shown first.
+        label: a word or two for the footer and the palette.
+        help: one sentence for F1, the palette and the slash menu.
+        footer, palette: whether it is listed there.
+        shown: how the keys are printed, where not by their names.
+        bound: whether the chat screen binds the keys; the prompt handles the others itself.
+        scope: where the keys work.
+        slash: the command that does the same.
+        argument: what follows the command, in brackets where it is optional.
+        multiline: whether that may have several lines in the plain chat.
+        plain_argument, plain_help: the same for the plain chat, where its command differs; None: it does not.
+        also: what other programs call the command.
     """
 
     id: str
@@ -41,29 +50,39 @@ class Action:
     scope: Scope = "chat"
     slash: str = ""
     argument: str = ""
+    multiline: bool = False
+    plain_argument: str | None = None
+    plain_help: str | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def key_names(self) -> str:
         """The keys as a person reads them, or the command where there are none."""
-        return self.shown or ", ".join(_name(key) for key in self.keys) or f"/{self.slash}"
+        return self.shown or ", ".join(map(_key_name, self.keys)) or f"/{self.slash}"
 
     @property
     def key_name(self) -> str:
-        """The first of the keys as a person reads it, or the command where there are none: how a text names the action."""
-        return _name(self.keys[0]) if self.keys else f"/{self.slash}"
+        """The first key as a person reads it, or the command where there is none."""
+        return _key_name(self.keys[0]) if self.keys else f"/{self.slash}"
 
     @property
     def usage(self) -> str:
-        """The command and what may follow it; "" where there is none."""
+        """The command and its argument; "" where there is no command."""
         return f"/{self.slash} {self.argument}".rstrip() if self.slash else ""
 
     @property
     def bound_keys(self) -> str:
-        """The keys as Textual binds them; where there are none, one that no terminal sends, so that a keymap can give one."""
+        """The keys as Textual binds them; without keys, one that no terminal sends, so that a keymap can replace it."""
         return ",".join(_KEYS.get(key, key) for key in self.keys) or f"none_{self.id}"
 
+    @property
+    def for_plain(self) -> "Action":
+        """The action as the plain chat has it: without keys, with the argument and help of its command there."""
+        argument = self.argument if self.plain_argument is None else self.plain_argument
+        return replace(self, keys=(), shown="", argument=argument, help=self.plain_help or self.help)
 
-def _name(key: str) -> str:
+
+def _key_name(key: str) -> str:
     return key if len(key) == 1 else "+".join(_NAMES.get(part, part.capitalize()) for part in key.split("+"))
 
 
@@ -74,16 +93,16 @@ _NAMES = {
     "left_square_bracket": "[",
     "right_square_bracket": "]",
 }
-
+_KEYS = {"[": "left_square_bracket", "]": "right_square_bracket", ",": "comma"}
+NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 ACTIONS: tuple[Action, ...] = (
-    # Enter and the newline keys act inside the prompt, which handles them itself: `bound` is off.
     Action(
-        "send", ("enter",), "Send", "Send the prompt. While a reply runs it waits its turn.", footer=True, bound=False
+        "send", ("enter",), "Send", "Send the prompt. While a reply is running, it is queued.", footer=True, bound=False
     ),
     Action(
         "newline",
-        ("shift+enter", "ctrl+j", "alt+enter"),
+        NEWLINE_KEYS,
         "New line",
         "Start a new line in the prompt.",
         shown="Shift+Enter, Ctrl+J, Alt+Enter, or a backslash at the end of the line",
@@ -93,34 +112,58 @@ ACTIONS: tuple[Action, ...] = (
         "stop",
         ("escape",),
         "Stop",
-        "Stop the reply within a token, or after the piece of the prompt being read; what was written stays.",
+        "Stop the reply: within a token, or after the current chunk of the prompt. The text so far is kept.",
         footer=True,
         slash="stop",
+        also=("abort", "cancel"),
     ),
-    Action("new_chat", ("ctrl+n",), "New chat", "Start a new chat; the model stays loaded.", footer=True, slash="new"),
+    Action(
+        "new_chat",
+        ("ctrl+n",),
+        "New chat",
+        "Start a new chat. The model stays loaded.",
+        footer=True,
+        slash="new",
+        also=("clear", "reset"),
+    ),
     Action(
         "chats",
         ("ctrl+l",),
         "Conversations",
-        "Open an earlier chat, or search in all that was said.",
+        "Open an earlier chat, or search all messages.",
         footer=True,
         slash="chats",
+        plain_argument="[WORDS]",
+        also=("find", "history", "resume", "search"),
     ),
-    Action("open", (), "Open", "Open a chat by its id.", slash="open", argument="[ID]", palette=False),
-    Action("title", (), "Title", "Give this chat another title.", slash="title", argument="TITLE"),
+    Action(
+        "open",
+        (),
+        "Open",
+        "Open a chat by its ID.",
+        slash="open",
+        argument="[ID]",
+        palette=False,
+        plain_argument="NUMBER|ID",
+        plain_help="Open a chat by its number in the last list, or by its ID.",
+    ),
+    Action("title", (), "Title", "Rename this chat.", slash="title", argument="TITLE", also=("rename",)),
     Action(
         "delete_chat",
         (),
         "Delete chat",
-        "Delete this chat, or the one of that id; it can be brought back for 30 days.",
+        "Delete this chat, or the one with this ID. It can be restored for 30 days.",
         slash="delete",
         argument="[ID]",
+        plain_argument="[NUMBER|ID]",
+        plain_help="Delete this chat, or the one with this number or ID. It can be restored for 30 days.",
+        also=("remove",),
     ),
     Action(
         "restore_chat",
         (),
         "Restore chat",
-        "Bring back the chat that was deleted last, or the one of that id, and open it.",
+        "Restore and open the chat deleted last, or the one with this ID.",
         slash="restore",
         argument="[ID]",
     ),
@@ -128,55 +171,83 @@ ACTIONS: tuple[Action, ...] = (
         "export",
         (),
         "Export",
-        "Write this chat to a new file: .md, .json, .html or .svg.",
+        "Export this chat to a new file: .md, .json, .html or .svg.",
         slash="export",
         argument="[PATH]",
+        also=("save",),
     ),
-    Action("import", (), "Import", "Make a new chat of a file: .md or .json.", slash="import", argument="PATH"),
+    Action("import", (), "Import", "Create a chat from a file: .md or .json.", slash="import", argument="PATH"),
     Action(
-        "branches", ("f6",), "Branches", "See all versions of this chat as a tree, and go to one.", slash="branches"
+        "branches",
+        ("f6",),
+        "Branches",
+        "Show all versions of this chat as a tree, and switch between them.",
+        slash="branches",
+        plain_argument="[NUMBER]",
+        plain_help="List the versions of this chat, or switch to one.",
+        also=("tree",),
     ),
     Action(
         "regenerate",
         ("ctrl+r",),
         "Regenerate",
-        "Make the last reply again; the old one stays beside it.",
+        "Regenerate the last reply. The old version is kept.",
         footer=True,
         slash="again",
+        also=("redo", "retry"),
     ),
     Action(
         "choose_model",
         ("ctrl+o",),
         "Model",
-        "Choose a model: here, or to download; a folder or a Hugging Face id.",
+        "Choose a model: one on this disk, one to download, a folder or a Hugging Face ID.",
         footer=True,
         slash="model",
         argument="[NAME]",
+        also=("load",),
     ),
     Action(
         "pull",
         (),
         "Download",
-        "Download a model by its Hugging Face id; the chat goes on.",
+        "Download a model by its Hugging Face ID in the background.",
         slash="pull",
         argument="ID",
+        plain_help="Download a model by its Hugging Face ID, and wait for it.",
     ),
     Action(
         "adapter",
         (),
         "Adapter",
-        "Load the model with a LoRA adapter, now and in future: a folder or a Hugging Face id; none takes it away.",
+        "Load the model with a LoRA adapter, now and in future: a folder or a Hugging Face ID. none removes it.",
         slash="adapter",
         argument="[DIR|ID|none]",
+        also=("lora",),
     ),
-    Action("unload", (), "Unload", "Give the model's memory back now; it loads again when you write.", slash="unload"),
-    Action("system_prompt", ("ctrl+s",), "System prompt", "Edit the system prompt.", slash="system"),
-    Action("settings", ("ctrl+t",), "Settings", "Sampling and KV cache settings.", slash="settings"),
+    Action("unload", (), "Unload", "Free the model's memory. The model reloads when you write again.", slash="unload"),
+    Action(
+        "system_prompt",
+        ("ctrl+s",),
+        "System prompt",
+        "Edit the system prompt.",
+        slash="system",
+        plain_argument="[TEXT]",
+        multiline=True,
+    ),
+    Action(
+        "settings",
+        ("ctrl+t",),
+        "Settings",
+        "Change sampling, KV cache and memory settings.",
+        slash="settings",
+        plain_argument="[NAME VALUE]",
+        also=("config", "options"),
+    ),
     Action(
         "thinking",
         (),
         "Thinking",
-        "Say whether the model thinks first in this chat, or change it: on, off, low, medium, high, default, or tokens at most.",
+        "Show or change thinking in this chat: on, off, low, medium, high, default, or a limit in tokens.",
         slash="thinking",
         argument=ARGUMENT,
     ),
@@ -184,143 +255,163 @@ ACTIONS: tuple[Action, ...] = (
         "explain",
         ("f2",),
         "Explain",
-        "Say why the last reply took as long as it did, and what would help.",
+        "Explain why the last reply took as long as it did, and what would help.",
         footer=True,
         slash="explain",
+        also=("why",),
     ),
     Action(
         "what_if",
         ("f3",),
         "What if",
-        "Other precisions, KV settings, contexts and chips: memory, fit and speed.",
+        "Compare precisions, KV settings, contexts and chips: memory, fit and speed.",
         slash="whatif",
+        plain_argument="[MODEL] [FLAGS]",
+        plain_help="Compare precisions, KV settings, contexts and chips: memory, fit and speed. FLAGS: see tokamac inspect.",
     ),
     Action(
         "convert",
         ("f4",),
         "Convert",
-        "Pack a model into fewer bits: the plan, the run, the result.",
+        "Quantize a model: see the plan, run it, use the result.",
         slash="convert",
         argument="[MODEL]",
+        plain_argument="[MODEL] [FLAGS]",
+        plain_help="Plan a quantization; FLAGS: see tokamac convert. Without arguments: run the last plan.",
+        also=("quantize",),
     ),
     Action(
         "attach",
         ("@",),
         "Attach",
-        "Attach a file: @ and a part of its path, then Enter.",
+        "Attach a file: type @ and part of its path, then Enter.",
         bound=False,
         slash="attach",
         argument="[PATH]",
+        plain_argument="PATH",
+        plain_help="Attach a file to the next prompt.",
+        also=("add", "file"),
     ),
     Action(
         "detach",
         ("backspace",),
         "Detach",
-        "In an empty box: let go of the last attachment.",
+        "In an empty input box: remove the last attachment.",
         bound=False,
         slash="detach",
         argument="[NAME]",
+        plain_help="Remove an attachment, or the last one.",
+        also=("drop",),
     ),
     Action(
         "earlier",
         ("up",),
         "Earlier prompt",
-        "On the first line: take back the prompt that waits, or what was sent before.",
+        "On the first line: take back the queued prompt, or recall an earlier one.",
         palette=False,
         bound=False,
     ),
-    Action("later", ("down",), "Later prompt", "On the last line: and forward again.", palette=False, bound=False),
+    Action("later", ("down",), "Later prompt", "On the last line: recall the next prompt.", palette=False, bound=False),
     Action("editor", ("ctrl+g",), "Editor", "Write the prompt in $VISUAL or $EDITOR.", slash="editor"),
     Action("toggle_panel", ("ctrl+b", "f5"), "Side panel", "Show or hide the gauges.", slash="panel"),
     Action(
         "palette",
         ("ctrl+p",),
         "Commands",
-        "Open the command palette; themes are there too.",
+        "Open the command palette, which also has the themes.",
         footer=True,
         palette=False,
         slash="palette",
     ),
     Action(
-        "messages", ("tab",), "Messages", "Point at a message: Up and Down choose, Enter unfolds thinking.", bound=False
+        "messages",
+        ("tab",),
+        "Messages",
+        "Select a message: Up and Down move, Enter unfolds its thinking.",
+        bound=False,
     ),
-    Action("gauges", (), "Gauges", "Point at a figure: Up and Down choose, Enter explains it.", slash="gauges"),
+    Action(
+        "gauges",
+        (),
+        "Gauges",
+        "Select a figure: Up and Down move, Enter explains it.",
+        slash="gauges",
+        plain_argument="[FIGURE]",
+        plain_help="Show the figures of the last reply, or explain one.",
+    ),
     Action(
         "edit",
         ("e",),
         "Edit",
-        "Write this prompt anew; what followed it stays beside it.",
+        "Edit this prompt. The old version and its replies are kept.",
         scope="message",
         slash="edit",
+        plain_argument="[TEXT]",
+        multiline=True,
     ),
     Action(
         "again",
         ("r",),
-        "Make again",
-        "Make this reply again; the old one stays beside it.",
+        "Regenerate this",
+        "Regenerate this reply. The old version is kept.",
         scope="message",
         palette=False,
     ),
     Action(
         "continue",
         ("g",),
-        "Go on",
-        "Go on with this reply, which was cut or stopped, in a copy beside it; or answer the prompt that has none.",
+        "Continue",
+        "Continue this reply, which was cut off or stopped, as a new version; or answer the unanswered prompt.",
         scope="message",
         slash="continue",
     ),
-    Action("older", ("[",), "Older version", "Read the version before this one.", scope="message", slash="older"),
-    Action("newer", ("]",), "Newer version", "Read the version after this one.", scope="message", slash="newer"),
-    Action("fork", ("f",), "Fork", "Go on from this message in a new chat.", scope="message", slash="fork"),
-    Action(
-        "copy_message", ("y",), "Copy message", "Copy this message as it was written.", scope="message", slash="copy"
-    ),
+    Action("older", ("[",), "Older version", "Show the previous version.", scope="message", slash="older"),
+    Action("newer", ("]",), "Newer version", "Show the next version.", scope="message", slash="newer"),
+    Action("fork", ("f",), "Fork", "Continue from this message in a new chat.", scope="message", slash="fork"),
+    Action("copy_message", ("y",), "Copy message", "Copy this message as Markdown.", scope="message", slash="copy"),
     Action(
         "copy_code",
         ("c",),
         "Copy code",
-        "Copy the last code block; again for the one before it.",
+        "Copy the last code block; again: the one before it.",
         scope="message",
         slash="code",
     ),
-    Action("scroll_end", ("ctrl+end",), "Follow", "Jump to the end and follow the reply.", slash="end"),
-    Action("page_up", ("pageup", "f8"), "Page up", "Scroll up; following stops.", slash="up"),
+    Action(
+        "scroll_end",
+        ("ctrl+end",),
+        "Follow",
+        "Jump to the end and follow the reply.",
+        slash="end",
+        plain_help="Show the last turn again.",
+    ),
+    Action("page_up", ("pageup", "f8"), "Page up", "Scroll up; this stops following.", slash="up"),
     Action("page_down", ("pagedown", "f9"), "Page down", "Scroll down.", slash="down"),
     Action("copy", ("ctrl+c",), "Copy", "Copy the selected text (drag with the mouse to select)."),
     Action(
         "ask_guide",
         ("f7",),
         "Ask the guide",
-        "Ask the embedded guide about this app; the chat and its model stay as they are.",
+        "Ask the embedded guide about this app. The chat and its model stay as they are.",
         slash="guide",
         argument="[QUESTION]",
+        plain_argument="QUESTION",
     ),
-    Action("help", ("f1",), "Help", "Keys and actions.", footer=True, slash="help"),
-    Action("leave", ("ctrl+q",), "Quit", "Leave tokamac.", slash="quit"),
+    Action(
+        "help",
+        ("f1",),
+        "Help",
+        "Show keys and actions.",
+        footer=True,
+        slash="help",
+        plain_help="List these commands.",
+        also=("keys",),
+    ),
+    Action("leave", ("ctrl+q",), "Quit", "Quit tokamac.", slash="quit", also=("bye", "exit")),
 )
-
-
-def bindings(scope: Scope = "chat") -> list[BindingType]:
-    """Return the key bindings of the chat screen, or those that hold while a message is pointed at.
-
-    The screen's have priority, so that they work while the prompt has the focus; Esc, too, must reach a running reply at once.
-    """
-    return [
-        Binding(
-            action.bound_keys,
-            f"screen.do('{action.id}')",
-            action.label,
-            id=action.id,
-            priority=scope == "chat",
-            show=False,
-            tooltip=action.help,
-        )
-        for action in ACTIONS
-        if action.bound and action.scope == scope
-    ]
-
-
-_KEYS = {"[": "left_square_bracket", "]": "right_square_bracket", ",": "comma"}
+ALIASES = {word: action.slash for action in ACTIONS for word in action.also}
+ALIKE = 0.7
+"""From this ratio on a word is taken for a misspelt name: two swapped letters of four are still found, ``/etc`` is not."""
 
 
 def by_slash(word: str) -> Action | None:
@@ -330,7 +421,7 @@ def by_slash(word: str) -> Action | None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``word`` has its slash. action: None where no command is called so."""
+    """A slash command as it was written. ``word`` has its slash; action: None where there is no such command."""
 
     word: str
     argument: str
@@ -338,180 +429,135 @@ class Command:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is such a command, and what has to follow it follows."""
+        """Whether there is such a command, and it has the argument that it needs."""
         needed = "" if self.action is None else self.action.argument
         return self.action is not None and (bool(self.argument) or not needed or needed.startswith("["))
 
 
-def parse(text: str, lined: Container[str] = ()) -> Command | None:
-    """Return the command that ``text`` is; None where it is a prompt, as it is where it has several lines.
+def parse(text: str, *, multiline: bool = False) -> Command | None:
+    """Return the command in ``text``; None where it is a prompt.
 
-    lined: ids of the actions that may be followed by several.
+    Args:
+        text: what was written.
+        multiline: accept several lines after the commands that take them; else a text of several lines is a prompt.
     """
     word, _, argument = text.rstrip().partition(" ")
     if not (word.startswith("/") and word[1:].isalpha()):
         return None
     action = by_slash(word[1:].lower())
-    if "\n" in argument and (action is None or action.id not in lined):
+    if "\n" in argument and not (multiline and action is not None and action.multiline):
         return None
     return Command(word, argument.strip(), action)
 
 
-ALSO_CALLED = {
-    "abort": "stop",
-    "add": "attach",
-    "bye": "quit",
-    "cancel": "stop",
-    "clear": "new",
-    "config": "settings",
-    "download": "pull",
-    "drop": "detach",
-    "exit": "quit",
-    "file": "attach",
-    "find": "chats",
-    "history": "chats",
-    "keys": "help",
-    "load": "model",
-    "lora": "adapter",
-    "options": "settings",
-    "quantize": "convert",
-    "redo": "again",
-    "remove": "delete",
-    "rename": "title",
-    "reset": "new",
-    "resume": "chats",
-    "retry": "again",
-    "save": "export",
-    "search": "chats",
-    "tree": "branches",
-    "why": "explain",
-}
-"""Commands by the words under which somebody who comes from another program looks for them."""
-ALIKE = 0.7
-"""From this ratio on a word is taken for a misspelt name: two swapped letters of four are still found, ``/etc`` is not."""
-
-
 @dataclass(frozen=True, slots=True)
-class Calling:
-    """A command that is being named: ``part`` of its name is before the cursor; its word ends before column ``end``."""
+class PartialCommand:
+    """A command that is being typed: ``part`` of its name is before the cursor; its word ends before column ``end``."""
 
     part: str
     end: int
 
 
-def calling(text: str, row: int, column: int) -> Calling | None:
-    """Return the command that is being named at the cursor in ``text``; None where the text is none, or the cursor elsewhere.
-
-    As for ``slash.parse``, a text is none where its first word holds more than a slash and letters, or where it has more lines.
-    """
+def command_at(text: str, row: int, column: int) -> PartialCommand | None:
+    """Return the command that is being typed at the cursor in ``text``; None where there is none."""
     word = text.rstrip().partition(" ")[0]
     letters = word[1:]
     if not word.startswith("/") or (letters and not letters.isalpha()) or "\n" in text.rstrip():
         return None
-    return Calling(text[1:column], len(word)) if row == 0 and 1 <= column <= len(word) else None
+    return PartialCommand(text[1:column], len(word)) if row == 0 and 1 <= column <= len(word) else None
 
 
-def fitting(part: str, actions: Sequence[Action] = ACTIONS) -> list[Action]:
-    """Return the actions with a command that fits ``part`` of a name, best first; where nothing is written, all of them.
+def matching(part: str) -> list[Action]:
+    """Return the actions whose command fits ``part`` of a name, best first; all commands for "".
 
-    What is called so goes before names that begin with it, then what is also called so, then names that hold it.
+    The order: the same name, names that begin with it, aliases that do, names that contain it.
     """
     wanted = part.lower()
-    ranked = [(rank, action) for action in _called(actions) if (rank := _rank(wanted, action)) is not None]
+    ranked = [(rank, action) for action in ACTIONS if action.slash and (rank := _rank(wanted, action)) is not None]
     return [action for _, action in sorted(ranked, key=lambda each: each[0])]
 
 
-def unknown(word: str, actions: Sequence[Action] = ACTIONS) -> str:
+def unknown(word: str) -> str:
     """Return the sentence that there is no command ``word``, which has its slash; with the nearest that there is."""
-    near = _nearest(word.removeprefix("/"), actions)
-    return f"There is no command {word}" + (f"; did you mean /{near}?" if near else ".")
-
-
-def _nearest(word: str, actions: Sequence[Action]) -> str:
-    """Return the command whose name, or whose other name, is nearest; "" where none is near."""
-    names = {name: action.slash for action in _called(actions) for name in (*_others(action), action.slash)}
-    found = nearest(word, names, ALIKE)
-    return names[found] if found is not None else ""
-
-
-def _called(actions: Sequence[Action]) -> Iterator[Action]:
-    return (action for action in actions if action.slash)
+    names = {name: action.slash for action in ACTIONS if action.slash for name in (*_aliases(action), action.slash)}
+    near = nearest(word.removeprefix("/"), names, ALIKE)
+    return f"There is no command {word}" + (f"; did you mean /{names[near]}?" if near is not None else ".")
 
 
 def _rank(part: str, action: Action) -> int | None:
     name = action.slash
-    others = any(other.startswith(part) for other in _others(action))
-    tests = (name == part, name.startswith(part), others, part in name)
+    aliased = any(alias.startswith(part) for alias in _aliases(action))
+    tests = (name == part, name.startswith(part), aliased, part in name)
     return next((rank for rank, fits in enumerate(tests) if fits), None)
 
 
-def _others(action: Action) -> Iterator[str]:
-    """Yield what a command is called besides: its action's label, where that is one word, and other programs' words."""
+def _aliases(action: Action) -> Iterator[str]:
+    """Yield the command's other names: the action's label, where that is one word, and other programs' words."""
     if action.label.isalpha():
         yield action.label.lower()
-    yield from (other for other, slash in ALSO_CALLED.items() if slash == action.slash)
+    yield from action.also
 
 
 Chosen = Mapping[str, tuple[str, ...]]
 """Keys of actions, by id."""
-
 MODIFIERS = frozenset(("ctrl", "alt", "shift", "super"))
 EDITING = frozenset(("space", "backspace", "delete", "insert", "left", "right", "up", "down", "home", "end"))
-"""What the prompt needs for itself."""
+"""Keys that the prompt needs for itself."""
 SAME = {"ctrl+i": "Tab", "ctrl+m": "Enter", "ctrl+left_square_bracket": "Esc"}
 """What a terminal sends alike."""
-_NAMED = frozenset(key.value for key in Keys if key.value.isascii() and not key.value.startswith("<"))
+NAMED_KEYS = EDITING | {"tab", "enter", "return", "escape", "pageup", "pagedown"} | {f"f{n}" for n in range(1, 25)}
+"""Keys that have a name, as Textual has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keymap:
-    """The actions with the keys that hold, and why some of the wished ones don't."""
+    """The actions with the keys in use, and why some of the user's keys can't be."""
 
     actions: tuple[Action, ...] = ACTIONS
     warnings: tuple[str, ...] = ()
 
     def key(self, action: str) -> str:
-        """Return how a text names what the action of this id is done with: its first key, or its command."""
+        """Return how a text names the way to do the action of this id: its first key, or its command."""
         return next(each.key_name for each in self.actions if each.id == action)
 
     @property
     def changed(self) -> dict[str, str]:
         """The keys that differ from the registry's, as Textual takes a keymap."""
-        mine = {action.id: action for action in ACTIONS}
-        return {each.id: each.bound_keys for each in self.actions if each.keys != mine[each.id].keys}
+        default = {action.id: action.keys for action in ACTIONS}
+        return {each.id: each.bound_keys for each in self.actions if each.keys != default[each.id]}
 
 
 def keymap(chosen: Chosen) -> Keymap:
-    """Return the registry with the chosen keys. What is wrong with an entry is said, and its action keeps the keys it had."""
+    """Return the registry with the chosen keys. An entry that is wrong gets a warning, and its action keeps its keys."""
     taken, warnings = {}, []
     for name, keys in chosen.items():
         if problem := _problem(name, keys):
-            warnings.append(f"settings.toml: [keys] {name}: {problem}. It is kept and not used.")
+            warnings.append(f"settings.toml: [keys] {name}: {problem}. It stays in the file, unused.")
         else:
             taken[name] = tuple(dict.fromkeys(key if len(key) == 1 else one_name(key) for key in keys))
     while (clash := _clash(_with(taken))) is not None:
         key, holders = clash
         loser = next(action for action in reversed(taken) if action in holders)
         other = next(action for action in holders if action != loser)
-        warnings.append(f"settings.toml: [keys] {loser}: {key} is already a key of {other}. It is kept and not used.")
+        warnings.append(
+            f"settings.toml: [keys] {loser}: {key} is already a key of {other}. It stays in the file, unused."
+        )
         del taken[loser]
     return Keymap(_with(taken), tuple(warnings))
 
 
 def _with(taken: Chosen) -> tuple[Action, ...]:
-    return tuple(
-        replace(each, keys=taken[each.id], shown="") if each.id in taken else _giving_way(each, taken)
-        for each in ACTIONS
-    )
-
-
-def _giving_way(action: Action, taken: Chosen) -> Action:
-    """Return an action without those of its further keys that the user wants for another one; its first key it keeps."""
+    """Return the actions with the keys ``taken`` by the user; others give up those of their keys, but never their first."""
     wanted = {one_name(key) for keys in taken.values() for key in keys}
-    kept = tuple(
-        key for at, key in enumerate(action.keys) if at == 0 or not action.bound or one_name(key) not in wanted
-    )
-    return action if kept == action.keys else replace(action, keys=kept, shown="")
+    actions = []
+    for action in ACTIONS:
+        keys = taken.get(action.id)
+        if keys is None:
+            spare = action.keys[1:] if action.bound else ()
+            keys = tuple(key for key in action.keys if key not in spare or one_name(key) not in wanted)
+        changed = action.id in taken or keys != action.keys
+        actions.append(replace(action, keys=keys, shown="") if changed else action)
+    return tuple(actions)
 
 
 def _problem(name: str, keys: tuple[str, ...]) -> str:
@@ -521,42 +567,42 @@ def _problem(name: str, keys: tuple[str, ...]) -> str:
         near = nearest(name, (each.id for each in ACTIONS))
         return "there is no such action" + (f"; {near} is one" if near else "")
     if not action.bound:
-        return "its keys are the prompt's own and fixed"
+        return "its keys belong to the prompt and are fixed"
     if not keys and not (action.slash or action.palette):
         return "without a key it could not be reached"
     return next((problem for key in keys if (problem := _unusable(key, action.scope))), "")
 
 
 def _unusable(key: str, scope: Scope) -> str:
-    """Return why a key can't be had in that scope; "" where it can."""
-    held, last = _parts(key)
-    if not held <= MODIFIERS or not _is_key(last):
+    """Return why a key can't be used in that scope; "" where it can."""
+    modifiers, last = _parts(key)
+    if not modifiers <= MODIFIERS or not _is_key(last):
         return f"there is no key {key!r:.30}"
     one = one_name(key)
     if one in SAME:
         return f"a terminal sends {key} as {SAME[one]}"
-    writes = held <= {"shift"} and (last not in _NAMED or last in EDITING)
+    writes = modifiers <= {"shift"} and (last not in NAMED_KEYS or last in EDITING)
     return f"{key} is needed for writing" if scope == "chat" and writes else ""
 
 
 def one_name(key: str) -> str:
-    """Return the name that Textual gives a key: ``[`` is ``left_square_bracket``, and what is held down comes in one order."""
-    held, last = _parts(key)
+    """Return the name that Textual gives a key: ``[`` is ``left_square_bracket``, and modifiers come in one order."""
+    modifiers, last = _parts(key)
     if len(last) == 1 and not last.isalnum():
         last = unicodedata.name(last, last).lower().replace(" ", "_").replace("-", "_")
-    return "+".join([*sorted(held), last])
+    return "+".join([*sorted(modifiers), last])
 
 
 def _parts(key: str) -> tuple[set[str], str]:
-    """Return what is held down, and the key that is pressed."""
-    *held, last = [key] if len(key) == 1 else key.split("+")
-    return set(held), last
+    """Return the modifiers, and the key that is pressed."""
+    *modifiers, last = [key] if len(key) == 1 else key.split("+")
+    return set(modifiers), last
 
 
 def _is_key(name: str) -> bool:
     if len(name) == 1:
         return name.isprintable() and name != " "
-    if name in _NAMED:
+    if name in NAMED_KEYS:
         return True
     try:
         unicodedata.lookup(name.replace("_", " "))  # left_square_bracket
@@ -565,10 +611,9 @@ def _is_key(name: str) -> bool:
     return True
 
 
-def _clash(actions: tuple[Action, ...]) -> tuple[str, tuple[str, str]] | None:
-    """Return a key that two actions have where both are heard, and their ids; None where there is none."""
-    scopes: tuple[Scope, ...] = ("chat", "message")
-    for scope in scopes:
+def _clash(actions: Sequence[Action]) -> tuple[str, tuple[str, str]] | None:
+    """Return a key that two actions have in one scope, and their ids; None where there is none."""
+    for scope in ("chat", "message"):
         holders: dict[str, str] = {}
         for action in actions:
             for key in action.keys if action.scope in ("chat", scope) else ():

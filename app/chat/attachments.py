@@ -1,8 +1,9 @@
-"""What goes with a prompt: texts of files, and pasted ones.
+"""Attachments of a prompt: files and long pasted texts.
 
-A file that the user named is read with the user's own rights: a plain file within a bound, text or PDF. Only what the user writes
-is followed; nothing that a model or another file says ever gets here. To the model, attachments stand before the user's words, each
-in a block that it can't end itself:
+A file that the user named is read with the user's rights: a plain file within a size limit, text or PDF. Only the user's own input
+is followed; nothing that a model or another file says gets here. The text of a PDF is taken out in a process of its own (this
+module, bytes on stdin, JSON on stdout), so that a slow or malicious file costs no more than the deadline. To the model, attachments
+come before the user's words, each in a block that it can't end itself:
 
     File notes.md:
     ```
@@ -10,10 +11,6 @@ in a block that it can't end itself:
     ```
 
     the user's words
-
-The text of a PDF, taken out in a process of its own: a file that is slow, or made to do harm, costs no more than the deadline.
-
-PDF's bytes ─ stdin ─▶ python -m tokamac.app.chat.attachments ─ stdout ─▶ {"text": …} or {"error": …}
 """
 
 import codecs
@@ -36,7 +33,7 @@ LARGEST_CHARACTERS = 4_000_000
 
 
 class PDFError(TokamacError):
-    """A PDF has no text that could be taken out."""
+    """The text of a PDF can't be extracted."""
 
 
 def pdf_text(data: bytes) -> str:
@@ -45,16 +42,16 @@ def pdf_text(data: bytes) -> str:
     try:
         done = subprocess.run(command, input=data, capture_output=True, timeout=DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise PDFError(f"its text was not out after {DEADLINE_S:g} s", "Attach a part of it.") from None
+        raise PDFError(f"extracting its text took more than {DEADLINE_S:g} s", "Attach a part of it.") from None
     try:
         told = json.loads(done.stdout)
     except ValueError:
-        raise PDFError(f"reading it ended with status {done.returncode}", "It may be damaged.") from None
+        raise PDFError(f"reading it failed with exit status {done.returncode}", "It may be damaged.") from None
     if "error" in told:
-        raise PDFError(told["error"], "It may be damaged, or locked.")
+        raise PDFError(told["error"], "It may be damaged or encrypted.")
     text: str = told["text"]
     if not text.strip():
-        raise PDFError("it holds no text, only pictures", "A program that recognises text (OCR) can add it.")
+        raise PDFError("it contains no text, only images", "An OCR program can add the text.")
     return text
 
 
@@ -85,13 +82,13 @@ if __name__ == "__main__":
 
 
 def fence_for(text: str) -> str:
-    """Return more backticks than ``text`` holds in a row, at least three, so that it can't end its own block."""
+    """Return at least three backticks, and more than ``text`` has in a row, so that it can't end its own block."""
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 LONG_PASTE_CHARACTERS = 2_000
 LONG_PASTE_LINES = 30
-"""A paste beyond either would bury what is written around it."""
+"""A longer paste would bury the text around it."""
 
 _PASTE = "paste"
 _PASTED = "pasted text"
@@ -109,25 +106,25 @@ _NUMBER = re.compile(rf"{_PASTED} ([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A prompt that is not sent: the user's words, and what goes with them."""
+    """An unsent prompt: the user's words and attachments."""
 
     text: str = ""
     attachments: tuple[Attachment, ...] = ()
 
     @property
     def whole(self) -> str:
-        """All of it, as the model is given it."""
+        """The whole prompt as the model sees it."""
         return whole(self.text, self.attachments)
 
 
 def whole(words: str, attachments: Iterable[Attachment]) -> str:
-    """Return the message that ``words`` and ``attachments`` make."""
+    """Return the message made of ``words`` and ``attachments``."""
     blocks = [_block(attachment) for attachment in attachments]
     return "\n\n".join([*blocks, words] if words else blocks)
 
 
 def apart(message: str) -> Draft:
-    """Return what ``whole`` made ``message`` of. A text that only looks as if it began with a file is taken for one, too."""
+    """Split what ``whole`` joined. A text that only looks as if it began with a file counts as one, too."""
     found: list[Attachment] = []
     at = 0
     while block := _BLOCK.match(message, at):
@@ -139,7 +136,7 @@ def apart(message: str) -> Draft:
 
 
 def joined(drafts: Sequence[Draft]) -> Draft:
-    """Return several drafts as one, in their order."""
+    """Join several drafts into one, in order."""
     words = "\n\n".join(draft.text for draft in drafts if draft.text)
     return Draft(words, tuple(attachment for draft in drafts for attachment in draft.attachments))
 
@@ -151,12 +148,12 @@ def attachment(name: str, text: str) -> Attachment:
 
 
 def is_long(text: str) -> bool:
-    """Whether a pasted text is better shown by its name."""
+    """Whether a pasted text is shown by a name only."""
     return len(text) > LONG_PASTE_CHARACTERS or text.count("\n") >= LONG_PASTE_LINES
 
 
 def pasted(text: str, beside: Iterable[Attachment]) -> Attachment:
-    """Return a pasted text, made safe, as an attachment ``beside`` those that are there."""
+    """Return a pasted text, made safe, as an attachment ``beside`` the others."""
     numbers = [int(number[1]) for each in beside if (number := _NUMBER.fullmatch(each.name))]
     return Attachment(f"{_PASTED} {max(numbers, default=0) + 1}", sanitise(text).strip("\n"), _PASTE)
 
@@ -187,9 +184,10 @@ class AttachError(TokamacError):
 
 
 def read_file(typed: str, folder: Path) -> Attachment:
-    """Return the file at the path ``typed``, which begins at ``folder`` where it is relative. May take seconds for a PDF.
+    """Return the file at the path ``typed``, relative to ``folder``, as an attachment. A PDF may take seconds.
 
-    Raises AttachError for what is missing, unreadable, no plain file, too large, or neither text nor a PDF with text.
+    Raises:
+        AttachError: it is missing, unreadable, not a regular file, too large, or neither text nor a PDF with text.
     """
     name = sanitise_line(typed)
     is_pdf = kind_of(typed) == "pdf"
@@ -209,7 +207,9 @@ def read_file(typed: str, folder: Path) -> Attachment:
     except PDFError as error:
         raise AttachError(f"{name} can't be attached: {error.message}", error.hint) from error
     if len(text) > LARGEST_TEXT_BYTES:
-        raise AttachError(f"{name} holds {len(text):,} characters", "No context holds that: attach a part of it.")
+        raise AttachError(
+            f"{name} holds {len(text):,} characters", "That is more than any context: attach a part of it."
+        )
     return attachment(typed, text)
 
 
@@ -217,10 +217,10 @@ def _read(path: Path, name: str, most: int) -> bytes:
     try:
         return read_bytes(path, most)
     except NotRegularError as error:
-        raise AttachError(f"{name} is no plain file", _FILE_KINDS) from error
+        raise AttachError(f"{name} is not a regular file", _FILE_KINDS) from error
     except TooLargeError as error:
         size = path.stat().st_size / 1e6
-        raise AttachError(f"{name} has {size:,.1f} MB, more than {most // 10**6}", "Attach a part of it.") from error
+        raise AttachError(f"{name} has {size:,.1f} MB; the limit is {most // 10**6}", "Attach a part of it.") from error
 
 
 def _decoded(data: bytes, name: str) -> str:
@@ -229,7 +229,7 @@ def _decoded(data: bytes, name: str) -> str:
     try:
         text = "" if binary else data.decode(encoding)
     except UnicodeDecodeError:
-        raise AttachError(f"{name} is no UTF-8 text", "Save it as UTF-8, if it is text at all.") from None
+        raise AttachError(f"{name} is not UTF-8 text", "If it is text, save it as UTF-8.") from None
     if binary or "\0" in text:
         raise AttachError(f"{name} is a binary file", _FILE_KINDS)
     return text

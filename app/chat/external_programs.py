@@ -1,6 +1,7 @@
-"""The user's own editor: $VISUAL, $EDITOR, or one that is here, on a file that is gone afterwards.
+"""Programs of the user's system: the clipboard's tool, and the editor.
 
-Copying: by the system's own tool where there is one, else by the terminal (OSC 52) and to a file, and always saying which.
+Copying is done by the system's own tool where there is one, else by the terminal (OSC 52) and to a file; the notice says which. The
+editor is $VISUAL, $EDITOR, or one that is installed; it works on a file that is removed afterwards.
 """
 
 import base64
@@ -9,17 +10,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokamac.app.backend.subprocess import how_ended
 from tokamac.app.sanitise import sanitise
 from tokamac.engine.files import read_bytes, read_text
-
-if TYPE_CHECKING:
-    from textual.app import App
-
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
 FILE = "copied.txt"
@@ -30,29 +26,43 @@ PATIENCE_S = 2.0
 
 
 class NotTakenError(Exception):
-    """No tool of the system's took the text; ``str(error)`` is why, a part of a sentence."""
+    """No tool of the system copied the text; ``str(error)`` is why, a part of a sentence."""
 
 
-def copy_text(app: "App[object]", text: str, folder: Path) -> str:
-    """Copy ``text``; return a sentence that says what was done.
+def copy_text(text: str, folder: Path, terminal: Callable[[str], object] | None = None) -> str:
+    """Copy ``text`` by the system's own tool, else into a file in ``folder``; return a sentence that says which.
 
-    A terminal does not tell whether it took what it was sent, and some never do; so the text is then also in a file in ``folder``.
+    Args:
+        text: what to copy.
+        folder: where the file goes, which only the user can read.
+        terminal: asks the terminal to copy (OSC 52), where there is a screen. A terminal does not tell whether it did, and some
+            never do; so the text goes into the file as well.
     """
+    file = folder / FILE
     try:
         return f"Copied {size_of(text)} ({copy_by_tool(text)})."
-    except NotTakenError:
-        app.copy_to_clipboard(text)
-    kept = _also_filed(folder / FILE, text)
-    return f"Copied {size_of(text)} through the terminal (OSC 52), if it allows that; {kept}"
+    except NotTakenError as error:
+        problem = f"Not copied ({error})"
+    if terminal is not None:
+        terminal(text)
+    try:
+        write_private(file, text)
+    except OSError as error:
+        saved = f"{file} can't be written: {error.strerror}."
+    else:
+        saved = f"The text is also in {file}." if terminal is not None else f"The text, {size_of(text)}, is in {file}."
+    if terminal is not None:
+        return f"Copied {size_of(text)} through the terminal (OSC 52), if it allows this. {saved}"
+    return f"{problem}. {saved}"
 
 
 def copy_by_tool(text: str) -> str:
     """Copy ``text`` by the system's own tool; return its name. Raises NotTakenError."""
     if os.environ.get("SSH_CONNECTION"):
-        raise NotTakenError("over SSH a tool would copy on the machine that this runs on")
+        raise NotTakenError("over SSH, a tool would copy on the remote machine")
     tool = _tool()
     if tool is None:
-        raise NotTakenError("there is no pbcopy here, nor wl-copy under Wayland")
+        raise NotTakenError("this system has no pbcopy, and no wl-copy under Wayland")
     quiet = subprocess.DEVNULL
     environment = {**os.environ, **UTF8} if tool[0] == "pbcopy" else None
     try:
@@ -60,7 +70,7 @@ def copy_by_tool(text: str) -> str:
             tool, input=text.encode(), check=True, timeout=PATIENCE_S, stdout=quiet, stderr=quiet, env=environment
         )
     except subprocess.TimeoutExpired:
-        raise NotTakenError(f"{tool[0]} did not end within {PATIENCE_S:g} s") from None
+        raise NotTakenError(f"{tool[0]} did not finish within {PATIENCE_S:g} s") from None
     except subprocess.CalledProcessError as error:
         raise NotTakenError(f"{tool[0]} failed with exit status {error.returncode}") from None
     except OSError as error:
@@ -68,8 +78,8 @@ def copy_by_tool(text: str) -> str:
     return tool[0]
 
 
-def filed(file: Path, text: str) -> None:
-    """Write ``text`` to ``file``, for the user alone, in place of what was copied before. Raises OSError."""
+def write_private(file: Path, text: str) -> None:
+    """Write ``text`` to ``file``, which only the user can read, in place of the last copy. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     # Anew, so that no link is followed and no older file's rights are kept.
     file.unlink(missing_ok=True)
@@ -89,22 +99,14 @@ def through_tmux(text: str) -> str:
     return "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
 
 
-def _also_filed(file: Path, text: str) -> str:
-    try:
-        filed(file, text)
-    except OSError as error:
-        return f"it could not be written to {file}: {error.strerror}."
-    return f"it is also in {file}"
-
-
 def _tool() -> Sequence[str] | None:
     if "WAYLAND_DISPLAY" not in os.environ:
         return TOOLS[0] if shutil.which("pbcopy") else None
     return next((tool for tool in TOOLS if shutil.which(tool[0])), None)
 
 
-FOUND = ("nano", "vi")
-"""Taken where none is set, as on a Mac."""
+FALLBACKS = ("nano", "vi")
+"""Editors where none is set, as on a Mac."""
 
 WAIT_FLAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -114,7 +116,7 @@ WAIT_FLAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gvim", "mvim"), ("--nofork", "-f")),
     "open": ("-W", "--wait-apps"),
 }
-"""Programs that open a window and end at once, unless told to wait: the first of these flags is added where none is there."""
+"""Programs that open a window and exit at once unless told to wait: the first of these flags is added where none is given."""
 
 
 LARGEST_BYTES = 64_000_000
@@ -129,14 +131,14 @@ def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the command of the user's editor, one that waits. Raises EditorError where there is none."""
     given = (environment.get("VISUAL") or environment.get("EDITOR") or "").strip()
     if not given:
-        found = next((name for name in FOUND if shutil.which(name, path=environment.get("PATH"))), None)
+        found = next((name for name in FALLBACKS if shutil.which(name, path=environment.get("PATH"))), None)
         if found is None:
-            raise EditorError("No editor is set: set EDITOR, for instance to vi or nano, and start tokamac again.")
+            raise EditorError("No editor is set: set EDITOR, for example to vi or nano, and restart tokamac.")
         return [found]
     try:
         command = shlex.split(given)
     except ValueError as error:
-        raise EditorError(f"EDITOR is {given!r}, which can't be read as a command: {error}.") from None
+        raise EditorError(f"EDITOR is {given!r}, which is not a valid command: {error}.") from None
     return _waiting(command)
 
 
@@ -151,7 +153,7 @@ def _waiting(command: list[str]) -> list[str]:
 def edit_text(command: Sequence[str], text: str) -> str:
     """Run the editor on ``text`` and return what was saved, made safe.
 
-    Raises EditorError; the text is then as it was, and what an editor that failed had saved stays in its file, which is named.
+    Raises EditorError; what a failed editor saved stays in its file, which the message names.
     """
     handle, name = tempfile.mkstemp(prefix="tokamac-", suffix=".md")
     file = Path(name)
@@ -162,13 +164,13 @@ def edit_text(command: Sequence[str], text: str) -> str:
         status = subprocess.run([*command, name], check=False).returncode
         keep = read_bytes(file, LARGEST_BYTES) != text.encode()
         if status:
-            saved = f" What it had saved is in {name}." if keep else ""
-            raise EditorError(f"{command[0]} {how_ended(status)}; the prompt is as it was.{saved}")
+            saved = f" What it saved is in {name}." if keep else ""
+            raise EditorError(f"{command[0]} {how_ended(status)}; the prompt is unchanged.{saved}")
         written = sanitise(read_text(file, LARGEST_BYTES).rstrip("\n"))
         keep = False
         return written
     except UnicodeDecodeError:
-        raise EditorError(f"What {command[0]} saved in {name} is not UTF-8; the prompt is as it was.") from None
+        raise EditorError(f"What {command[0]} saved in {name} is not UTF-8; the prompt is unchanged.") from None
     except OSError as error:
         raise EditorError(f"{command[0]} could not be used: {error}.") from error
     finally:

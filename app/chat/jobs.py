@@ -1,20 +1,19 @@
-"""Downloads that go on while the user does something else: one at a time, each a process of its own.
+"""Jobs beside the chat, as state machines: a conversion, downloads, and the guide.
 
-WAITING ──▶ RUNNING ──▶ (here: it is no download any more)
-   ▲           ├── PAUSING ────▶ PAUSED ──┐
-   │           ├── CANCELLING ──▶ (gone)  │
-   │           └──▶ FAILED ───────────────┤
-   └──────────── resumed ─────────────────┘
+A conversion (``ConversionJob``): what its process says goes in; text and a phase come out.
 
-What has arrived stays on the disk, so that a paused one goes on after a restart: the disk itself says what is unfinished.
+    FORM ──▶ PLANNING ──▶ PLANNED ──▶ RUNNING ──▶ DONE
+      ▲          └───────────┴───────────┴── STOPPING
+      └── refused, interrupted, or the form was changed
 
-A conversion as the dialog sees it: what is asked, as flags; what is said, as text; where it stands. Pure: no screen, no process.
+Downloads run in the background, one at a time, each in a process of its own. What has arrived stays on the disk, so that a paused
+one can be resumed after a restart.
 
-FORM ──▶ PLANNING ──▶ PLANNED ──▶ RUNNING ──▶ DONE
-  ▲          └───────────┴───────────┴── STOPPING
-  └── a refusal, an interruption, another wish
-
-A short exchange with the embedded guide, as a state machine. Pure: what its process says in, requests out.
+    WAITING ──▶ RUNNING ──▶ (complete: no download any more)
+       ▲           ├── PAUSING ────▶ PAUSED ──┐
+       │           ├── CANCELLING ──▶ (gone)  │
+       │           └──▶ FAILED ───────────────┤
+       └──────────── resumed ─────────────────┘
 """
 
 from collections import deque
@@ -60,8 +59,8 @@ BAR_CELLS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the form says, each as it was written; empty is left to the command."""
+class ConversionForm:
+    """The texts of the form; an empty one is left to the command's default."""
 
     source: str
     output: str = ""
@@ -70,7 +69,7 @@ class Wish:
     target_bpw: str = ""
 
     def arguments(self, *, dry_run: bool) -> list[str]:
-        """Return the flags that ask for it. The values go with their flags, so that none can be taken for another."""
+        """Return the command's arguments. Values are joined to their flags, so that none can be taken for another flag."""
         given = {
             "--output": self.output,
             "--bits": self.bits,
@@ -82,7 +81,7 @@ class Wish:
 
 
 class ConversionPhase(Enum):
-    """Where a conversion stands."""
+    """What a conversion is doing."""
 
     FORM = auto()
     PLANNING = auto()
@@ -95,8 +94,8 @@ class ConversionPhase(Enum):
 BUSY = (ConversionPhase.PLANNING, ConversionPhase.RUNNING, ConversionPhase.STOPPING)
 
 
-class Standing:
-    """Where one conversion stands. Attributes are for reading. problem: why it did not go on, to be shown."""
+class ConversionJob:
+    """One conversion. Attributes are for reading. problem: why it stopped, to be shown."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -116,7 +115,7 @@ class Standing:
         return self.phase in BUSY
 
     def change(self) -> None:
-        """Another wish: what was planned is no more."""
+        """The form was changed: the plan no longer applies."""
         self.phase, self.problem, self.planned, self.converted = ConversionPhase.FORM, "", None, None
 
     def begin(self, *, dry_run: bool) -> None:
@@ -130,7 +129,7 @@ class Standing:
         self.phase = ConversionPhase.STOPPING
 
     def take(self, line: ConversionLine) -> None:
-        """Take what the process said."""
+        """Take a line of the process."""
         match line:
             case Planned():
                 self.planned = line
@@ -157,19 +156,19 @@ class Standing:
         else:
             self.phase = ConversionPhase.FORM
             if stopped:
-                self.problem = "Stopped: the same conversion goes on from there." if self._resumes else "Stopped."
+                self.problem = "Stopped. The same conversion resumes from here." if self._resumes else "Stopped."
             elif not self.problem:
                 self.problem = end.last_line or f"The conversion ended with exit status {end.status}."
 
     def text(self) -> str:
-        """Return what there is to say, as lines."""
+        """Return the plan, progress or result, as lines."""
         match self.phase:
             case ConversionPhase.PLANNING:
                 return "Planning …"
             case ConversionPhase.RUNNING:
                 return self._progress()
             case ConversionPhase.STOPPING:
-                return "Stopping after the tensor at hand …"
+                return "Stopping after the current tensor …"
             case ConversionPhase.DONE if self.converted is not None:
                 return result_text(self.converted, self.expected)
             case ConversionPhase.PLANNED if self.planned is not None:
@@ -195,7 +194,7 @@ class Standing:
         return f"{bar} {100 * at.done // at.total} %  {done} of {total}{self._left(at.done, at.total)}"
 
     def _left(self, done: int, total: int) -> str:
-        """Return the time left at the rate so far, once there is one to speak of."""
+        """Return the time left at the rate so far, once it is meaningful."""
         elapsed_s = self._clock() - self._began_s
         if elapsed_s < 2 or not done or done >= total:
             return ""
@@ -210,7 +209,7 @@ def plan_text(planned: Planned) -> str:
     )
     disk = planned.disk
     room = f"{size(disk.needed)} needed, {size(disk.free)} free{'' if disk.fits else ': does not fit'}"
-    time = UNKNOWN if planned.seconds is None else f"about {seconds(planned.seconds)}, comparing apart"
+    time = UNKNOWN if planned.seconds is None else f"about {seconds(planned.seconds)}, plus the comparison"
     figures = [
         ["to", sanitise_line(planned.path)],
         ["weights", sizes],
@@ -223,7 +222,7 @@ def plan_text(planned: Planned) -> str:
 
 
 def result_text(found: ConvertedLine, expected: Expected | None) -> str:
-    """Return the result as text; what is of concern comes last."""
+    """Return the result as text, warnings last."""
     sizes = f"{size(found.source_bytes)} → {size(found.weight_bytes)}, {found.bits_per_weight:.2f} bits per weight"
     speeds: Sequence[float | None] = (None, None) if expected is None else (expected.before_tps, expected.after_tps)
     figures = [
@@ -237,7 +236,7 @@ def result_text(found: ConvertedLine, expected: Expected | None) -> str:
 
 def _part(line: PartLine) -> list[str]:
     packing = line.packing
-    bits = "not packed" if packing is None else f"{packing.bits} bits"
+    bits = "not quantized" if packing is None else f"{packing.bits} bits"
     if packing is not None and packing.mode != "affine":
         bits = sanitise_line(packing.mode)
     return [sanitise_line(line.part), bits, short(line.parameters), size(line.nbytes)]
@@ -252,14 +251,14 @@ def _quality(found: QualityLine | None) -> list[str]:
     return [*said, *(f"Warning: {sanitise_line(each)}" for each in found.concerns)]
 
 
-AGAIN = "Enter on it in the list tries again."
-ARRIVED = "What has arrived is kept."
+AGAIN = "Press Enter on it in the list to retry."
+ARRIVED = "The part that has arrived is kept."
 RATE_OVER_S = 10.0
-"""The rate is that of so many seconds."""
+"""Seconds over which the rate is measured."""
 
 
 class DownloadStage(Enum):
-    """Where a download stands."""
+    """What a download is doing."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -271,11 +270,12 @@ class DownloadStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One download. Bytes, bytes a second, seconds; None is unknown. loads: it is wanted for the chat.
+    """One download. Bytes, bytes a second, seconds; None is unknown.
 
-    problem: why it failed, and what to do here, in sentences of which the first goes on after a name and a colon.
-
-    freed: of one that was cancelled, how much had arrived and is removed.
+    Attributes:
+        problem: why it failed and what to do, in sentences that follow a name and a colon.
+        loads: it is to be loaded once it is complete.
+        freed: bytes that had arrived of a cancelled one, and are removed.
     """
 
     model: str
@@ -290,9 +290,9 @@ class Download:
 
 
 class Downloads:
-    """Keeps downloads and runs them. ``spawn`` runs a coroutine aside; ``changed`` is called after every change.
+    """Runs downloads. ``spawn`` runs a coroutine in the background; ``changed`` is called after every change.
 
-    ``ended`` is told each download once it is here, has failed, or is cancelled and what had arrived removed.
+    ``ended`` is called with each download once it is complete, failed, or cancelled and removed.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class Downloads:
 
     @property
     def all(self) -> tuple[Download, ...]:
-        """The downloads, in the order they were asked for."""
+        """The downloads, in the order of their start."""
         return tuple(self._all.values())
 
     def of(self, model: str) -> Download | None:
@@ -325,14 +325,14 @@ class Downloads:
 
     @property
     def running(self) -> Download | None:
-        """The download that a process is at."""
+        """The download that has a process."""
         at_work = (DownloadStage.RUNNING, DownloadStage.PAUSING, DownloadStage.CANCELLING)
         return next((each for each in self.all if each.stage in at_work), None)
 
-    # Wishes ---------------------------------------------------------------------------------------------------------------
+    # What the user wants --------------------------------------------------------------------------------------------------
 
     def start(self, model: str, *, loads: bool = False) -> None:
-        """Have ``model`` downloaded, or a paused or failed download go on. loads: it is to be loaded then."""
+        """Download ``model``, or resume a paused or failed download. loads: load it then."""
         known = self._all.get(model, Download(model))
         resumed = known.stage in (DownloadStage.PAUSED, DownloadStage.FAILED)
         self._all[model] = replace(
@@ -343,14 +343,14 @@ class Downloads:
             self._at_work = True
             self._spawn(self._work())
 
-    def only_bring(self) -> None:
-        """Load none of them once it is here: another model is wanted now."""
+    def keep_unloaded(self) -> None:
+        """Load none of them when it is complete: another model is wanted now."""
         for model in self._all:
             self._all[model] = replace(self._all[model], loads=False)
         self._changed()
 
     def pause(self, model: str) -> None:
-        """Stop a download; it can go on from there."""
+        """Stop a download, which can be resumed."""
         match self._stage(model):
             case DownloadStage.WAITING:
                 self._set(model, stage=DownloadStage.PAUSED)
@@ -361,9 +361,9 @@ class Downloads:
                 pass
 
     def cancel(self, model: str) -> None:
-        """Stop a download and delete what has arrived, also of one that an earlier run of the app left.
+        """Stop a download and delete what has arrived, also in an earlier run of the app.
 
-        One that has not begun in this run is only called off: what an earlier one left of it is on the list again.
+        One that has not started in this run is only dropped: what an earlier run left of it is on the list again.
         """
         match self._stage(model):
             case DownloadStage.RUNNING | DownloadStage.PAUSING:
@@ -382,7 +382,7 @@ class Downloads:
     # The process ----------------------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Run what waits, one after the other."""
+        """Run what is waiting, one after the other."""
         try:
             while (model := self._next()) is not None:
                 await self._run(model)
@@ -401,7 +401,7 @@ class Downloads:
             self._fail(model, f"it could not be started: {error}. {AGAIN}")
             return
         stage = self._stage(model)
-        if end.status == 0:  # also where it was to stop, and was quicker
+        if end.status == 0:  # also where it was to stop, but finished first
             self._ended(replace(self._all.pop(model), stage=DownloadStage.RUNNING))
             self._changed()
         elif stage is DownloadStage.CANCELLING:
@@ -474,7 +474,7 @@ class Downloads:
 
 
 def _why(error: str, hint: str) -> str:
-    """Return what the process said of its failure. Its advice to give a command again is for who wrote the command."""
+    """Return why the process failed. Its advice to repeat a command is not for users of the chat."""
     return f"{_sentence(error)} {hint.replace(ADVICE, ARRIVED)}".rstrip()
 
 
@@ -487,7 +487,7 @@ LONGEST = Sampling(max_tokens=400)
 
 @dataclass(slots=True)
 class GuideExchange:
-    """A question, and its answer as far as it came; both safe to show."""
+    """A question, and its answer so far; both safe to show."""
 
     question: str
     answer: str = ""
@@ -499,8 +499,8 @@ class GuideExchange:
         self.answer += self._clean.feed(text)
 
 
-class Guidance:
-    """What was asked and answered. loaded: whether the guide is there. problem: why it is not, or gave no answer."""
+class GuideChat:
+    """Questions and answers. loaded: whether the guide is ready. problem: why it is not, or gave no answer."""
 
     def __init__(self) -> None:
         self.said: list[GuideExchange] = []
@@ -515,20 +515,20 @@ class Guidance:
 
     @property
     def answering(self) -> bool:
-        """Whether a question has no whole answer yet."""
+        """Whether an answer is still to come, or to end."""
         return bool(self.said) and not self.said[-1].over
 
     def start(self) -> list[Request]:
-        """Return what to ask of a process that is new."""
+        """Return what to ask of a new process."""
         return [Load(GUIDE)]
 
     def ask(self, question: str) -> list[Request]:
-        """Ask, now or as soon as the guide is there. To be called when nothing is being answered."""
+        """Ask, now or as soon as the guide is ready; not while it answers."""
         self.said.append(GuideExchange(sanitise(question)))
         return self._send() if self.loaded else []
 
     def on_event(self, event: BackendEvent) -> list[Request]:
-        """Take what the process said; return what to ask it then."""
+        """Take what the process said; return what to ask it next."""
         match event:
             case Loaded():
                 self.loaded = True
@@ -541,9 +541,9 @@ class Guidance:
                 self._end(sanitise(" ".join(f"{error}. {hint}".split())))
             case Died(why, _):
                 self.loaded = False
-                self._end(f"The guide stopped ({sanitise(why)}). The chat is as it was.")
+                self._end(f"The guide stopped ({sanitise(why)}). Your chat is not affected.")
             case Garbled(error):
-                self._end(f"The guide can't be understood: {error}")
+                self._end(f"The guide's answer is not readable: {error}")
             case _:
                 pass
         return []

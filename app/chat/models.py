@@ -1,9 +1,9 @@
-"""The models one may choose: on disk, being downloaded, in the catalogue, or typed; and what this machine makes of them.
+"""The models to choose from: on disk, downloading, in the catalogue, or typed; and how each would run on this machine.
 
-On disk are the embedded one, folders that the user opened (a small JSON file beside the settings remembers them, last one first)
-and the Hugging Face cache, read without the hub's library. How fast a model would be here is asked of the engine's process and
-kept; the answers come a model at a time. A question that another of its kind displaced (what if asks for the catalogue too), or
-whose process is gone, is asked again when the estimates are next wanted.
+On disk are the embedded model, folders that the user opened (remembered in a small JSON file beside the settings, last one first)
+and the Hugging Face cache, read without the hub's library. How fast a model would be here is asked of the engine's process; the
+answers come one model at a time. A question that another of its kind displaced (what-if asks for the catalogue too), or whose
+process is gone, is asked again when the estimates are next wanted.
 """
 
 import json
@@ -25,14 +25,14 @@ from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
 from tokamac.engine.options import KVSpec
 
 Home = Literal["embedded", "folder", "cache"]
-"""Where a model is: what may be done with it follows from that. A folder is the user's own."""
+"""Where a model is, which decides what can be done with it. A folder is the user's own."""
 
 _ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A model on this disk. ``model``: what loads it. nbytes: of all its files. whole: nothing lacks."""
+    """A model on this disk. ``model``: what loads it. nbytes: of all its files. whole: no file is missing."""
 
     model: str
     home: Home
@@ -43,7 +43,7 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class LocalModels:
-    """What is on this disk. free_bytes: room where downloads go; None is unknown."""
+    """The models on this disk. free_bytes: free space where downloads go; None is unknown."""
 
     models: tuple[OnDisk, ...] = ()
     free_bytes: int | None = None
@@ -58,18 +58,18 @@ def hub_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def names_on_disk(cache: Path) -> list[str]:
-    """Return the ids in the cache that have weights, whole or not, and the embedded model first. Opens no file."""
+    """Return the embedded model and the IDs in the cache that have weights, whole or not. Opens no file."""
     ids = [name for folder, name in _repositories(cache).items() if any(folder.glob("snapshots/*/*.safetensors"))]
     return [GUIDE, *ids]
 
 
-def look(cache: Path, folders: Iterable[str]) -> LocalModels:
-    """Return what is on disk. Reads configs and the headers of weights: some milliseconds a model."""
+def models_on_disk(cache: Path, folders: Iterable[str]) -> LocalModels:
+    """Return the models on disk. Reads configs and the headers of weights: some milliseconds a model."""
     return LocalModels(tuple(_models(cache, folders)), _free_bytes(cache))
 
 
 def is_id(model: str) -> bool:
-    """Whether a text can be a Hugging Face id, ``org/name[@revision]``, and no folder is called so."""
+    """Whether a text can be a Hugging Face ID, ``org/name[@revision]``, and is not the name of a folder."""
     return _ID.fullmatch(model) is not None and ".." not in model and not Path(model).is_dir()
 
 
@@ -79,7 +79,7 @@ def is_folder(model: str) -> bool:
 
 
 def lasting(model: str) -> str:
-    """Return what names the same model from every working directory: of a folder its whole path, all else as it is."""
+    """Return a name of the model for every working directory: of a folder its absolute path."""
     return str(Path(model).expanduser().absolute()) if is_folder(model) else model
 
 
@@ -109,7 +109,7 @@ def _cached_as(cache: Path, model: str) -> Iterator[OnDisk]:
 
 
 def _cached(folder: Path, name: str) -> Iterator[OnDisk]:
-    """Yield the revisions of a repository that are whole, or the repository if none is but something of a model is there."""
+    """Yield the whole revisions of a repository; else the repository, if part of a model is there."""
     from tokamac.engine.hub.cache import is_whole, writes_text
 
     nbytes = _bytes(folder.rglob("*"))
@@ -132,7 +132,7 @@ def _revisions(folder: Path) -> Iterator[tuple[str, Path]]:
         try:
             commit = read_text(reference, REFERENCE_BYTES, "ascii").strip()
         except (OSError, ValueError):
-            continue  # not a reference: what it stands for can't be known
+            continue  # not a readable reference
         if commit and "/" not in commit:
             yield reference.relative_to(references).as_posix(), folder / "snapshots" / commit
 
@@ -142,17 +142,17 @@ def _repositories(cache: Path) -> dict[Path, str]:
     try:
         named = {folder: id_of(folder.name) for folder in sorted(cache.iterdir())}
     except OSError:
-        return {}  # no cache, or none that may be read: nothing to offer
+        return {}  # no cache, or none that may be read
     return {folder: name for folder, name in named.items() if name is not None}
 
 
 def _bytes(paths: Iterable[Path]) -> int:
-    """Return the bytes of files, links left out: they lead to files that are counted already."""
+    """Return the bytes of files, without links: their targets are counted already."""
     return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
 def _free_bytes(cache: Path) -> int | None:
-    """Return the free bytes of the disk where the cache is, or will be."""
+    """Return the free bytes on the disk of the cache."""
     there = next((path for path in (cache, *cache.parents) if path.exists()), None)
     return None if there is None else shutil.disk_usage(there).free
 
@@ -162,13 +162,13 @@ MOST = 30
 
 
 class Folders:
-    """The list, kept in the file ``path``. Losing it costs a little typing, so that what can't be read or written is let go of."""
+    """The list of folders in the file ``path``. Losing it costs a little typing, so errors are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def all(self) -> tuple[str, ...]:
-        """Return the folders, there or not."""
+        """Return the folders, whether they still exist or not."""
         try:
             found = json.loads(read_text(self._path))
         except (OSError, ValueError, RecursionError):
@@ -183,7 +183,7 @@ class Folders:
             self._write([name, *(each for each in known if each != name)][:MOST])
 
     def forget(self, folder: str) -> None:
-        """Take a folder off the list; its files stay."""
+        """Remove a folder from the list; its files stay."""
         self._write([each for each in self.all() if each != folder])
 
     def _write(self, names: list[str]) -> None:
@@ -196,15 +196,18 @@ class Folders:
 
 
 CONTEXT = 8192
-"""Tokens held while decoding, to reckon with: a long conversation, or a long file to ask about."""
+"""Tokens of context that estimates are for: a long conversation, or a long file."""
 
 
 class Estimates:
     """Asks by ``ask``, which returns the number that the answers will have. Attributes are for reading.
 
-    disk, catalogue: what is known, by model. best: the catalogue, best first; () while it is being weighed. place, rule: whose
-    estimates these are, and how its budget is known. weighed: how many of how many of the catalogue. problem: why there is no
-    answer.
+    Attributes:
+        disk, catalogue: what is known, by model.
+        best: the catalogue, best first; () while it is being estimated.
+        place, rule: the machine, and where its memory budget comes from.
+        progress: how many of how many of the catalogue are estimated.
+        problem: why there is no answer.
     """
 
     def __init__(self, ask: Callable[[Question], int]) -> None:
@@ -217,11 +220,11 @@ class Estimates:
         self.best: tuple[str, ...] = ()
         self.place = ""
         self.rule = ""
-        self.weighed = (0, 0)
+        self.progress = (0, 0)
         self.problem = ""
 
     def want(self, names: Sequence[str], kv: KVSpec, limit: int | None = None) -> None:
-        """Ask for what is not known yet of the catalogue, and of the models on disk that are named, with these caches.
+        """Ask for what is not known yet of the catalogue, and of the models on disk ``names``, with these KV settings.
 
         limit: bytes that a model may take, where the user set them.
         """
@@ -241,15 +244,15 @@ class Estimates:
             self._asked["models"] = self._ask(Question("models", "", context=CONTEXT, prompt=CONTEXT))
 
     def again(self) -> None:
-        """Those who were asked are no more, or may have been asked for something else meanwhile."""
+        """Forget what was asked: the process is another, or was asked for something else."""
         self._asked.clear()
 
     def forget(self, model: str) -> None:
-        """What is on disk of ``model`` has changed."""
+        """Forget the estimate of ``model``, whose files have changed."""
         self.disk.pop(model, None)
 
     def take(self, event: WhatIf) -> bool:
-        """Take an answer, or a part of one; return whether it was asked for here."""
+        """Take an answer, or part of one; return whether it was asked for here."""
         wanted = next((wanted for wanted, number in self._asked.items() if number == event.id), None)
         if wanted is None:
             return False
@@ -261,7 +264,7 @@ class Estimates:
         if event.answer is not None:
             self.place, self.rule = event.answer.place, event.answer.rule
         if wanted == "models":
-            self.weighed = (event.done, event.total)
+            self.progress = (event.done, event.total)
             if event.answer is not None:
                 self.best = tuple(line.model for line in event.answer.models)
         return True
@@ -274,7 +277,7 @@ HOPELESS = "does not fit"
 
 @dataclass(frozen=True, slots=True)
 class CatalogueOffer:
-    """A model of the catalogue before it is weighed. nbytes: to download; None is unknown."""
+    """A model of the catalogue before it is estimated. nbytes: to download; None is unknown."""
 
     model: str
     nbytes: int | None
@@ -282,10 +285,12 @@ class CatalogueOffer:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model to choose. nbytes: on disk, or to download; None is unknown. home: where it is; None: not here, or not whole.
+    """A model to choose.
 
-    removable: what removing would free is nbytes. line: what this machine makes of it; None where that is not known yet, and
-    ``pending`` where it is being asked.
+    Attributes:
+        nbytes: on disk, or to download; None is unknown.
+        home: where it is; None: not here, or not whole.
+        line: how it would run here; None where that is not known yet, ``pending`` where it was asked.
     """
 
     model: str
@@ -299,7 +304,7 @@ class ModelRow:
 
     @property
     def id(self) -> str:
-        """What tells it from all other rows."""
+        """A key that no other row has."""
         return f"{self.section}:{self.model}"
 
 
@@ -310,7 +315,7 @@ def rows(
     estimates: Estimates,
     downloads: Sequence[Download],
 ) -> list[ModelRow]:
-    """Return the rows that fit ``text``, in order; without a text, of the catalogue only the best."""
+    """Return the rows that match ``text``, in order; without a text, only the best of the catalogue."""
     wanted = text.casefold().split()
     going = {each.model: each for each in downloads}
     found = [*_downloads(disk, estimates, going), *_here(disk, estimates, going)]
@@ -321,7 +326,7 @@ def rows(
 
 
 def best_guess(offers: Sequence[CatalogueOffer], memory_bytes: int | None) -> list[CatalogueOffer]:
-    """Return what to show first while nothing is weighed: the largest that leave half of the memory free; then the rest."""
+    """Return the order before anything is estimated: the largest that leave half of the memory free first."""
     if memory_bytes is None:
         return list(offers)
     half = memory_bytes / 2
@@ -329,7 +334,7 @@ def best_guess(offers: Sequence[CatalogueOffer], memory_bytes: int | None) -> li
 
 
 def _typed(text: str, fitting: Sequence[ModelRow]) -> Iterator[ModelRow]:
-    """Yield what is typed as a model of its own, where it may be one and is not listed."""
+    """Yield the typed text as a model, where it may be one and is not listed."""
     listed = any(row.model == text for row in fitting)
     if text and not listed and (not fitting or is_id(text) or is_folder(text)):
         yield ModelRow(text, "typed", home="folder" if is_folder(text) else None)
@@ -366,7 +371,7 @@ def _row_of(each: OnDisk, estimates: Estimates) -> ModelRow:
 
 
 def _recommended(offers: Sequence[CatalogueOffer], estimates: Estimates, *, everything: bool) -> Iterator[ModelRow]:
-    """Yield the catalogue, best first once that is known; ``everything``: also what does not fit, and what comes late."""
+    """Yield the catalogue, best first once that is known. everything: also what does not fit or ranks low."""
     if estimates.best:
         place = {model: index for index, model in enumerate(estimates.best)}
         offers = sorted(offers, key=lambda each: place.get(each.model, len(place)))
@@ -385,17 +390,17 @@ def short_name(model: str) -> str:
 
 
 class Removal:
-    """Remembers the row that was asked about, until another one is pointed at."""
+    """The row whose removal waits for confirmation, until another one is selected."""
 
     def __init__(self) -> None:
         self.asked = ""
 
     def ask(self, row: ModelRow) -> None:
-        """The user was asked about ``row``."""
+        """Ask about ``row``."""
         self.asked = row.id
 
     def forget(self) -> None:
-        """Nothing is asked any more."""
+        """Ask no more."""
         self.asked = ""
 
     def is_for(self, row: ModelRow | None) -> bool:
@@ -403,12 +408,12 @@ class Removal:
         return row is not None and row.id == self.asked
 
     @staticmethod
-    def refusal(row: ModelRow, held: str) -> str:
-        """Return why ``row`` can't be removed; nothing where it can. held: the model that is loaded."""
-        if row.model == held:
-            return "It is loaded: F7 unloads it first."
+    def refusal(row: ModelRow, loaded: str) -> str:
+        """Return why ``row`` can't be removed; "" where it can. loaded: the model that is loaded."""
+        if row.model == loaded:
+            return "It is loaded. Press F7 to unload it first."
         if row.download is not None:
-            return "It is being downloaded: F6 cancels that, and removes what has arrived."
+            return "It is downloading. Press F6 to cancel and delete the download."
         if row.home == "embedded":
-            return "It is a part of the program."
+            return "It is part of the program."
         return "" if row.on_disk else "It is not on this disk."

@@ -1,8 +1,8 @@
-"""The settings as the chat holds them: changed in one place, written at once.
+"""The settings in the chat: changed in one place, written at once.
 
-A chat may have some of its own, kept with it: sampling, system prompt, thinking. The settings form is data here: fields of
-Sampling, TemplateOptions and KVSpec, how each is read from text, and what to say of it. A system prompt that was written and is not
-used yet stays with its chat for as long as the app runs.
+A chat may have settings of its own, saved with it: sampling, system prompt, thinking. The settings form is data here: fields of
+Sampling, TemplateOptions and KVSpec, how each is read from text, and its note. A system prompt that was written but not applied
+stays with its chat as long as the app runs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from tokamac.app.backend.protocol import ModelInfo, ShapeError, build
 from tokamac.app.chat.actions import keymap
 from tokamac.app.settings import DAMAGED, Settings, change, merged, read
 from tokamac.app.store.values import Json
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.options import STAGES, THINKING, KVSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChatOverrides:
-    """None: what holds in every chat holds in this one too. An empty system prompt is none, whatever others have."""
+    """A chat's own settings. None: as in every chat. An empty system prompt means none, whatever other chats have."""
 
     sampling: Sampling | None = None
     system: str | None = None
@@ -35,7 +35,7 @@ class ChatOverrides:
 
 
 def own_of(settings: Json) -> ChatOverrides:
-    """Return what a stored chat has of its own. What another version wrote, and this one can't read, does not hold."""
+    """Return a stored chat's own settings. What another version wrote and this one can't read is ignored."""
     system = settings.get("system")
     return ChatOverrides(
         _read(Sampling, settings.get("sampling"), "sampling"),
@@ -45,7 +45,7 @@ def own_of(settings: Json) -> ChatOverrides:
 
 
 def as_settings(own: ChatOverrides) -> dict[str, Any]:
-    """Return the chat's settings as they are stored; None takes a key away."""
+    """Return the chat's settings as they are stored; None removes a key."""
     return {
         "sampling": None if own.sampling is None else _changed(own.sampling),
         "system": own.system,
@@ -54,7 +54,7 @@ def as_settings(own: ChatOverrides) -> dict[str, Any]:
 
 
 def _changed(sampling: Sampling) -> dict[str, Any]:
-    """Return what differs from the defaults: a version that does not know the rest can read it, too."""
+    """Return what differs from the defaults, so that a version that does not know the rest can read it, too."""
     usual = asdict(Sampling())
     return {name: value for name, value in asdict(sampling).items() if value != usual[name]}
 
@@ -71,39 +71,38 @@ def _read(kind: type[T], stored: object, name: str) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A system prompt, and whether it is its chat's alone."""
+    """A system prompt. own: it is for its chat alone."""
 
     text: str
     own: bool
 
 
 class SystemDrafts:
-    """Keeps them by the chat's id; None stands for a new chat, which nothing keeps yet."""
+    """Unapplied system prompts by the chat's ID; None is a new chat, which has none yet."""
 
     def __init__(self) -> None:
         self._drafts: dict[str | None, Written] = {}
 
     def of(self, chat: str | None) -> Written | None:
-        """Return what was written in ``chat``, if anything was."""
+        """Return the draft of ``chat``, if there is one."""
         return self._drafts.get(chat)
 
     def keep(self, chat: str | None, draft: Written | None) -> None:
-        """Keep ``draft`` in place of what was written in ``chat``; None: nothing is."""
+        """Set the draft of ``chat``; None removes it."""
         self._drafts.pop(chat, None)
         if draft is not None:
             self._drafts[chat] = draft
 
     def begun(self, chat: str) -> None:
-        """The new chat is kept from here on as ``chat``, and what was written in it goes with it."""
+        """The new chat is saved as ``chat`` from here on, and its draft goes with it."""
         self.keep(chat, self._drafts.pop(None, None))
 
 
 class Preferences:
-    """The current settings and the file they live in. What the command line gave goes before them, until something is chosen.
+    """The current settings and their file. Command-line flags override them until something is chosen.
 
-    own: what the chat that is held has of its own. keymap: the actions with the user's keys, as they were at the start.
-    told: what was said of the file already, and need not be said again. What another window changes holds there: only its system
-    prompts are taken over, into the library.
+    own: the open chat's own settings. keymap: the actions with the user's keys, as they were at the start. told: warnings about the
+    file that were shown already. Changes by another window apply there only, except its system prompts, which join the library.
     """
 
     def __init__(
@@ -120,58 +119,58 @@ class Preferences:
 
     @property
     def home(self) -> Path:
-        """The folder that the settings are in; what else is remembered stands beside them."""
+        """The folder of the settings file, which other small files share."""
         return self._path.parent
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling that holds in the chat that is held."""
+        """The sampling of the open chat."""
         return self._given.sampling or self.own.sampling or self.settings.sampling
 
     @property
     def system(self) -> str:
-        """The system prompt that holds in the chat that is held."""
+        """The system prompt of the open chat."""
         chosen = (self._given.system, self.own.system, self.settings.system)
         return next(text for text in chosen if text is not None)
 
     @property
     def template(self) -> TemplateOptions:
-        """What the chat template is told in the chat that is held."""
+        """What the chat template is told in the open chat."""
         return self._given.template or self.own.template or self.settings.template
 
     def hold(self, own: ChatOverrides, session: "Session") -> None:
-        """Let what a chat has of its own hold in ``session`` from here on, and else what holds in every chat."""
+        """Apply another chat's own settings to ``session``."""
         self.own = own
         self.give(session)
 
     def give(self, session: "Session") -> None:
-        """Let what holds in the chat that is held hold in ``session``, after a change."""
+        """Apply the open chat's settings to ``session``, after a change."""
         session.sampling, session.system = self.sampling, self.system
         session.template = self.template
 
     def choose_sampling(self, sampling: Sampling, *, own: bool) -> str:
-        """Hold ``sampling`` in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        """Set the sampling of this chat alone (``own``), or of every chat without its own; return as ``keep`` does."""
         self._given = replace(self._given, sampling=None)
         self.own = replace(self.own, sampling=sampling if own else None)
         return "" if own else self.keep(replace(self.settings, sampling=sampling))
 
     def choose_template(self, template: TemplateOptions, *, own: bool) -> str:
-        """Tell the chat template this in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        """Set the template options of this chat alone (``own``), or of every chat without its own; return as ``keep`` does."""
         self._given = replace(self._given, template=None)
         self.own = replace(self.own, template=template if own else None)
         return "" if own else self.keep(replace(self.settings, template=template))
 
     def choose_system(self, system: str, *, own: bool) -> str:
-        """Hold ``system`` in this chat alone, or in every chat without its own; return as ``keep`` does."""
+        """Set the system prompt of this chat alone (``own``), or of every chat without its own; return as ``keep`` does."""
         self._given = replace(self._given, system=None)
         self.own = replace(self.own, system=system if own else None)
         return "" if own else self.keep(replace(self.settings, system=system))
 
     def library(self) -> Mapping[str, str]:
-        """Return the system prompts by name, with what other windows made of them since."""
+        """Return the system prompts by name, with the changes of other windows."""
         try:
             now = read(self._path).settings
-        except (OSError, *DAMAGED):  # that is said when the next change is written
+        except (OSError, *DAMAGED):  # told when the next change is written
             return self.settings.system_prompts
         prompts = merged(now, self._written, self.settings).system_prompts
         self.settings = replace(self.settings, system_prompts=prompts)
@@ -179,7 +178,7 @@ class Preferences:
         return prompts
 
     def keep(self, settings: Settings) -> str:
-        """Hold ``settings``, and write what is changed in them; return why they could not be written, what else to say, or ""."""
+        """Apply ``settings`` and write the changes; return why they could not be written, new warnings, or ""."""
         self.settings = settings
         try:
             said = change(self._path, self._written, settings)
@@ -192,23 +191,23 @@ class Preferences:
 
 
 MOST_DIGITS = 9
-"""Nothing that is numbered here has more, and Python reads no text of thousands of digits as a number."""
+"""No number here has more, and Python refuses to parse thousands of digits."""
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that ``text`` is in digits alone; None where it is none, or has more digits than ``MOST_DIGITS``."""
+    """Return ``text`` as a number; None where it is not digits alone, or more than ``MOST_DIGITS`` of them."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
 AUTO = "auto"
-"""A number that is chosen where the user gives none, and that is not nothing."""
+"""The text of a number that the app chooses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """One line of the form. ``read`` raises ValueError; an empty text means ``empty`` where that is allowed.
 
-    show: a value as text; None as ``write`` does.
+    show: writes a value as text; None: as ``write`` does.
     """
 
     name: str
@@ -261,34 +260,34 @@ def _parts(text: str) -> object:
 
 
 USUAL_FIELDS = (
-    Field("temperature", "Temperature", "0 is greedy; empty: the model's own", float, None),
-    Field("top_p", "Top-p", "1 is off; empty: the model's own", float, None),
-    Field("top_k", "Top-k", "0 is off; empty: the model's own", int, None),
-    Field("min_p", "Min-p", "0 is off; empty: the model's own", float, None),
-    Field("repetition_penalty", "Repetition penalty", "1 is off; empty: the model's own", float, None),
-    Field("seed", "Seed", "empty: another each time", int, None),
+    Field("temperature", "Temperature", "0 is greedy; empty: model default", float, None),
+    Field("top_p", "Top-p", "1 is off; empty: model default", float, None),
+    Field("top_k", "Top-k", "0 is off; empty: model default", int, None),
+    Field("min_p", "Min-p", "0 is off; empty: model default", float, None),
+    Field("repetition_penalty", "Repetition penalty", "1 is off; empty: model default", float, None),
+    Field("seed", "Seed", "empty: random", int, None),
     Field("max_tokens", "Max tokens", "empty: up to the context", int, None),
     Field("stop", "Stop texts", "split by ' | '; \\n: new line", _stop, ()),
 )
 RARE_FIELDS = (
     Field("stop_token_ids", "Stop tokens", "ids, split by commas", _ids, (), _show_ids),
-    Field("min_tokens", "Min tokens", "no end before so many; 0 is off", int, 0),
+    Field("min_tokens", "Min tokens", "least reply length; 0 is off", int, 0),
     Field("presence_penalty", "Presence penalty", "-2 to 2; 0 is off", float, 0.0),
     Field("frequency_penalty", "Frequency penalty", "-2 to 2; 0 is off", float, 0.0),
     Field("logit_bias", "Logit bias", "ID=BIAS, split by commas", _biases, (), _show_biases),
     Field("xtc_probability", "XTC probability", "0 is off", float, 0.0),
     Field("xtc_threshold", "XTC threshold", "0 to 0.5", float, 0.1),
     Field("dry_multiplier", "DRY multiplier", "0 is off; 0.8 is usual", float, 0.0),
-    Field("dry_base", "DRY base", "1 and more", float, 1.75),
+    Field("dry_base", "DRY base", "1 or more", float, 1.75),
     Field("dry_allowed_length", "DRY allowed length", "repeated tokens", int, 2),
     Field("dry_sequence_breakers", "DRY breakers", "split by ' | '; \\n: new line", _stop, ()),
-    Field("order", "Order of stages", "split by commas; empty: the usual", _order, STAGES, _show_order),
+    Field("order", "Order of stages", "split by commas; empty: default", _order, STAGES, _show_order),
 )
 SAMPLING_FIELDS = (*USUAL_FIELDS, *RARE_FIELDS)
-"""What of Sampling the chat has. It shows no log-probabilities, so it has no field for them."""
+"""The fields of Sampling in the chat. It shows no log-probabilities, so it has no field for them."""
 TEMPLATE_FIELDS = (
     Field("thinking", "Thinking", "on, off, low, medium, high; or empty", _word, None),
-    Field("thinking_budget", "Thinking budget", "tokens; empty: no end", int, None),
+    Field("thinking_budget", "Thinking budget", "tokens; empty: no limit", int, None),
     Field("keywords", "Template options", "KEY=VALUE, split by ' | '", _parts, ()),
 )
 KV_FIELDS = (
@@ -310,12 +309,12 @@ def _minutes(text: str) -> int | None:
 
 
 MEMORY_FIELDS = (
-    Field("memory_gb", "Memory limit", "GB; empty: the system's limit", float, None),
+    Field("memory_gb", "Memory limit", "GB; empty: system limit", float, None),
     Field("unload_after_min", "Unload after", "minutes; 0 never, auto 30 if large", _minutes),
 )
 
 
-class FieldError(Exception):
+class FieldError(TokamacError):
     """A field's text can't be read; ``name`` says which."""
 
     def __init__(self, name: str, message: str) -> None:
@@ -368,20 +367,21 @@ def _read_option(fields: tuple[Field, ...], texts: Mapping[str, str]) -> dict[st
             values[field.name] = field.read(text)
         except ValueError as error:
             raise FieldError(
-                field.name, f"{field.label}: {text.strip() or 'nothing'!r:.60} is no number ({field.note})."
+                field.name, f"{field.label}: {text.strip() or 'nothing'!r:.60} is not valid ({field.note})."
             ) from error
     return values
 
 
 DEFAULT = "default"
-"""Thinking as the chat template has it, for as long as the model likes."""
+"""Thinking as the chat template has it, without a budget."""
 USAGE = f"Use {', '.join(THINKING)}, {DEFAULT}, or a number of tokens."
 
 
 def chosen(text: str, now: TemplateOptions, info: ModelInfo | None) -> TemplateOptions:
-    """Return ``now`` with what /thinking was given. info: of the loaded model; None: nobody knows what it can be told.
+    """Return ``now`` changed by the argument of /thinking. info: of the loaded model; None: it is not known yet.
 
-    Raises OptionError for what that can't be, and for what the model can't be told.
+    Raises:
+        OptionError: the argument is invalid, or the model does not support it.
     """
     word = text.strip().lower()
     if word == DEFAULT:
@@ -389,7 +389,7 @@ def chosen(text: str, now: TemplateOptions, info: ModelInfo | None) -> TemplateO
     budget = whole_number(word)
     mode = next((mode for mode in THINKING if mode == word), None)
     if budget is None and mode is None:
-        raise OptionError(f"there is no thinking {word!r:.40}", USAGE)
+        raise OptionError(f"/thinking does not know {word!r:.40}", USAGE)
     other = replace(now, thinking=mode) if budget is None else replace(now, thinking_budget=budget)
     if budget is not None and other.thinking == "off":
         other = replace(other, thinking=None)  # a budget is for a model that thinks
@@ -400,7 +400,7 @@ def chosen(text: str, now: TemplateOptions, info: ModelInfo | None) -> TemplateO
 
 
 def told(wanted: TemplateOptions, info: ModelInfo | None) -> tuple[TemplateOptions, tuple[str, ...]]:
-    """Return what of ``wanted`` the loaded model can be told, and a sentence for each part that it can't."""
+    """Return the part of ``wanted`` that the loaded model supports, and a sentence for each part that it does not."""
     if info is None:
         return wanted, ()
     thinking = wanted.thinking if wanted.thinking in info.thinking_modes else None
@@ -413,21 +413,21 @@ def _untold(wanted: TemplateOptions, info: ModelInfo) -> Iterator[str]:
     template = f"the chat template of {info.name}"
     if wanted.thinking is not None and wanted.thinking not in info.thinking_modes:
         modes = ", ".join(info.thinking_modes)
-        why = f"{template} knows {modes} alone" if modes else f"{template} has no switch for it"
-        yield f"thinking {wanted.thinking} can't be had: {why}"
+        why = f"{template} only supports {modes}" if modes else f"{template} has no switch for it"
+        yield f"thinking {wanted.thinking} is not available: {why}"
     if wanted.thinking_budget is not None and not info.thinks:
-        yield f"a thinking budget can't be had: {info.name} marks no thinking"
+        yield f"a thinking budget is not available: {info.name} does not mark its thinking"
     for name in wanted.values:
         if name not in info.template_names:
-            yield f"the template option {name} can't be had: {template} does not read it"
+            yield f"the template option {name} is not available: {template} does not read it"
 
 
 def _known(info: ModelInfo) -> str:
-    return f"It knows: {', '.join(info.thinking_modes)}." if info.thinking_modes else "Another model may have one."
+    return f"It supports: {', '.join(info.thinking_modes)}." if info.thinking_modes else "Another model may support it."
 
 
 def state(options: TemplateOptions) -> str:
-    """Return in few words what is set, for the status line: ``thinking off``, ``thinking ≤ 2k``; "" where nothing is."""
+    """Return what is set in a few words, for the status line: ``thinking off``, ``thinking ≤ 2k``; "" where nothing is."""
     if options.thinking == "off":
         return "thinking off"
     parts: list[str] = [] if options.thinking is None else [options.thinking]
@@ -443,8 +443,8 @@ def state(options: TemplateOptions) -> str:
 
 
 def sentences(options: TemplateOptions, info: ModelInfo | None) -> str:
-    """Return what is set and what the loaded model knows, for /thinking alone."""
-    mode = "as the chat template has it" if options.thinking is None else options.thinking
+    """Return what is set and what the loaded model supports, in sentences."""
+    mode = "the chat template's default" if options.thinking is None else options.thinking
     budget = options.thinking_budget
     said = [f"Thinking: {mode}.", f"Budget: {'none' if budget is None else f'{units.count(budget)} tokens'}."]
     if options.keywords:
@@ -452,11 +452,11 @@ def sentences(options: TemplateOptions, info: ModelInfo | None) -> str:
     if info is not None:
         modes = ", ".join(info.thinking_modes)
         said.append(
-            f"{info.name} knows: {modes}." if modes else f"The chat template of {info.name} has no switch for it."
+            f"{info.name} supports: {modes}." if modes else f"The chat template of {info.name} has no switch for it."
         )
     return " ".join(said)
 
 
 def budget_spent(tokens: int) -> str:
-    """Return what to say of thinking that a budget of so many tokens ended."""
+    """Return what is shown of thinking that was ended by a budget of ``tokens``."""
     return f"ended at its budget of {units.count(tokens)} tokens"

@@ -1,10 +1,10 @@
-"""Keeps the conversation on disk while it goes on: the prompt before its reply begins, the reply every two seconds.
+"""Saves the conversation while it runs: the prompt before its reply begins, the reply every two seconds.
 
-It is told what the screen is told. The store is written at once, on this thread: a transaction takes about a millisecond. What
+It hears the same steps as the view. The store is written at once, on this thread: a transaction takes about a millisecond. What
 could not be written is tried again until it is:
 
-    tree       1 ─ 2 ─ 3 ─ 4 ─ 5 ─ 6 ─▶ 7 …     keys; 7 was asked for, and nobody has told the ledger yet
-    store     11  12  13  14                    ids; 14 is a reply that is not finished there
+    tree       1 ─ 2 ─ 3 ─ 4 ─ 5 ─ 6 ─▶ 7 …     keys; 7 was asked for, but the ledger does not know it yet
+    store     11  12  13  14                    IDs; 14 is a reply that is not finished there
                           └── catch_up ──┘      finishes 14, adds 5 and 6
 """
 
@@ -28,9 +28,9 @@ from tokamac.engine.perf.diagnosis import Diagnosis
 
 @dataclass(frozen=True, slots=True)
 class ReplyRecord:
-    """What is kept of a reply beside its text.
+    """What is stored of a reply beside its text.
 
-    reason: why it failed; thinking_ended_at: the budget that ended its thinking. Where there was none neither is written down.
+    reason: why it failed; thinking_ended_at: the budget that ended its thinking. Neither is written where there was none.
     """
 
     ending: Ending = "stop"
@@ -43,7 +43,7 @@ class ReplyRecord:
 
 
 def measured(reply: Reply) -> dict[str, Any]:
-    """Return what is kept of ``reply`` beside its text, as plain values."""
+    """Return what is stored of ``reply`` beside its text, as plain values."""
     figures = (reply.metrics, reply.outliers, reply.diagnosis)
     kept = ReplyRecord(reply.ending, reply.thinking_s, *figures, reply.reason, reply.thinking_ended_at)
     plain = asdict(kept)
@@ -55,13 +55,13 @@ def measured(reply: Reply) -> dict[str, Any]:
 
 
 def state_of(reply: Reply) -> FinalState:
-    """Return the state in which a reply that ended so is kept."""
+    """Return the state in which a reply is stored, by how it ended."""
     states: dict[Ending, FinalState] = {"cancelled": "stopped", "lost": "failed", "failed": "failed"}
     return states.get(reply.ending, "complete")
 
 
 def tree_of(messages: Iterable[StoredMessage], head: int | None) -> Tree:
-    """Return the tree of stored messages, parents first, standing at ``head``. Its keys are the store's ids."""
+    """Return the tree of stored messages, parents first, with this ``head``. Its keys are the store's IDs."""
     tree = Tree()
     for message in messages:
         tree.add(_node(message))
@@ -97,7 +97,7 @@ def _reply(message: StoredMessage) -> Reply:
 
 
 def measured_of(message: StoredMessage) -> ReplyRecord:
-    """Return the figures of a stored reply. What another version measured, and this one can't read, is not shown."""
+    """Return the figures of a stored reply; none where another version wrote them and this one can't read them."""
     endings: dict[str, Ending] = {"stopped": "cancelled", "failed": "failed", "partial": "cancelled"}
     unmeasured = ReplyRecord(endings.get(message.state, "stop"))
     if message.metrics is None:
@@ -109,13 +109,13 @@ def measured_of(message: StoredMessage) -> ReplyRecord:
     return known
 
 
-BACK = "The chat was deleted elsewhere; with what was said now it is back."
-ANEW = "The chat was removed for ever elsewhere; what is held of it here is kept as a new chat."
+BACK = "This chat was deleted in another window. Your new message restored it."
+ANEW = "This chat was permanently removed in another window. It is saved as a new chat."
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyRequest:
-    """What a reply was asked of, and how. text, thinking: what it goes on from."""
+    """The model and settings of a reply. text, thinking: what it continues."""
 
     model: str
     settings: Json = field(default_factory=dict)
@@ -124,9 +124,9 @@ class ReplyRequest:
 
 
 class Ledger:
-    """One chat of the store and the tree that is held of it. What was stored before a StoreError stays stored, and known.
+    """Which messages of the open chat are in the store. What was stored before a StoreError stays stored, and known.
 
-    chat: its id; None until something of it is stored. tree: all of it is in the store already, under its own keys.
+    chat: its ID; None until something of it is stored. tree: all of it is in the store already, under its own keys.
     """
 
     def __init__(self, store: Store, chat: str | None = None, tree: Tree | None = None) -> None:
@@ -136,15 +136,15 @@ class Ledger:
         self._ids = {key: key for key in self._tree.nodes}
         self._open: set[int] = set()  # replies that are not finished in the store
         self._asked: dict[int, ReplyRequest] = {}
-        self._last = max(self._tree.nodes, default=0)  # what was told of so far
+        self._last = max(self._tree.nodes, default=0)  # the last message that the ledger knows
 
     def ask(self, tree: Tree, reply: int, asked: ReplyRequest) -> None:
-        """A reply was asked for, and stands in ``tree`` with all that leads to it."""
+        """Note that a reply was asked for, which is in ``tree`` with all that leads to it."""
         self._tree, self._last = tree, reply
         self._asked[reply] = asked
 
     def end(self, reply: Reply) -> None:
-        """The reply that was asked for last is this."""
+        """Note what the reply became that was asked for last."""
         self._tree.end(self._last, reply)
 
     @property
@@ -163,11 +163,11 @@ class Ledger:
         return self._ids.get(self._last) if self._last in self._open else None
 
     def stored(self, key: int) -> int | None:
-        """Return the id in the store of a message that is held."""
+        """Return the ID in the store of a message of the open chat."""
         return self._ids.get(key)
 
     def held(self, message: int) -> int | None:
-        """Return the key under which a message of the store is held."""
+        """Return the key in the open chat of a message of the store."""
         return next((key for key, stored in self._ids.items() if stored == message), None)
 
     def lacks(self, turn: Turn) -> bool:
@@ -175,28 +175,25 @@ class Ledger:
         return any(key and (key not in self._ids or key in self._open) for key in (turn.key, turn.reply_key))
 
     def is_current(self) -> bool:
-        """Whether the store holds of the chat just what is held here: no window has added to it. Raises StoreError."""
+        """Whether the store has just the messages of the open chat: no other window has added any. Raises StoreError."""
         branches = self._store.tree(self.chat) if self.chat is not None else []
         there = {(branch.id, branch.state) for branch in branches}
         nodes = self._tree.nodes
         return there == {(stored, _state(nodes[key])) for key, stored in self._ids.items()}
 
     def catch_up(self, begin: Callable[[], str]) -> tuple[str, str]:
-        """Store what is not stored yet; return the chat's id, and what is to be said of it, or nothing. Raises StoreError.
-
-        begin: makes a chat, and returns its id.
-        """
+        """Store what is not stored yet; return the chat's ID, and a notice or "". begin: makes a chat. Raises StoreError."""
         said = self._look()
         if self.chat is None:
             self.chat = begin()
         for node in self._tree.nodes.values():
             if node.key <= self._last:
                 self._put(self.chat, node)
-        still_deleted = said == BACK and self._store.chat(self.chat).deleted_at is not None  # nothing was said in it
+        still_deleted = said == BACK and self._store.chat(self.chat).deleted_at is not None  # no message was added
         return self.chat, "" if still_deleted else said
 
     def _look(self) -> str:
-        """Look whether the chat is still there; if not, nothing of it is stored any more."""
+        """Check that the chat is still there; return a notice where it is not."""
         if self.chat is None:
             return ""
         known = self._store.known(self.chat)
@@ -229,7 +226,7 @@ class Ledger:
         stored = self._ids.get(node.key)
         if (
             stored is None or self._store.message(stored).state != "partial"
-        ):  # another took us for dead, and ended it short
+        ):  # another window took us for dead, and ended it
             stored = self._begin_reply(chat, node)
         self._store.finish_reply(stored, reply.text, reply.thinking, state=state_of(reply), metrics=measured(reply))
         self._open.discard(node.key)
@@ -258,33 +255,32 @@ def _state(node: MessageNode) -> str:
 
 
 CHECKPOINT_S = 2.0
-LEFT = "What was not sent stays in the chat that was left."
-AGAIN = "Not saved: {} It is tried again with the next prompt."
-SAVED = "The chat is saved again, all of it."
-LOST = "What was said and is not saved is lost: {}"
-TITLE = "The title was not kept: {}"
+LEFT = "Your unsent prompt stays in the previous chat."
+AGAIN = "Not saved: {} The next prompt tries again."
+SAVED = "The whole chat is saved again."
+LOST = "Some messages could not be saved and are lost: {}"
+TITLE = "The title was not saved: {}"
 
 
 class Recording:
-    """The chat that is held, in the store. While the store fails the chat goes on without it, ``tell`` is told why, and all that
-    is not stored is tried again with each prompt, at the end of each reply, and when another chat is opened.
+    """Saves the open chat. While the store fails, the chat continues without it: ``tell`` is told why, and all that is not saved
+    is tried again with each prompt, at the end of each reply, and when another chat is opened.
 
-    unsaved: whether anything of the chat is not in the store because it failed. title: the chat's, as it was stored when it was
-    last looked up; "" while there is none.
+    unsaved: whether part of the chat is missing in the store because it failed. title: when it was last looked up; "" is none.
     """
 
     def __init__(
         self,
         session: Session,
         store: Store,
-        memory: Preferences,
+        preferences: Preferences,
         tell: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self.store = store
         self.unsaved, self.title = False, ""
         self._session = session
-        self._memory = memory
+        self._preferences = preferences
         self._tell = tell
         self._clock = clock
         self._ledger = Ledger(store)
@@ -294,12 +290,12 @@ class Recording:
 
     @property
     def chat(self) -> str | None:
-        """The id of the chat; None until there is something to keep."""
+        """The ID of the chat; None until there is something to save."""
         return self._ledger.chat
 
     @property
     def ledger(self) -> Ledger:
-        """What of the chat is in the store. It tells that when the chat was left, too."""
+        """What of the chat is in the store; valid after the chat was left, too."""
         return self._ledger
 
     # What the session does ------------------------------------------------------------------------------------------------
@@ -320,7 +316,7 @@ class Recording:
         self._written_at = self._clock()
 
     def grew(self) -> None:
-        """The reply has grown: keep it, if it is time."""
+        """The reply has grown: save it, if it is time."""
         reply = self._ledger.growing
         if reply is not None and not self.unsaved and self._clock() - self._written_at >= CHECKPOINT_S:
             self._written_at = self._clock()
@@ -337,108 +333,105 @@ class Recording:
             self._save()
 
     def moved(self) -> None:
-        """Another path of the conversation is read."""
+        """Another path of the conversation is shown."""
         head = self._session.conversation.tree.head
         if head is not None and self._ledger.stored(head) is not None:
             self._owe("head", lambda chat: self._keep_head(chat, head))
 
     def left(self) -> None:
-        """Another conversation is held, of which nothing is kept yet."""
-        self._owed.pop("draft", None)  # whoever left it was told that it is not kept
+        """Another conversation is open, of which nothing is saved yet."""
+        self._owed.pop("draft", None)  # whoever left it was told that it is not saved
         if self.unsaved:
             self._save(LOST)
         self._ledger, self._owed, self.unsaved, self._draft = Ledger(self.store), {}, False, ""
         self.title = ""
 
     def drafted(self, text: str) -> bool:
-        """This stands in the prompt, not sent; return whether it is kept. An empty chat with a draft is kept, too."""
+        """Save the unsent prompt; return whether it is saved. An empty chat with a draft is saved, too."""
         self._owed.pop("draft", None)
         if text != self._draft:
             self._owe("draft", lambda chat: self._keep_draft(chat, text))
         return text == self._draft
 
-    # What the user wishes -------------------------------------------------------------------------------------------------
+    # What the user wants --------------------------------------------------------------------------------------------------
 
     def read(self, chat: str) -> tuple[Tree, str]:
         """Return the conversation ``chat``, to be opened, and the draft that was left in it. Raises StoreError."""
         if chat == self.chat and self.lacking():
-            raise StoreError("What was said in this chat is not all saved", "Read again now, it would be lost.")
+            raise StoreError("Part of this chat could not be saved", "Reopening it now would lose that part.")
         archive = self.store.archive(chat)
         if archive.chat.deleted_at is not None:
-            raise StoreError(f"Chat {chat} was deleted", "What is said in it would be lost.")
+            raise StoreError(f"Chat {chat} was deleted", "New messages in it would be lost.")
         return tree_of(archive.messages, archive.chat.head), archive.chat.draft
 
     def hold(self, chat: str, tree: Tree, draft: str) -> None:
-        """Go on with ``chat``, which was read and is held now."""
+        """Continue ``chat``, which was read and is open now."""
         self.left()
         self._draft = draft
         self._ledger = Ledger(self.store, chat, tree)
         self.look_up_title()
 
     def holds(self, chat: str) -> bool:
-        """Whether ``chat`` is held, and need not be read again: no window has added to it, or it can't be left now.
-
-        Raises StoreError.
-        """
+        """Whether ``chat`` is open and need not be read again: it is current, or it can't be left now. Raises StoreError."""
         if chat != self.chat:
             return False
         return self.unsaved or self._session.engine.replying or bool(self._session.queued) or self._ledger.is_current()
 
     def own(self, chat: str) -> ChatOverrides:
-        """Return what ``chat`` has of its own. Raises StoreError."""
+        """Return the settings of ``chat`` itself. Raises StoreError."""
         return own_of(self.store.chat(chat).settings)
 
     def keep_own(self) -> None:
-        """Keep what the chat that is held has of its own."""
+        """Save the open chat's own settings."""
         if self.chat is not None:
-            self._owe("own", lambda chat: self.store.set_settings(chat, as_settings(self._memory.own)))
+            self._owe("own", lambda chat: self.store.set_settings(chat, as_settings(self._preferences.own)))
 
     def stored(self, key: int) -> int | None:
-        """Return the id in the store of a message that is held."""
+        """Return the ID in the store of a message of the open chat."""
         return self._ledger.stored(key)
 
     def held(self, message: int) -> int | None:
-        """Return the key under which a message of the store is held."""
+        """Return the key in the open chat of a message of the store."""
         return self._ledger.held(message)
 
     def lacking(self) -> str:
-        """Say how many turns of the path that is read are not in the store, after another try to store them; "": all are."""
+        """Try again to save; return a sentence on the turns of this path that are still missing, or ""."""
         if self.unsaved:
             self._save()
         turns = self._session.turns
         lacking = sum(self._ledger.lacks(turn) for turn in turns)
-        return f"{lacking} of {len(turns)} turns are not in it: they could not be saved." if lacking else ""
+        return f"{lacking} of {len(turns)} turns are missing: they could not be saved." if lacking else ""
 
     def retitle(self, title: str) -> bool:
-        """Give the chat the user's title; return whether it is kept. What the store says against it is told."""
+        """Give the chat the user's title; return whether it is saved. An error of the store is told."""
         return (chat := self.chat) is not None and self._entitle(chat, title, "user")
 
     def look_up_title(self) -> None:
-        """Know the title that the chat has now: the store makes the first one, and the list of chats can change it."""
+        """Read the chat's title again: the store makes the first one, and the list of chats can change it."""
         if self.chat is not None:
-            with suppress(StoreError):  # it is told when the next message can't be kept
+            with suppress(StoreError):  # told when the next message can't be saved
                 self.title = self.store.chat(self.chat).title
 
     def entitle(self) -> list[Step]:
-        """Return what to ask for a title by the model, if the chat is to have one now. To be called now and then."""
+        """Return what to ask the model for a title, if the chat may have one now. To be called now and then."""
         return self._session.request_title() if self._session.titles.wanted and self.may_be_entitled() else []
 
     def may_be_entitled(self) -> bool:
-        """Whether the chat is kept, has but its first words for a title, and the settings allow another."""
-        if self.chat is None or self.unsaved or self._memory.settings.titles != "model":
+        """Whether the chat is saved, has only its first words for a title, and the settings allow another."""
+        if self.chat is None or self.unsaved or self._preferences.settings.titles != "model":
             return False
         try:
             return self.store.chat(self.chat).title_origin == "words"
         except StoreError:
-            return False  # it is told when the next message can't be kept
+            return False  # told when the next message can't be saved
 
     def entitled(self, title: str) -> None:
-        """The model gave the chat a title; the user's stays."""
+        """The model gave the chat a title; a title by the user stays."""
         if (chat := self.chat) is not None:
             self._entitle(chat, title, "model")
 
     def close(self, draft: str) -> None:
-        """Keep what stands in the prompt, and the running reply as far as it came; close the store."""
+        """Save the unsent prompt and the running reply so far; close the store."""
         self._owed.pop("draft", None)
         if draft != self._draft:
             self._owed["draft"] = lambda chat: self._keep_draft(chat, draft)
@@ -455,13 +448,13 @@ class Recording:
     # Writing --------------------------------------------------------------------------------------------------------------
 
     def _owe(self, what: str, write: Callable[[str], object]) -> None:
-        """Write it now, or while the store fails, when all that is not stored is tried again."""
+        """Write it now; while the store fails, with the next try."""
         self._owed[what] = write
         if not self.unsaved:
             self._save()
 
     def _save(self, failing: str = "") -> None:
-        """Store all that is not stored yet. failing: what to say where that fails; "": nothing new, if it failed before."""
+        """Store all that is not stored yet. failing: what to tell where that fails; "": nothing, if it failed before."""
         try:
             chat, said = self._ledger.catch_up(self._new_chat)
             while self._owed:
@@ -485,10 +478,10 @@ class Recording:
         self._tell(failing.format(error.one_line()))
 
     def _new_chat(self) -> str:
-        own = as_settings(self._memory.own)
+        own = as_settings(self._preferences.own)
         settings = {key: value for key, value in own.items() if value is not None}
         made = self.store.new_chat(model=self._session.engine.load.model, settings=settings).id
-        self._memory.system_drafts.begun(made)
+        self._preferences.system_drafts.begun(made)
         return made
 
     def _keep_model(self, chat: str, model: str) -> None:
@@ -513,7 +506,7 @@ class Recording:
 
 
 def _adapter(session: Session) -> dict[str, Any]:
-    """Return what is added to the model, as it is stored; nothing where nothing is."""
+    """Return the adapter as it is stored; nothing where there is none."""
     if session.engine.load.adapter is None:
         return {}
     digest = None if session.engine.info is None else session.engine.info.adapter_digest
@@ -521,21 +514,21 @@ def _adapter(session: Session) -> dict[str, Any]:
 
 
 LOOK_S = 10.0
-"""How often it is asked whether nobody uses the chat."""
+"""How often it is checked whether the chat is idle."""
 QUIET_S = 5.0
-"""How long nobody must have used it: while chats are removed, what is said waits to be written."""
+"""How long it must be idle: while chats are removed, new messages wait to be written."""
 
 
 def is_time(session: Session) -> bool:
-    """Whether neither the user nor the engine has done anything for a while."""
+    """Whether the chat has been idle for a while."""
     return not session.engine.busy and session.idle.quiet_s(session.engine.phase_since) >= QUIET_S
 
 
 def purge(file: Path) -> str:
-    """Remove what was deleted long ago from the store; return why that failed, or nothing. For any thread."""
+    """Remove old deleted chats from the store; return why that failed, or "". For any thread."""
     try:
         with Store.open(file) as store:
             store.purge()
     except StoreError as error:
-        return f"Chats that were deleted long ago could not be removed: {error.one_line()}"
+        return f"Old deleted chats could not be removed: {error.one_line()}"
     return ""

@@ -55,7 +55,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     # Flags change what the settings remember, one by one; they are checked before the screen opens.
     read = settings.load(settings.default_path()) if sampling_given or kv_given or template_given else None
     plain = options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
-    from tokamac.app.tui.run import ChatOptions, found, run_chat
+    from tokamac.app.chat.start import ChatOptions, found
+    from tokamac.app.tui.run import run_chat
 
     with _warned(read):
         chosen = ChatOptions(

@@ -1,10 +1,7 @@
 """``tokamac convert``: a Hugging Face or MLX model folder in, a quantized MLX folder out.
 
-How far a conversion has come: a bar for people, JSON lines for programs.
-
-What ``tokamac convert --dry-run`` says: what becomes of which part of a model, and what that takes.
-
-What ``tokamac convert`` says at the end: sizes, quality, the speed to expect before and after, and what to type next.
+The work is done by ``tokamac.quant.convert`` (quant/conversion.py shows how it goes). Here: the flags, how far it has come (a bar
+for people, JSON lines for programs), the plan of a dry run, and at the end sizes, quality and the speeds to expect.
 """
 
 import argparse
@@ -12,7 +9,7 @@ import resource
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,100 +23,22 @@ from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size, sizes
 from tokamac.app.verdict import closeness
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
-from tokamac.engine.events import LoadProgress
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
 
 if TYPE_CHECKING:
     from tokamac.quant import Conversion, Plan, TensorDone
     from tokamac.quant.report import StageDone
 
+CONTEXT = 4096
+"""Tokens of context that the speeds at the end are expected at."""
 
 CONVERTING = "converting"
 
 REST_S = 0.25
 """Between two JSON lines of one stage: the last of them always comes."""
 
-
-class Shown:
-    """Shows stage after stage. ``json``: as lines on stdout; the bar is then only drawn where a terminal sees it."""
-
-    def __init__(self, *, json: bool) -> None:
-        self._json = json
-        self._stage = ""
-        self._bar = Progress("", plain=False)
-        self._said_s = 0.0
-
-    def fetch(self, source: str) -> Path:
-        """Return the folder of the source, downloaded first if need be."""
-        from tokamac.engine.hub import download
-
-        if not self._json:
-            return loading.fetch(source, download.resolve)
-        return download.resolve(source, progress=self._downloaded)
-
-    def tell(self, step: "TensorDone | StageDone") -> None:
-        """Take a step of ``tokamac.quant.convert``."""
-        from tokamac.quant.report import StageDone
-
-        if isinstance(step, StageDone):
-            self._enter(step.stage, "steps")
-            self._bar.update(step.done, step.total, _memory())
-            self._say(step.stage, step.done, step.total, "steps")
-        else:
-            self._enter(CONVERTING, "bytes")
-            tensors = f"{count(step.done)} of {count(step.total)} tensors"
-            self._bar.update(step.done_bytes, step.total_bytes, f"{tensors}, {_memory()}, {step.name}")
-            if self._json:
-                json_line({"event": "tensor", "name": step.name, "done": step.done, "total": step.total})
-            self._say(CONVERTING, step.done_bytes, step.total_bytes, "bytes")
-
-    def clear(self) -> None:
-        """Take the bar off the terminal."""
-        self._bar.clear()
-
-    def _enter(self, stage: str, unit: str) -> None:
-        if stage != self._stage:
-            self._bar.clear()
-            self._stage, self._said_s = stage, 0.0
-            self._bar = Progress(stage, unit=unit, plain=not self._json)
-
-    def _say(self, stage: str, done: int, total: int, unit: str) -> None:
-        now_s = time.monotonic()
-        if not self._json or (done < total and now_s - self._said_s < REST_S):
-            return
-        self._said_s = now_s
-        at = {"stage": stage, "done": done, "total": total, "unit": unit, "peak_memory_bytes": _mlx_peak_bytes()}
-        json_line({"event": "stage", **at})
-
-    def _downloaded(self, at: LoadProgress) -> None:
-        now_s = time.monotonic()
-        if at.done == at.total or now_s - self._said_s >= REST_S:
-            self._said_s = now_s
-            where = {"done": at.done, "total": at.total, "unit": "bytes", "peak_memory_bytes": None}
-            json_line({"event": "stage", "stage": "downloading", **where})
-
-
-def _memory() -> str:
-    return f"peak {size(_mlx_peak_bytes())} of arrays, {size(_process_peak_bytes())} in all"
-
-
-def _mlx_peak_bytes() -> int:
-    import mlx.core as mx
-
-    return int(mx.get_peak_memory())
-
-
-def _process_peak_bytes() -> int:
-    """Return the most memory that this process had. The system counts kilobytes on Linux and bytes on macOS."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
-
-
-ASKED = (
-    "bits", "group_size", "mode", "method", "recipe", "target_bpw", "calibration", "dtype", "embed_bits", "dequantize", "verify",
-    "adapter", "unchecked",
-)  # fmt: skip
-"""Flags that are options of a conversion, as ``Options`` names them."""
+RESULT_FIELDS = ("path", "weight_bytes", "bits_per_weight", "source_bytes", "seconds", "peak_memory_bytes", "quality")
+"""The public contract's names, in its order."""
 
 _EXAMPLES = """\
   tokamac convert Qwen/Qwen3-4B-Instruct-2507
@@ -134,7 +53,7 @@ def parser() -> Parser:
     made = Parser(
         "convert",
         "Convert a Hugging Face or MLX model to a quantized MLX folder, tensor by tensor, and compare the two at the end. The "
-        "folder appears whole or not at all; after an interruption the same command goes on. It also loads in mlx_lm, "
+        "folder appears whole or not at all; after an interruption, the same command continues. It also loads in mlx_lm, "
         "where that has the architecture.",
         _EXAMPLES,
     )
@@ -208,80 +127,80 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if not options.source.strip() or options.output == "":
         parser.error("SOURCE and -o must not be empty")
     multiply_in_float32()  # sensitivities and divergences as small as 1e-5 are compared
-    asked = asked_of(parser, options)
+    request = requested(parser, options)
     from tokamac.quant.conversion import default_target
 
-    target = Path(options.output).expanduser() if options.output else default_target(options.source, Options(**asked))
-    shown = Shown(json=options.json)
+    target = Path(options.output).expanduser() if options.output else default_target(options.source, Options(**request))
+    progress = ConversionProgress(json=options.json)
     if options.dry_run:
-        return _plan(loading.on_disk(options.source), target, options, asked, shown)
-    return _convert(shown.fetch(options.source), target, options, asked, shown)
+        return _plan(loading.on_disk(options.source), target, options, request, progress)
+    return _convert(progress.fetch(options.source), target, options, request, progress)
 
 
-def asked_of(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
+def requested(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
     """Return what Options takes; end with exit status 2 where the flags contradict each other."""
-    asked = {name: getattr(options, name) for name in ASKED}
-    if asked["calibration"] is not None:
-        asked["calibration"] = SHIPPED if asked["calibration"] is True else Path(asked["calibration"]).expanduser()
+    request = {field.name: getattr(options, field.name) for field in fields(Options)}
+    if (text := request["calibration"]) is not None:
+        request["calibration"] = SHIPPED if text is True else Path(text).expanduser()
     try:
-        Options(**asked)
+        Options(**request)
     except OptionError as error:
         parser.error(error.one_line().rstrip("."))
-    return asked
+    return request
 
 
-def _plan(folder: Path, target: Path, options: argparse.Namespace, asked: dict[str, Any], shown: Shown) -> int:
+def _plan(
+    folder: Path, target: Path, options: argparse.Namespace, request: dict[str, Any], progress: "ConversionProgress"
+) -> int:
     from tokamac.quant import convert
     from tokamac.quant.plan import conversion_s
+    from tokamac.quant.resume import SPARE_BYTES, free_bytes
 
     try:
-        plan = convert(folder, target, dry_run=True, progress=shown.tell, **asked)
+        plan = convert(folder, target, dry_run=True, progress=progress.show, **request)
     finally:
-        shown.clear()
-    seconds = conversion_s(plan)
-    disk = disk_for(target, plan)
+        progress.clear()
+    disk, converting_s = DiskSpace(plan.needed_bytes + SPARE_BYTES, free_bytes(target)), conversion_s(plan)
     if options.json:
-        json_line(plan_json(plan, target, disk, seconds))
+        json_line(plan_json(plan, target, disk, converting_s))
         return 0
-    print(report(plan, target, disk, seconds))
+    print(plan_text(plan, target, disk, converting_s))
     for text in plan.notes:
         note(f"note: {text}")
     return 0
 
 
-def _convert(folder: Path, target: Path, options: argparse.Namespace, asked: dict[str, Any], shown: Shown) -> int:
+def _convert(
+    folder: Path, target: Path, options: argparse.Namespace, request: dict[str, Any], progress: "ConversionProgress"
+) -> int:
     from tokamac.quant import convert
 
     try:
-        report = convert(folder, target, overwrite=options.overwrite, progress=shown.tell, **asked)
+        report = convert(folder, target, overwrite=options.overwrite, progress=progress.show, **request)
     except KeyboardInterrupt as stopped:
-        shown.clear()
-        left = bool(getattr(stopped, "__notes__", ()))  # quant notes on it that something is left to go on with
-        note(f"tokamac: interrupted. {'The same command goes on from here.' if left else 'Nothing was written.'}")
+        progress.clear()
+        left = bool(getattr(stopped, "__notes__", ()))  # quant notes on it that there is something to continue from
+        note(f"tokamac: interrupted. {'The same command continues from here.' if left else 'Nothing was written.'}")
         raise
     finally:
-        shown.clear()
-    _tell(folder, report, options)
-    return 0
-
-
-def _tell(folder: Path, report: "Conversion", options: argparse.Namespace) -> None:
-
+        progress.clear()
     for text in report.notes:
         note(f"note: {text}")
     for text in () if report.quality is None else report.quality.concerns:
         note(f"warning: {text}")
-    speeds = speeds_of(folder, report.path)
+    speeds = Speeds(_expected_tps(folder), _expected_tps(report.path))
     if options.json:
-        json_line(speeds_json(speeds))
-        json_line(to_json(report))
-        return
-    print(summary(report, speeds))
+        json_line({"event": "expected", **asdict(speeds), "context": CONTEXT})
+        plain = report.to_json()
+        json_line({"event": "converted", **{name: plain[name] for name in RESULT_FIELDS}})
+    else:
+        print(summary(report, speeds))
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """Room on the disk of the new folder, bytes."""
+    """Bytes that the new folder needs, and that are free on its disk."""
 
     needed: int
     free: int
@@ -292,27 +211,40 @@ class DiskSpace:
         return self.needed <= self.free
 
 
-def disk_for(target: Path, plan: "Plan") -> DiskSpace:
-    """Return what ``plan`` needs of the disk that ``target`` will be on, and what it has."""
-    from tokamac.quant.resume import SPARE_BYTES, free_bytes
-
-    return DiskSpace(plan.needed_bytes + SPARE_BYTES, free_bytes(target))
-
-
-def report(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float | None) -> str:
+def plan_text(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float | None) -> str:
     """Return the plan for people. converting_s: about how long it takes; None is unknown."""
     from tokamac.quant.card import packing_name
     from tokamac.quant.report import by_part
 
-    head = ["part", "packing", "tensors", "weights", "size"]
     rows = [
         [row.part, packing_name(row.packing), count(row.tensors), short(row.parameters), size(row.nbytes)]
         for row in by_part(plan)
     ]
+    head = ["part", "packing", "tensors", "weights", "size"]
     whole = ["all", "", count(len(plan.tensors)), short(plan.parameters), size(plan.weight_bytes)]
-    parts = table([head, *rows, whole], right=(2, 3, 4))
+    bpw = plan.options.target_bpw
+    bits = f"{plan.bits_per_weight:.2f} bits per weight" if bpw is None else f"at most {bpw:.2f} bits per weight"
+    needed, free = sizes(disk.needed, disk.free)
+    most = size(plan.weight_bytes + plan.needed_bytes - plan.output_bytes)
+    figures = [
+        ["weights", f"{size(plan.source_bytes)} → {most}, {bits}"],
+        ["memory", f"{size(plan.peak_memory_bytes)} at most"],
+        ["disk", f"{needed} needed, {free} free: {'fits' if disk.fits else 'does not fit'}"],
+        ["time", _time(plan, converting_s)],
+    ]
     title = sanitise_line(f"{plan.source} → {target}  (nothing is written)")
-    return "\n\n".join([title, parts, table(_figures(plan, disk, converting_s))])
+    return "\n\n".join([title, table([head, *rows, whole], right=(2, 3, 4)), table(figures)])
+
+
+def _time(plan: "Plan", converting_s: float | None) -> str:
+    options = plan.options
+    if converting_s is not None:
+        calibrating = ["looking at the calibration text"] if options.calibration is not None else []
+        apart = " and ".join([*calibrating, *(["comparing at the end"] if options.verify else [])])
+        return f"about {seconds(converting_s)} to convert{f', not counting {apart}' if apart else ''}"
+    if options.target_bpw is not None:
+        return f"{UNKNOWN}: how sensitive each tensor is has to be measured"
+    return f"{UNKNOWN}: {options.how} runs the model over a text"
 
 
 def plan_json(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float | None) -> dict[str, Any]:
@@ -330,46 +262,10 @@ def plan_json(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float |
         "peak_memory_bytes": plan.peak_memory_bytes,
         "quality": None,
         "parameters": plan.parameters,
-        "parts": [
-            {**asdict(row), "packing": None if row.packing is None else asdict(row.packing)} for row in by_part(plan)
-        ],
+        "parts": [asdict(row) for row in by_part(plan)],
         "disk": {**asdict(disk), "fits": disk.fits},
         "notes": list(plan.notes),
     }
-
-
-def _figures(plan: "Plan", disk: DiskSpace, converting_s: float | None) -> list[list[str]]:
-    needed, free = sizes(disk.needed, disk.free)
-    room, target = "fits" if disk.fits else "does not fit", plan.options.target_bpw
-    bits = f"{plan.bits_per_weight:.2f} bits per weight" if target is None else f"at most {target:.2f} bits per weight"
-    return [
-        [
-            "weights",
-            f"{size(plan.source_bytes)} → {size(plan.weight_bytes + plan.needed_bytes - plan.output_bytes)}, {bits}",
-        ],
-        ["memory", f"{size(plan.peak_memory_bytes)} at most"],
-        ["disk", f"{needed} needed, {free} free: {room}"],
-        ["time", _time(plan, converting_s)],
-    ]
-
-
-def _time(plan: "Plan", converting_s: float | None) -> str:
-    options = plan.options
-    if converting_s is not None:
-        calibrating = ["looking at the calibration text"] if options.calibration is not None else []
-        apart = " and ".join([*calibrating, *(["comparing at the end"] if options.verify else [])])
-        return f"about {seconds(converting_s)} to convert{f', not counting {apart}' if apart else ''}"
-    if options.target_bpw is not None:
-        return f"{UNKNOWN}: how sensitive each tensor is has to be measured"
-    return f"{UNKNOWN}: {options.how} runs the model over a text"
-
-
-CONTEXT = 4096
-
-_FIELDS = (
-    "path", "weight_bytes", "bits_per_weight", "source_bytes", "seconds", "peak_memory_bytes",
-)  # fmt: skip
-"""The public contract's names, in its order; the quality comes last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,49 +276,97 @@ class Speeds:
     after_tps: float | None
 
 
-def speeds_of(source: Path, converted: Path) -> Speeds:
-    """Return what to expect of both folders, from their headers and this machine alone."""
-    return Speeds(_expected_tps(source), _expected_tps(converted))
-
-
-def speeds_json(speeds: Speeds) -> dict[str, Any]:
-    """Return the line that goes before the result."""
-    return {"event": "expected", "before_tps": speeds.before_tps, "after_tps": speeds.after_tps, "context": CONTEXT}
-
-
-def to_json(report: "Conversion") -> dict[str, Any]:
-    """Return the result, under the names of the public contract."""
-    plain = report.to_json()
-    return {"event": "converted", **{name: plain[name] for name in (*_FIELDS, "quality")}}
-
-
-def summary(report: "Conversion", speeds: Speeds) -> str:
-    """Return the result for people."""
-    sizes = f"{size(report.source_bytes)} → {size(report.weight_bytes)}, {report.bits_per_weight:.2f} bits per weight"
-    expected = f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here, {CONTEXT:,} tokens in"
-    took = f"{seconds(report.seconds)}, and {size(report.peak_memory_bytes)} of memory at most"
-    rows = [["size", sizes], ["quality", _compared(report)], ["speed", expected], ["took", took]]
-    following = f"next: tokamac chat {shlex.quote(as_folder(str(report.path)))}"
-    return "\n".join([sanitise_line(str(report.path)), table(rows), sanitise_line(following)])
-
-
-def _compared(report: "Conversion") -> str:
-    found = report.quality
-    if found is None:
-        return "not compared with the source"
-    said = closeness(found.quality, found.relative_error)
-    return said if found.unable is None else f"{said}; no text was compared: {sanitise_line(found.unable)}"
-
-
-def as_folder(path: str) -> str:
-    """Return a path that can't be taken for a Hugging Face id or a flag."""
-    return path if path.startswith(("/", ".", "~")) else f"./{path}"
-
-
 def _expected_tps(folder: Path) -> float | None:
+    """Return what to expect of a folder, from its headers and this machine alone."""
     from tokamac.engine.perf.inspection import inspect_model
 
     try:
         return inspect_model(folder, CONTEXT).expected_tps
     except TokamacError:  # a source of a form that only mlx-lm's conversion reads has no speed of its own
         return None
+
+
+def summary(report: "Conversion", speeds: Speeds) -> str:
+    """Return the result for people."""
+    found, compared = report.quality, "not compared with the source"
+    if found is not None:
+        compared = closeness(found.quality, found.relative_error)
+        if found.unable is not None:
+            compared += f"; no text was compared: {sanitise_line(found.unable)}"
+    path = str(report.path)
+    rows = [
+        [
+            "size",
+            f"{size(report.source_bytes)} → {size(report.weight_bytes)}, {report.bits_per_weight:.2f} bits per weight",
+        ],
+        ["quality", compared],
+        ["speed", f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here, {CONTEXT:,} tokens in"],
+        ["took", f"{seconds(report.seconds)}, and {size(report.peak_memory_bytes)} of memory at most"],
+    ]
+    # A bare name could be taken for a Hugging Face id or a flag.
+    named = path if path.startswith(("/", ".", "~")) else f"./{path}"
+    return "\n".join([sanitise_line(path), table(rows), sanitise_line(f"next: tokamac chat {shlex.quote(named)}")])
+
+
+class ConversionProgress:
+    """Shows stage after stage. ``json``: as lines on stdout; the bar is then only drawn where a terminal sees it."""
+
+    def __init__(self, *, json: bool) -> None:
+        self._json = json
+        self._stage = ""
+        self._bar = Progress("", plain=False)
+        self._written_s = 0.0
+
+    def fetch(self, source: str) -> Path:
+        """Return the folder of the source, downloaded first if need be."""
+        from tokamac.engine.hub import download
+
+        if not self._json:
+            return loading.fetch(source, download.resolve)
+        return download.resolve(
+            source, progress=lambda at: self._write("downloading", at.done, at.total, "bytes", None)
+        )
+
+    def show(self, step: "TensorDone | StageDone") -> None:
+        """Take a step of ``tokamac.quant.convert``."""
+        from tokamac.quant.report import StageDone
+
+        peak, memory = _peak_memory()
+        if isinstance(step, StageDone):
+            self._enter(step.stage, "steps")
+            self._bar.update(step.done, step.total, memory)
+            self._write(step.stage, step.done, step.total, "steps", peak)
+        else:
+            self._enter(CONVERTING, "bytes")
+            tensors = f"{count(step.done)} of {count(step.total)} tensors"
+            self._bar.update(step.done_bytes, step.total_bytes, f"{tensors}, {memory}, {step.name}")
+            if self._json:
+                json_line({"event": "tensor", "name": step.name, "done": step.done, "total": step.total})
+            self._write(CONVERTING, step.done_bytes, step.total_bytes, "bytes", peak)
+
+    def clear(self) -> None:
+        """Take the bar off the terminal."""
+        self._bar.clear()
+
+    def _enter(self, stage: str, unit: str) -> None:
+        if stage != self._stage:
+            self._bar.clear()
+            self._stage, self._written_s = stage, 0.0
+            self._bar = Progress(stage, unit=unit, plain=not self._json)
+
+    def _write(self, stage: str, done: int, total: int | None, unit: str, peak: int | None) -> None:
+        now_s = time.monotonic()
+        if not self._json or (done != total and now_s - self._written_s < REST_S):
+            return
+        self._written_s = now_s
+        at = {"stage": stage, "done": done, "total": total, "unit": unit, "peak_memory_bytes": peak}
+        json_line({"event": "stage", **at})
+
+
+def _peak_memory() -> tuple[int, str]:
+    """Return the most bytes that MLX held, and a text that names the whole process's too."""
+    import mlx.core as mx
+
+    arrays, most = int(mx.get_peak_memory()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    whole = most if sys.platform == "darwin" else 1024 * most  # bytes on macOS, kilobytes on Linux
+    return arrays, f"peak {size(arrays)} of arrays, {size(whole)} in all"

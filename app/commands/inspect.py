@@ -154,9 +154,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     from tokamac.engine.perf.memory import LEAST_TO_INSPECT, check_address_space
 
     check_address_space(LEAST_TO_INSPECT)  # before the libraries that end the process where there is none
-    from tokamac.engine.perf.inspection import inspect, subject_of
+    from tokamac.engine.perf.inspection import inspect, model_ref
 
-    subject = subject_of(options.model)
+    subject = model_ref(options.model)
     if given_adapter(options.adapter or ""):
         from tokamac.engine.hub import download
         from tokamac.engine.model.adapters import read_adapter
@@ -304,7 +304,8 @@ def _table(subject: "ModelRef", found: "Inspection") -> "tuple[WhatIfOutcome, ..
 
 
 def _chips(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> "tuple[WhatIfOutcome, ...]":
-    from tokamac.engine.perf.what_if import everywhere, on_chips
+    from tokamac.engine.perf.machine import everywhere
+    from tokamac.engine.perf.what_if import on_chips
 
     return on_chips(subject.config, found.case, everywhere(options.memory), own=subject.packing)
 

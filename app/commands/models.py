@@ -220,7 +220,8 @@ def _plain(model: "ModelOnDisk", found: "Prospect | None") -> dict[str, Any]:
 def suggest(parser: Parser, options: argparse.Namespace) -> int:
     """Print the suggestions; return the exit status."""
     place = place_of(parser, options)
-    from tokamac.engine.perf.what_if import here, suggestions
+    from tokamac.engine.perf.machine import here
+    from tokamac.engine.perf.what_if import suggestions
 
     context = options.context or CONTEXT
     place = place or here()

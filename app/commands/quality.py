@@ -18,7 +18,6 @@ from tokamac.quant.report import TOKENS, with_error
 
 if TYPE_CHECKING:
     from tokamac.quant.evaluation import ComparedModels, Comparison
-    from tokamac.quant.report import Quality
     from tokamac.quant.streaming import LayersDone, Streamable
 
 LAYERS_A_ROW = 8
@@ -69,10 +68,10 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     multiply_in_float32()  # divergences as small as 1e-5 are compared
     file = None if options.text is None else Path(options.text).expanduser()
     text = calibration.text(file)
-    return _alone(options, text) if options.b is None else _two(options, text, from_start=file is not None)
+    return _perplexity(options, text) if options.b is None else _difference(options, text, from_start=file is not None)
 
 
-def _two(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
+def _difference(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
     from tokamac.engine.hub import download
     from tokamac.quant.evaluation import compared, ids_of
     from tokamac.quant.streaming import streamable_folder
@@ -103,6 +102,22 @@ def _two(options: argparse.Namespace, text: str, *, from_start: bool) -> int:
     return 0
 
 
+def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison":
+    from tokamac.quant.evaluation import verify
+    from tokamac.quant.streaming import Streamed
+
+    bar = Progress("comparing", unit="layers")
+    first, second = (Streamed(model).layers for model in models)
+
+    def tell(before: int, name: str) -> "LayersDone":
+        return lambda done, _: bar.update(before + done, first + second, name)
+
+    try:
+        return verify(Streamed(models[0], progress=tell(0, "A")), Streamed(models[1], progress=tell(first, "B")), ids)
+    finally:
+        bar.clear()
+
+
 def _in_windows(models: "ComparedModels", ids: list[int], window: int, stride: int | None) -> "Comparison":
     from tokamac.quant.evaluation import Comparison, in_windows
 
@@ -113,7 +128,7 @@ def _in_windows(models: "ComparedModels", ids: list[int], window: int, stride: i
         bar.clear()
 
 
-def _alone(options: argparse.Namespace, text: str) -> int:
+def _perplexity(options: argparse.Namespace, text: str) -> int:
     """Say how well one model predicts a text."""
     from tokamac.quant.calibration import first_ids
 
@@ -121,12 +136,7 @@ def _alone(options: argparse.Namespace, text: str) -> int:
     with loading.load(options.a, kv=KVSpec(), prompt_cache=None, memory=limit_of_settings()) as engine:
         ids = engine.between(lambda: first_ids(engine.tokenizer, text, options.tokens))
         try:
-            found = engine.perplexity(
-                ids,
-                window=options.window,
-                stride=options.stride,
-                progress=bar.update,
-            )
+            found = engine.perplexity(ids, window=options.window, stride=options.stride, progress=bar.update)
         finally:
             bar.clear()
     if options.json:
@@ -157,33 +167,13 @@ def report(names: Sequence[str], text: str, found: "Comparison", *, windowed: bo
         ("perplexity of A", with_error(quality.reference_perplexity, quality.reference_perplexity_se)),
         ("perplexity of B", with_error(quality.perplexity, quality.perplexity_se)),
         ("B ÷ A", with_error(quality.perplexity_ratio, quality.perplexity_ratio_se)),
-        ("KL divergence", _divergence(quality)),
+        ("KL divergence", UNKNOWN if quality.kl is None else f"{with_error(quality.kl, quality.kl_se)} nats a token"),
         (
             "equal top-1",
             UNKNOWN if quality.top1 is None else f"{quality.top1:.1%} of {count(quality.positions)} places",
         ),
     ]
     return table(rows) if windowed else f"{table(rows)}\n\n{_layers(found.layers)}"
-
-
-def _compare(models: Sequence["Streamable"], ids: Sequence[int]) -> "Comparison":
-    from tokamac.quant.evaluation import verify
-    from tokamac.quant.streaming import Streamed
-
-    bar = Progress("comparing", unit="layers")
-    first, second = (Streamed(model).layers for model in models)
-
-    def tell(before: int, name: str) -> "LayersDone":
-        return lambda done, _: bar.update(before + done, first + second, name)
-
-    try:
-        return verify(Streamed(models[0], progress=tell(0, "A")), Streamed(models[1], progress=tell(first, "B")), ids)
-    finally:
-        bar.clear()
-
-
-def _divergence(quality: "Quality") -> str:
-    return UNKNOWN if quality.kl is None else f"{with_error(quality.kl, quality.kl_se)} nats a token"
 
 
 def _layers(layers: Sequence[float | None]) -> str:

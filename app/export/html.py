@@ -1,14 +1,8 @@
 """One conversation as one page: no scripts, nothing fetched, every text escaped.
 
-A content policy says so to the browser too: it allows this style sheet, by its hash, and nothing else.
-
-A message's Markdown as HTML in which nothing runs and nothing is fetched.
-
-HTML in the text is text. An image is named, not shown. Where a link leads is shown, and only the web can be clicked.
-
-How an exported page looks: one style sheet, light or dark as the reader's system is.
-
-What of a conversation is shown: the messages of the branch it stands on, in words, every text made safe.
+What is shown are the messages of the branch it stands on, every text made safe. A message's Markdown becomes HTML in which nothing
+runs: HTML in the text is text, an image is named, and where a link leads is shown; only the web can be clicked. A content policy
+says so to the browser too: it allows this style sheet, by its hash, and nothing else.
 """
 
 import re
@@ -25,11 +19,12 @@ from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 
+from tokamac.app.chat.listing import ending_text
 from tokamac.app.chat.preferences import budget_spent
 from tokamac.app.chat.recording import ReplyRecord, measured_of
 from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.store.export import branch
 from tokamac.app.store.values import Archive, StoredMessage
-from tokamac.app.tui.markdown.turns import ended
 from tokamac.app.units import count, rate, seconds
 from tokamac.app.verdict import sentence
 from tokamac.engine.events import Role
@@ -73,17 +68,8 @@ def entries(archive: Archive) -> Iterator[ExportEntry]:
     system = archive.chat.settings.get("system")
     if isinstance(system, str) and system.strip():
         yield ExportEntry("system", WHO["system"], sanitise(system))
-    for message in _branch(archive):
+    for message in branch(archive):
         yield _entry(message)
-
-
-def _branch(archive: Archive) -> list[StoredMessage]:
-    by_id = {message.id: message for message in archive.messages}
-    found, at = [], archive.chat.head
-    while at is not None:
-        found.append(by_id[at])
-        at = by_id[at].parent
-    return found[::-1]
 
 
 def _entry(message: StoredMessage) -> ExportEntry:
@@ -97,7 +83,7 @@ def _entry(message: StoredMessage) -> ExportEntry:
         thinking=sanitise(message.thinking),
         thought=f"Thought{took}{spent}",
         files=tuple(File(sanitise_line(each.name), sanitise(each.text)) for each in message.attachments),
-        ending=ended(kept.ending, kept.reason),
+        ending=ending_text(kept.ending, kept.reason),
         figures=() if kept.metrics is None else (_figures(kept.metrics), sentence(kept.metrics, kept.diagnosis)),
     )
 
@@ -252,16 +238,12 @@ def _article(entry: ExportEntry) -> str:
         f"<h2>{escape(entry.who)}</h2>",
         _folded(entry.thought, entry.thinking) if entry.thinking else "",
         f'<div class="text">{text}</div>' if entry.text else "",
-        *(_file(each) for each in entry.files),
+        *(_folded(each.name, each.text) for each in entry.files),
         f'<p class="ending">{escape(entry.ending)}</p>' if entry.ending else "",
         *(f'<p class="figures">{escape(line)}</p>' for line in entry.figures),
         "</article>",
     ]
     return "\n".join(part for part in parts if part)
-
-
-def _file(file: File) -> str:
-    return _folded(file.name, file.text)
 
 
 def _folded(summary: str, text: str) -> str:

@@ -1,8 +1,6 @@
-"""Where the plain chat reads and writes: lines in, text out as it comes. No cursor is moved, and nothing foreign is obeyed.
+"""Where the plain chat reads and writes: lines in, text out as it comes; no cursor moves, and no escape sequence gets through.
 
-Ctrl-C as something that is heard: an exception could come in the middle of a step.
-
-What is written and not sent: what the next line begins with and what goes with it, and while a prompt is edited, that one.
+Ctrl-C is heard between two steps, not raised: an exception could come in the middle of one. ``LineComposer`` has the unsent text.
 """
 
 import codecs
@@ -20,13 +18,13 @@ from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.engine.events import TextKind
 
 Complete = Callable[[str, str], list[str]]
-"""Returns what a word can become, given what stands before it on the line and how it begins."""
+"""Returns what a word can become, given the line before it and its beginning."""
 BLOCK = '"""'
-"""Alone on a line: what follows, up to another, is one prompt."""
+"""Alone on a line: the lines up to another one are one prompt."""
 
 
 class Console:
-    """stdin and stdout. typed: a person writes the lines. shown: a person reads the text."""
+    """stdin and stdout. typed: a person types the lines. shown: a person reads the text."""
 
     def __init__(self) -> None:
         self.typed = sys.stdin is not None and sys.stdin.isatty()
@@ -34,19 +32,19 @@ class Console:
         self._edits = self.typed and self.shown
         self._gate = Sanitiser()
         self._last = "\n"
-        self._label = ""  # what still stands before the reply's first word
+        self._label = ""  # what comes before the reply's first word
         self._replies = 0
         self._thought = False
-        self._held: list[str] | None = None  # notes that wait for the end of the line that is read
+        self._held: list[str] | None = None  # notes that wait until the line is read
         if isinstance(sys.stdin, TextIOWrapper):
-            # Where the locale says ASCII it says nothing: what is piped in would lose all other letters.
+            # A locale of ASCII says nothing: piped text would lose all other letters.
             ascii_only = codecs.lookup(sys.stdin.encoding).name == "ascii"
             sys.stdin.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")
 
     # Reading --------------------------------------------------------------------------------------------------------------
 
     def prepare(self, sent: Iterable[str], complete: Complete) -> None:
-        """Let the user go back in what was ``sent``, newest first, and ``complete`` words with Tab."""
+        """Let the user recall what was ``sent``, newest first, and ``complete`` words with Tab."""
         if not self._edits:
             return
         with suppress(ImportError):  # not every Python has it; the line is then as the terminal edits it
@@ -59,16 +57,16 @@ class Console:
             readline.parse_and_bind("bind ^I rl_complete" if is_libedit() else "tab: complete")
 
     def read(self, prompt: str, draft: str = "") -> str:
-        """Return what the user asks: a line, made safe; several, where they end with a backslash or stand in a block.
+        """Return the user's input: a line, made safe; several, where they end with a backslash or are in a block.
 
-        draft: what they may go on from. Raises EOFError at the end of what is written, KeyboardInterrupt at Ctrl-C.
+        draft: the text that the line begins with. Raises EOFError at the end of the input, KeyboardInterrupt at Ctrl-C.
         """
         with self.holding():
             return sanitise(self._lines(prompt, draft))
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Keep notes back while a line is written, or another program has the terminal: they would stand in the middle."""
+        """Hold notes back while a line is typed, or another program has the terminal."""
         self._held = []
         try:
             yield
@@ -83,7 +81,7 @@ class Console:
 
     def _lines(self, prompt: str, draft: str) -> str:
         line = self._line(prompt, draft)
-        with suppress(EOFError):  # of an unfinished prompt: what is there is asked
+        with suppress(EOFError):  # of an unfinished prompt: what is there is sent
             if line.strip() == BLOCK:
                 line = ""
                 while (more := self._line("... ")).strip() != BLOCK:
@@ -96,8 +94,8 @@ class Console:
     def _line(self, prompt: str, draft: str = "") -> str:
         if self._edits:
             if draft and is_libedit():  # as on every usual Mac: some of them leave the line empty
-                self.aside(f"What was written, should the line be empty:\n{draft}")
-            with _begun_with(draft):
+                self.aside(f"If the line is empty, this was your text:\n{draft}")
+            with _starting_with(draft):
                 return input(prompt)
         if self.typed:
             sys.stderr.write(prompt)
@@ -115,7 +113,7 @@ class Console:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Write one line about what goes on, beside the text; on a line of its own where both meet, so after one that is read."""
+        """Write a line beside the text, on a line of its own; while a line is read, after that."""
         if self._held is not None:
             self._held.append(text)
             return
@@ -124,20 +122,20 @@ class Console:
         note(text)
 
     def aside(self, text: str) -> None:
-        """Write a line that is for a person alone; faint where that can be."""
+        """Write a line for a person only, faint where possible."""
         if self.shown:
             safe = sanitise(text)
             self._write(f"{dim(safe) if safe and is_terminal(sys.stdout) else safe}\n")
 
     def begin(self, name: str) -> None:
-        """Begin a reply: with a name where a person reads it, else after a blank line."""
+        """Begin a reply: with a name for a person, else after a blank line."""
         self._gate = Sanitiser()
         self._label = f"{sanitise(name)}: " if self.shown else "\n" if self._replies else ""
         self._thought = False
         self._replies += 1
 
     def grow(self, text: str, kind: TextKind) -> None:
-        """Write more of the reply, at once. That it thinks is said once; the thinking is not read out."""
+        """Write more of the reply at once. Thinking is only mentioned, once."""
         if kind == "thinking":
             if not self._thought:
                 self._thought = True
@@ -160,7 +158,7 @@ class Console:
 
 
 def is_libedit() -> bool:
-    """Whether this Python edits lines by libedit, which has not all of GNU Readline's abilities."""
+    """Whether this Python edits lines by libedit, which lacks some abilities of GNU Readline."""
     try:
         import readline
     except ImportError:
@@ -170,7 +168,7 @@ def is_libedit() -> bool:
 
 
 @contextmanager
-def _begun_with(draft: str) -> Iterator[None]:
+def _starting_with(draft: str) -> Iterator[None]:
     """Let the next line begin with ``draft``, where this Python can."""
     try:
         import readline
@@ -185,7 +183,7 @@ def _begun_with(draft: str) -> Iterator[None]:
 
 
 def _completer(complete: Complete) -> Callable[[str, int], str | None]:
-    """Return ``complete`` as readline calls it: for one word after another, until there is none."""
+    """Return ``complete`` as readline calls it: for one completion after another."""
     import readline
 
     def completion(text: str, state: int) -> str | None:
@@ -197,9 +195,9 @@ def _completer(complete: Complete) -> Callable[[str, int], str | None]:
 
 @contextmanager
 def heard(act: Callable[[], object]) -> Iterator[None]:
-    """Let every Ctrl-C call ``act``, on the main thread and between two steps of whatever runs there.
+    """Let every Ctrl-C call ``act``, on the main thread and between two steps of what runs there.
 
-    Without effect on another thread, and where the shell asked for Ctrl-C to be ignored (a job in the background).
+    No effect on another thread, or where the shell asked to ignore Ctrl-C (a job in the background).
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -214,7 +212,7 @@ def heard(act: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Hold Ctrl-C back until this is over, so that a change is made whole; it comes then as it would have come."""
+    """Hold Ctrl-C back until this is over, so that a change is complete."""
     came: list[bool] = []
     try:
         with heard(lambda: came.append(True)):
@@ -226,7 +224,7 @@ def unbroken() -> Iterator[None]:
 
 @contextmanager
 def noticed() -> Iterator[Callable[[], bool]]:
-    """Yield what tells whether Ctrl-C has come since, whoever heard it. To be used on the main thread, and in here."""
+    """Yield a function that tells whether Ctrl-C has come since, whoever heard it. For the main thread."""
     ear, mouth = os.pipe()
     for end in (ear, mouth):
         os.set_blocking(end, False)
@@ -246,38 +244,38 @@ def noticed() -> Iterator[Callable[[], bool]]:
 
 
 class LineComposer:
-    """draft: what the next line begins with, and what goes with it. editing: the prompt it is asked in place of; None: of none."""
+    """The unsent text. draft: what the next line begins with, and its attachments. editing: the prompt that it replaces, if any."""
 
     def __init__(self) -> None:
         self.draft = Draft()
         self.editing: int | None = None
-        self._aside = Draft()  # what is for the next prompt, while one is edited
-        self._edited = Draft()  # that one as it was
+        self._aside = Draft()  # the draft of the next prompt, during an edit
+        self._edited = Draft()  # the edited prompt as it was
 
     @property
     def unsent(self) -> Draft:
-        """All that is written and not sent. An edit that has changed nothing is not."""
+        """All unsent text. An edit that has changed nothing does not count."""
         if self.editing is None:
             return self.draft
         return joined([self._aside, *([] if self.draft == self._edited else [self.draft])])
 
     def begin_edit(self, key: int, draft: Draft) -> None:
-        """Have the next line asked in place of the prompt ``key``, which was ``draft``; what was there waits for the one after."""
+        """Let the next line replace the prompt ``key``, which was ``draft``; the draft waits for the line after."""
         if self.editing is None:
             self._aside = self.draft
         self.editing, self.draft, self._edited = key, draft, draft
 
     def end_edit(self) -> None:
-        """Give back what waited while a prompt was edited, if one was."""
+        """End the edit, if there is one, and return to the draft."""
         if self.editing is not None:
             self.hold(self._aside)
 
     def hold(self, draft: Draft) -> None:
-        """Hold ``draft`` in place of all that was held, an edit too."""
+        """Replace all unsent text, an edit too."""
         self.draft, self.editing, self._aside = draft, None, Draft()
 
     def give_back(self, draft: Draft) -> None:
-        """Take a prompt that was not sent, before what is there for the next one."""
+        """Put a prompt that was not sent before the draft."""
         if self.editing is None:
             self.draft = joined([draft, self.draft])
         else:

@@ -1,16 +1,7 @@
-"""The guide to the app itself, asked in a process of its own: the chat and its model stay as they are.
+"""Commands of the plain chat that run a process and wait for it: /convert, /pull, /whatif and /guide.
 
-Commands of this program as processes of their own, waited for. Ctrl-C asks one to stop, as it would in a shell.
-
-How a process that was waited for ended, where it did not do what it was for.
-
-How often it is said how far something has come: more would be read out over everything else.
-
-Plain ``/convert``: with a model, and flags as ``tokamac convert`` takes them, the plan; alone, after that, the conversion.
-
-Plain ``/pull``: a model is downloaded, and waited for.
-
-Plain ``/whatif``: what ``tokamac inspect --table`` says, of the chat's case where the flags ask for no other.
+Ctrl-C asks the process to stop, as it would in a shell. Progress is told rarely: a screen reader would read it over all else. The
+guide has an engine's process of its own, so that the chat and its model stay as they are.
 """
 
 import asyncio
@@ -41,8 +32,7 @@ from tokamac.app.backend.subprocess import (
     models_command,
     pull_arguments,
 )
-from tokamac.app.chat.jobs import ConversionPhase, Guidance, Standing
-from tokamac.app.chat.models import hub_cache, is_id, must_be_downloaded
+from tokamac.app.chat.jobs import ConversionJob, ConversionPhase, GuideChat
 from tokamac.app.output import INTERRUPTED, WRONG_USAGE
 from tokamac.app.plain.console import heard
 from tokamac.app.units import count, size
@@ -56,10 +46,10 @@ if TYPE_CHECKING:
 
 
 HEAR_S = 1.0
-"""How often the engine is heard while a process is waited for."""
+"""How often the engine is heard during a process."""
 BEGUN_S = 0.05
-"""How soon a process that was to stop before it had begun is asked again."""
-MODEL_FIRST = "The model comes first: /{} MODEL FLAGS. Without one it is the chat's."
+"""How soon a process that was to stop before it had started is asked again."""
+MODEL_FIRST = "Put the model first: /{} MODEL FLAGS. The default is the chat's model."
 Line = TypeVar("Line")
 
 
@@ -71,12 +61,17 @@ def run_aside(
     meanwhile: Callable[[], None],
     stopping: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run ``process`` to its end, and hand every line to ``take`` as it comes; return how it ended. Raises OSError.
+    """Run ``process`` to its end; return how it ended, with status INTERRUPTED where Ctrl-C stopped it.
 
-    Ctrl-C asks it to stop, once, be it as soon as it has begun. Where that was asked and the process did not end with status 0, the
-    status that is returned is INTERRUPTED, whatever its own was: one that had hardly begun, or had to be killed, has another.
+    Args:
+        process: what to run; Ctrl-C asks it to stop, once, even before it has started.
+        arguments: its command line.
+        take: is given every line as it comes.
+        meanwhile: called now and then, so that the engine is heard.
+        stopping: called once, when the process is to stop.
 
-    meanwhile: called now and then, so that the engine is heard. stopping: called once, when the process is to stop.
+    Raises:
+        OSError: it could not be started.
     """
     return asyncio.run(_run_command(process, arguments, take, meanwhile, stopping))
 
@@ -111,10 +106,7 @@ async def _stop(
 
 
 def words_of(written: str, model: str) -> tuple[str, list[str]]:
-    """Return the model that ``written`` begins with, or else ``model``, and the flags after it, cut as a shell does.
-
-    Raises OptionError.
-    """
+    """Return the model that ``written`` begins with, else ``model``, and the flags, split as in a shell. Raises OptionError."""
     try:
         words = shlex.split(written)
     except ValueError as error:
@@ -123,7 +115,7 @@ def words_of(written: str, model: str) -> tuple[str, list[str]]:
 
 
 def misplaced(command: str, written: str, end: Ended) -> str:
-    """Return what to add where arguments were refused and a model may stand behind flags, which is not understood; else nothing."""
+    """Return a hint where arguments were refused that begin with a flag, so that the model may come last; else nothing."""
     return MODEL_FIRST.format(command) if end.status == WRONG_USAGE and written.startswith("-") else ""
 
 
@@ -138,7 +130,7 @@ PROGRESS_S = 5.0
 
 
 class Rarely:
-    """Is due every ``PROGRESS_S``, for the first time so long after it began."""
+    """Is due every ``PROGRESS_S`` seconds, for the first time that long after it began."""
 
     def __init__(self) -> None:
         self.begin()
@@ -156,50 +148,50 @@ class Rarely:
 
 
 OURS = ("--dry-run", "--json")
-"""Flags that are given where they belong; kept with a plan, they would have it planned again for ever."""
+"""Flags that are added where they belong; kept with a plan, they would plan it again for ever."""
 
 
 def convert(repl: "Repl", written: str) -> None:
-    """Say what packing a model into fewer bits would do, or do what was planned last."""
+    """Plan a quantization, or run the last plan."""
     if repl.planned and not written:
         if _run(repl, repl.planned, dry_run=False) is ConversionPhase.DONE:
             repl.planned = ()
         return
     repl.planned = ()
-    model, flags = words_of(written, repl.driver.session.engine.load.model)
+    model, flags = words_of(written, repl.session.engine.load.model)
     arguments = (*(flag for flag in flags if flag not in OURS), "--", model)
     if _run(repl, arguments, dry_run=True, written=written) is ConversionPhase.PLANNED:
         repl.planned = arguments
-        repl.console.note("/convert alone does it. Ctrl-C stops it; /convert goes on from there.")
+        repl.tell("/convert without arguments runs this plan. Ctrl-C stops it; /convert resumes it.")
 
 
 def _run(repl: "Repl", arguments: tuple[str, ...], *, dry_run: bool, written: str = "") -> ConversionPhase:
-    """Plan or convert, and say what came of it; return where it stands. written: what the user gave the command."""
-    standing, rarely = Standing(time.monotonic), Rarely()
-    standing.begin(dry_run=dry_run)
+    """Plan or convert, and tell the result; return the phase it ends in. written: the command's argument."""
+    job, rarely = ConversionJob(time.monotonic), Rarely()
+    job.begin(dry_run=dry_run)
 
     def take(line: ConversionLine) -> None:
-        standing.take(line)
+        job.take(line)
         if isinstance(line, StageLine) and rarely.due():
-            repl.console.note(f"{line.stage}: {_share(line)}")
+            repl.tell(f"{line.stage}: {_share(line)}")
 
     how = ["--json", *(["--dry-run"] if dry_run else []), *arguments]
     try:
         converter = Converter(converter_command())
-        end = run_aside(converter, how, take, meanwhile=repl.driver.rest, stopping=standing.stop)
+        end = run_aside(converter, how, take, meanwhile=repl.driver.rest, stopping=job.stop)
     except OSError as error:
-        repl.console.note(f"It could not be begun: {error}")
+        repl.tell(f"The conversion could not be started: {error}")
         return ConversionPhase.FORM
-    standing.ended(end)
-    if text := standing.text():
-        repl.console.say(text)
-    if standing.problem:
-        repl.console.note(standing.problem)
+    job.ended(end)
+    if text := job.text():
+        repl.say(text)
+    if job.problem:
+        repl.tell(job.problem)
     if remark := misplaced("convert", written, end):
-        repl.console.note(remark)
-    if standing.converted is not None:
-        repl.console.note(f"/model {Path(standing.converted.path).absolute()} loads it.")
-    return standing.phase
+        repl.tell(remark)
+    if job.converted is not None:
+        repl.tell(f"/model {Path(job.converted.path).absolute()} loads it.")
+    return job.phase
 
 
 def _share(at: StageLine) -> str:
@@ -209,26 +201,19 @@ def _share(at: StageLine) -> str:
 
 
 def pull(repl: "Repl", model: str) -> None:
-    """Download a model; what has arrived stays where that is stopped."""
-    say = repl.console.note
-    if not is_id(model):
-        say("Write /pull and a Hugging Face id, such as org/name.")
-        return
-    if not must_be_downloaded(model, hub_cache()):
-        say(f"{model} is here already. /model {model} loads it.")
-        return
-    say(f"Downloading {model}. Ctrl-C stops it; the same command goes on from there.")
+    """Download a model; what has arrived is kept where that is stopped."""
+    repl.tell(f"Downloading {model}. Ctrl-C stops it; the same command resumes it.")
     download = _Download(repl, model)
     try:
         end = run_aside(Puller(models_command()), pull_arguments(model), download.take, meanwhile=repl.driver.rest)
     except OSError as error:
-        say(f"{model} was not downloaded: {error}")
+        repl.tell(f"{model} was not downloaded: {error}")
     else:
-        say(download.result(end))
+        repl.tell(download.result(end))
 
 
 class _Download:
-    """Hears a download, and says now and then how far it is."""
+    """Hears a download, and tells its progress now and then."""
 
     def __init__(self, repl: "Repl", model: str) -> None:
         self._console = repl.console
@@ -243,7 +228,7 @@ class _Download:
                     of = "" if total is None else f" of {size(total)}"
                     self._console.note(f"downloading {self._model}: {size(done)}{of}")
             case Pulled(bytes=nbytes):
-                self._said = f"{self._model} is here, {size(nbytes)}. /model {self._model} loads it."
+                self._said = f"{self._model} is downloaded, {size(nbytes)}. /model {self._model} loads it."
             case PullRefused(error, hint):
                 self._said = f"{self._model} was not downloaded: {error}. {hint}".strip()
             case _:
@@ -252,16 +237,16 @@ class _Download:
     def result(self, end: Ended) -> str:
         """Return what came of it, as a sentence."""
         if end.status == INTERRUPTED:
-            return f"Stopped: /pull {self._model} goes on from there."
+            return f"Stopped. /pull {self._model} resumes it."
         return self._said or f"{self._model} was not downloaded: {why(end)}"
 
 
 def what_if(repl: "Repl", written: str) -> None:
-    """Say what a model, this one or another, would do in other precisions, with other caches and contexts, here or elsewhere."""
+    """Compare a model in other precisions, with other caches and contexts, here or on another chip."""
     from tokamac.app.chat.what_if_form import first_question
 
-    model, flags = words_of(written, repl.driver.session.engine.load.model)
-    asked = first_question(repl.driver.session, model)
+    model, flags = words_of(written, repl.session.engine.load.model)
+    asked = first_question(repl.session, model)
     own_size = any(flag.startswith(("--context", "--prompt")) for flag in flags)
     size = () if own_size else (f"--context={asked.context}", f"--prompt={asked.prompt}")
     lines: list[str] = []
@@ -270,13 +255,13 @@ def what_if(repl: "Repl", written: str) -> None:
         asks = [*size, *_kv_flags(asked.kv, flags), *flags, "--", model]
         end = run_aside(inspect, asks, lines.append, meanwhile=repl.driver.rest)
     except OSError as error:
-        repl.console.note(f"It can't be said: {error}")
+        repl.tell(f"The comparison could not be started: {error}")
         return
     if lines:
-        repl.console.say("\n".join(lines))
+        repl.say("\n".join(lines))
     for remark in (_remark(end), misplaced("whatif", written, end)):
         if remark:
-            repl.console.note(remark)
+            repl.tell(remark)
 
 
 def _text(line: bytes) -> str:
@@ -284,11 +269,11 @@ def _text(line: bytes) -> str:
 
 
 def _remark(end: Ended) -> str:
-    """Return what there is to say beside what was found, or why nothing was; nothing where there is nothing to say."""
+    """Return a remark on the result, or why there is none; "" where there is nothing to remark."""
     if end.status == INTERRUPTED:
         return "Stopped."
     if end.status < 0 or (end.status and not end.last_line):
-        return f"It can't be said: {why(end)}"
+        return f"The comparison failed: {why(end)}"
     return end.last_line
 
 
@@ -311,29 +296,29 @@ Events = queue.SimpleQueue[BackendEvent | None]
 
 
 def ask(repl: "Repl", question: str) -> None:
-    """Ask the guide, which remembers no question before; it gives its memory back after the answer."""
+    """Ask the guide, which remembers no earlier question; its process ends after the answer."""
     if not question:
-        repl.console.note("Write the question after the command: /guide What does --kv-bits 8,4 do?")
+        repl.tell("Write the question after the command: /guide What does --kv-bits 8,4 do?")
         return
     events: Events = queue.SimpleQueue()
     with heard(lambda: events.put(None)):
         try:
             process = repl.driver.another(events.put)
         except OSError as error:
-            repl.console.note(f"The guide could not be started: {error}")
+            repl.tell(f"The guide could not be started: {error}")
             return
         try:
             said = _answer(repl, process, question, events)
         finally:
             process.kill()
     if said:
-        repl.console.note(said)
+        repl.tell(said)
 
 
 def _answer(repl: "Repl", process: EngineProcess, question: str, events: Events) -> str:
-    """Write the answer as it comes; return what is to be said of its end, or nothing."""
-    guidance = Guidance()
-    for request in (*guidance.start(), *guidance.ask(question)):
+    """Print the answer as it comes; return a remark on how it ended, or nothing."""
+    guide = GuideChat()
+    for request in (*guide.start(), *guide.ask(question)):
         process.send(request)
     process.set_busy(True)
     repl.console.begin(GUIDE)
@@ -342,12 +327,12 @@ def _answer(repl: "Repl", process: EngineProcess, question: str, events: Events)
             break
         if isinstance(event, ReplyEvent) and isinstance(event.event, TextChunk):
             repl.console.grow(event.event.text, event.event.kind)
-        for request in guidance.on_event(event):
+        for request in guide.on_event(event):
             process.send(request)
-        if not guidance.busy:
+        if not guide.busy:
             break
     repl.console.end()
-    return "The guide was stopped." if guidance.busy else guidance.problem
+    return "The guide was stopped." if guide.busy else guide.problem
 
 
 def as_they_come(events: Events, *, meanwhile: Callable[[], None]) -> Iterator[BackendEvent | None]:

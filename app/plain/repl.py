@@ -1,12 +1,12 @@
-"""The plain chat's loop: a prompt, its reply, and so on; or a command of the registry, with a slash.
+"""The plain chat's loop: a prompt and its reply, or a slash command of the registry.
 
-Ctrl-C stops a reply, or a command; twice at the prompt it leaves with 130, and at once where nobody types. The end of input leaves
-with 0, or with 1 where nobody types and a reply, or loading a model, failed.
+Ctrl-C stops a reply or a command; twice at the prompt it quits with 130, and at once in a script. The end of input quits with 0, or
+with 1 in a script in which a reply, or loading a model, failed.
 
     session ─ steps ─▶ Driver ─▶ process, console, recording        process ─ reader's thread ─▶ events ─▶ Driver ─▶ session
 
-The main thread steps the session; while it waits for a line, and only then, another one does, which lets an unused model go and
-asks for a title. The store is the main thread's: it is asked before the wait, and the title is written after it.
+The main thread steps the session; only while it waits for a line, another one does, which unloads an unused model and asks for a
+title. The store belongs to the main thread: it is asked before the wait, and the title is written after it.
 """
 
 import os
@@ -17,15 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokamac.app import units
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
+from tokamac.app.backend.protocol import Load
 from tokamac.app.chat.actions import ACTIONS, Keymap
 from tokamac.app.chat.attachments import Draft, apart, joined
-from tokamac.app.chat.conversation import ENDINGS, Reply
-from tokamac.app.chat.preferences import budget_spent
+from tokamac.app.chat.commands import CodeCycle, LoadChoice, Severity, save_settings
+from tokamac.app.chat.conversation import ENDINGS, MessageNode, Reply
+from tokamac.app.chat.external_programs import copy_text
+from tokamac.app.chat.preferences import ChatOverrides, Preferences, budget_spent, whole_number
 from tokamac.app.chat.recording import LEFT, Recording, purge
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.start import ChatOptions, ChatStart, begin, open_store
 from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,
@@ -42,12 +47,11 @@ from tokamac.app.chat.steps import (
     TurnBegun,
 )
 from tokamac.app.output import INTERRUPTED, note
+from tokamac.app.plain import processes
 from tokamac.app.plain.commands import Outline, last_turn
 from tokamac.app.plain.console import Console, LineComposer, heard, noticed, unbroken
 from tokamac.app.plain.processes import Rarely
-from tokamac.app.store.values import StoreError
-from tokamac.app.tui.markdown.parse import Back
-from tokamac.app.tui.run import ChatOptions, ChatStart, begin, open_store
+from tokamac.app.store.values import StoredChat, StoreError
 from tokamac.app.verdict import brief
 
 
@@ -86,7 +90,7 @@ class Driver:
 
     def __init__(self, begun: ChatStart, console: Console) -> None:
         self.session = begun.session
-        self.memory = begun.memory
+        self.preferences = begun.preferences
         self.recording: Recording | None = None
         self.returned = Draft()
         self.failed = False
@@ -144,7 +148,7 @@ class Driver:
         self.returned = draft
         if draft.attachments:
             names = ", ".join(each.name for each in draft.attachments)
-            self._console.note(f"Still attached, for the next prompt: {names}. /detach lets go of the last one.")
+            self._console.note(f"Still attached to the next prompt: {names}. /detach removes the last one.")
 
     def _record(self, write: Callable[[Recording], None]) -> None:
         if self.recording is not None:
@@ -210,9 +214,7 @@ class Driver:
         self._catch_up()
         if steps := self.session.unload_if_idle():
             self.perform(steps)
-            self._console.note(
-                "The model was not used for a while and gave its memory back; it loads again when you ask."
-            )
+            self._console.note("The model was idle and is unloaded now. It reloads when you send a prompt.")
         elif self._titling.allowed:
             self.perform(self.session.request_title())
 
@@ -346,7 +348,7 @@ class NoKeys(Keymap):
     """The registry without keys."""
 
     def __init__(self) -> None:
-        super().__init__(tuple(replace(action, keys=(), shown="") for action in ACTIONS))
+        super().__init__(tuple(action.for_plain for action in ACTIONS))
 
     def key(self, action: str) -> str:
         """Return how a text names what the action of this id is done with."""
@@ -355,16 +357,16 @@ class NoKeys(Keymap):
 
 MOST_SENT = 200
 LOOK_S = 2.0
-"""How often it is looked, while a line is waited for, whether the model is to give the chat a title, or its memory back."""
-ENDED = "No model is loaded, so the chat ends here: what follows that prompt is not read."
-"""Said where nobody types, and nobody is there to choose another model. Commands are done without one."""
-GREETING = "/help lists the commands. Ctrl-C stops a reply; /quit or Ctrl-D leaves."
+"""How often, while a line is awaited, the model may be unloaded, or asked for a title."""
+ENDED = "No model is loaded, so the chat ends here. The rest of the input is not read."
+"""Of a script, in which nobody can choose another model. Commands work without one."""
+GREETING = "/help lists the commands. Ctrl-C stops a reply; /quit or Ctrl-D quits."
 Obey = Callable[["Repl", str], bool]
-"""Does the slash command that a text is; returns whether it is one."""
+"""Runs the slash command in a text; returns whether it is one."""
 
 
 def run_plain(options: ChatOptions) -> int:
-    """Run the chat until the user leaves, or what is piped in ends; return the exit status.
+    """Run the chat until the user quits, or the input ends; return the exit status.
 
     Raises StoreError for a chat that is not there.
     """
@@ -385,21 +387,123 @@ def run_plain(options: ChatOptions) -> int:
 
 
 class Repl:
-    """One plain chat. listed: ids of the chats that were listed last. outline: the versions that were.
+    """One plain chat, the ``ChatView`` of its commands.
 
-    planned: the flags and the model of the conversion that was planned last. leaving: the user has had enough.
+    listed: IDs of the chats that were listed last. outline: the versions that were. planned: the flags and the model of the
+    conversion that was planned last. leaving: the user quits.
     """
 
     def __init__(self, begun: ChatStart, console: Console) -> None:
         self.driver = Driver(begun, console)
         self.console = console
         self.composer = LineComposer()
-        self.code_back = Back()
+        self.shows_ids = True
+        self.code_cycle = CodeCycle()
+        self.chosen = LoadChoice()
         self.listed: tuple[str, ...] = ()
         self.outline: Outline | None = None
         self.planned: tuple[str, ...] = ()
         self.leaving = False
         self._meanwhile = Meanwhile(LOOK_S, self.driver.rest)
+
+    # What commands need ---------------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The chat's state."""
+        return self.driver.session
+
+    @property
+    def preferences(self) -> Preferences:
+        """The settings."""
+        return self.driver.preferences
+
+    @property
+    def recording(self) -> Recording | None:
+        """What saves the chat; None where nothing does."""
+        return self.driver.recording
+
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what the session asks."""
+        self.driver.perform(steps)
+
+    def tell(self, text: str, severity: Severity = "information") -> None:
+        """Write a note beside the text."""
+        del severity  # a line looks the same
+        self.console.note(text)
+
+    def say(self, text: str) -> None:
+        """Write what was asked for."""
+        self.console.say(text)
+
+    def selected(self) -> MessageNode | None:
+        """Return the last message."""
+        tree = self.session.conversation.tree
+        return None if tree.head is None else tree.nodes[tree.head]
+
+    def reply(self, make: Callable[[], list[Step]]) -> None:
+        """Perform what ``make`` returns once a model is loaded."""
+        self.driver.settle(loaded=True)
+        self.perform(make())
+
+    def go(self, key: int) -> None:
+        """Switch to the path through the message ``key``, and print its end."""
+        self.perform(self.session.show_path(key))
+        self.say(last_turn(self.session.turns))
+
+    def begin_edit(self, key: int, draft: Draft, text: str) -> None:
+        """Send ``text``, or what the next line says, in place of the prompt ``key``."""
+        if not text and not self.console.typed:
+            self.tell("Write the new prompt after the command: /edit TEXT")
+            return
+        self.composer.begin_edit(key, draft)
+        if text:
+            self.ask(text)
+        else:
+            self.tell("The next line is sent as a new version of the last prompt. Ctrl-C cancels the edit.")
+
+    @unbroken()
+    def begin_new(self) -> bool:
+        """Leave the chat for a new one; return whether an unsent prompt stays with it."""
+        unsent, unkept = self.composer.unsent, self.keep_draft()
+        self.preferences.hold(ChatOverrides(), self.session)
+        self.perform(self.session.new_chat())
+        self.composer.hold(unkept)
+        return bool(unsent.whole) and not unkept.whole
+
+    def find_chat(self, name: str) -> StoredChat:
+        """Return a chat by its number in the last list, or by its ID. Raises StoreError.
+
+        A number beyond the list may be a whole ID. It is never the beginning of one: that could be another chat by mistake.
+        """
+        assert self.recording is not None  # whoever asks has looked
+        store = self.recording.store
+        if (number := whole_number(name)) is None:
+            return store.chat(name)
+        if 0 < number <= len(self.listed):
+            return store.chat(self.listed[number - 1])
+        if (chat := store.known(name)) is None:
+            raise StoreError(f"There is no number {name} in the last list", "/chats lists them.")
+        return chat
+
+    def copy(self, text: str) -> str:
+        """Copy ``text``; the terminal is asked for nothing."""
+        return copy_text(text, self.preferences.home)
+
+    def load(self, load: Load) -> None:
+        """Load a model, wait for it, and keep ``chosen`` in the settings once it has loaded."""
+        self.perform(self.session.choose(load))
+        self.driver.settle(loaded=True)
+        known = self.preferences.settings
+        if (
+            self.session.engine.info is not None
+            and (settings := self.chosen.settings(self.session.engine.load, known)) != known
+        ):
+            save_settings(self, settings)
+
+    def download(self, model: str) -> None:
+        """Download a model, and wait for it."""
+        processes.pull(self, model)
 
     # The loop -------------------------------------------------------------------------------------------------------------
 
@@ -418,7 +522,7 @@ class Repl:
                 interrupts += 1
                 if interrupts > 1 or not self.console.typed:
                     return INTERRUPTED
-                self.console.note("Ctrl-C again leaves, as /quit does.")
+                self.console.note("Press Ctrl-C again to quit.")
                 self.composer.end_edit()
                 continue
             interrupts = 0
@@ -434,7 +538,7 @@ class Repl:
             self._take_back()
         recording = self.driver.recording
         if recording is not None and recording.chat is not None:
-            self.console.aside(f"To go on: tokamac chat --chat {recording.chat}")
+            self.console.aside(f"To continue: tokamac chat --chat {recording.chat}")
         return int(self.driver.failed and not self.console.typed)
 
     def _do(self, obey: Obey, text: str) -> bool:
@@ -508,7 +612,7 @@ class Repl:
         if returned.whole:
             self.composer.give_back(returned)
 
-    # What is kept ---------------------------------------------------------------------------------------------------------
+    # What is saved --------------------------------------------------------------------------------------------------------
 
     def open_store(self, options: ChatOptions) -> None:
         """Open the store, and the chat to begin with. Raises StoreError where that one is not there."""
@@ -517,27 +621,27 @@ class Repl:
         except StoreError as error:
             if options.chat is not None:
                 raise
-            note(f"Chats are not kept: {error.one_line()}")
+            note(f"Chats are not saved: {error.one_line()}")
             return
         driver = self.driver
-        driver.recording = Recording(driver.session, store, driver.memory, self.console.note, time.monotonic)
+        driver.recording = Recording(driver.session, store, driver.preferences, self.console.note, time.monotonic)
         if chosen is not None:
-            self.open(chosen)
+            self.open_chat(chosen)
         elif options.resume:
-            self.console.note("No chat is kept yet: this is a new one.")
+            self.console.note("There is no saved chat yet. This is a new one.")
 
     @unbroken()
-    def open(self, chat: str) -> None:
-        """Hold the stored conversation ``chat``, and read out how it ended. Raises StoreError."""
+    def open_chat(self, chat: str) -> None:
+        """Open a stored chat, and print its last turn. Raises StoreError."""
         driver, recording = self.driver, self.driver.recording
         if recording is None:
             return
         unkept = self.keep_draft()  # before it is read: the chat may be the one that is held
         left = recording.chat
         (tree, draft), own = recording.read(chat), recording.own(chat)
-        if chat != left:
-            self.tell_left(unkept)
-        driver.memory.hold(own, driver.session)
+        if chat != left and self.composer.unsent.whole and not unkept.whole:
+            self.tell(LEFT)
+        driver.preferences.hold(own, driver.session)
         driver.perform(driver.session.open(tree))
         recording.hold(chat, tree, draft)
         self.composer.hold(joined([apart(draft), unkept]))
@@ -548,11 +652,6 @@ class Repl:
         """Keep what was not sent with the chat that is held; return what nothing keeps."""
         recording, unsent = self.driver.recording, self.composer.unsent
         return Draft() if recording is not None and recording.drafted(unsent.whole) else unsent
-
-    def tell_left(self, unkept: Draft) -> None:
-        """Say where the draft is when another chat is held, if there is one and it was kept."""
-        if self.composer.unsent.whole and not unkept.whole:
-            self.console.note(LEFT)
 
     def sent(self) -> list[str]:
         """Return what the user sent before, newest first."""

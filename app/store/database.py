@@ -1,10 +1,7 @@
-"""The connection to the file: durable, patient with other processes, and with errors a person can read.
+"""The file of chats: its tables, its versions, who can read it, and a connection that is durable and patient with others.
 
-The file of chats: where it is, that only its user can read it, and how it is moved aside. A folder of its own, mode 0700.
-
-The version of the file, and the way to ours. A newer file is never written; an older one is copied first.
-
-The tables, as the list of steps that lead to them. A step that has been released is never changed: a new one is added.
+The tables are the list of steps that lead to them. A step that has been released is never changed: a new one is added. A newer
+file is never written; an older one is copied first. The file lies in a folder of its own that only its user can read.
 
     chats ──head──▶ messages ──parent──▶ messages        search: an index of the words of every message that is not partial
                         ▲── attachments
@@ -13,11 +10,12 @@ That a parent is older than its child makes a ring impossible; that keys hold th
 """
 
 import datetime
+import itertools
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,18 +136,18 @@ def prepare(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _close_to_others(path.parent, 0o700)
-        check_regular([path, *(path.with_name(path.name + tail) for tail in COMPANIONS)], LARGEST_BYTES)
+        check_regular(files := _files(path), LARGEST_BYTES)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        for file in (path, *(path.with_name(path.name + tail) for tail in COMPANIONS)):
+        for file in files:
             if file.exists():
                 _close_to_others(file, 0o600)
     except OSError as problem:
         raise refused(path, problem) from problem
 
 
-def new_private_file(path: Path) -> None:
-    """Make an empty file for its user alone; raise FileExistsError where there is one."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+def _files(path: Path) -> list[Path]:
+    """Return what belongs to the file, and it last: a log that is left behind would be played into a new file."""
+    return [*(path.with_name(path.name + tail) for tail in COMPANIONS), path]
 
 
 def set_aside(path: Path, now: datetime.datetime) -> Path:
@@ -160,25 +158,21 @@ def set_aside(path: Path, now: datetime.datetime) -> Path:
         )
     try:
         folder = _new_folder(path.parent, f"set-aside-{now:%Y%m%d-%H%M%S}")
-        for name in [*(path.name + tail for tail in COMPANIONS), path.name]:
-            # The log goes before the file: one left behind would be played into the new file.
-            if (file := path.with_name(name)).exists():
-                file.rename(folder / name)
+        for file in _files(path):
+            if file.exists():
+                file.rename(folder / file.name)
     except OSError as problem:
         raise refused(path, problem) from problem
     return folder / path.name
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    number = 1
-    while True:
+    for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
+            break
+    return folder
 
 
 def _close_to_others(path: Path, mode: int) -> None:
@@ -225,7 +219,7 @@ def back_up(path: Path, version: int) -> Path:
     """Copy the file as it is committed, log included, to a new one beside it; return that. The caller keeps writers out."""
     copy = path.with_name(f"{path.stem}.v{version}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}{path.suffix}")
     try:
-        new_private_file(copy)
+        os.close(os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
             source.backup(target)
     except BaseException as problem:
@@ -281,10 +275,7 @@ class Database:
                 "Set TOKAMAC_DATA_DIR to a folder on a local disk.",
             )
         connection.execute("PRAGMA synchronous = FULL")
-        for when in (
-            "fullfsync",
-            "checkpoint_fullfsync",
-        ):  # macOS: past the drive's own cache, commits and merges of the log
+        for when in ("fullfsync", "checkpoint_fullfsync"):  # macOS: past the drive's own cache, commits and merges
             connection.execute(f"PRAGMA {when} = ON")
         connection.execute("PRAGMA secure_delete = ON")  # what is purged leaves no trace in free pages
         connection.execute(f"PRAGMA journal_size_limit = {16 << 20}")

@@ -36,7 +36,7 @@ Messages come parents first; ``thinking``, ``model``, ``settings``, ``metrics`` 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,30 +132,19 @@ def message_record(message: StoredMessage) -> dict[str, Any]:
     return record
 
 
-def message_from(record: object, where: str, blank: StoredMessage) -> StoredMessage:
-    """Return ``blank`` with what the record says. Raises ShapeError."""
+def message_from(record: object, where: str, number: int, parent: int | None) -> StoredMessage:
+    """Return the message of a record at its place, without its texts. Raises ShapeError."""
     table, (settings, metrics) = _without(record, where, "settings", "metrics")
     read = build(MessageRecord, table, where)
-    return replace(
-        blank,
-        role=read.role,
-        created_at=_seconds(read.created, f"{where}.created"),
-        state=read.state,
-        model=read.model,
-        settings=_table(settings, f"{where}.settings") or {},
-        metrics=_table(metrics, f"{where}.metrics"),
-    )
+    created = _seconds(read.created, f"{where}.created")
+    kept, measured = _table(settings, f"{where}.settings") or {}, _table(metrics, f"{where}.metrics")
+    return StoredMessage(number, "", parent, read.role, "", "", read.state, created, read.model, kept, measured)
 
 
 def attachment_from(record: object, where: str, text: str) -> Attachment:
     """Return the attachment of a record. Raises ShapeError."""
     read = build(AttachmentRecord, record, where)
     return Attachment(read.name, text, read.kind)
-
-
-def blank(number: int, parent: int | None) -> StoredMessage:
-    """Return an empty message at this place."""
-    return StoredMessage(number, "", parent, "user", "", "", "complete", 0.0)
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
@@ -172,8 +161,8 @@ def loads(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def taken(table: Mapping[str, Any], where: str, key: str, kind: type[T]) -> T:
-    """Return a value that must be there and of that type. Raises ShapeError."""
+def taken(table: Any, where: str, key: str, kind: type[T]) -> T:
+    """Return a value of a table that must be there and of that type. Raises ShapeError."""
     if key not in table:
         raise ShapeError(f"{where}: no field {key!r}")
     value: T = build(kind, table[key], f"{where}.{key}")
@@ -238,8 +227,7 @@ def from_json(text: str) -> Archive:
         raise ShapeError(f"it is of version {value['version']}, and this tokamac reads version {VERSION}")
     if unknown := value.keys() - {"format", "version", "chat", "messages"}:
         raise ShapeError(f"unknown field {min(unknown)!r}")
-    messages = _messages(value.get("messages"))
-    return _with_head(value.get("chat"), messages)
+    return _with_head(value.get("chat"), _messages(value.get("messages")))
 
 
 def _record(message: StoredMessage) -> dict[str, Any]:
@@ -265,16 +253,11 @@ def _messages(records: object) -> tuple[StoredMessage, ...]:
     return tuple(made.values())
 
 
-def _message_of(record: object, where: str) -> StoredMessage:
-    if not isinstance(record, dict):
-        raise ShapeError(f"{where}: not an object")
-    rest = {
-        key: value for key, value in record.items() if key not in ("id", "parent", "text", "thinking", "attachments")
-    }
+def _message_of(record: Any, where: str) -> StoredMessage:
+    rest, _ = _without(record, where, "id", "parent", "text", "thinking", "attachments")
     parent = None if record.get("parent", 0) is None else taken(record, where, "parent", int)
-    message = message_from(rest, where, blank(taken(record, where, "id", int), parent))
     return replace(
-        message,
+        message_from(rest, where, taken(record, where, "id", int), parent),
         text=taken(record, where, "text", str),
         thinking=taken(record, where, "thinking", str) if "thinking" in record else "",
         attachments=_attachments(record.get("attachments", []), f"{where}.attachments"),
@@ -287,17 +270,14 @@ def _attachments(records: object, where: str) -> tuple[Attachment, ...]:
     out = []
     for index, record in enumerate(records):
         at = f"{where}[{index}]"
-        if not isinstance(record, dict):
-            raise ShapeError(f"{at}: not an object")
-        rest = {key: value for key, value in record.items() if key != "text"}
+        rest, _ = _without(record, at, "text")
         out.append(attachment_from(rest, at, taken(record, at, "text", str)))
     return tuple(out)
 
 
 def _with_head(record: object, messages: tuple[StoredMessage, ...]) -> Archive:
-    if not isinstance(record, dict):
-        raise ShapeError("chat: not an object")
-    chat = chat_from({key: value for key, value in record.items() if key != "head"}, "chat")
+    rest, _ = _without(record, "chat", "head")
+    chat = chat_from(rest, "chat")
     if not messages:
         return Archive(chat, ())
     head = taken(record, "chat", "head", int)
@@ -323,7 +303,7 @@ def to_markdown(archive: Archive) -> str:
     """Return the messages from the chat's beginning to its head as Markdown."""
     chat = {"version": VERSION, **chat_record(archive.chat)}
     parts = [f"{_mark('chat', chat)}# {_plain(archive.chat.title or 'Chat')}\n\n"]
-    parts += [_message(message) for message in _branch(archive)]
+    parts += [_message(message) for message in branch(archive)]
     return "".join([*parts, _mark("end")])
 
 
@@ -377,13 +357,15 @@ def _take(section: _Section, messages: list[StoredMessage]) -> None:
     if section.kind == "message":
         _require_heading(section, 1)
         number = len(messages) + 1
-        messages.append(message_from(section.record, where, blank(number, number - 1 or None)))
+        messages.append(message_from(section.record, where, number, number - 1 or None))
         return
     if not messages:
         raise ShapeError(f"{where}: tokamac-{section.kind} belongs to no message")
     message = messages[-1]
     if section.kind == "text":
-        message = replace(message, text=_unescaped(_body(section.body)))
+        body = section.body
+        body = body[:-2] if body.endswith("\n\n") else body.removesuffix("\n")
+        message = replace(message, text=_unescaped(body))
     elif section.kind == "thinking":
         message = replace(message, thinking=_unescaped(_inside(_FOLDED, section, 1)))
     elif section.kind == "attachment":
@@ -418,7 +400,8 @@ def _mark(kind: str, record: dict[str, object] | None = None) -> str:
     return f"<!-- tokamac-{kind}{said} -->\n"
 
 
-def _branch(archive: Archive) -> list[StoredMessage]:
+def branch(archive: Archive) -> list[StoredMessage]:
+    """Return the messages from the conversation's beginning to where it stands."""
     by_id = {message.id: message for message in archive.messages}
     out, at = [], archive.chat.head
     while at is not None:
@@ -430,10 +413,6 @@ def _branch(archive: Archive) -> list[StoredMessage]:
 def _plain(name: str) -> str:
     """Return a name that begins no comment: it is only shown, and read back from the comment before it."""
     return one_line(name).replace("<", "‹")
-
-
-def _body(body: str) -> str:
-    return body[:-2] if body.endswith("\n\n") else body.removesuffix("\n")
 
 
 def _require_heading(section: _Section, lines: int) -> None:
@@ -510,8 +489,6 @@ def _fence_after(line: str, fence: str) -> str:
     ends = match[1].startswith(fence) and not line[match.end() :].strip()
     return "" if ends else fence
 
-
-__all__ = ["parse", "read", "to_json", "to_markdown", "write"]
 
 MAX_BYTES = 256 << 20
 """A conversation of fifty million words: what is larger is something else."""

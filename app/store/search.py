@@ -1,10 +1,8 @@
 """Full-text search: newest message first, each with the part of its text that shows why.
 
-What a person types into the search field, made into questions that SQLite can't misread.
-
-Every word must be there; the last one may be a beginning. Words go to the index in quotes, where its operators mean nothing.
-The index splits text where letters and digits end, so what has none of them (``->``, an emoji), and scripts that put no space
-between words, are looked for as they stand instead.
+What a person types becomes a question that SQLite can't misread. Every word must be there; the last one may be a beginning. Words
+go to the index in quotes, where its operators mean nothing. The index splits text where letters and digits end, so what has none
+of them (``->``, an emoji), and scripts that put no space between words, are looked for as they stand instead.
 """
 
 import re

@@ -9,11 +9,11 @@
         for hit in store.search("weight tok"): ...
 
 Several programs may use one file at once. A finished message never changes, and what two of them add to the same message become
-siblings; a title, a draft and the head are those set last.
-
-What can be asked of the store without changing it. Each answer is of one moment.
+siblings; a title, a draft and the head are those set last. Each answer is of one moment.
 """
 
+import re
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,15 +33,33 @@ from tokamac.app.store.values import (
     FinalState,
     Hit,
     Json,
+    NoChatError,
     StoreDamagedError,
     StoredChat,
     StoredMessage,
     StoreError,
     TitleOrigin,
     beyond_repair,
+    fold,
+    one_line,
     storable,
 )
 from tokamac.engine.events import Role
+
+Clock = Callable[[], float]
+PREVIEW_CHARS = 80
+UNDO_S = 30 * 86400.0
+"""How long a deleted chat can be brought back."""
+_MERGED_PAGES = 500
+"""Of the search index in one transaction: some 2 MB."""
+_ID = re.compile(f"[{messages.ID_CHARS}]{{1,{messages.ID_LENGTH}}}")
+_HOLDS_SOMETHING = "(head IS NOT NULL OR draft <> '')"
+_AT_PARENT = "FROM messages m WHERE m.chat = ? AND m.parent IS ? ORDER BY m.id"
+_NEWEST_BELOW = """
+WITH RECURSIVE down (id) AS (
+    SELECT ? UNION ALL SELECT m.id FROM down JOIN messages m ON m.chat = ? AND m.parent = down.id
+) SELECT max(id) FROM down"""
+_STOP = "UPDATE messages SET state = 'stopped', owner = NULL WHERE owner = ?"
 
 
 class Questions:
@@ -70,12 +88,33 @@ class Questions:
         Chats with neither message nor draft are left out. deleted: those that were deleted, instead of the others.
         """
         with self._database.reading() as connection:
-            return messages.listed(connection, words, limit, offset, deleted=deleted)
+            wanted = fold(storable(words)).split()
+            where = [
+                f"deleted_at IS {'NOT ' * deleted}NULL",
+                _HOLDS_SOMETHING,
+                *["instr(fold(title), ?) > 0"] * len(wanted),
+            ]
+            rows = connection.execute(
+                f"SELECT * FROM chats WHERE {' AND '.join(where)} ORDER BY updated_at DESC, id LIMIT ? OFFSET ?",
+                (*wanted, limit, offset),
+            )
+            return [messages.chat_of(row) for row in rows]
 
     def chat(self, name: str) -> StoredChat:
         """Return the chat of this id, or the only one whose id begins so; a deleted one too."""
-        with self._database.reading() as connection:
-            return messages.find(connection, name)
+        begin = name.strip().lower()
+        if not _ID.fullmatch(begin):
+            hint = f"An id has {messages.ID_LENGTH} letters and digits, such as k3v7q2ab."
+            raise StoreError(f"{name!r:.40} is no id of a chat", hint)
+        rows = self._database.read(
+            "SELECT * FROM chats WHERE id BETWEEN ? AND ? ORDER BY updated_at DESC LIMIT 4", (begin, begin + "{")
+        )
+        if not rows:
+            raise NoChatError(f"No chat has an id that begins with {begin}", "The list of chats shows their ids.")
+        if len(rows) > 1:
+            some = ", ".join(row["id"] for row in rows[:3]) + (" …" if len(rows) > 3 else "")
+            raise StoreError(f"Several chats have an id that begins with {begin}: {some}", "Give more of it.")
+        return messages.chat_of(rows[0])
 
     def known(self, chat: str) -> StoredChat | None:
         """Return the chat of exactly this id, a deleted one too; None where there is none, or none any more."""
@@ -94,7 +133,7 @@ class Questions:
     def path(self, chat: str, head: int | None = None) -> list[StoredMessage]:
         """Return the messages from the chat's beginning to ``head``, or to where the chat stands."""
         with self._database.reading() as connection:
-            end = head or messages.get(connection, chat).head
+            end = head or messages.chat(connection, chat).head
             if end is None:
                 return []
             messages.require_within(connection, chat, end)
@@ -103,29 +142,39 @@ class Questions:
     def siblings(self, message: int) -> list[StoredMessage]:
         """Return the messages with the same parent, and this one among them, oldest first."""
         with self._database.reading() as connection:
-            return messages.siblings(connection, message)
+            at = messages.message(connection, message)
+            return messages.select(connection, _AT_PARENT, at.chat, at.parent)
 
     def children(self, chat: str, parent: int | None) -> list[StoredMessage]:
         """Return what continues ``parent``, or with None, what the chat begins with; oldest first."""
         with self._database.reading() as connection:
-            messages.get(connection, chat)
-            return messages.children(connection, chat, parent)
+            messages.chat(connection, chat)
+            return messages.select(connection, _AT_PARENT, chat, parent)
 
     def tip(self, message: int) -> int:
         """Return the newest message at or below this one: where to go on when its branch is chosen."""
         with self._database.reading() as connection:
-            return messages.tip(connection, message)
+            chat = messages.message(connection, message).chat
+            # It ends its branch, since children are newer than their parents.
+            return int(connection.execute(_NEWEST_BELOW, (message, chat)).fetchone()[0])
 
     def tree(self, chat: str) -> list[BranchPreview]:
         """Return every message of a chat without its text, parents first."""
         with self._database.reading() as connection:
-            messages.get(connection, chat)
-            return messages.branches(connection, chat)
+            messages.chat(connection, chat)
+            rows = connection.execute(
+                "SELECT id, parent, role, state, substr(text, 1, ?) AS preview, created_at,"
+                " (SELECT count(*) FROM messages c WHERE c.chat = m.chat AND c.parent = m.id) AS children"
+                " FROM messages m WHERE chat = ? ORDER BY id",
+                (4 * PREVIEW_CHARS, chat),
+            )
+            return [BranchPreview(**{**dict(row), "preview": one_line(row["preview"])[:PREVIEW_CHARS]}) for row in rows]
 
     def archive(self, chat: str) -> Archive:
         """Return a chat with all of its messages, for export."""
         with self._database.reading() as connection:
-            return Archive(messages.get(connection, chat), tuple(messages.all_of(connection, chat)))
+            found = messages.select(connection, "FROM messages m WHERE m.chat = ? ORDER BY m.id", chat)
+            return Archive(messages.chat(connection, chat), tuple(found))
 
     def search(self, typed: str, limit: int = 50) -> list[Hit]:
         """Return the newest finished messages that hold all the words typed, the last of which may be a beginning.
@@ -142,18 +191,19 @@ class Questions:
     def history(self, limit: int = 100, chat: str | None = None) -> list[str]:
         """Return what the user sent, newest first, each text once; with ``chat``, in that chat alone."""
         with self._database.reading() as connection:
-            return messages.history(connection, limit, chat)
+            rows = connection.execute(
+                "SELECT m.text FROM messages m JOIN chats c ON c.id = m.chat WHERE m.role = 'user' AND m.text <> ''"
+                " AND c.deleted_at IS NULL AND (:chat IS NULL OR m.chat = :chat) ORDER BY m.id DESC",
+                {"chat": chat},
+            )
+            found: dict[str, None] = {}
+            while len(found) < limit and (row := rows.fetchone()) is not None:
+                found.setdefault(row["text"])
+            return list(found)
 
     def check(self) -> None:
         """Read the whole file and raise StoreDamagedError if it is not whole: half a second for a hundred thousand messages."""
         self._database.check()
-
-
-Clock = Callable[[], float]
-_MERGED_PAGES = 500
-"""Of the search index in one transaction: some 2 MB."""
-UNDO_S = 30 * 86400.0
-"""How long a deleted chat can be brought back."""
 
 
 class Store(Questions):
@@ -189,9 +239,8 @@ class Store(Questions):
         path, clock: as for ``open``. Raises StoreDamagedError where more than the index is broken; its messages are as they were.
         """
         try:
-            with cls(
-                Database(path or database.default_path()), clock
-            ) as store:  # not ``open``: a reply that is ended is indexed
+            # Not ``open``: a reply that is ended is indexed.
+            with cls(Database(path or database.default_path()), clock) as store:
                 store.repair_search()
                 store.check()  # after it: SQLite from 3.44 on finds a broken index here
                 store.recover()
@@ -210,7 +259,7 @@ class Store(Questions):
         try:
             if claim is not None:
                 with self._database.writing() as connection:
-                    messages.stop_all_by(connection, claim.token)
+                    connection.execute(_STOP, (claim.token,))
         finally:
             if claim is not None:
                 claim.release()
@@ -234,59 +283,74 @@ class Store(Questions):
         """Begin a chat. It is listed once it has a message or a draft, and titled by the first words the user sends."""
         now = self._now()
         with self._database.writing() as connection:
-            return messages.insert_chat(connection, StoredChat("", "", "words", now, now, model, settings or {}))
+            return messages.add_chat(connection, StoredChat("", "", "words", now, now, model, settings or {}))
 
     def rename(self, chat: str, title: str, origin: TitleOrigin = "user") -> StoredChat:
         """Give a chat a title; one that the user gave stays, unless the user gives another."""
+        line = one_line(storable(title))
+        if not line:
+            raise StoreError("A title can't be empty", "Give it a word.")
         with self._database.writing() as connection:
-            return messages.rename(connection, chat, title, origin)
+            at = messages.chat(connection, chat)
+            if at.title_origin == "user" and origin != "user":
+                return at
+            return messages.update_chat(connection, chat, title=line, title_origin=origin)
 
     def set_draft(self, chat: str, text: str) -> None:
         """Keep what stands in the prompt and was not sent."""
         with self._database.writing() as connection:
-            messages.update(connection, chat, draft=storable(text))
+            messages.update_chat(connection, chat, draft=storable(text))
 
     def set_model(self, chat: str, model: str) -> StoredChat:
         """Note which model the chat goes on with."""
         with self._database.writing() as connection:
-            return messages.update(connection, chat, model=storable(model))
+            return messages.update_chat(connection, chat, model=storable(model))
 
     def set_settings(self, chat: str, changes: Mapping[str, Any]) -> StoredChat:
         """Change these keys of the chat's settings and leave the others; None takes a key away."""
         with self._database.writing() as connection:
-            return messages.change_settings(connection, chat, changes)
+            settings = {**messages.chat(connection, chat).settings, **changes}
+            kept = {key: value for key, value in settings.items() if value is not None}
+            return messages.update_chat(connection, chat, settings=messages.as_json(kept))
 
     def delete(self, chat: str) -> StoredChat:
         """Take a chat out of lists and searches; ``undelete`` brings it back until it is purged."""
         with self._database.writing() as connection:
-            return messages.update(connection, chat, deleted_at=self._now())
+            return messages.update_chat(connection, chat, deleted_at=self._now())
 
     def undelete(self, chat: str) -> StoredChat:
         """Bring a deleted chat back."""
         with self._database.writing() as connection:
-            return messages.update(connection, chat, deleted_at=None)
+            return messages.update_chat(connection, chat, deleted_at=None)
 
     def last_deleted(self) -> StoredChat | None:
         """Return the chat that was deleted last, of those that ``undelete`` can bring back; None where there is none."""
-        with self._database.reading() as connection:
-            return messages.last_deleted(connection)
+        rows = self._database.read(
+            f"SELECT * FROM chats WHERE deleted_at IS NOT NULL AND {_HOLDS_SOMETHING} ORDER BY deleted_at DESC, id LIMIT 1"
+        )
+        return messages.chat_of(rows[0]) if rows else None
 
     def purge(self, older_than_s: float = UNDO_S) -> int:
-        """Remove for ever the chats deleted so many seconds ago or more, and overwrite their bytes; return how many."""
-        with self._database.writing() as connection:
-            gone = messages.purge(connection, self._now() - older_than_s)
-        if gone:
-            self._merge_index()
-            self._database.merge_log()
-        return gone
+        """Remove for ever the chats deleted so many seconds ago or more, and overwrite their bytes; return how many.
 
-    def _merge_index(self) -> None:
-        """A part at a time, so that other programs can write in between."""
-        pages, more = -_MERGED_PAGES, True
-        while more:
-            with self._database.writing() as connection:
-                more = search.merge_index(connection, pages)
-            pages = _MERGED_PAGES
+        Chats that were used since, or in which a reply is written, stay.
+        """
+        old = "SELECT id FROM chats WHERE max(deleted_at, updated_at) < ?"
+        old += " AND NOT EXISTS (SELECT 1 FROM messages WHERE chat = chats.id AND state = 'partial')"
+        with self._database.writing() as connection:
+            gone = [(row["id"],) for row in connection.execute(old, (self._now() - older_than_s,))]
+            mine = "SELECT id FROM messages WHERE chat = ?"
+            connection.executemany(f"DELETE FROM attachments WHERE message IN ({mine})", gone)
+            connection.executemany("DELETE FROM messages WHERE chat = ?", gone)
+            connection.executemany("DELETE FROM chats WHERE id = ?", gone)
+        if gone:
+            pages, more = -_MERGED_PAGES, True
+            while more:  # a part at a time, so that other programs can write in between
+                with self._database.writing() as connection:
+                    more = search.merge_index(connection, pages)
+                pages = _MERGED_PAGES
+            self._database.merge_log()
+        return len(gone)
 
     # Messages
 
@@ -317,7 +381,8 @@ class Store(Questions):
             self._now(),
             model,
             settings or {},
-            attachments=tuple(attachments),
+            None,
+            tuple(attachments),
         )
         with self._database.writing() as connection:
             return messages.add(connection, draft)
@@ -347,23 +412,30 @@ class Store(Questions):
     def checkpoint(self, reply: int, text: str, thinking: str = "") -> None:
         """Keep all that a reply holds so far."""
         with self._database.writing() as connection:
-            messages.checkpoint(connection, reply, self._token, text, thinking)
+            self._update_reply(connection, reply, text=storable(text), thinking=storable(thinking))
 
     def finish_reply(
         self, reply: int, text: str, thinking: str = "", *, state: FinalState = "complete", metrics: Json | None = None
     ) -> StoredMessage:
         """End a reply, with all of its text. It never changes again."""
+        figures = None if metrics is None else messages.as_json(metrics)
+        ended = {"state": state, "metrics": figures, "owner": None}
         with self._database.writing() as connection:
-            return messages.finish(
-                connection,
-                reply,
-                self._token,
-                text=text,
-                thinking=thinking,
-                state=state,
-                metrics=metrics,
-                now=self._now(),
-            )
+            self._update_reply(connection, reply, text=storable(text), thinking=storable(thinking), **ended)
+            done = messages.message(connection, reply)
+            messages.update_chat(connection, done.chat, updated_at=self._now())
+            return done
+
+    def _update_reply(self, connection: sqlite3.Connection, reply: int, **columns: Any) -> None:
+        """Change a reply that is being written here. Raises StoreError for any other message."""
+        names = ", ".join(f"{column} = :{column}" for column in columns)
+        owner = "" if self._claim is None else self._claim.token
+        changed = connection.execute(
+            f"UPDATE messages SET {names} WHERE id = :id AND owner = :writer", {**columns, "id": reply, "writer": owner}
+        )
+        if changed.rowcount != 1:
+            hint = "Open the chat again to see its state."
+            raise StoreError(f"Message {reply} is not a reply that is being written here", hint)
 
     def repair_search(self) -> None:
         """Make the search index anew from the messages: the first thing to try after a StoreDamagedError.
@@ -377,24 +449,26 @@ class Store(Questions):
     def recover(self) -> int:
         """End as stopped every reply whose process is gone; return how many. What another program writes is left alone."""
         folder = self.file.parent
-        with self._database.reading() as connection:
-            gone = messages.abandoned(connection, folder)
+        owners = self._database.read("SELECT DISTINCT owner FROM messages WHERE owner IS NOT NULL")
+        gone = [row["owner"] for row in owners if not messages.is_alive(folder, row["owner"])]
         stopped = 0
         if gone:
             with self._database.writing() as connection:
-                stopped = sum(messages.stop_all_by(connection, owner) for owner in gone)
+                stopped = sum(connection.execute(_STOP, (owner,)).rowcount for owner in gone)
         messages.tidy(folder)
         return stopped
 
     def set_head(self, chat: str, message: int) -> StoredChat:
         """Let the chat stand at another of its messages."""
         with self._database.writing() as connection:
-            return messages.set_head(connection, chat, message)
+            messages.chat(connection, chat)
+            messages.require_within(connection, chat, message)
+            return messages.update_chat(connection, chat, head=message)
 
     def fork(self, chat: str, message: int) -> StoredChat:
         """Copy the messages that lead to this one, and it, into a new chat; return that."""
         with self._database.writing() as connection:
-            old = messages.get(connection, chat)
+            old = messages.chat(connection, chat)
             messages.require_within(connection, chat, message)
             now = self._now()
             copy = replace(old, title=f"{old.title} (fork)", created_at=now, updated_at=now, draft="", head=message)
@@ -404,10 +478,6 @@ class Store(Questions):
         """Store a conversation that comes from elsewhere as a new chat, under ids of its own, and return that."""
         with self._database.writing() as connection:
             return messages.adopt(connection, archive)
-
-    @property
-    def _token(self) -> str:
-        return self._claim.token if self._claim is not None else ""
 
     def _now(self) -> float:
         return round(self._clock(), 6)

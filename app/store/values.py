@@ -1,13 +1,11 @@
-"""What the store gives and takes: frozen values. Moments are seconds since 1970, UTC, to the microsecond.
+"""What the store gives and takes: frozen values, texts that it can hold, and what can go wrong.
 
-What can go wrong with the store: one class, and two below it: for an id of no chat, and for a file that is broken.
+Moments are seconds since 1970, UTC, to the microsecond.
 
-TokamacError
-└── StoreError            what failed, and what to do
-    ├── NoChatError           no chat has that id
-    └── StoreDamagedError     the file is no longer whole: Store.set_aside keeps it and makes room for a new one
-
-Text on its way into the store, and titles made of it.
+    TokamacError
+    └── StoreError                what failed, and what to do
+        ├── NoChatError           no chat has that id
+        └── StoreDamagedError     the file is no longer whole: Store.set_aside keeps it and makes room for a new one
 """
 
 import errno

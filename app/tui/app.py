@@ -1,15 +1,8 @@
-"""The Textual application: themes, palette and the chat screen. Everything else is elsewhere.
+"""The Textual application: themes, palette, the chat screen, and what it takes to get along with terminals.
 
-Textual's driver for Terminal.app, which prints the last letter of a question that it does not know.
-
-Textual 8.2.8 leaves out the question after synchronized output there (DECRQM, ``CSI ? 2026 $ p``), and asks the one after in-band
-resizing (2048) all the same: a "p" would stand on the screen until it is drawn over.
-
-The last thing that every row passes on its way to the terminal, whatever widget drew it.
-
-The title of the terminal's window or tab: which chat is open in it, while it is.
-
-A key that Textual does not know: Alt+Enter as terminals without extended keys send it, ESC and a carriage return.
+Every row passes ``OutputFilter`` last, whatever widget drew it. Textual 8.2.8 leaves out one question in Terminal.app (DECRQM,
+``CSI ? 2026 $ p``), but not the one about in-band resizing (2048), whose last letter that terminal would print. And it does not
+know Alt+Enter as terminals without extended keys send it.
 """
 
 import os
@@ -38,29 +31,29 @@ from tokamac.app.tui.actions.chats import delete_open
 from tokamac.app.tui.bridge import Bridge
 from tokamac.app.tui.screens.chat import ChatScreen, OpenStore
 from tokamac.app.tui.screens.chats import DeleteOpen
-from tokamac.app.tui.theme import DARK, FIRST, LIGHT, TERMINAL, text_colours
+from tokamac.app.tui.theme import DARK, DEFAULT, LIGHT, TERMINAL, text_colours
 
 
 def is_apple_terminal() -> bool:
-    """Whether this runs in Terminal.app itself: tmux and others in it answer by themselves, and have another name."""
+    """Whether this runs directly in Terminal.app: tmux and others in it answer for themselves, under another name."""
     return os.environ.get("TERM_PROGRAM") == "Apple_Terminal"
 
 
 class AppleTerminalDriver(LinuxDriver):
-    """A terminal that is not asked whether it tells of its size: the signal of a new one is enough."""
+    """Does not ask whether the terminal reports its size in band: the signal is enough."""
 
     def _query_in_band_window_resize(self) -> None:
         """Ask nothing."""
 
 
-class LastGate(LineFilter):
-    """Lets no control character and no link through. What is foreign was made safe long before; this is for what was forgotten.
+class OutputFilter(LineFilter):
+    """Removes control characters and links. Foreign text was made safe before; this catches what was forgotten.
 
-    Textual writes its own escape sequences after it, from the rows' styles.
+    Textual writes its own escape sequences later, from the rows' styles.
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Return the segments of a row, the same objects where there is nothing to take away."""
+        """Return the segments of a row, the same objects where there is nothing to remove."""
         del background  # Textual's signature
         return [_safe(segment) for segment in segments]
 
@@ -74,16 +67,15 @@ def _safe(segment: Segment) -> Segment:
 
 NAME = "tokamac"
 SAVE = "\x1b[22;2t"
-"""Has the terminal remember the title that it has."""
+"""Has the terminal save its title."""
 RESTORE = "\x1b]2;\a\x1b[23;2t"
-"""Takes ours away and has it take up again what it remembers, if it does."""
+"""Removes our title, and has the terminal restore its own, if it saved it."""
 
 
-def entitled(chat: str) -> str:
-    """Return the sequence (OSC 2) that names the chat of the title ``chat`` and the app; "" names the app alone.
+def terminal_title(chat: str) -> str:
+    """Return the sequence (OSC 2) that sets the title to that of ``chat`` and the app; "": to the app alone.
 
-    A title may be a model's: it is made safe, cut to one short line, and passes what every row passes last, so that nothing in it
-    can end the sequence.
+    A title may be a model's: it is made safe and cut to one short line, so that nothing in it can end the sequence.
     """
     title = f"{excerpt(chat)} · {NAME}" if chat else NAME
     return f"\x1b]2;{bare(title)}\a"
@@ -108,26 +100,26 @@ class TokamacApp(App[int]):
         self,
         session: Session,
         bridge: Bridge,
-        memory: Preferences,
+        preferences: Preferences,
         open_store: OpenStore = lambda: None,
         warnings: Iterable[str] = (),
     ) -> None:
-        # Without colours the terminal's own must not be turned into others first: they would come out as black on black.
+        # Without colours, the terminal's own must not be converted: they would become black on black.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
-        self.chat = ChatScreen(session, bridge, memory, open_store)
-        self._memory = memory
-        self._gate = LastGate()
+        self.chat = ChatScreen(session, bridge, preferences, open_store)
+        self._preferences = preferences
+        self._filter = OutputFilter()
         self._names_terminal = False
-        self._warnings = (*warnings, *memory.keymap.warnings)
+        self._warnings = (*warnings, *preferences.keymap.warnings)
         for theme in (TERMINAL, DARK, LIGHT):
             self.register_theme(theme)
-        chosen = memory.settings.theme
-        self.theme = chosen if chosen in self.available_themes else FIRST
+        chosen = preferences.settings.theme
+        self.theme = chosen if chosen in self.available_themes else DEFAULT
         if chosen and chosen not in self.available_themes:
             self._warnings += (f"There is no theme {chosen!r}.",)
 
     def get_driver_class(self) -> type[Driver]:
-        """Return what writes to this terminal."""
+        """Return the driver for this terminal."""
         chosen = super().get_driver_class()
         return AppleTerminalDriver if chosen is LinuxDriver and is_apple_terminal() else chosen
 
@@ -136,24 +128,24 @@ class TokamacApp(App[int]):
         return self.chat
 
     def on_mount(self) -> None:
-        """Say what was wrong with the settings; from here on a change of theme is a choice, and the terminal's title ours."""
+        """Tell what is wrong with the settings; from here on, a change of theme is the user's, and the terminal's title ours."""
         self._names_terminal = self._driver is not None
         if self._driver is not None:
-            self._driver.write(SAVE + entitled(self.sub_title))
-        self.set_keymap(self._memory.keymap.changed)
+            self._driver.write(SAVE + terminal_title(self.sub_title))
+        self.set_keymap(self._preferences.keymap.changed)
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         for warning in self._warnings:
             self.notify(warning, severity="warning", markup=False, timeout=12)
 
     def on_unmount(self) -> None:
-        """Give the terminal the title back that it had."""
+        """Restore the terminal's title."""
         if self._names_terminal and self._driver is not None:
             self._driver.write(RESTORE)
 
     def watch_sub_title(self, chat: str) -> None:
-        """Have the terminal's title name the chat whose title is ``chat``; "" is one that has none yet."""
+        """Show the chat's title as the terminal's."""
         if self._names_terminal and self._driver is not None:
-            self._driver.write(entitled(chat))
+            self._driver.write(terminal_title(chat))
 
     def notify(
         self,
@@ -164,21 +156,21 @@ class TokamacApp(App[int]):
         timeout: float | None = None,
         markup: bool = False,
     ) -> None:
-        """Show a notice. What it quotes, a path, a name or an error, is made safe here."""
+        """Show a notice, made safe: it may quote a path, a name or an error."""
         super().notify(sanitise(message), title=sanitise(title), severity=severity, timeout=timeout, markup=markup)
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Ask the terminal to copy (OSC 52); in tmux also the one that it runs in, which tmux alone would not tell."""
+        """Ask the terminal to copy (OSC 52); in tmux, also the terminal around it."""
         super().copy_to_clipboard(text)
         if "TMUX" in os.environ and self._driver is not None:
             self._driver.write(through_tmux(text))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return what every row passes before it is written: Textual's filters, and ours as the last."""
-        return [*super().get_line_filters(), self._gate]
+        """Return the filters of every row: Textual's, and ours last."""
+        return [*super().get_line_filters(), self._filter]
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the colours of the theme, those of text so that they can be read in it."""
+        """Return the colours of the theme, those of text made readable."""
         known = super().get_css_variables()
         self.theme_variables = {**known, **text_colours(self.current_theme, known)}
         return self.theme_variables
@@ -186,7 +178,7 @@ class TokamacApp(App[int]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the palette's entries: the registry's actions, and the themes."""
         del screen  # the same everywhere: actions of the chat
-        for action in self._memory.keymap.actions:
+        for action in self._preferences.keymap.actions:
             if action.palette:
                 yield SystemCommand(f"{action.label}  ({action.key_name})", action.help, self._runner(action.id))
         yield SystemCommand("Theme", "Choose the colours.", self.search_themes)
@@ -199,13 +191,13 @@ class TokamacApp(App[int]):
 
     @on(DeleteOpen)
     def delete_open(self, message: DeleteOpen) -> None:
-        """Delete the chat, for the list of chats that stands over it."""
+        """Delete the chat, for the list of chats above it."""
         if delete_open(self.chat, message.chat):
             message.gone()
 
     def _theme_chosen(self, _: object) -> None:
-        if self.theme != (self._memory.settings.theme or FIRST):
-            problem = self._memory.keep(replace(self._memory.settings, theme=self.theme))
+        if self.theme != (self._preferences.settings.theme or DEFAULT):
+            problem = self._preferences.keep(replace(self._preferences.settings, theme=self.theme))
             if problem:
                 self.notify(problem, severity="warning", markup=False)
 

@@ -1,4 +1,4 @@
-"""What the chat knows of models that it may use: on disk, to download, on their way here, and what this machine makes of them."""
+"""The models that the chat can use: on disk, downloading, in the catalogue, with estimates for this machine."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from tokamac.app.chat.models import (
     hub_cache,
     is_folder,
     lasting,
-    look,
+    models_on_disk,
     must_be_downloaded,
     rows,
     short_name,
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
 
 REST_S = 0.3
-"""The list is up for so long before anything is weighed: who knows what they want is gone by then, and loads it undelayed."""
+"""How long the list is shown before estimates start, so that a quick choice loads without delay."""
 
 REPLY_LOOK_S = 0.5
-"""How often it is asked whether the reply has ended that a new model waits for."""
+"""How often a new model checks whether the running reply has ended."""
 
 
 class ModelLibrary:
-    """Lives as long as the chat, so that downloads go on while no screen shows them.
+    """Lives as long as the chat, so that downloads continue while no screen shows them.
 
-    watcher: called after every change, while a screen shows the stock.
+    watcher: called after every change, while a screen shows the library.
     """
 
     def __init__(self, chat: "ChatScreen") -> None:
         self._chat = chat
-        self._folders = Folders(chat.memory.home / FOLDERS)
+        self._folders = Folders(chat.preferences.home / FOLDERS)
         self._offers: list[CatalogueOffer] = []
         self.disk = LocalModels()
         self.looked = False
         self.watcher: Callable[[], None] | None = None
-        self._wanted: str | None = None  # a model that has arrived, and is loaded once no reply runs
+        self._wanted: str | None = None  # a complete download, to be loaded once no reply runs
         self.estimates = Estimates(chat.what_ifs.ask)
         self.downloads = Downloads(
             models_command(),
@@ -64,11 +64,11 @@ class ModelLibrary:
         chat.what_ifs.listeners.append(self.heard)
 
     def rows(self, text: str) -> list[ModelRow]:
-        """Return what there is to choose from that fits ``text``."""
+        """Return the models to choose from that match ``text``."""
         return rows(text, self.disk, self._catalogue(), self.estimates, self.downloads.all)
 
     def look(self) -> None:
-        """Look at the disk, aside, and have what is found weighed."""
+        """Look at the disk in the background, and estimate what is found."""
         self._chat.run_worker(self._look(), group="look", exclusive=True)
 
     def must_be_downloaded(self, model: str) -> bool:
@@ -81,16 +81,16 @@ class ModelLibrary:
         self.look()
 
     def choose_another(self) -> None:
-        """Load nothing that was wanted earlier: the user chooses a model now."""
+        """Load no earlier choice: the user chooses a model now."""
         self._wanted = None
-        self.downloads.only_bring()
+        self.downloads.keep_unloaded()
 
     def remove(self, model: str) -> None:
-        """Take a model of the cache off the disk, aside, and say how that went."""
+        """Delete a model of the cache in the background, and tell the result."""
         self._chat.run_worker(self._remove(model), group="remove")
 
     def heard(self, event: WhatIf | Loaded) -> None:
-        """Take an answer, or note that the engine is new and what folder it loaded."""
+        """Take an answer, or note that the engine is new and which folder it loaded."""
         if isinstance(event, WhatIf):
             if self.estimates.take(event):
                 self._want()
@@ -103,7 +103,7 @@ class ModelLibrary:
             self._want()
 
     def activity(self) -> str:
-        """Return how far downloads are, in a few words that change seldom; nothing where there are none."""
+        """Return the progress of the download in a few words that change rarely; "" where there is none."""
         going = self.downloads.running
         if going is None:
             return ""
@@ -112,10 +112,10 @@ class ModelLibrary:
         left = "" if going.left_s is None else f", {_minutes(going.left_s)} left"
         return f"downloading {short_name(going.model)}{at}{left}"
 
-    # What goes on ---------------------------------------------------------------------------------------------------------
+    # In the background ----------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        self.disk = await asyncio.to_thread(look, hub_cache(), self._folders.all())
+        self.disk = await asyncio.to_thread(models_on_disk, hub_cache(), self._folders.all())
         self.looked = True
         self._tell()
         await asyncio.sleep(REST_S)
@@ -130,7 +130,7 @@ class ModelLibrary:
             nonlocal said
             match line:
                 case Removed(_, freed_bytes):
-                    said = f"{short_name(model)} is removed: {size(freed_bytes)} freed."
+                    said = f"{short_name(model)} is removed; {size(freed_bytes)} freed."
                 case PullRefused(error, hint):
                     said = f"{error}. {hint}"
                 case _:
@@ -141,10 +141,10 @@ class ModelLibrary:
         except OSError as error:
             said = f"{short_name(model)} was not removed: {error}"
         self._changed_on_disk(model)
-        self._chat.notify(sanitise_line(said), markup=False, timeout=8)
+        self._chat.tell(sanitise_line(said))
 
     def _changed_on_disk(self, model: str) -> None:
-        """Whatever was known of ``model`` holds no longer."""
+        """Forget what was known of ``model``."""
         self.estimates.forget(model)
         self.look()
 
@@ -177,10 +177,10 @@ class ModelLibrary:
         self._changed_on_disk(download.model)
         if download.stage is DownloadStage.FAILED:
             why = f"{sanitise_line(download.model)}: {sanitise_line(download.problem)}"
-            self._chat.notify(why, severity="error", markup=False, timeout=20)
+            self._chat.tell(why, "error")
         elif download.stage is DownloadStage.CANCELLING:
-            freed = f"{size(download.freed)} had arrived and is removed" if download.freed else "nothing had arrived"
-            self._chat.notify(f"{name} is not downloaded: {freed}.", markup=False, timeout=4)
+            freed = f"{size(download.freed)} deleted" if download.freed else "nothing had arrived"
+            self._chat.tell(f"Download of {name} cancelled: {freed}.")
         elif download.loads:
             self._wanted = download.model
             self._chat.run_worker(self._load(download.model), group="downloads")
@@ -189,10 +189,10 @@ class ModelLibrary:
 
     def _tell_here(self, model: str) -> None:
         loads = self._chat.session.keymap.key("choose_model")
-        self._chat.notify(f"{short_name(model)} is here. {loads} loads it.", markup=False, timeout=8)
+        self._chat.tell(f"{short_name(model)} is downloaded. {loads} loads it.")
 
     async def _load(self, model: str) -> None:
-        """Have a model loaded that has arrived; a reply that is being written is not cut off for it."""
+        """Load a downloaded model; a running reply is not cut off for it."""
         while self._chat.session.engine.replying:
             await asyncio.sleep(REPLY_LOOK_S)
         if model == self._wanted:
@@ -207,7 +207,7 @@ def _minutes(seconds: float) -> str:
 
 
 def load_model(chat: "ChatScreen", model: str) -> None:
-    """Load a model that is here; the conversation and the draft stay. What is on its way here replaces it no more."""
-    chat.stock.choose_another()
-    chat.picked = model = lasting(model)
-    chat.perform(chat.session.choose(chat.session.engine.load.of(model, chat.memory.settings.adapters.get(model))))
+    """Load a model from this disk; the conversation and the draft stay. A model that is downloading replaces it no more."""
+    chat.library.choose_another()
+    chat.chosen.model = model = lasting(model)
+    chat.load(chat.session.engine.load.of(model, chat.preferences.settings.adapters.get(model)))

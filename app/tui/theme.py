@@ -1,18 +1,11 @@
-"""Tokamac's own themes. Textual's are in the palette beside them.
+"""Tokamac's own themes, colours of text that can be read in every theme, and the few things drawn as text.
 
-``terminal`` is the first: it has no colours but the sixteen that the user has chosen for their terminal, on the terminal's own
-background, so it is light where that is light, and as readable as all else there. What is pointed at is reversed, which
-needs no colour. The two others are ours, in 24 bits, or in the nearest of 256 where a terminal has no more: their greys are
-nearly neutral, for of a bluer dark one the nearest is navy blue, or black like the one beneath it.
+``terminal`` is the default: only the sixteen colours that the user chose for their terminal, on its own background, so that it is
+as light and as readable as everything else there. Selections are reversed, which needs no colour. The two others are in 24 bits,
+or the nearest of 256; their greys are nearly neutral, as the nearest of a bluish dark grey would be navy blue or black.
 
-What text is written in beside the foreground, ``text-muted``, ``text-primary`` and so on, and the colours of prose, is derived so
-that it can be read in every theme: many have accents, or greys, that are too near to their background for text.
-
-How well text stands out from what is behind it, by WCAG 2, and colours changed until it does. Pure.
-
-Text cut to a number of the terminal's cells: a letter of Chinese or an emoji takes two.
-
-Bars and sparklines as text.
+Many themes have accents or greys too close to their background for text. So the colours of text (``text-muted``, ``text-primary``
+…) and of prose are derived until they have the contrast of WCAG 2.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +16,11 @@ from textual.content import Content
 from textual.theme import Theme
 
 LEAST = 4.5
-"""The contrast that running text needs at least."""
+"""The contrast that running text needs, by WCAG 2."""
 
 
 def contrast(one: Color, other: Color) -> float:
-    """Return the contrast of two colours that nothing shines through: 1 of equal ones, 21 of black and white."""
+    """Return the contrast of two opaque colours: 1 of equal ones, 21 of black and white."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
@@ -39,9 +32,9 @@ def luminance(colour: Color) -> float:
 
 
 def readable(colour: Color, grounds: Iterable[Color]) -> Color:
-    """Return ``colour``, made lighter or darker by as little as gives it ``LEAST`` on each of ``grounds``.
+    """Return ``colour``, made just light or dark enough to have the contrast ``LEAST`` on each of ``grounds``.
 
-    Grounds that no colour stands out from so well get the black or white that is best on them.
+    Where no colour has, the better of black and white is returned.
     """
     behind = tuple(grounds)
     target = max((WHITE, BLACK), key=lambda end: _worst(end, behind))
@@ -50,10 +43,9 @@ def readable(colour: Color, grounds: Iterable[Color]) -> Color:
 
 
 def muted(foreground: Color, grounds: Iterable[Color], floor: int) -> Color:
-    """Return the first of ``grounds`` with as little of ``foreground`` over it as gives it ``LEAST`` on each of them.
+    """Return the first of ``grounds`` mixed with just enough ``foreground`` to have the contrast ``LEAST`` on each of them.
 
-    floor: the per cent of the foreground that there are at least, even where less would do. A colour of its own, with nothing
-    shining through: text on a screen that has its rows drawn ahead can't tell what will be behind it.
+    floor: the least per cent of the foreground. The colour is opaque: rows are drawn ahead, before their ground is known.
     """
     behind = tuple(grounds)
     steps = (behind[0].blend(foreground, percent / 100) for percent in range(floor, 101))
@@ -155,22 +147,22 @@ LIGHT = Theme(
 
 
 FAINT = "$text-muted"
-"""The style of what is said beside the rest."""
+"""The style of secondary text."""
 LEAST_MUTED = 55
-"""Per cent of the foreground in muted text. Where less would be enough to read it, it would still look like a mistake."""
-POINTED = 0.25
-"""Share of the primary colour in the ground of a row that is pointed at, as the style sheets of lists have it."""
+"""Per cent of the foreground in muted text. Less may be readable, but looks like a mistake."""
+SELECTED = 0.25
+"""Share of the primary colour in the ground of a selected row, as in the style sheets of lists."""
 ACCENTS = ("primary", "secondary", "accent", "warning", "error", "success")
 PROSE = {"prose-code": "secondary", "prose-marker": "primary", "prose-heading": "primary"}
-"""The colours of prose, and what a theme that is not ours has for them."""
-FIRST = TERMINAL.name
-"""The theme until one is chosen."""
+"""The colours of prose, and what other themes have for them."""
+DEFAULT = TERMINAL.name
+"""The default theme."""
 
 
 def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of text that ``theme`` does not set itself. colours: all that Textual makes of the theme.
+    """Return the variables of text that ``theme`` does not set itself, readable on its background and surface.
 
-    On background and surface each has the contrast of running text. A terminal's own colours, which nobody knows, stay as they are.
+    colours: all that Textual derives from the theme. A terminal's own colours are unknown and stay as they are.
     """
     sources = {f"text-{name}": name for name in ACCENTS} | PROSE
     if theme.ansi:
@@ -179,19 +171,19 @@ def text_colours(theme: Theme, colours: Mapping[str, str]) -> dict[str, str]:
         grounds = tuple(Color.parse(colours[name]) for name in ("background", "surface"))
         found = {name: readable(Color.parse(colours[source]), grounds).hex for name, source in sources.items()}
         panel, foreground = Color.parse(colours["panel"]), Color.parse(colours["foreground"])
-        focused = panel.tint(foreground.with_alpha(0.05))  # as Textual tints the box that one writes in
+        focused = panel.tint(foreground.with_alpha(0.05))  # as Textual tints a focused input
         boxes = (*grounds, panel, focused)
-        pointed = grounds[1].blend(Color.parse(colours["primary"]), POINTED)
+        selected = grounds[1].blend(Color.parse(colours["primary"]), SELECTED)
         rows = (
-            (*grounds, pointed) if contrast(foreground, pointed) >= LEAST else grounds
+            (*grounds, selected) if contrast(foreground, selected) >= LEAST else grounds
         )  # else nothing is readable there
         found["text-muted"] = muted(foreground, rows, LEAST_MUTED).hex
-        found["text-disabled"] = muted(foreground, boxes, LEAST_MUTED).hex  # what an empty box to write in says
+        found["text-disabled"] = muted(foreground, boxes, LEAST_MUTED).hex  # the placeholder of an input
     return {name: value for name, value in found.items() if name not in theme.variables}
 
 
 def end_of(name: str, most: int) -> str:
-    """Return ``name``, or as much of its end, after an ellipsis, as has room in ``most`` cells; two at least."""
+    """Return ``name``, or an ellipsis and its end, in ``most`` cells; two at least."""
     if cell_len(name) <= most:
         return name
     end = name[1 - max(most, 2) :]
@@ -205,7 +197,7 @@ EMPTY = "$foreground 25%"
 
 
 def bar(share: float | None, width: int, style: str = "$primary") -> Content:
-    """Return a bar filled to ``share`` (0…1); empty where it is unknown. What is empty is a thin line, also without colours."""
+    """Return a bar filled to ``share`` (0…1); empty where it is unknown. The rest is a thin line, so that it needs no colours."""
     filled = 0 if share is None else round(min(max(share, 0.0), 1.0) * width)
     return Content.styled("━" * filled, style) + Content.styled("─" * (width - filled), EMPTY)
 

@@ -1,12 +1,10 @@
 """Which class computes a model type: one of ours where mlx-lm has none, else mlx-lm's.
 
-A file in this folder is one architecture, named as its ``model_type``. It holds what mlx-lm's model files hold:
-``ModelArgs``, a dataclass that takes what it knows of a normalised config (engine/model/config.py), and ``Model``, with
-``layers`` and, where they are needed, ``sanitize`` and ``make_cache``. Where mlx-lm's layers compute the same, they
-are composed or subclassed. Every one is proved by golden values (tests/golden). Nothing is registered with mlx-lm, so
-its other users see no change.
-
-Importing this package loads no MLX; its files do.
+A file in this folder is one architecture, named as its ``model_type``. It holds what mlx-lm's model files hold: ``ModelArgs``, a
+dataclass that takes what it knows of a normalised config (engine/model/config.py), and ``Model``, with ``layers`` and, where
+needed, ``sanitize`` and ``make_cache``. Where mlx-lm's layers compute the same, they are composed or subclassed. Golden values
+(tests/golden) prove every one. Nothing is registered with mlx-lm, so its other users see no change. Importing this package loads
+no MLX; its files do.
 """
 
 import importlib
@@ -20,7 +18,7 @@ from tokamac.engine.files import import_mlx_lm
 
 PREFIX = __name__ + "."
 MODEL_MODULES = ("mlx_lm.models.", PREFIX)
-"""What the names of modules with model classes begin with."""
+"""Prefixes of modules with model classes."""
 
 SAME_CLASS = {
     # model type: the module whose class computes it. The language parts of newer models are published alone, too.
@@ -51,7 +49,7 @@ def loads_in_mlx_lm(kind: str) -> bool:
 def find_classes(config: Mapping[str, Any]) -> tuple[Callable[..., Any], type[Any]]:
     """Return Model and ModelArgs for a config's ``model_type``.
 
-    A file of ours goes before a class that another version of mlx-lm may have by that name: ours is the one proved here.
+    A file of ours takes precedence over a class of that name in another version of mlx-lm: ours is the one proved here.
     Raises ValueError, ImportError or AttributeError where there is no language model of that type.
     """
     kind = SAME_CLASS.get(config["model_type"], config["model_type"])

@@ -1,4 +1,4 @@
-"""What several architectures of ours share."""
+"""Layers that several of our architectures share."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ def activation(name: str) -> Callable[[mx.array], mx.array]:
 
 
 def route_evenly(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """Return the k likeliest of the experts, and each one's share among them: logits (B, T, E) → two of (B, T, k), in no order."""
+    """Return the k likeliest experts and each one's share among them, in no order: logits (B, T, E) → two of (B, T, k)."""
     chosen = mx.stop_gradient(mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k])
     return chosen, mx.softmax(mx.take_along_axis(logits, chosen, axis=-1).astype(mx.float32), axis=-1)
 

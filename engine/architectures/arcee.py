@@ -11,7 +11,7 @@ from tokamac.engine.architectures._layers import activation
 
 @dataclass
 class ModelArgs(llama.ModelArgs):
-    """Of a Llama, and the activation."""
+    """A Llama's, and the activation."""
 
     hidden_act: str = "relu2"
     tie_word_embeddings: bool = False

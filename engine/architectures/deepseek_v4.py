@@ -1,9 +1,9 @@
 """DeepSeek V4 (Flash and Pro), which mlx-lm 0.32.2 lacks: layers that see far tokens compressed, and four residual streams.
 
 Follows transformers 5.23's ``models/deepseek_v4`` and takes what is the same from mlx-lm's class for V4.1: hyper-connections, the
-experts and the shared one. What differs: V4 compresses in every layer by itself (V4.1 shares what some layers made), a compressed
-sparse layer's groups overlap and its indexer compresses by itself, queries are normed by head, the first layers choose experts by a
-table of token ids, streams are joined by a head of their own, and nothing is rounded to fp8 or fp4 on the way.
+experts and the shared one. What differs: in V4 every layer compresses by itself (in V4.1 some share), a compressed sparse layer's
+groups overlap and its indexer has its own compressor, queries are normed by head, the first layers choose experts by a table of
+token ids, a head of its own joins the streams, and nothing is rounded to fp8 or fp4 on the way.
 """
 
 import re
@@ -118,8 +118,8 @@ SCORES: dict[str, Callable[[mx.array], mx.array]] = {
 }
 
 
-def rotated(x: mx.array, rope: ScaledRoPE, first: int, *, every: int = 1, back: bool = False) -> mx.array:
-    """x (…, T, D) → the same with its last numbers turned as positions first, first + every, …; ``back``: turned back."""
+def rotate(x: mx.array, rope: ScaledRoPE, first: int, *, every: int = 1, back: bool = False) -> mx.array:
+    """Rotate the last numbers of x (…, T, D) as at positions first, first + every, …; ``back``: rotate them back."""
     tail = x[..., -rope.dims :].astype(mx.float32)
     periods = -rope._freqs if back else rope._freqs
     tail = mx.fast.rope(
@@ -133,7 +133,7 @@ def rotated(x: mx.array, rope: ScaledRoPE, first: int, *, every: int = 1, back: 
 class Compressor(nn.Module):
     """Makes one entry of each group of ``ratio`` tokens: a mean of their values, weighted number by number.
 
-    overlapping: a group's entry is made of the group before it as well, by other values than that one's own entry.
+    overlapping: an entry also takes in the group before its own, by other values than that group's own entry.
     """
 
     def __init__(self, args: ModelArgs, ratio: int, size: int, *, overlapping: bool) -> None:
@@ -146,7 +146,7 @@ class Compressor(nn.Module):
         self._ratio, self._size, self._overlapping = ratio, size, overlapping
 
     def add(self, x: mx.array, cache: CompressedCache, number: int, rope: ScaledRoPE) -> None:
-        """Take in the next tokens x (B, N, hidden) and append the entries of the groups that they close."""
+        """Add the next tokens x (B, N, hidden), and append the entries of the groups that they close."""
         closed = cache.close(number, self.kv_proj(x), self.gate_proj(x))
         if closed is None:
             return
@@ -156,7 +156,7 @@ class Compressor(nn.Module):
             values, gates = self._with_group_before(values), self._with_group_before(gates)
         weights = mx.softmax(gates.astype(mx.float32), axis=2).astype(values.dtype)
         entries = self.kv_norm((values * weights).sum(axis=2))
-        cache.append(number, rotated(entries, rope, cache.groups * self._ratio, every=self._ratio))
+        cache.append(number, rotate(entries, rope, cache.groups * self._ratio, every=self._ratio))
 
     def _with_group_before(self, rows: mx.array) -> mx.array:
         """rows (B, 1 + G, ratio, 2 size) → (B, G, 2 ratio, size): the first half of the group before, the second of its own."""
@@ -181,12 +181,12 @@ class Indexer(nn.Module):
         """
         batch, count, _ = x.shape
         queries = mx.unflatten(self.q_b_proj(latent), -1, (self._heads, self._size)).swapaxes(1, 2)
-        queries = rotated(queries, rope, first).swapaxes(1, 2)  # (B, N, H, size)
+        queries = rotate(queries, rope, first).swapaxes(1, 2)  # (B, N, H, size)
         weights = self.weights_proj(x).astype(mx.float32) * (self._heads * self._size) ** -0.5
         keys = keys[:, None].swapaxes(-1, -2)
         closed = (first + 1 + mx.arange(count)[:, None]) // self._ratio  # entries that each query may see
         chosen = []
-        for part in blocks(count, 4 * batch * self._heads * keys.shape[-1]):
+        for part in query_blocks(count, 4 * batch * self._heads * keys.shape[-1]):
             scores = mx.maximum((queries[:, part] @ keys).astype(mx.float32), 0.0)
             scores = (scores * weights[:, part, :, None]).sum(axis=2)  # (B, n, E)
             scores = mx.where(mx.arange(keys.shape[-1]) < closed[part], scores, -mx.inf)
@@ -225,12 +225,12 @@ class Attention(nn.Module):
         return CompressedCache(self._window, self._ratio, reach, 2 if overlapping else int(self._ratio > 0))
 
     def __call__(self, x: mx.array, cache: CompressedCache) -> mx.array:
-        """x (B, N, hidden) → the same shape; the cache goes on by N tokens."""
+        """x (B, N, hidden) → the same shape; advances the cache by N tokens."""
         count, first = x.shape[1], cache.offset
         latent = self.q_a_norm(self.q_a_proj(x))
         queries = mx.unflatten(self.q_b_proj(latent), -1, (self._heads, self._size)).swapaxes(1, 2)  # (B, H, N, D)
-        queries = rotated(mx.fast.rms_norm(queries, None, self._eps), self._rope, first)
-        rows = cache.slide(rotated(self.kv_norm(self.kv_proj(x)), self._rope, first))
+        queries = rotate(mx.fast.rms_norm(queries, None, self._eps), self._rope, first)
+        rows = cache.slide(rotate(self.kv_norm(self.kv_proj(x)), self._rope, first))
         entries, chosen = None, None
         if self._ratio:
             self.compressor.add(x, cache, 0, self._rope)
@@ -246,7 +246,7 @@ class Attention(nn.Module):
             assert entries is not None
             out = self._attend_chosen(queries, rows, entries, chosen)
         cache.advance(count)
-        out = rotated(out.astype(x.dtype), self._rope, first, back=True)
+        out = rotate(out.astype(x.dtype), self._rope, first, back=True)
         groups = mx.unflatten(out.swapaxes(1, 2).flatten(2), -1, (self._groups, 1, -1))  # (B, N, groups, 1, ·)
         indices = mx.broadcast_to(mx.arange(self._groups), groups.shape[:3])
         joined: mx.array = self.o_b_proj(self.o_a_proj(groups, indices).flatten(2))
@@ -270,7 +270,7 @@ class Attention(nn.Module):
         at = rows.shape[1] - count + mx.arange(count)[:, None] - mx.arange(width)[None]  # (N, W), the own token first
         near = mx.broadcast_to(mx.where(at < 0, -1, at), (batch, count, width))
         outs = []
-        for part in blocks(count, 4 * batch * size * (width + chosen.shape[-1])):
+        for part in query_blocks(count, 4 * batch * size * (width + chosen.shape[-1])):
             picks = (near[:, part], chosen[:, part])
             gathered = mx.concatenate([_gather(rows, picks[0]), _gather(entries, picks[1])], axis=2)  # (B, n, W + k, D)
             each = queries[:, :, part].swapaxes(1, 2).reshape(-1, heads, 1, size)  # each query is a sequence of its own
@@ -297,7 +297,7 @@ class Attention(nn.Module):
         )
 
 
-def blocks(count: int, bytes_each: int) -> Iterator[slice]:
+def query_blocks(count: int, bytes_each: int) -> Iterator[slice]:
     """Yield parts of ``count`` queries whose temporaries take about BLOCK_BYTES."""
     size = max(1, BLOCK_BYTES // max(bytes_each, 1))
     for begin in range(0, count, size):
@@ -339,7 +339,7 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The chosen experts' outputs by their weights, and the shared expert's."""
+    """The weighted outputs of the chosen experts, and the shared expert's."""
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def _join(streams: mx.array, weights: mx.array) -> mx.array:
 
 
 def _spread(out: mx.array, streams: mx.array, post: mx.array, mix: mx.array) -> mx.array:
-    """Add out (B, N, hidden), by the weights post (B, N, S), to streams that are mixed by mix (B, N, S, S)."""
+    """Mix the streams by mix (B, N, S, S), and add out (B, N, hidden) weighted by post (B, N, S)."""
     mixed = mix.swapaxes(-1, -2) @ streams.astype(mx.float32)
     return (post[..., None] * out.astype(mx.float32)[..., None, :] + mixed).astype(streams.dtype)
 
@@ -421,8 +421,8 @@ class Layers(nn.Module):
         """ids (B, N) → (B, N, hidden)."""
         x = self.embed_tokens(ids)
         streams = mx.broadcast_to(x[:, :, None], (*x.shape[:2], self._streams, x.shape[-1]))
-        for layer, held in zip(self.layers, cache, strict=True):
-            streams = layer(streams, ids, held)
+        for layer, own in zip(self.layers, cache, strict=True):
+            streams = layer(streams, ids, own)
         joined: mx.array = self.norm(self.hc_head(streams))
         return joined
 
@@ -453,7 +453,7 @@ class Model(nn.Module):
 
     @property
     def quant_predicate(self) -> Callable[[str, nn.Module], bool | dict[str, int]]:
-        """Return how a conversion packs a module: with 8 bits what makes and chooses entries, which is published unpacked."""
+        """How a conversion packs a module: what makes and chooses entries is published unpacked, and gets 8 bits."""
 
         def predicate(path: str, module: nn.Module) -> bool | dict[str, int]:
             if "compressor." in path or path.endswith("weights_proj"):
@@ -464,17 +464,17 @@ class Model(nn.Module):
 
     @property
     def cast_predicate(self) -> Callable[[str], bool]:
-        """Return whether a conversion may cast a tensor: what weighs streams, gates, experts and sinks stays float32."""
+        """Whether a conversion may cast a tensor: weights of streams, gates, experts and sinks stay float32."""
         kept = re.compile(r"_hc\.|hc_head\.|\.sinks$|\.position_bias$|\.e_score_correction_bias$")
         return lambda name: kept.search(name) is None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return weights by our names: published, saved by transformers, or ours already."""
-        return named(weights, self.args.o_groups)
+        """Return weights under our names, whether published, saved by transformers, or ours already."""
+        return rename_weights(weights, self.args.o_groups)
 
 
-OTHERS = re.compile(r"^(model\.)?mtp\.")
-"""What predicts further tokens."""
+MTP = re.compile(r"^(model\.)?mtp\.")
+"""The heads that predict further tokens, which are left out."""
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.w([123])\.(\w+)$")
 EXPERT_LAYERS = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 RENAMED = tuple(
@@ -513,12 +513,12 @@ TILE = 128
 """Rows and columns of the fp8 blocks that share a scale."""
 
 
-def named(weights: dict[str, mx.array], groups: int) -> dict[str, mx.array]:
-    """Return weights by our names, as MLX packs them: experts stacked, the grouped projection as one matrix a group. Lazy."""
+def rename_weights(weights: dict[str, mx.array], groups: int) -> dict[str, mx.array]:
+    """Return weights under our names, packed as in MLX: experts stacked, the grouped projection as one matrix a group. Lazy."""
     found: dict[str, mx.array] = {}
     stacks: dict[str, dict[int, mx.array]] = {}
-    for name, value in packed_alike(weights).items():
-        if OTHERS.match(name):
+    for name, value in repack(weights).items():
+        if MTP.match(name):
             continue
         ours = name
         for pattern, other in RENAMED:
@@ -537,16 +537,16 @@ def named(weights: dict[str, mx.array], groups: int) -> dict[str, mx.array]:
             found[ours] = value
     for name, parts in stacks.items():
         if sorted(parts) != list(range(len(parts))):
-            raise ValueError(f"of the experts of {name} some are missing")
+            raise ValueError(f"some experts of {name} are missing")
         found[name] = mx.stack([parts[index] for index in range(len(parts))])
     return found
 
 
-def packed_alike(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def repack(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Return weights with the published fp8 and fp4 numbers in MLX's words, their scales beside them.
 
-    Scales of powers of two (e8m0) make mxfp8 and mxfp4, those in e4m3 beside a tensor's own nvfp4; of other scales the numbers
-    are multiplied by, and are bfloat16 then.
+    Scales that are powers of two (e8m0) make mxfp8 and mxfp4; those in e4m3 beside a tensor's own make nvfp4. By any other scales
+    the numbers are multiplied, to bfloat16.
     """
     found = dict(weights)
     for name, value in weights.items():
@@ -568,7 +568,7 @@ def packed_alike(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _row_scales(numbers: mx.array, scales: mx.array) -> mx.array:
-    """Return a scale for every 32 numbers of a row, given those of fp4, which are that, or those of fp8's tiles."""
+    """Return a scale for every 32 numbers of a row: fp4's as they are, or fp8's from tiles."""
     if scales.shape[0] == numbers.shape[0]:
         return scales
     return mx.repeat(mx.repeat(scales, TILE, axis=0)[: numbers.shape[0]], TILE // 32, axis=1)[

@@ -1,4 +1,4 @@
-"""Hunyuan A13B: the dense Hunyuan with a mixture of experts, and one that every token passes, in place of its feed-forward."""
+"""Hunyuan A13B: the dense Hunyuan with a mixture of experts, one of them shared, in place of its feed-forward."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ Each = int | list[int]
 
 @dataclass
 class ModelArgs(hunyuan_v1_dense.ModelArgs):
-    """Of a dense Hunyuan, and the experts: how many there are, are chosen, and are as wide as."""
+    """A dense Hunyuan's, and those of the experts."""
 
     num_experts: Each = 1
     moe_topk: Each = 1
@@ -24,7 +24,7 @@ class ModelArgs(hunyuan_v1_dense.ModelArgs):
     num_shared_expert: Each = 1
 
     def __post_init__(self) -> None:
-        """Any rotary scaling is taken; mlx-lm's class takes that with an alpha alone."""
+        """Accept any rotary scaling; mlx-lm's class accepts only one with an alpha."""
 
 
 def _at(given: Each, layer: int) -> int:

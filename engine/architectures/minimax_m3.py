@@ -1,4 +1,4 @@
-"""MiniMax M3's language model by itself, as mlx-lm computes it within the model that also sees."""
+"""MiniMax M3's language model by itself, as mlx-lm computes it within the vision model."""
 
 import re
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Model(minimax_m3_vl.Model):
         super().__init__(minimax_m3_vl.ModelArgs(text_config=args, model_type=args.model_type))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Take weights named with or without the part's prefix, and as transformers saves it alone."""
+        """Accept weights named with or without the part's prefix, and as transformers saves the part alone."""
         named = {}
         for name, value in weights.items():
             full = PREFIX + name.removeprefix(PREFIX)

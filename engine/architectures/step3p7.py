@@ -1,4 +1,4 @@
-"""Step 3.7 Flash: a Step 3.5 that also sees. The language model is mlx-lm's Step 3.5; what sees is left out."""
+"""Step 3.7 Flash: Step 3.5 with vision. The language model is mlx-lm's Step 3.5; the vision part is left out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Model(nn.Module):
         return caches
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Take the language model's weights by any of the names they go by: with a prefix, or as Step 3.5's."""
+        """Accept the language model's weights with a prefix, or named as Step 3.5's."""
         named = {name.removeprefix(PREFIX): value for name, value in weights.items()}
         text = {name: value for name, value in named.items() if name.startswith(("model.", "lm_head."))}
         return {PREFIX + name: value for name, value in self.language_model.sanitize(text).items()}

@@ -14,7 +14,7 @@ from tokamac.engine.architectures._layers import GatedFeedForward
 
 @dataclass
 class ModelArgs(gemma2.ModelArgs):
-    """Of a Gemma 2, and what mlx-lm's class of that leaves to others."""
+    """Gemma 2's, and what mlx-lm's class for it leaves out."""
 
     query_pre_attn_scalar: float = 256
     attn_logit_softcapping: float | None = 50.0

@@ -278,8 +278,8 @@ def _no_repository(model: str) -> ModelNotFoundError:
         )
     if Path(model).expanduser().is_dir():
         return ModelNotFoundError(
-            f"{model} is a folder, and no Hugging Face id",
-            "What is not from Hugging Face is yours to update and remove.",
+            f"{model} is a folder, not a Hugging Face id",
+            "Your own folders are yours to update and remove.",
         )
     near = meant(model, cache_folder())
     usual = "No folder has this name, and a Hugging Face id looks like org/name; guide is the embedded model."

@@ -53,10 +53,112 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 
-ADVICE = "What has arrived is kept: the same command goes on from there."
+__all__ = [
+    "GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve", "resolve_adapter",
+]  # fmt: skip
+
+Progress = Callable[[LoadProgress], None]
+Cancelled = Callable[[], bool]
+
+ADVICE = "What has arrived is kept: the same command resumes from there."
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+# What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
+WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+
+ADAPTER_WANTED = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
+"""What an adapter needs: its weights in either format, and its config."""
+
+OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}
+
+RETRIES = 5
+"""Attempts without a new byte before a connection is given up."""
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+RETRY_S = 0.5
+"""Wait before the first new attempt; each one after waits this much longer."""
+
+
+def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
+    """Return the folder of ``model``, downloading it first when it is a Hugging Face id that is not whole on disk.
+
+    progress: told the bytes so far and in all. cancelled: asked often; True ends the download, what arrived is kept.
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    """
+    return find(model) or download(repo_of(str(model)), progress, cancelled)
+
+
+def resolve_adapter(
+    adapter: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None
+) -> Path:
+    """Return the folder of an adapter, downloading it first when it is a Hugging Face id that is not whole on disk.
+
+    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
+    """
+    path = Path(adapter).expanduser()
+    if str(adapter).strip() and path.is_dir():
+        return path
+    if path.exists() or isinstance(adapter, Path) or _is_path(str(adapter)):
+        what = "a file, not the folder of an adapter" if path.exists() else "no folder"
+        raise ModelNotFoundError(f"{adapter} is {what}", "Name the folder that the adapter was saved to.")
+    if _ID.fullmatch(str(adapter)) is None:
+        raise ModelNotFoundError(
+            f"there is no adapter {str(adapter)!r}", "Name a folder, or a Hugging Face id such as org/name."
+        )
+    repo = repo_of(str(adapter))
+    return whole_adapter(repo) or download(repo, progress, cancelled, adapter=True)
+
+
+def find(model: str | Path) -> Path | None:
+    """Return the folder of ``model`` if it is whole on disk; None for a Hugging Face id that is not.
+
+    Raises ModelNotFoundError for what is neither.
+    """
+    return _local(model) or whole_snapshot(repo_of(str(model)))
+
+
+def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
+    """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
+
+    The embedded model is as new as the program. Raises like ``resolve``.
+    """
+    if model == GUIDE:
+        return _embedded()
+    return download(repo_of(model), progress, cancelled)
+
+
+def _local(model: str | Path) -> Path | None:
+    """The folder that ``model`` names; None where it can only be an id."""
+    if model == GUIDE:
+        return _embedded()
+    if not str(model).strip():
+        return None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
+    if isinstance(model, Path) or _is_path(model):
+        hint = "Check the path, or name a Hugging Face id such as org/name."
+        if path == Path(GUIDE):
+            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
+        raise ModelNotFoundError(f"there is no folder {path}", hint)
+    return None
+
+
+def _embedded() -> Path:
+    from tokamac.assets import asset_path
+
+    folder = asset_path("guide", "model")
+    if not folder.is_dir():
+        raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
+    return folder
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or "\\" in model or model.endswith("/")
 
 
 def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
@@ -135,7 +237,7 @@ def _refused(status: int, url: str, repo: Repo) -> DownloadError:
 
 
 def _then(do: str, repo: Repo) -> str:
-    """Return what to do, and that an attempt will go on where this one ended, if anything has arrived."""
+    """What to do, and that the next attempt resumes where this one ended, if anything has arrived."""
     arrived = (repo.folder / "blobs").glob("*" if whole_snapshot(repo) is None else "*.incomplete")
     return f"{do} {ADVICE}" if any(path.stat().st_size for path in arrived) else do
 
@@ -172,22 +274,6 @@ def quiet_client() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# What a model needs and no more: no code, no pickles, no second copy of the weights in other formats or in subfolders.
-WANTED = ("model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-
-ADAPTER_WANTED = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
-"""What an adapter needs: its weights in either format, and its config."""
-
-OTHER_WEIGHTS = {".bin", ".gguf", ".npz", ".onnx", ".pt", ".safetensors"}
-
-RETRIES = 5
-"""Attempts without a new byte before a connection is given up."""
-
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-RETRY_S = 0.5
-"""Wait before the first new attempt; each one after waits this much longer."""
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """A file of a repository. ``etag`` names its blob: the SHA-256 of a ``large`` file, else git's SHA-1."""
@@ -197,6 +283,14 @@ class RemoteFile:
     etag: str
     large: bool
 
+    def blob(self, repo: Repo) -> Path:
+        """Where the cache keeps its contents."""
+        return repo.folder / "blobs" / self.etag
+
+    def partial(self, repo: Repo) -> Path:
+        """Where they are while they arrive."""
+        return repo.folder / "blobs" / f"{self.etag}.incomplete"
+
     def digest(self) -> "_Hash":
         """Return a digest that has seen none of the contents; at the end its hexdigest must be the etag."""
         return hashlib.sha256() if self.large else hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False)
@@ -205,7 +299,7 @@ class RemoteFile:
 class Meter:
     """Bytes so far, of all files; reports at most 20 times a second, and raises DownloadError once cancelled."""
 
-    def __init__(self, total: int, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> None:
+    def __init__(self, total: int, progress: Progress, cancelled: Cancelled) -> None:
         self.total = total
         self.done = 0
         self._progress = progress
@@ -224,7 +318,7 @@ class Meter:
 
 
 def download(
-    repo: Repo, progress: Callable[[LoadProgress], None], cancelled: Callable[[], bool], *, adapter: bool = False
+    repo: Repo, progress: Progress | None = None, cancelled: Cancelled | None = None, *, adapter: bool = False
 ) -> Path:
     """Return the repository's folder, whole. adapter: of an adapter's files alone.
 
@@ -235,8 +329,9 @@ def download(
             commit, files = _listing(repo, ADAPTER_WANTED if adapter else WANTED)
             snapshot = repo.snapshot(commit)
             missing = [file for file in files if not _is_there(snapshot / file.name, file)]
-            lacking = _check_room(repo, missing)
-            meter = Meter(sum(file.nbytes for file in _contents(files)), progress, cancelled)
+            lacking = _check_disk_space(repo, missing)
+            total = sum(file.nbytes for file in _contents(files))
+            meter = Meter(total, progress or (lambda _: None), cancelled or (lambda: False))
             meter.add(meter.total - lacking)
             for file in sorted(missing, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
                 _fetch(repo, commit, file, meter)
@@ -272,7 +367,7 @@ def _listing(repo: Repo, wanted: tuple[str, ...]) -> tuple[str, list[RemoteFile]
     for name, value in (("commit", info.sha or ""), *((file.name, file.etag) for file in files)):
         if not _HASH.fullmatch(value):  # it becomes a part of a path
             raise DownloadError(
-                f"the hub names the contents of {name} of {repo} by no hash ({value!r:.60})",
+                f"the hub gives no valid hash for {name} of {repo} ({value!r:.60})",
                 "Try again later, or check HF_ENDPOINT.",
             )
     return str(info.sha), files
@@ -289,16 +384,8 @@ def _is_there(path: Path, file: RemoteFile) -> bool:
     return False
 
 
-def _blob(repo: Repo, file: RemoteFile) -> Path:
-    return repo.folder / "blobs" / file.etag
-
-
-def _partial(repo: Repo, file: RemoteFile) -> Path:
-    return repo.folder / "blobs" / f"{file.etag}.incomplete"
-
-
-def _check_room(repo: Repo, missing: list[RemoteFile]) -> int:
-    """Return the bytes that are still to be fetched. Raises DownloadError where the disk has no room for them."""
+def _check_disk_space(repo: Repo, missing: list[RemoteFile]) -> int:
+    """The bytes that are still to be fetched. Raises DownloadError where they don't fit on the disk."""
     (repo.folder / "blobs").mkdir(parents=True, exist_ok=True)
     needed = sum(file.nbytes - _arrived(repo, file) for file in _contents(missing))
     free = shutil.disk_usage(repo.folder).free
@@ -308,13 +395,13 @@ def _check_room(repo: Repo, missing: list[RemoteFile]) -> int:
 
 
 def _contents(files: Iterable[RemoteFile]) -> Iterable[RemoteFile]:
-    """Return one file for each content: files that are alike are fetched once."""
+    """One file for each content: files that are alike are fetched once."""
     return {file.etag: file for file in files}.values()
 
 
 def _arrived(repo: Repo, file: RemoteFile) -> int:
-    """Return the bytes of a file that are on disk already; those of a blob or a part that is too long are of no use."""
-    blob, partial = _blob(repo, file), _partial(repo, file)
+    """The bytes of a file that are on disk already; a blob or a part that is too long is of no use."""
+    blob, partial = file.blob(repo), file.partial(repo)
     if blob.exists() and blob.stat().st_size == file.nbytes:
         return file.nbytes
     arrived = partial.stat().st_size if partial.exists() else 0
@@ -326,7 +413,7 @@ def _fetch(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None:
     from huggingface_hub import constants, hf_hub_download
 
     with _locked(repo, file):
-        blob = _blob(repo, file)
+        blob = file.blob(repo)
         if not blob.exists() or blob.stat().st_size != file.nbytes:
             _fetch_blob(repo, commit, file, meter)
     hf_hub_download(repo.id, file.name, revision=commit, etag_timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -336,7 +423,7 @@ def _fetch_blob(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None
     """Fetch the contents, from where an earlier attempt stopped, and name the blob once its checksum is right."""
     from huggingface_hub import hf_hub_url
 
-    partial = _partial(repo, file)
+    partial = file.partial(repo)
     if partial.exists() and partial.stat().st_size > file.nbytes:
         partial.unlink()
     with partial.open("a+b") as out:
@@ -347,7 +434,7 @@ def _fetch_blob(repo: Repo, commit: str, file: RemoteFile, meter: Meter) -> None
     if not transfer.intact:
         partial.unlink()
         raise DownloadError(f"the checksum of {file.name} of {repo} is wrong", "Try again: it is fetched anew.")
-    partial.replace(_blob(repo, file))
+    partial.replace(file.blob(repo))
 
 
 class _Transfer:
@@ -443,99 +530,3 @@ def _record(repo: Repo, commit: str) -> None:
     temporary = repo.reference.with_name(f".{repo.reference.name}.{secrets.token_hex(8)}")
     temporary.write_text(commit, encoding="ascii")
     temporary.replace(repo.reference)
-
-
-__all__ = [
-    "GUIDE", "ModelOnDisk", "Repo", "find", "list_models", "pull", "remove_model", "repo_of", "resolve", "resolve_adapter",
-]  # fmt: skip
-
-Progress = Callable[[LoadProgress], None]
-Cancelled = Callable[[], bool]
-
-
-def resolve(model: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
-    """Return the folder of ``model``, downloading it first when it is a Hugging Face id that is not whole on disk.
-
-    progress: told the bytes so far and in all. cancelled: asked often; True ends the download, what arrived is kept.
-    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
-    """
-    return find(model) or _download(repo_of(str(model)), progress, cancelled)
-
-
-def resolve_adapter(
-    adapter: str | Path, *, progress: Progress | None = None, cancelled: Cancelled | None = None
-) -> Path:
-    """Return the folder of an adapter, downloading it first when it is a Hugging Face id that is not whole on disk.
-
-    Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError or DownloadError.
-    """
-    path = Path(adapter).expanduser()
-    if str(adapter).strip() and path.is_dir():
-        return path
-    if path.exists() or isinstance(adapter, Path) or _is_path(str(adapter)):
-        what = "a file, not the folder of an adapter" if path.exists() else "no folder"
-        raise ModelNotFoundError(f"{adapter} is {what}", "Name the folder that the adapter was saved to.")
-    if _ID.fullmatch(str(adapter)) is None:
-        raise ModelNotFoundError(
-            f"there is no adapter {str(adapter)!r}", "Name a folder, or a Hugging Face id such as org/name."
-        )
-    repo = repo_of(str(adapter))
-
-    return whole_adapter(repo) or download(
-        repo, progress or (lambda _: None), cancelled or (lambda: False), adapter=True
-    )
-
-
-def find(model: str | Path) -> Path | None:
-    """Return the folder of ``model`` if it is whole on disk; None for a Hugging Face id that is not.
-
-    Raises ModelNotFoundError for what is neither.
-    """
-    return _local(model) or whole_snapshot(repo_of(str(model)))
-
-
-def pull(model: str, *, progress: Progress | None = None, cancelled: Cancelled | None = None) -> Path:
-    """Return the folder of a Hugging Face id, brought up to date: the hub is asked even when the model is on disk.
-
-    The embedded model is as new as the program. Raises like ``resolve``.
-    """
-    if model == GUIDE:
-        return _embedded()
-    return _download(repo_of(model), progress, cancelled)
-
-
-def _local(model: str | Path) -> Path | None:
-    """Return the folder that ``model`` names; None where it can only be an id."""
-    if model == GUIDE:
-        return _embedded()
-    if not str(model).strip():
-        return None
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelNotFoundError(f"{path} is a file, not a model folder", "Name the folder that holds config.json.")
-    if isinstance(model, Path) or _is_path(model):
-        hint = "Check the path, or name a Hugging Face id such as org/name."
-        if path == Path(GUIDE):
-            hint = f"The embedded model is just {GUIDE}: no slash, and no Path."
-        raise ModelNotFoundError(f"there is no folder {path}", hint)
-    return None
-
-
-def _embedded() -> Path:
-    from tokamac.assets import asset_path
-
-    folder = asset_path("guide", "model")
-    if not folder.is_dir():
-        raise ModelNotFoundError("the embedded model is not installed", "Install Tokamac again, or name another model.")
-    return folder
-
-
-def _is_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or "\\" in model or model.endswith("/")
-
-
-def _download(repo: Repo, progress: Progress | None, cancelled: Cancelled | None) -> Path:
-
-    return download(repo, progress or (lambda _: None), cancelled or (lambda: False))

@@ -33,7 +33,7 @@ Number = Literal["float16", "bfloat16", "float32"]
 VECTOR_QUERIES = 8
 """Queries up to which Metal's vector kernels run."""
 BLOCK_BYTES = 1 << 28
-"""Of the rows gathered, or the scores, of so many queries that a layer which chooses among entries computes them at once."""
+"""Gathered rows, or scores, that a layer which chooses among entries computes at once, at most."""
 BLOCK_QUERIES = 256
 """Queries in a tile of ``blocked``."""
 
@@ -48,10 +48,11 @@ _CUDNN_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionDevice:
-    """What computes. Of Metal: ``neural`` accelerators (NAX: M5 and later, with MLX's macOS 26 build on macOS 26.2 or later), and
-    ``architecture`` as ``mx.device_info`` names it ("applegpu_g16s"); None is unknown and taken for a small GPU.
+    """The device that computes.
 
-    tf32: whether float32 products may run in TF32, which is MLX's default.
+    neural: whether Metal has neural accelerators (NAX: M5 and later, with MLX's macOS 26 build on macOS 26.2 or later).
+    architecture: Metal's, as ``mx.device_info`` names it ("applegpu_g16s"); None is unknown and taken for a small GPU. tf32:
+    whether float32 products may run in TF32, which is MLX's default.
     """
 
     kind: DeviceKind
@@ -64,8 +65,8 @@ class AttentionDevice:
 class AttentionCall:
     """One call of a layer. Shapes: queries (batch, query_heads, queries, size), keys (batch, heads, keys, size).
 
-    size, value_size: dimensions of a head of queries and keys, and of values. written_out: the model multiplies by itself, as
-    for a soft cap, so no kernel is asked for.
+    size, value_size: dimensions of a head of queries and keys, and of values. written_out: the model's own code multiplies, as for
+    a soft cap, so no kernel is used.
     """
 
     query_heads: int
@@ -111,7 +112,7 @@ def kernel_of(call: AttentionCall, device: AttentionDevice, *, force_fused: bool
 
 
 def has_fused_kernel(call: AttentionCall, device: AttentionDevice) -> bool:
-    """Whether ``force_fused=True`` would be honoured; by default MLX may still prefer the other path."""
+    """Whether MLX would honour ``force_fused=True``; by default it may still prefer the other path."""
     if device.kind == "cpu" or call.written_out:
         return False
     if device.kind == "cuda":
@@ -139,7 +140,7 @@ def _metal_vector(call: AttentionCall) -> bool:
 
 
 def _is_preferred(call: AttentionCall, device: AttentionDevice) -> bool:
-    """Whether Metal takes a fused kernel that it has: products of wide heads are faster apart, unless there are many rows."""
+    """Whether Metal prefers a fused kernel that it has: for wide heads separate products are faster, unless rows are many."""
     causal, count = call.mask == "causal", call.queries
     if call.size == 512 and count > VECTOR_QUERIES:
         tiles = -(-count // 32) * call.batch * call.query_heads
@@ -170,7 +171,7 @@ def _runs_neural(call: AttentionCall, device: AttentionDevice) -> bool:
 
 
 def _cudnn(call: AttentionCall) -> bool:
-    """Whether cuDNN takes it. Ampere and later are taken for granted; single queries need a cache that MLX has computed already."""
+    """Whether cuDNN takes it. Assumes Ampere or later; single queries would need a cache that MLX has computed already."""
     sizes = (call.size, call.value_size)
     return (
         call.number != "float32"

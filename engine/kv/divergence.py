@@ -1,8 +1,8 @@
 """What packing a cache costs in quality, and which setting to recommend: values and arithmetic, no model.
 
-    KL      Σ p (ln p − ln q) over the vocabulary, in nats: p is the next-token distribution with the 16-bit cache, q with the
-            setting's, after the same tokens; the mean over positions
-    top-1   share of the positions at which both hold the same token for the likeliest
+    KL      Σ p (ln p − ln q) over the vocabulary, in nats, the mean over positions: p is the next-token distribution with the
+            16-bit cache, q with the setting's, after the same tokens
+    top-1   share of the positions at which the likeliest token is the same
 
 ``recommend`` documents its rule. The limits below are choices, with what they were measured against.
 """
@@ -21,14 +21,14 @@ MOST_KL = 0.01
 0.0055, in some 5 bits by 0.0108 (https://github.com/ggml-org/llama.cpp/pull/6936): a 4-bit model has paid more already."""
 
 LEAST_TOP1 = 0.95
-"""Share of equal likeliest tokens from which a cache is good enough. Where the two likeliest are all but even, which of them leads
-says little; on a text of 1,500 tokens the share is known to about half a per cent."""
+"""Share of equal likeliest tokens from which a cache is good enough. Where the two likeliest are almost even, which one leads says
+little; on a text of 1,500 tokens the share is known to about half a per cent."""
 
 FASTER = 1.1
-"""A cache is faster when it decodes at this many times another's rate. Less may be noise, and is not worth more memory."""
+"""A cache is faster when it decodes at this multiple of another's rate. Less may be noise, and is not worth more memory."""
 
 SMALL_SHARE = 0.1
-"""Memory is no issue while the 16-bit cache of a whole context takes this share of what the weights leave, at most."""
+"""Memory is no issue while the 16-bit cache of a whole context takes at most this share of what the weights leave."""
 
 Why = Literal["exact", "smallest", "faster", "alone"]
 """exact: 16 bits, as memory is no issue and nothing is faster. smallest: of those good enough. faster: than a smaller one that is
@@ -37,7 +37,7 @@ good enough. alone: no packed one is good enough."""
 
 @dataclass(frozen=True, slots=True)
 class KVDivergence:
-    """Against the 16-bit cache over so many positions. kl_nats: None where the values were not numbers. top1: 0 to 1."""
+    """Difference from the 16-bit cache over ``positions``. kl_nats: None where the values were not numbers. top1: 0 to 1."""
 
     kl_nats: float | None
     top1: float
@@ -61,7 +61,7 @@ class Speed:
 class Trial:
     """One setting on one model. bytes_per_token: while nothing has reached its window. context_bytes: at the model's whole context.
 
-    refused: why the model can't take it; all else is None or empty then. notes: what was decided otherwise than asked for.
+    refused: why the model can't take it; all else is None or empty then. notes: where the plan differs from what was asked.
     """
 
     key_bits: int
@@ -91,7 +91,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TrialProgress:
-    """How far a comparison has come. bits: the setting at hand, "" while the text is read with all of them. In tokens."""
+    """How far a comparison has come, in tokens. bits: the current setting, "" while the text is read with all of them."""
 
     bits: str
     done: int
@@ -100,7 +100,7 @@ class TrialProgress:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The setting to use, and why. smallest: the smallest that is good enough, which ``pick`` may be itself."""
+    """The setting to use, and why. smallest: the smallest that is good enough, which may be ``pick`` itself."""
 
     pick: Trial
     why: Why
@@ -128,7 +128,7 @@ class Tally:
 
 
 def differences(reference: "mx.array", other: "mx.array") -> tuple["mx.array", "mx.array"]:
-    """Compare log-probabilities (n, V) position by position: KL in nats (n,), and whether the likeliest is the same (n,)."""
+    """Compare log-probabilities (n, V) by position: return KL in nats (n,), and whether the likeliest is the same (n,)."""
     import mlx.core as mx
 
     p = mx.exp(reference)
@@ -143,10 +143,10 @@ def fit_depths(depths: Iterable[int], room: int | None) -> tuple[int, ...]:
 
 
 def recommend(trials: Sequence[Trial], room_bytes: int | None) -> Advice:
-    """Choose among ``trials``, of which one is exact and none of the others need be good.
+    """Choose among ``trials``, of which one is exact.
 
     Good enough is what lies within MOST_KL and LEAST_TOP1. Of those, what another beats by FASTER at the greatest depth is out.
-    Of the rest, 16 bits if its cache of a whole context takes SMALL_SHARE of ``room_bytes`` at most (what the weights leave;
+    Of the rest, 16 bits if its cache of a whole context takes at most SMALL_SHARE of ``room_bytes`` (what the weights leave;
     None is unknown, and then memory counts as an issue); else the smallest, and of two equal ones the nearer to 16 bits.
     """
     good = [trial for trial in trials if trial.refused is None and trial.quality is not None and trial.quality.good]

@@ -154,8 +154,8 @@ def read_adapter(folder: Path, name: str) -> Adapter:
     for tensor, entry in tensors.items():
         if entry["dtype"] not in FLOATS:
             raise ModelUnsupportedError(
-                f"{tensor} of the adapter {name} holds {entry['dtype']}, which is no floating type",
-                "Save it in floats.",
+                f"{tensor} of the adapter {name} holds {entry['dtype']}, which is not a floating type",
+                "Save it in a floating type.",
             )
     if not tensors:
         raise ModelDamagedError(f"the adapter {name} holds no tensors", "Save it again.")
@@ -275,7 +275,7 @@ def _check_config(adapter: Adapter) -> None:
         trained = config.get("fine_tune_type", "lora")
         if trained not in ("lora", "dora"):
             raise ModelUnsupportedError(
-                f"{adapter.name} is a fine-tune of kind {trained!r:.40}, no low-rank adapter",
+                f"{adapter.name} is a fine-tune of kind {trained!r:.40}, not a low-rank adapter",
                 "Fuse it into the model with mlx_lm.fuse, and load that.",
             )
         return
@@ -301,7 +301,7 @@ def _by_matrix(adapter: Adapter) -> dict[str, dict[str, str]]:
     for name in adapter.tensors:
         match = form.fullmatch(name)
         if match is None:
-            raise _misfit(adapter, f"{name} is no low-rank matrix, so it would be left out")
+            raise _misfit(adapter, f"{name} is not a low-rank matrix and would be left out")
         parts = found.setdefault(match["path"], {})
         if match["kind"] in parts:
             raise _misfit(adapter, f"{name} is there twice")

@@ -20,12 +20,12 @@ from typing import Any
 from tokamac.engine.architectures import find_classes
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
 from tokamac.engine.files import CONFIG_BYTES, read_bytes, read_text
-from tokamac.engine.model.config_rules import check_config, doubts_of
 from tokamac.engine.model.corrections import correct
 from tokamac.engine.model.weights import adapt, packing_kept
 from tokamac.engine.perf.cost import first_of, text_config
 
 Config = dict[str, Any]
+AnyConfig = Mapping[str, Any]
 
 
 LARGEST_FLOAT32 = 3.4028235e38
@@ -58,7 +58,6 @@ def check_values(config: Config) -> None:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    """Yield what of a config, its language part included, can't be right."""
     for key, value in config.items():
         if isinstance(value, dict):
             if not OTHER_PARTS.match(key):
@@ -72,7 +71,6 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _problem(key: str, value: Any) -> str | None:
-    """Return what is wrong with a value of ``key``, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"{key} to {value!r:.40}, which is no number" if key in SIZES and isinstance(value, str) else None
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT32 and not MAY_BE_INFINITE.search(key):
@@ -88,9 +86,9 @@ def _problem(key: str, value: Any) -> str | None:
     return None
 
 
-INFINITY = float("inf")
-
 ABSENT: dict[str, dict[str, Any]] = {
+    # What a key means that a config does not have: transformers' default, where mlx-lm's class would take something else.
+    # A checkpoint is made to be read by transformers, or by code that came with it. A test compares both libraries.
     "afmoe": {"num_experts_per_tok": 6, "num_dense_layers": 1, "route_scale": 1.0, "sliding_window": 1024}
     | {"mup_enabled": False},
     # Keys that older checkpoints had and mlx-lm requires; transformers now takes them as given.
@@ -105,19 +103,9 @@ ABSENT: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 3},
     "ernie4_5_moe": {"moe_k": 6, "moe_layer_start_index": 1},
     "exaone_moe": {"rope_theta": 10_000.0},
-    "falcon_h1": {
-        "attention_out_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "key_multiplier": 1.0,
-        "lm_head_multiplier": 1.0,
-        "mamba_norm_before_gate": True,
-        "mlp_multipliers": [1.0, 1.0],
-        "rope_theta": 10_000.0,
-        "ssm_in_multiplier": 1.0,
-        "ssm_multipliers": [1.0, 1.0, 1.0, 1.0, 1.0],
-        "ssm_out_multiplier": 1.0,
-        "tie_word_embeddings": False,
-    },
+    "falcon_h1": {"attention_out_multiplier": 1.0, "embedding_multiplier": 1.0, "key_multiplier": 1.0}
+    | {"lm_head_multiplier": 1.0, "mamba_norm_before_gate": True, "mlp_multipliers": [1.0, 1.0], "rope_theta": 10_000.0}
+    | {"ssm_in_multiplier": 1.0, "ssm_multipliers": [1.0] * 5, "ssm_out_multiplier": 1.0, "tie_word_embeddings": False},
     "gemma": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": {"query_pre_attn_scalar": 256},
     "gemma3_text": {"sliding_window": 4096},
@@ -129,7 +117,7 @@ ABSENT: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "granite": {"tie_word_embeddings": False, "rope_theta": 10_000.0},
     "granitemoe": {"tie_word_embeddings": False},
-    "granitemoehybrid": {"tie_word_embeddings": False, "time_step_limit": [0.0, INFINITY]},
+    "granitemoehybrid": {"tie_word_embeddings": False, "time_step_limit": [0.0, math.inf]},
     "iquestcoder": {"tie_word_embeddings": False},
     "jamba": {"tie_word_embeddings": False},
     "kimi_linear": {"num_experts_per_token": 8, "routed_scaling_factor": 2.446},
@@ -164,10 +152,7 @@ ABSENT: dict[str, dict[str, Any]] = {
 }
 
 
-__all__ = ["check_config", "doubts_of", "model_classes", "normalise", "read_config"]
-
-
-FLOAT_TAGS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+FLOAT_TAGS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Transformers writes non-finite floats as {"__float__": "Infinity"}, so that the file stays JSON."""
 
 PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
@@ -269,16 +254,19 @@ def normalise(config: Config) -> Config:
             copy[part] = normalise(copy[part])
             if copy[part].get("vocab_size"):  # gemma3's class reads it from outside
                 copy.setdefault("vocab_size", copy[part]["vocab_size"])
-    _names(copy)
-    _experts(copy)
-    _heads(copy)
-    _rotary(copy)
-    _steps(copy)
-    _compressed_layers(copy)
-    _layers(copy)
-    _full_layers(copy)
-    _recurrent(copy)
-    _window(copy)
+    for write in (
+        _names,
+        _experts,
+        _heads,
+        _rotary,
+        _steps,
+        _compressed_layers,
+        _layers,
+        _full_layers,
+        _recurrent,
+        _window,
+    ):
+        write(copy)
     if (packing := packing_kept(copy)) is not None:
         copy["quantization"] = packing
     nested = any(isinstance(copy.get(part), dict) for part in LANGUAGE_PARTS)
@@ -419,14 +407,8 @@ def _steps(config: Config) -> None:
     layers = config.get("num_hidden_layers")
     if config.get("model_type") != "step3p5" or not isinstance(layers, int):
         return
-    for key in (
-        "layer_types",
-        "mlp_layer_types",
-        "swiglu_limits",
-        "swiglu_limits_shared",
-        "rope_theta",
-        "partial_rotary_factors",
-    ):
+    per_layer = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta")
+    for key in (*per_layer, "partial_rotary_factors"):
         if isinstance(config.get(key), list):
             config[key] = config[key][:layers]
     kinds = config["layer_types"] = config.get("layer_types") or ["full_attention"] * layers
@@ -442,8 +424,8 @@ def _steps(config: Config) -> None:
     sliding = {str(i) for i, kind in enumerate(kinds) if kind == "sliding_attention"}
     heads = config.get("num_sliding_attention_heads") or config.get("num_attention_heads")
     alike = {"num_attention_heads": heads}
-    per_layer = config.get("per_layer_config")
-    if isinstance(per_layer, dict) and set(per_layer) == sliding and all(each == alike for each in per_layer.values()):
+    given = config.get("per_layer_config")
+    if isinstance(given, dict) and set(given) == sliding and all(each == alike for each in given.values()):
         config["per_layer_config"] = None
         config["attention_other_setting"] = {**alike, "num_attention_groups": config["num_attention_groups"]}
 
@@ -574,9 +556,6 @@ def pretraining_length(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-AnyConfig = Mapping[str, Any]
-
-SLIDING = "sliding_attention"
 SWITCHED = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"})
 """Families whose window counts only if ``use_sliding_window`` is on."""
 
@@ -585,17 +564,14 @@ def ignored_windows(config: AnyConfig, layers: int) -> tuple[int | None, ...]:
     """Return for each of the ``layers`` the window it should have had, or None."""
     text = config.get("text_config", config)
     family = text.get("model_type", config.get("model_type"))
-    if family not in _SLIDES:
-        return (None,) * layers
-    if family in SWITCHED and not text.get("use_sliding_window", False):
-        return (None,) * layers
-    slides, default = _SLIDES[family]
+    off = family in SWITCHED and not text.get("use_sliding_window", False)
+    slides, default = _SLIDES.get(family, (None, None))
     window = text.get("sliding_window", default)
-    if not isinstance(window, int) or window < 1:
+    if slides is None or off or not isinstance(window, int) or window < 1:
         return (None,) * layers
     named = text.get("layer_types")
     if named is not None:
-        return tuple(window if kind == SLIDING else None for kind in named[:layers])
+        return tuple(window if kind == "sliding_attention" else None for kind in named[:layers])
     return tuple(window if slides(text, index) else None for index in range(layers))
 
 
@@ -604,46 +580,29 @@ def unbounded(config: AnyConfig) -> str:
     return _UNBOUNDED.get(str(config.get("model_type")), "")
 
 
-def _all_layers(config: AnyConfig, index: int) -> bool:  # noqa: ARG001
-    return True
+def _has_no_rope(config: AnyConfig, index: int) -> bool:
+    roped = config.get("no_rope_layers")  # the opposite of its name: 1 where a layer has rotary positions
+    return not roped[index] if roped is not None else (index + 1) % int(config.get("no_rope_layer_interval", 4)) == 0
 
 
-def _every_second(config: AnyConfig, index: int) -> bool:  # noqa: ARG001
-    return index % 2 == 0
-
-
-def _upper_layers(config: AnyConfig, index: int) -> bool:
+def _is_upper(config: AnyConfig, index: int) -> bool:
     return index >= int(config.get("max_window_layers", 28))
-
-
-def _every_second_lower_layer(config: AnyConfig, index: int) -> bool:
-    return index % 2 == 0 and index < int(config.get("max_window_layers", 28))
-
-
-def _layers_without_rope(config: AnyConfig, index: int) -> bool:
-    roped = config.get(
-        "no_rope_layers"
-    )  # the name says the opposite of what it holds: 1 where a layer has rotary positions
-    if roped is not None:
-        return not roped[index]
-    return (index + 1) % int(config.get("no_rope_layer_interval", 4)) == 0
 
 
 _SLIDES: dict[str, tuple[Callable[[AnyConfig, int], bool], int | None]] = {
     # family: (which layers slide, the window that transformers assumes where the config has no such key)
-    "mistral": (_all_layers, 4096),
-    "ministral3": (_all_layers, None),  # mlx-lm's class slides where layer_types say so; transformers writes none
-    "mixtral": (_all_layers, None),
-    "phi3": (_all_layers, None),
-    "phimoe": (_all_layers, None),
-    "starcoder2": (_all_layers, None),
-    "gemma2": (_every_second, 4096),
-    "qwen2": (_upper_layers, 4096),
-    "qwen3": (_upper_layers, 4096),
-    "qwen2_moe": (_every_second_lower_layer, 4096),
-    "qwen3_moe": (_all_layers, 4096),
-    "smollm3": (_layers_without_rope, None),
+    **dict.fromkeys(("mistral", "qwen3_moe"), (lambda *_: True, 4096)),
+    # mlx-lm's ministral3 slides where layer_types say so; transformers writes none.
+    **dict.fromkeys(("ministral3", "mixtral", "phi3", "phimoe", "starcoder2"), (lambda *_: True, None)),
+    **dict.fromkeys(("qwen2", "qwen3"), (_is_upper, 4096)),
+    "gemma2": (lambda _, index: index % 2 == 0, 4096),
+    "qwen2_moe": (lambda config, index: index % 2 == 0 and not _is_upper(config, index), 4096),
+    "smollm3": (_has_no_rope, None),
 }
+"""Families whose layers slide and whose class in mlx-lm ignores it: a growing cache is wrong beyond the window. Read in
+transformers 5.7; a layer that slides sees the last ``sliding_window`` tokens, its own included. Where mlx-lm slides by itself
+(its ``RotatingKVCache``), nothing here applies."""
+
 _UNBOUNDED = {
     # Its queries would be rotated as if nothing had ever left the window.
     "afm7": "its upper layers tell their position by how many keys they are given",

@@ -97,21 +97,9 @@ def _is(*values: Any) -> Neutral:
     return lambda _, value: value in values
 
 
-def _one_per_query(config: Config, value: Any) -> bool:
-    return bool(value == (config.get("num_attention_heads") or config.get("n_head")))
-
-
 def _head_dim(config: Config) -> float:
     heads = config.get("num_attention_heads") or 1
     return float(config.get("head_dim") or (config.get("hidden_size") or 0) // heads or 1)
-
-
-def _usual_head(config: Config, value: Any) -> bool:
-    return bool(value * (config.get("num_attention_heads") or 1) == config.get("hidden_size"))
-
-
-def _usual_scale(config: Config, value: Any) -> bool:
-    return bool(abs(value - _head_dim(config) ** -0.5) < 1e-6)
 
 
 def _all_or_llama4(config: Config, value: Any) -> bool:
@@ -140,11 +128,19 @@ RULES = (
     Rule("partial_rotary_factor", _is(1, 1.0), ("rope_parameters", "rotary_pct", "rotary_dim", "rope_dim")),
     Rule("alibi", _is(False)),
     Rule("no_rope_layers", _all_or_llama4),
-    Rule("head_dim", _usual_head, ("qk_rope_head_dim",)),
+    Rule(
+        "head_dim",
+        lambda config, value: bool(value * (config.get("num_attention_heads") or 1) == config.get("hidden_size")),
+        ("qk_rope_head_dim",),
+    ),
     Rule("per_layer_config", lambda config, value: not value or "global_head_dim" in config),
-    Rule("num_key_value_heads", _one_per_query, ("num_attention_groups", "attn_config", "kv_lora_rank")),
+    Rule(
+        "num_key_value_heads",
+        lambda config, value: bool(value == (config.get("num_attention_heads") or config.get("n_head"))),
+        ("num_attention_groups", "attn_config", "kv_lora_rank"),
+    ),
     Rule("query_pre_attn_scalar", lambda config, value: bool(value == _head_dim(config))),
-    Rule("attention_multiplier", _usual_scale),
+    Rule("attention_multiplier", lambda config, value: bool(abs(value - _head_dim(config) ** -0.5) < 1e-6)),
     Rule("attn_logit_softcapping", _is(0, 0.0)),
     Rule("final_logit_softcapping", _is(0, 0.0)),
     Rule("embedding_multiplier", _is(1, 1.0)),
@@ -204,46 +200,18 @@ KNOWN_WRONG: dict[str, str] = {
     "phi3small": "mlx-lm adds its causal mask as numbers, so a token sees those after it",
 }
 
-WINDOWED_BY_PLAN = frozenset(
-    {
-        "gemma2",
-        "mistral",
-        "mixtral",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-        "starcoder2",
-    }
-)
+WINDOWED_BY_PLAN = frozenset({
+    "gemma2", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+})  # fmt: skip
 """Model types with plain attention whose windows the KV plan applies (engine/kv), whatever mlx-lm's class does."""
 
 WINDOW_KEYS = {"sliding_window", "sliding_window_size", "attention_window_size"}
 
-ROPE_KINDS = {
-    "phi3": {"longrope"},
-    "phimoe": {"longrope"},
-    "nemotron": {"linear"},
-    "qwen2_moe": {"linear"},
-}
+ROPE_KINDS = {"phi3": {"longrope"}, "phimoe": {"longrope"}, "nemotron": {"linear"}, "qwen2_moe": {"linear"}}
 """Kinds of rotary scaling that a class takes, where they are fewer than mlx-lm's ``initialize_rope`` knows."""
-KNOWN_ROPE_KINDS = {
-    *(
-        "default",
-        "linear",
-        "dynamic",
-        "llama3",
-        "yarn",
-        "deepseek_yarn",
-        "telechat3-yarn",
-        "longrope",
-        "proportional",
-        "mrope",
-    )
-}
+KNOWN_ROPE_KINDS = frozenset({
+    "default", "linear", "dynamic", "llama3", "yarn", "deepseek_yarn", "telechat3-yarn", "longrope", "proportional", "mrope",
+})  # fmt: skip
 
 ACTIVATIONS = {
     # transformers' name: how mlx-lm's sources spell it
@@ -256,10 +224,8 @@ ACTIVATIONS = {
     "swigluoai": r"SwigluOAI",
 }
 SAME_ACTIVATION = {
-    "swish": "silu",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "sqrelu": "relu2",
+    **{"swish": "silu", "sqrelu": "relu2"},
+    **dict.fromkeys(("gelu_new", "gelu_fast"), "gelu_pytorch_tanh"),
 }
 
 PACKERS = {"awq", "gptq", "mxfp4", "mxfp8", "bitnet", "compressed-tensors", "modelopt", "fp8"}
@@ -362,25 +328,23 @@ def _check_rope(config: Config, read: frozenset[str], kind: str) -> Iterator[Mod
 
 def _check_layers(config: Config, read: frozenset[str], kind: str) -> Iterator[ModelUnsupportedError]:
     kinds, window = config.get("layer_types"), config.get("sliding_window")
-    plain = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
-    if plain and "sliding_window_pattern" in read and "layer_types" not in read and kind != "exaone4":
-        period = config.get("sliding_window_pattern") or 0
-        made = [
-            "sliding_attention" if period < 1 or (i + 1) % period else "full_attention" for i in range(len(kinds or []))
-        ]
-        if made != kinds:
-            yield _refusal(kind, "layer_types", kinds)
-    linear = isinstance(kinds, list) and "linear_attention" in kinds
-    if linear and "full_attention_interval" in read and "layer_types" not in read:
-        period = config.get("full_attention_interval") or 1
-        if [kind == "full_attention" for kind in kinds or []] != [
-            (i + 1) % period == 0 for i in range(len(kinds or []))
-        ]:
+    listed: list[Any] = kinds if isinstance(kinds, list) else []
+    full = [name == "full_attention" for name in listed]
+    plain = isinstance(kinds, list) and set(listed) <= {"full_attention", "sliding_attention"}
+
+    def regular(period: int) -> list[bool]:
+        return [period > 0 and (i + 1) % period == 0 for i in range(len(listed))]
+
+    if "layer_types" not in read:
+        slides = plain and "sliding_window_pattern" in read and kind != "exaone4"
+        linear = "linear_attention" in listed and "full_attention_interval" in read
+        if (slides and full != regular(config.get("sliding_window_pattern") or 0)) or (
+            linear and full != regular(config.get("full_attention_interval") or 1)
+        ):
             yield _refusal(kind, "layer_types", kinds)
     windowed = isinstance(window, int) and not _no_window(config, window)
-    if windowed and plain and "sliding_attention" not in (kinds or []):
-        windowed = False
-    if windowed and kind not in WINDOWED_BY_PLAN and not read & WINDOW_KEYS:
+    slides_somewhere = not plain or "sliding_attention" in listed
+    if windowed and slides_somewhere and kind not in WINDOWED_BY_PLAN and not read & WINDOW_KEYS:
         yield _refusal(kind, "sliding_window", window)
 
 
@@ -403,10 +367,8 @@ def _check_tied(config: Config, read: frozenset[str], kind: str, module: ModuleT
     tied, able = config.get("tie_word_embeddings"), "as_linear" in source or "tie_word_embeddings" in read
     if (tied is True and not able) or (tied is True and kind == "helium"):  # helium's class makes a head even so
         yield _refusal(kind, "tie_word_embeddings", True)
-    if (
-        kind == "lfm2"
-    ):  # always tied: a head of its own would not load, and mlx-lm's class for LFM2-VL writes false here
-        return
+    if kind == "lfm2":
+        return  # always tied: a head of its own would not load, and mlx-lm's class for LFM2-VL writes false here
     if tied is False and "tie_word_embeddings" not in read and "as_linear" in source and "lm_head = " not in source:
         yield _refusal(kind, "tie_word_embeddings", False)
 

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 Config = dict[str, Any]
 
-PLAIN_ROPE = frozenset(
-    {
-        *("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt_neox"),
-        *("helium", "mixtral", "phi", "qwen3_moe", "solar_open", "stablelm", "starcoder2"),
-    }
-)
+PLAIN_ROPE = frozenset({
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt_neox", "helium", "mixtral",
+    "phi", "qwen3_moe", "solar_open", "stablelm", "starcoder2",
+})  # fmt: skip
 """Model types whose class makes a plain ``nn.RoPE`` in every attention layer and reads no ``rope_scaling``."""
 
 PARTIAL_IGNORED = frozenset({"glm"})

@@ -96,7 +96,7 @@ def unpack(model: nn.Module, *, logits: int | None = None) -> bool:
     between layers (so computing ahead gains nothing).
     """
     found = list(_replaceable(model))
-    if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * _memory_bytes():
+    if sum(_unpacked_bytes(module) for _, module in found) > MEMORY_SHARE * (machine_total() or 0):
         return False
     inside = {id(module) for layer in (model.layers if logits else ()) for module in layer.modules()}
     for path, module in found:
@@ -153,7 +153,3 @@ def _unpacked_bytes(module: nn.Module) -> int:
     packed = isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
     values = module.weight.size * 32 // module.bits if packed else module.weight.size
     return int(values * 4)
-
-
-def _memory_bytes() -> int:
-    return machine_total() or 0

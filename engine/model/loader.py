@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -18,50 +18,17 @@ from mlx.utils import tree_flatten
 from tokamac.engine.device import DeviceKind
 from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
 from tokamac.engine.files import not_opened
-from tokamac.engine.model.config import doubts_of, model_classes, read_config
+from tokamac.engine.model.config import model_classes, read_config
+from tokamac.engine.model.config_rules import doubts_of
 from tokamac.engine.model.cpu import logits_width, unpack
 from tokamac.engine.model.safetensors import find_shards
 from tokamac.engine.model.weights import without_fp8
 from tokamac.engine.perf.cost import Cost, cost_of_model, leaf_modules
 
-if TYPE_CHECKING:
-    import mlx.core as mx
-
-
-NAMES = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb\w*)$")
-
-
-def position_rows(model: Any) -> int | None:
-    """Return how many positions the learned tables of mlx-lm's module hold; None where it has none."""
-    return min((len(module.weight) for path, module in model.named_modules() if _is_table(path, module)), default=None)
-
-
-def bound_positions(model: Any) -> None:
-    """Let the tables of learned positions answer NaN beyond their last row. Names and types of parameters stay."""
-    for path, module in model.named_modules():
-        if _is_table(path, module):
-            module.__class__ = _bounded(type(module))
-
-
-def _is_table(path: str, module: Any) -> bool:
-    return NAMES.search(path) is not None and "weight" in module
-
-
-def _bounded(kind: type[Any]) -> type[Any]:
-    import mlx.core as mx
-
-    class Bounded(kind):
-        """A table of positions that is never read beyond its end."""
-
-        def __call__(self, positions: "mx.array") -> "mx.array":
-            last = len(self.weight) - 1
-            found = super().__call__(mx.minimum(positions, last))
-            return mx.where((positions > last)[..., None], mx.array(float("nan"), found.dtype), found)
-
-    return Bounded
-
-
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+POSITION_TABLES = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb\w*)$")
+"""Names of modules that hold a row for each position."""
 
 BUILD_ERRORS = (
     *(ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, ArithmeticError),
@@ -226,3 +193,31 @@ def _read(module: nn.Module, folder: Path, dtype: str | None, progress: BytesPro
         mx.eval(array)
         done += array.nbytes
         progress(done, total)
+
+
+def position_rows(model: Any) -> int | None:
+    """Return how many positions the learned tables of mlx-lm's module hold; None where it has none."""
+    return min((len(module.weight) for path, module in model.named_modules() if _is_table(path, module)), default=None)
+
+
+def bound_positions(model: Any) -> None:
+    """Let the tables of learned positions answer NaN beyond their last row. Names and types of parameters stay."""
+    for path, module in model.named_modules():
+        if _is_table(path, module):
+            module.__class__ = _bounded(type(module))
+
+
+def _is_table(path: str, module: Any) -> bool:
+    return POSITION_TABLES.search(path) is not None and "weight" in module
+
+
+def _bounded(kind: type[Any]) -> type[Any]:
+    class Bounded(kind):
+        """A table of positions that is never read beyond its end."""
+
+        def __call__(self, positions: mx.array) -> mx.array:
+            last = len(self.weight) - 1
+            found = super().__call__(mx.minimum(positions, last))
+            return mx.where((positions > last)[..., None], mx.array(float("nan"), found.dtype), found)
+
+    return Bounded

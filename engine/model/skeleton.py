@@ -20,7 +20,8 @@ def skeleton_model(config: Mapping[str, Any], value_bytes: int, *, unchecked: bo
     import mlx.core as mx
     from mlx.utils import tree_map
 
-    from tokamac.engine.model.config import check_config, model_classes
+    from tokamac.engine.model.config import model_classes
+    from tokamac.engine.model.config_rules import check_config
     from tokamac.engine.model.loader import BUILD_ERRORS
 
     own = deepcopy(dict(config))  # mlx-lm's classes write into what they are given

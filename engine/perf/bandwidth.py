@@ -20,47 +20,6 @@ from tokamac.engine.metrics import rate
 from tokamac.engine.perf import measurement_store
 from tokamac.engine.perf.hardware import Chip, detect
 
-SIDE: dict[DeviceKind, int] = {"cpu": 1536, "cuda": 8192, "metal": 4096}
-"""Rows and columns: a product takes tens of milliseconds, far above what starting it costs."""
-
-PRODUCT_S = 0.5
-
-
-def measure_tflops(device: DeviceKind) -> float:
-    """Return the best rate of a square matrix product, in 10^12 operations a second."""
-    side = SIDE[device]
-    multiply = _numpy_product(side) if device == "cpu" else _mlx_product(side)
-    operations_per_s = rate(2 * side**3, best_s(multiply, PRODUCT_S))
-    assert operations_per_s is not None  # a product takes time
-    return operations_per_s / 1e12
-
-
-def best_s(run: Callable[[], object], budget_s: float) -> float:
-    """Return the shortest time of repeated runs within a budget, in seconds; the first only warms up."""
-    run()
-    best, end = float("inf"), time.perf_counter() + budget_s
-    while (began := time.perf_counter()) < end or best == float("inf"):
-        run()
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
-def _numpy_product(side: int) -> Callable[[], object]:
-    import numpy as np
-
-    values = np.full((side, side), 0.5, dtype=np.float32)
-    return lambda: values @ values
-
-
-def _mlx_product(side: int) -> Callable[[], object]:
-    """Never run on a plain CPU."""
-    import mlx.core as mx
-
-    values = mx.full((side, side), 0.5, dtype=mx.bfloat16)
-    mx.eval(values)
-    return lambda: mx.eval(values @ values)
-
-
 SMALLEST, LARGEST = 8 << 20, 256 << 20
 """Bytes of working set. Below, calls cost more than reading; above, filling it takes longer than measuring.
 
@@ -81,6 +40,16 @@ GEMV_COLUMNS = (512, 2048)
 
 _unkept: dict[tuple[Path, str], float] = {}
 """What was measured and could not be kept, by file and name: one size has one bandwidth for as long as this process lives."""
+
+SIDE: dict[DeviceKind, int] = {"cpu": 1536, "cuda": 8192, "metal": 4096}
+"""Rows and columns: a product takes tens of milliseconds, far above what starting it costs."""
+
+PRODUCT_S = 0.5
+
+COPIED = 256 << 20
+"""Bytes copied at once: more than a chip's caches hold."""
+
+COPY_S = 0.5
 
 
 def with_bandwidth(chip: Chip, bytes_read: int) -> Chip:
@@ -202,10 +171,39 @@ def _mlx_read(size: int) -> float | None:
     return max((speed for speed in (products, copies) if speed is not None), default=None)
 
 
-COPIED = 256 << 20
-"""Bytes copied at once: more than a chip's caches hold."""
+def measure_tflops(device: DeviceKind) -> float:
+    """Return the best rate of a square matrix product, in 10^12 operations a second."""
+    side = SIDE[device]
+    multiply = _numpy_product(side) if device == "cpu" else _mlx_product(side)
+    operations_per_s = rate(2 * side**3, best_s(multiply, PRODUCT_S))
+    assert operations_per_s is not None  # a product takes time
+    return operations_per_s / 1e12
 
-COPY_S = 0.5
+
+def best_s(run: Callable[[], object], budget_s: float) -> float:
+    """Return the shortest time of repeated runs within a budget, in seconds; the first only warms up."""
+    run()
+    best, end = float("inf"), time.perf_counter() + budget_s
+    while (began := time.perf_counter()) < end or best == float("inf"):
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _numpy_product(side: int) -> Callable[[], object]:
+    import numpy as np
+
+    values = np.full((side, side), 0.5, dtype=np.float32)
+    return lambda: values @ values
+
+
+def _mlx_product(side: int) -> Callable[[], object]:
+    """Never run on a plain CPU."""
+    import mlx.core as mx
+
+    values = mx.full((side, side), 0.5, dtype=mx.bfloat16)
+    mx.eval(values)
+    return lambda: mx.eval(values @ values)
 
 
 @dataclass(frozen=True, slots=True)

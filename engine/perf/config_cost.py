@@ -300,17 +300,19 @@ def pack(model: Any, config: Mapping[str, Any], packing: Packing | None) -> None
         packing, rule = (packing, _conversion(model, packing)) if packing else _own(model, config)
         if packing.bits is None:
             return
-        nn.quantize(model, **asdict(packing), class_predicate=_among_packable(rule))
+        # Modules that can't be packed at all stay as they are.
+        nn.quantize(
+            model,
+            **asdict(packing),
+            class_predicate=lambda path, module: "to_quantized" in dir(module) and rule(path, module),
+        )
     except ModelError:
         raise
     except BUILD_ERRORS as error:
         reason = " ".join(str(error).split())[:240]
-        raise ModelUnsupportedError(f"it can't be packed so: {reason}", "Choose other bits or groups.") from error
-
-
-def _among_packable(rule: Rule) -> Rule:
-    """Return the rule for modules that can be packed at all; the others stay as they are."""
-    return lambda path, module: rule(path, module) if "to_quantized" in dir(module) else False
+        raise ModelUnsupportedError(
+            f"it can't be packed like this: {reason}", "Choose other bits or groups."
+        ) from error
 
 
 def _conversion(model: Any, packing: Packing) -> Rule:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tokamac.engine.metrics import Metrics, Throttle, rate, share
 from tokamac.engine.options import group_for, token_bytes
-from tokamac.engine.perf.hardware import Chip
+from tokamac.engine.perf.hardware import Chip, Source
 from tokamac.engine.perf.roofline import (
     Fitted,
     Host,
@@ -94,26 +94,20 @@ def packed_layers(
 
 
 def _packed(plan: "LayerPlan", layer: KVUse, group_size: int) -> KVUse:
-    """Return a layer packed; as it is where its caches stay the model's, or are packed already."""
+    """A layer packed; as it is where its caches stay the model's, or are packed already."""
     if plan.ours is None or min(plan.key_bits, plan.value_bits) < 16:
         return layer
-    seen = plan.ours.seen
-    groups = [(dim, group_for(dim, group_size)) for dim in (seen.key_dim, seen.value_dim)]
-    sizes = [
-        token_bytes(seen.heads, dim, KV_BITS, group, seen.scale_bytes) for dim, group in groups if group is not None
-    ]
-    return replace(layer, bytes_per_token=sum(sizes)) if len(sizes) == len(groups) else layer
+    seen, total = plan.ours.seen, 0
+    for dim in (seen.key_dim, seen.value_dim):
+        if (group := group_for(dim, group_size)) is None:
+            return layer
+        total += token_bytes(seen.heads, dim, KV_BITS, group, seen.scale_bytes)
+    return replace(layer, bytes_per_token=total)
 
 
 RemedyName = Literal[
-    "packed keys and values",
-    "packed weights",
-    "prompt cache",
-    "shorter context",
-    "quiet machine",
-    "full power",
-    "cool chip",
-]
+    "packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine", "full power", "cool chip",
+]  # fmt: skip
 
 MOST = 3
 WORTH_S = 0.1
@@ -167,81 +161,83 @@ class Machinery:
         return prefill_phase(self.work, self.chip, self.pace, max(tokens, 1), cached, chunk=chunk)
 
 
-def remedies(metrics: Metrics, foretold: Predicted, machinery: Machinery, situation: Situation) -> tuple[Remedy, ...]:
+def remedies(metrics: Metrics, predicted: Predicted, machinery: Machinery, situation: Situation) -> tuple[Remedy, ...]:
     """Return up to three changes worth their sentence, best first."""
     if metrics.total_s is None:
         return ()
     least = max(WORTH_S, WORTH_SHARE * metrics.total_s)
-    found = _Weighing(metrics, foretold, machinery, situation).all()
+    found = _Reply(metrics, predicted, machinery, situation).remedies()
     worth = [remedy for remedy in found if remedy.gain_s >= least]
     return tuple(sorted(worth, key=lambda remedy: -remedy.gain_s)[:MOST])
 
 
 @dataclass(frozen=True, slots=True)
-class _Weighing:
+class _Reply:
     """A reply, how it was predicted, and what predicts it with a change."""
 
     metrics: Metrics
-    foretold: Predicted
+    predicted: Predicted
     machinery: Machinery
     situation: Situation
 
-    def all(self) -> Iterator[Remedy]:
+    def remedies(self) -> Iterator[Remedy]:
         """Yield every change there is, worth it or not."""
         work, bits = self.machinery.work, self.situation.bits_per_weight
         if self.situation.packed_kv is not None:
-            yield self._lighter("packed keys and values", KV_BITS, replace(work, kv=self.situation.packed_kv))
+            yield self._reading_less("packed keys and values", KV_BITS, replace(work, kv=self.situation.packed_kv))
         if bits is not None and bits > PACKED_BITS:
-            yield self._lighter("packed weights", WEIGHT_BITS, _with_weights(work, PACKED_BITS / bits))
+            share = PACKED_BITS / bits
+            lighter = replace(
+                work, shared_bytes=round(work.shared_bytes * share), expert_bytes=round(work.expert_bytes * share)
+            )
+            yield self._reading_less("packed weights", WEIGHT_BITS, lighter)
         if self.metrics.prompt_tokens >= LONG:
             yield self._shorter()
         if not self.situation.keeps_prompts and self.metrics.prompt_tokens > 1:
-            yield self._kept()
+            yield self._cached()
         yield self._quiet()
 
-    @property
-    def _steps(self) -> int:
-        return max(self.metrics.generated_tokens - 1, 0)
-
-    def _lighter(self, name: RemedyName, to: int, work: Workload) -> Remedy:
-        """Steps that read less."""
-        return self._with_step(name, to, replace(self.machinery, work=work).step(self.foretold.context))
+    def _reading_less(self, name: RemedyName, to: int, work: Workload) -> Remedy:
+        after = replace(self.machinery, work=work).step(self.predicted.context)
+        return self._remedy(name, to, step_s=self._step_saved_s(after))
 
     def _shorter(self) -> Remedy:
         """Half the prompt, as much of it cached in proportion."""
         m, half = self.metrics, self.metrics.prompt_tokens // 2
-        prompt = self.machinery.reading(m.prefill_tokens // 2, m.cached_tokens // 2, self.foretold.chunk)
-        sooner_s = _saved_s(m.prefill_s, self.foretold.prefill, prompt)
-        return self._with_step("shorter context", half, self.machinery.step(self.foretold.context - half), sooner_s)
+        prompt = self.machinery.reading(m.prefill_tokens // 2, m.cached_tokens // 2, self.predicted.chunk)
+        sooner_s = _saved_s(m.prefill_s, self.predicted.prefill, prompt)
+        after = self.machinery.step(self.predicted.context - half)
+        return self._remedy("shorter context", half, prefill_s=sooner_s, step_s=self._step_saved_s(after))
 
-    def _kept(self) -> Remedy:
+    def _cached(self) -> Remedy:
         """The next time, or in the next turn, all but the last token of this prompt would be there already."""
-        last = self.machinery.reading(1, self.metrics.prompt_tokens - 1, self.foretold.chunk)
-        return self._with_both("prompt cache", None, _saved_s(self.metrics.prefill_s, self.foretold.prefill, last), 0.0)
+        last = self.machinery.reading(1, self.metrics.prompt_tokens - 1, self.predicted.chunk)
+        return self._remedy("prompt cache", prefill_s=_saved_s(self.metrics.prefill_s, self.predicted.prefill, last))
 
     def _quiet(self) -> Remedy:
         """What both phases lost to whatever else held the machine up, where that was much; by the name of a cause that is known."""
-        reading_s = _behind_s(self.metrics.prefill_s, self.foretold.prefill)
-        step_s = _behind_s(_step_s(self.metrics), self.foretold.decode)
+        prefill_s = _behind_s(self.metrics.prefill_s, self.predicted.prefill)
+        step_s = _behind_s(_step_s(self.metrics), self.predicted.decode)
         throttles = self.situation.throttles
         name: RemedyName = "quiet machine"
         if throttles:
             name = "full power" if "low power" in throttles else "cool chip"
-        return self._with_both(name, None, reading_s, step_s)
+        return self._remedy(name, prefill_s=prefill_s, step_s=step_s)
 
-    def _with_step(self, name: RemedyName, to: int, after: Phase, sooner_s: float = 0.0) -> Remedy:
-        """Return a change after which a step is ``after``, and the first token comes ``sooner_s``."""
-        return self._with_both(name, to, sooner_s, _saved_s(_step_s(self.metrics), self.foretold.decode, after))
+    def _step_saved_s(self, after: Phase) -> float:
+        return _saved_s(_step_s(self.metrics), self.predicted.decode, after)
 
-    def _with_both(self, name: RemedyName, to: int | None, sooner_s: float, saved_s: float) -> Remedy:
-        """Return a change after which the first token comes ``sooner_s``, and each step takes ``saved_s`` less."""
-        step_s, prefill_s = _step_s(self.metrics), self.metrics.prefill_s
-        changed = Remedy(name, sooner_s + self._steps * saved_s, to)
-        if saved_s and step_s is not None:
-            changed = replace(changed, before_tps=self.metrics.decode_tps, after_tps=rate(1, step_s - saved_s))
-        if sooner_s and prefill_s is not None:
-            changed = replace(changed, before_s=prefill_s, after_s=prefill_s - sooner_s)
-        return changed
+    def _remedy(
+        self, name: RemedyName, to: int | None = None, *, prefill_s: float = 0.0, step_s: float = 0.0
+    ) -> Remedy:
+        """A change that saves ``prefill_s`` of the prefill and ``step_s`` of each step."""
+        m, before_s = self.metrics, _step_s(self.metrics)
+        remedy = Remedy(name, prefill_s + max(m.generated_tokens - 1, 0) * step_s, to)
+        if step_s and before_s is not None:
+            remedy = replace(remedy, before_tps=m.decode_tps, after_tps=rate(1, before_s - step_s))
+        if prefill_s and m.prefill_s is not None:
+            remedy = replace(remedy, before_s=m.prefill_s, after_s=m.prefill_s - prefill_s)
+        return remedy
 
 
 def _step_s(metrics: Metrics) -> float | None:
@@ -249,7 +245,7 @@ def _step_s(metrics: Metrics) -> float | None:
 
 
 def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
-    """Return the seconds that a change saves of what was measured; 0 where that is unknown."""
+    """The seconds that a change saves of what was measured; 0 where that is unknown."""
     if measured_s is None or not before.expected_s or after.expected_s is None:
         return 0.0
     saved = (before.expected_s - after.expected_s) * min(1.0, measured_s / before.expected_s)
@@ -257,20 +253,17 @@ def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
 
 
 def _behind_s(measured_s: float | None, phase: Phase) -> float:
-    """Return the seconds beyond what is expected, where they are too many to be an error of that; else 0.
-
-    Of the host only the least is known: what it takes beyond that, on a quiet machine too, is not.
-    """
+    """The seconds beyond what is expected, where they are too many to be an error of that; else 0."""
+    # Of the host only the least is known: what it takes beyond that, on a quiet machine too, is not.
     expected_s = None if phase.by_host else phase.expected_s
     if measured_s is None or expected_s is None or expected_s >= BEHIND * measured_s:
         return 0.0
     return measured_s - expected_s
 
 
-def _with_weights(work: Workload, share: float) -> Workload:
-    return replace(work, shared_bytes=round(work.shared_bytes * share), expert_bytes=round(work.expert_bytes * share))
-
-
+SOURCES: dict[Source, str] = {
+    "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
+}  # fmt: skip
 Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte"]
 Concern = Literal["machine", "decode", "prefill"]
 
@@ -288,20 +281,18 @@ class Term:
 
 
 def terms_of(
-    metrics: Metrics, work: Workload, chip: Chip, pace: LatencyModel | None, foretold: Predicted
+    metrics: Metrics, work: Workload, chip: Chip, pace: LatencyModel | None, predicted: Predicted
 ) -> tuple[Term, ...]:
     """Return the numbers of a reply, each after those it is computed from."""
     return (
-        *_machine(work, chip, pace, foretold),
-        *_decode_terms(metrics, work, pace, foretold),
-        *_prefill_terms(metrics, work, pace, foretold),
+        *_machine(work, chip, pace, predicted),
+        *_decode_terms(metrics, work, pace, predicted),
+        *_prefill_terms(metrics, work, pace, predicted),
     )
 
 
-def _machine(work: Workload, chip: Chip, pace: LatencyModel | None, foretold: Predicted) -> tuple[Term, ...]:
-    source = {"table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known"}[
-        chip.source
-    ]
+def _machine(work: Workload, chip: Chip, pace: LatencyModel | None, predicted: Predicted) -> tuple[Term, ...]:
+    source = SOURCES[chip.source]
     bandwidth = f"{source} for another bin" if chip.other_bin else source
     peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
     ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
@@ -312,7 +303,7 @@ def _machine(work: Workload, chip: Chip, pace: LatencyModel | None, foretold: Pr
     )
     if (kernels := _fitted(pace)) is None:
         return found
-    idle = _launching_s(work, kernels, foretold)
+    idle = _launching_s(work, kernels, predicted)
     found = (*found, Term("launching", "machine", "launching kernels", f"{work.launches:,} kernels a step", idle, "s"))
     if (host := _host(pace)) is None:
         return found
@@ -323,16 +314,18 @@ def _machine(work: Workload, chip: Chip, pace: LatencyModel | None, foretold: Pr
     )
 
 
-def _decode_terms(metrics: Metrics, work: Workload, pace: LatencyModel | None, foretold: Predicted) -> tuple[Term, ...]:
-    step, m = foretold.decode, metrics
+def _decode_terms(
+    metrics: Metrics, work: Workload, pace: LatencyModel | None, predicted: Predicted
+) -> tuple[Term, ...]:
+    step, m = predicted.decode, metrics
     between = None if m.total_s is None or m.ttft_s is None else m.total_s - m.ttft_s
-    held = f"those of {foretold.context:,} tokens, the middle of the reply"
+    held = f"those of {predicted.context:,} tokens, the middle of the reply"
     return (
         *_weights(work),
-        Term("kv", "decode", "keys and values", held, work.kv_bytes(foretold.context), "bytes"),
+        Term("kv", "decode", "keys and values", held, work.kv_bytes(predicted.context), "bytes"),
         Term("step", "decode", "bytes a step", "{weights} + {kv}", step.bytes_read, "bytes"),
         Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s"),
-        Term("expected", "decode", "expected", _expected_step(work, pace, foretold), m.expected_tps, "tok/s"),
+        Term("expected", "decode", "expected", _expected_step(work, pace, predicted), m.expected_tps, "tok/s"),
         Term("writing", "decode", "time", "last token − first token", between, "s"),
         Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s"),
         Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s"),
@@ -340,7 +333,7 @@ def _decode_terms(metrics: Metrics, work: Workload, pace: LatencyModel | None, f
 
 
 def _weights(work: Workload) -> tuple[Term, ...]:
-    """Return what a step reads of the weights: of a mixture, its two parts first."""
+    """What a step reads of the weights: of a mixture, its two parts first."""
     whole = work.weight_bytes()
     if not work.expert_bytes:
         return (Term("weights", "decode", "weights", "all that a step reads", whole, "bytes"),)
@@ -353,31 +346,25 @@ def _weights(work: Workload) -> tuple[Term, ...]:
 
 
 def _prefill_terms(
-    metrics: Metrics, work: Workload, pace: LatencyModel | None, foretold: Predicted
+    metrics: Metrics, work: Workload, pace: LatencyModel | None, predicted: Predicted
 ) -> tuple[Term, ...]:
-    phase, m = foretold.prefill, metrics
+    phase, m = predicted.prefill, metrics
     after = f", after {m.cached_tokens:,} cached" if m.cached_tokens else ""
     operations = f"2 × active parameters × {phase.tokens:,} tokens + attention{after}"
     # Of an unknown peak, what reading the bytes takes is known: a bound, but not the one that a long prompt meets.
     least = phase.ceiling_s if phase.bound is not None else None
-    chunk = work.weight_bytes(min(phase.tokens, foretold.chunk))
+    chunk = work.weight_bytes(min(phase.tokens, predicted.chunk))
     touched = Term("chunk", "prefill", "weights of a chunk", "with all experts that its tokens use", chunk, "bytes")
     weights = "the weights that its tokens use" if work.expert_bytes else "{weights}"
+    held = f"those of {m.prompt_tokens:,} tokens"
     return (
         *((touched,) if work.expert_bytes else ()),
         Term("operations", "prefill", "operations", operations, phase.operations, "FLOP"),
-        Term(
-            "held",
-            "prefill",
-            "keys and values",
-            f"those of {m.prompt_tokens:,} tokens",
-            work.kv_bytes(m.prompt_tokens),
-            "bytes",
-        ),
+        Term("held", "prefill", "keys and values", held, work.kv_bytes(m.prompt_tokens), "bytes"),
         Term("read", "prefill", "bytes", f"{weights} + {{held}}", phase.bytes_read, "bytes"),
         Term("intensity", "prefill", "intensity", "{operations} ÷ {read}", phase.intensity, "FLOP/byte"),
         Term("least", "prefill", "at least", "max({operations} ÷ {peak}, {read} ÷ {bandwidth})", least, "s"),
-        Term("wanted", "prefill", "expected", _expected_prompt(work, pace, foretold), phase.expected_s, "s"),
+        Term("wanted", "prefill", "expected", _expected_prompt(work, pace, predicted), phase.expected_s, "s"),
         Term("reading", "prefill", "measured", "prefill begins → first token", m.prefill_s, "s"),
     )
 
@@ -386,35 +373,35 @@ TIMED = "the sum of its parts, each timed on this machine"
 UNTIMED = "not known for this machine"
 
 
-def _expected_step(work: Workload, pace: LatencyModel | None, foretold: Predicted) -> str:
-    """Return the reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
+def _expected_step(work: Workload, pace: LatencyModel | None, predicted: Predicted) -> str:
+    """The reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
     if (kernels := _fitted(pace)) is None:
         return UNTIMED if pace is None else TIMED
-    bandwidth, held = kernels.chip.bandwidth_gbs, work.kv_bytes(foretold.context)
+    bandwidth, held = kernels.chip.bandwidth_gbs, work.kv_bytes(predicted.context)
     device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
     if held and bandwidth:
-        reached = held / (bandwidth * 1e9) / kernels.attention_s(work, foretold.context, bandwidth)
+        reached = held / (bandwidth * 1e9) / kernels.attention_s(work, predicted.context, bandwidth)
         device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
     device += " + {launching}"
     return f"1 ÷ max({{host}}, {device})" if _host(pace) is not None else f"1 ÷ ({device})"
 
 
-def _expected_prompt(work: Workload, pace: LatencyModel | None, foretold: Predicted) -> str:
-    """Return the larger roof as kernels reach it, and the launches. All that roofline.py knows of kernels is one share here."""
+def _expected_prompt(work: Workload, pace: LatencyModel | None, predicted: Predicted) -> str:
+    """The larger roof as kernels reach it, and the launches. All that roofline.py knows of kernels is one share here."""
     if (kernels := _fitted(pace)) is None:
         return UNTIMED if pace is None else TIMED
-    phase, peak, bandwidth = foretold.prefill, peak_tflops(kernels.chip), kernels.chip.bandwidth_gbs
-    calls, host = calls_of(phase.tokens, foretold.chunk), _host(pace)
+    phase, peak, bandwidth = predicted.prefill, peak_tflops(kernels.chip), kernels.chip.bandwidth_gbs
+    calls, host = calls_of(phase.tokens, predicted.chunk), _host(pace)
     if phase.by_host:
         return f"{calls} × ({{host}} + {{wait}})"
     if phase.expected_s is None or phase.operations is None or not peak or not bandwidth:
         return UNTIMED
-    chunks = math.ceil(phase.tokens / foretold.chunk)
-    launched = chunks * (_launching_s(work, kernels, foretold) or 0.0)
+    chunks = math.ceil(phase.tokens / predicted.chunk)
+    launched = chunks * (_launching_s(work, kernels, predicted) or 0.0)
     waited = 0.0 if host is None else calls * host.wait_s
     waits = "" if host is None else f" + {calls} × {{wait}}"
     reached = phase.operations / (peak * 1e12) / (phase.expected_s - launched - waited)
-    weights, share = work.weight_bytes(min(phase.tokens, foretold.chunk)) or 0, kernels.constants.shared
+    weights, share = work.weight_bytes(min(phase.tokens, predicted.chunk)) or 0, kernels.constants.shared
     reading_s = chunks * weights / (share * bandwidth * 1e9)
     if math.isclose(reading_s + launched + waited, phase.expected_s, rel_tol=1e-6):
         read = "{chunk}" if work.expert_bytes else "{weights}"
@@ -430,9 +417,9 @@ def _host(pace: LatencyModel | None) -> Host | None:
     return pace.host if isinstance(pace, HostLimited) else None
 
 
-def _launching_s(work: Workload, pace: Fitted, foretold: Predicted) -> float | None:
-    """Return what launching a step's kernels takes: what is left of a step that reads nothing."""
-    return pace.decode_s(replace(work, shared_bytes=0, expert_bytes=0, kv=()), foretold.context)
+def _launching_s(work: Workload, pace: Fitted, predicted: Predicted) -> float | None:
+    """What launching a step's kernels takes: what is left of a step that reads nothing."""
+    return pace.decode_s(replace(work, shared_bytes=0, expert_bytes=0, kv=()), predicted.context)
 
 
 PartName = Literal["wait", "prefill", "decode"]
@@ -497,7 +484,7 @@ def diagnose(
     if ttft_s is None or prefill_s is None or total_s is None:
         return None
     context = metrics.prompt_tokens + metrics.generated_tokens // 2
-    foretold = Predicted(
+    predicted = Predicted(
         prefill=prefill_phase(
             work, chip, pace, max(metrics.prefill_tokens, 1), metrics.cached_tokens, chunk=situation.chunk
         ),
@@ -507,26 +494,26 @@ def diagnose(
     )
     parts = (
         TimePart("wait", max(ttft_s - prefill_s, 0.0)),
-        _prefill(prefill_s, foretold, chip),
-        _decode(max(total_s - ttft_s, 0.0), metrics, foretold, chip),
+        _prefill(prefill_s, predicted, chip),
+        _decode(max(total_s - ttft_s, 0.0), metrics, predicted, chip),
     )
-    found = () if pace is None else remedies(metrics, foretold, Machinery(work, chip, pace), situation)
-    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, foretold), situation.throttles)
+    found = () if pace is None else remedies(metrics, predicted, Machinery(work, chip, pace), situation)
+    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, predicted), situation.throttles)
 
 
-def _prefill(seconds: float, foretold: Predicted, chip: Chip) -> TimePart:
-    phase = foretold.prefill
+def _prefill(seconds: float, predicted: Predicted, chip: Chip) -> TimePart:
+    phase = predicted.prefill
     of_least, of_expected = share(phase.ceiling_s, seconds), share(phase.expected_s, seconds)
     if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
         return TimePart("prefill", seconds, _by_memory_alone(of_least, chip), None, of_expected)
-    far = phase.tokens <= foretold.chunk and of_least is not None and of_least < FAR
+    far = phase.tokens <= predicted.chunk and of_least is not None and of_least < FAR
     if phase.by_host and of_least is not None and of_least < NEAR:
         return TimePart("prefill", seconds, "host", of_least, of_expected)
     return TimePart("prefill", seconds, "overhead" if far else phase.bound, of_least, of_expected)
 
 
-def _decode(seconds: float, metrics: Metrics, foretold: Predicted, chip: Chip) -> TimePart:
-    measured, phase = metrics.decode_tps, foretold.decode
+def _decode(seconds: float, metrics: Metrics, predicted: Predicted, chip: Chip) -> TimePart:
+    measured, phase = metrics.decode_tps, predicted.decode
     of_least = share(measured, phase.ceiling_tps)
     waits = _by_memory_alone(of_least, chip)
     if phase.bound is not None and of_least is not None:
@@ -538,7 +525,7 @@ def _decode(seconds: float, metrics: Metrics, foretold: Predicted, chip: Chip) -
 
 
 def _by_memory_alone(of_least: float | None, chip: Chip) -> Waits | None:
-    """Return what a phase waited for, by the bandwidth alone; None where that is unknown too."""
+    """What a phase waited for, by the bandwidth alone; None where that is unknown too."""
     if of_least is None or chip.bandwidth_gbs is None:
         return None
     return "memory" if of_least >= NEAR else "not memory"

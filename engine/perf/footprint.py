@@ -136,7 +136,7 @@ def _weigh(  # noqa: PLR0917
     adapter: "Adapter | None" = None,
 ) -> Footprint | str:
     if names_unknown_layers(config):
-        return "its config names kinds of layers that are not known here"
+        return "its config names kinds of layers that Tokamac does not know"
     value_bytes = 2 if packing else value_bytes_of(config)
     try:
         module = module_of(config, packing=packing)
@@ -342,7 +342,7 @@ def kv_table(config: Mapping[str, Any], spec: KVSpec, context: int, *, value_byt
     value_bytes: of a number in the type that the engine holds the model in. Raises OptionError for a flag that it can't honour.
     """
     if names_unknown_layers(config):
-        return "its config names kinds of layers that are not known here"
+        return "its config names kinds of layers that Tokamac does not know"
     try:
         model = skeleton_model(config, value_bytes)
     except ModelError as error:

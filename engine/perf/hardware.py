@@ -166,7 +166,8 @@ def matrix_units(
     if tags is None:
         wheel = f"This MLX was not installed as a wheel, so whether it uses the neural accelerators of {chip_name} is not known"
         return MatrixUnits("shaders", f"{wheel}: prefill is expected of its shaders. The wheel that does: {REINSTALL}")
-    built = max((_numbers(tag) for tag in _targets(tags)), default=(0, 0))
+    targets = (re.search(r"macosx_(\d+_\d+)", tag) for tag in tags)  # py3-none-macosx_26_0_arm64
+    built = max((_numbers(found[1]) for found in targets if found), default=(0, 0))
     if built < (FROM[0], 0):
         update = f"Update macOS to {FROM[0]}.{FROM[1]} or later, then: " if old else ""
         target = f"macOS {built[0]}" if built[0] else "another system"
@@ -215,11 +216,6 @@ def advice() -> str | None:
 
     mac = macos.system()
     return None if mac is None else matrix_units_of(mac, macos.chip_name(mac) or "this chip").advice
-
-
-def _targets(tags: Sequence[str]) -> list[str]:
-    """Return the systems that wheels were built for: "26_0" of py3-none-macosx_26_0_arm64."""
-    return [found[1] for tag in tags if (found := re.search(r"macosx_(\d+_\d+)", tag))]
 
 
 def _numbers(text: str) -> tuple[int, int]:

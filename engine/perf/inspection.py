@@ -39,6 +39,9 @@ from tokamac.engine.perf.workload import Trait, leaves_out_senses, traits_of
 
 Known = Literal["files", "config", "catalogue"]
 
+CHUNK = 512
+"""Prompt tokens computed at once, for a rough estimate of temporaries; the engine's own is of this order on every device."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
@@ -56,7 +59,7 @@ class ModelRef:
     adapter: Adapter | None = None
 
 
-def subject_of(model: str | Path) -> ModelRef:
+def model_ref(model: str | Path) -> ModelRef:
     """Return the model that a folder, "guide", a Hugging Face id or a name of the catalogue stands for. Downloads nothing.
 
     Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError.
@@ -71,15 +74,15 @@ def subject_of(model: str | Path) -> ModelRef:
             raise
         folder = None
     if folder is not None:
-        return subject_of_folder(folder, str(model))
+        return model_ref_of_folder(folder, str(model))
     if entry is None:
         raise ModelNotFoundError(
             f"{model} is neither whole on this disk nor in the catalogue", f"Download it: tokamac models pull {model}."
         )
-    return subject_of_entry(entry, entry.repository(str(model)) or next(iter(entry.repositories), None))
+    return model_ref_of_entry(entry, entry.repository(str(model)) or next(iter(entry.repositories), None))
 
 
-def subject_of_folder(folder: Path, name: str | None = None) -> ModelRef:
+def model_ref_of_folder(folder: Path, name: str | None = None) -> ModelRef:
     """Return the model in a folder, with its weights or without any.
 
     Raises ModelNotFoundError for no folder, ModelDamagedError for one without a config. Whether weights are whole is seen when they
@@ -92,7 +95,7 @@ def subject_of_folder(folder: Path, name: str | None = None) -> ModelRef:
     return ModelRef(name or str(folder), config, "files" if weights else "config", folder=folder if weights else None)
 
 
-def subject_of_entry(entry: CatalogueEntry, repository: Repository | None) -> ModelRef:
+def model_ref_of_entry(entry: CatalogueEntry, repository: Repository | None) -> ModelRef:
     """Return a model of the catalogue, as a repository packs it, or in 16 bits.
 
     Raises ModelUnsupportedError where its config is not known.
@@ -105,64 +108,6 @@ def subject_of_entry(entry: CatalogueEntry, repository: Repository | None) -> Mo
         )
     packing = None if repository is None else repository.packing
     return ModelRef(entry.name if repository is None else repository.id, config, "catalogue", packing)
-
-
-CHUNK = 512
-"""Prompt tokens computed at once, for the estimate of temporaries; the engine's own is of this order on every device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """Bytes and the ceiling; None is unknown."""
-
-    kv_bytes_per_token: int | None
-    kv_bytes: int | None
-    bytes_per_step: int | None
-    ceiling_tps: float | None
-    memory: MemoryFit
-
-
-def bare_cost(config: Mapping[str, Any], held: Cost, case: WhatIfCase, place: Machine, *, value_bytes: int) -> Bare:
-    """Return what the config says of a model whose weights are known.
-
-    An unknown size of keys and values counts as nothing in memory. Raises OptionError for flags that the caches can't take.
-    """
-    per_token, kept = _kv(config, case.kv, case.context, value_bytes)
-    limits = limits_for(
-        case.context, weight_bytes_per_token=held.weight_bytes_per_token, kv_bytes_per_step=kept, chip=place.chip
-    )
-    working = working_bytes(config, value_bytes=value_bytes)
-    fit = place.fit(weights=held.weight_bytes, kv=kept or 0, working=working)
-    return Bare(per_token, kept, limits.bytes_per_step, limits.ceiling_tps, fit)
-
-
-def working_bytes(config: Mapping[str, Any], *, chunk: int = CHUNK, value_bytes: int = 2) -> int:
-    """Return a rough size of the largest temporaries of one layer's prefill chunk, and the logits of one token.
-
-    The widest layer's activations three times over (gate, up and their product), the residual twice, queries, keys and values.
-    """
-    text = text_config(config)
-    hidden = int(first_of(text, "hidden_size", "n_embd") or 0)
-    used = int(first_of(text, "num_experts_per_tok", "num_experts_per_token") or 1)
-    dense = int(first_of(text, "intermediate_size", "n_inner") or 4 * hidden)
-    width = max(dense, used * int(text.get("moe_intermediate_size") or 0))
-    return chunk * value_bytes * (3 * width + 5 * hidden) + 4 * int(text.get("vocab_size") or 0)
-
-
-def _kv(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int) -> tuple[int | None, int | None]:
-    """Return (bytes a token, bytes at this context); None where the config does not say."""
-    from tokamac.engine.kv.plan import spare_slots
-
-    layers = config_cost.kv_layers(config)
-    if layers is None:
-        return None, None
-    if (spec.quantized or spec.window is not None) and not all(layer.free for layer in layers):
-        raise OptionError("this model's caches can be neither packed nor bounded", "Leave out the KV flags.")
-    return (
-        config_cost.kv_bytes_per_token(layers, spec, value_bytes=value_bytes),
-        config_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots)
-        + config_cost.pinned_bytes(layers, spec, context, value_bytes=value_bytes),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,96 +205,117 @@ def inspect_model(
     folder: Path, context: int = 4096, kv: KVSpec | None = None, *, place: Machine | None = None
 ) -> Inspection:
     """Return what the model in ``folder`` costs with a prompt that fills a context of so many tokens. Raises like ``inspect``."""
-    return inspect(subject_of_folder(folder), WhatIfCase(kv=kv or KVSpec(), context=context, prompt=context), place)
+    return inspect(model_ref_of_folder(folder), WhatIfCase(kv=kv or KVSpec(), context=context, prompt=context), place)
 
 
-def inspect(subject: ModelRef, case: WhatIfCase, place: Machine | None = None) -> Inspection:
+def inspect(ref: ModelRef, case: WhatIfCase, place: Machine | None = None) -> Inspection:
     """Return what a model costs in a case.
 
     place: None takes this machine, measuring its bandwidth where no table knows it. Raises ModelError for a model that is damaged
     or can't be weighed at all, and OptionError for a flag that it can't take.
     """
-    packing = case.packing(subject.packing)
-    at = place or _bare()
-    weighed = weigh(
-        subject.config, at.device, at.memory_bytes, packing=packing, folder=subject.folder, adapter=subject.adapter
-    )
+    packing = case.packing(ref.packing)
+    at = place or _this_device()
+    weighed = weigh(ref.config, at.device, at.memory_bytes, packing=packing, folder=ref.folder, adapter=ref.adapter)
     if isinstance(weighed, str):
-        if subject.adapter is not None:
-            raise ModelUnsupportedError(f"{subject.name} can't be weighed with an adapter: {weighed}", "Leave it out.")
-        return _of_headers(subject, case, place, weighed)
+        if ref.adapter is not None:
+            raise ModelUnsupportedError(f"{ref.name} can't be weighed with an adapter: {weighed}", "Leave it out.")
+        return _of_headers(ref, case, place, weighed)
     loaded = load(weighed, case.kv, _sized(place, weighed.held))
     table = loaded.kv_table(case.context)
     if table.bytes_at_context is None:
-        return _of_bytes(subject, case, loaded.place, weighed.stored, weighed.held, weighed.form, kv_table=table)
-    found = outcome_at(loaded, case)
-    assert found.memory is not None
+        found = _of_bytes(ref, case, loaded.place, weighed.stored, weighed.held, weighed.form)
+        return replace(found, kv_table=table)
+    outcome = outcome_at(loaded, case)
+    assert outcome.memory is not None
     return replace(
-        _described(subject, case, loaded.place, weighed.stored, weighed.form, found.memory),
+        _described(ref, case, loaded.place, weighed.stored, weighed.form, outcome.memory),
         kv_bytes_per_token=table.bytes_per_token,
-        kv_bytes=found.kv_bytes,
-        bytes_per_step=found.prediction.decode.bytes_read if found.prediction else None,
-        ceiling_tps=found.ceiling_tps,
-        expected_tps=found.expected_tps,
-        prefill_tps=found.prefill_tps,
-        ttft_s=found.ttft_s,
-        reason=found.reason,
-        prediction=found.prediction,
+        kv_bytes=outcome.kv_bytes,
+        bytes_per_step=outcome.prediction.decode.bytes_read if outcome.prediction else None,
+        ceiling_tps=outcome.ceiling_tps,
+        expected_tps=outcome.expected_tps,
+        prefill_tps=outcome.prefill_tps,
+        ttft_s=outcome.ttft_s,
+        reason=outcome.reason,
+        prediction=outcome.prediction,
         kv_table=table,
     )
 
 
-def _of_headers(subject: ModelRef, case: WhatIfCase, place: Machine | None, why: str) -> Inspection:
-    """Return what the files alone say of a model that no class here makes."""
-    if subject.folder is None or case.bits is not None:
-        raise ModelUnsupportedError(
-            f"{subject.name} can't be weighed: {why}", "Inspect it with its weights, as they are."
-        )
-    at = place or _bare()
-    stored = cost_of_folder(subject.folder, subject.config)
+def _of_headers(ref: ModelRef, case: WhatIfCase, place: Machine | None, why: str) -> Inspection:
+    """What the files alone say of a model that no class here makes."""
+    if ref.folder is None or case.bits is not None:
+        raise ModelUnsupportedError(f"{ref.name} can't be weighed: {why}", "Inspect it with its weights, as they are.")
+    at = place or _this_device()
+    stored = cost_of_folder(ref.folder, ref.config)
     form = form_on(stored, at.device, at.memory_bytes)
-    held = cost_of_folder(subject.folder, subject.config, form=form)
-    return _of_bytes(subject, case, _sized(place, held), stored, held, form, kv_reason=why)
+    held = cost_of_folder(ref.folder, ref.config, form=form)
+    return replace(_of_bytes(ref, case, _sized(place, held), stored, held, form), reason=why, kv_reason=why)
 
 
-def _of_bytes(  # noqa: PLR0917
-    subject: ModelRef,
-    case: WhatIfCase,
-    place: Machine,
-    stored: Cost,
-    held: Cost,
-    form: Form,
-    *,
-    kv_table: KVTable | None = None,
-    kv_reason: str | None = None,
-) -> Inspection:
-    value_bytes = value_bytes_of(subject.config) if form == "stored" else 4
-    bare = bare_cost(subject.config, held, case, place, value_bytes=value_bytes)
+def _of_bytes(ref: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, held: Cost, form: Form) -> Inspection:  # noqa: PLR0917
+    """What the config and the bytes of the weights say of a model whose caches can't be planned.
+
+    An unknown size of keys and values counts as nothing in memory. Raises OptionError for flags that the caches can't take.
+    """
+    value_bytes = value_bytes_of(ref.config) if form == "stored" else 4
+    per_token, kept = _kv_bytes(ref.config, case.kv, case.context, value_bytes)
+    limits = limits_for(
+        case.context, weight_bytes_per_token=held.weight_bytes_per_token, kv_bytes_per_step=kept, chip=place.chip
+    )
+    working = working_bytes(ref.config, value_bytes=value_bytes)
+    fit = place.fit(weights=held.weight_bytes, kv=kept or 0, working=working)
     return replace(
-        _described(subject, case, place, stored, form, bare.memory),
-        kv_bytes_per_token=bare.kv_bytes_per_token,
-        kv_bytes=bare.kv_bytes,
-        bytes_per_step=bare.bytes_per_step,
-        ceiling_tps=bare.ceiling_tps,
-        reason=kv_reason or KV_UNKNOWN,
-        kv_table=kv_table,
-        kv_reason=kv_reason,
+        _described(ref, case, place, stored, form, fit),
+        kv_bytes_per_token=per_token,
+        kv_bytes=kept,
+        bytes_per_step=limits.bytes_per_step,
+        ceiling_tps=limits.ceiling_tps,
+        reason=KV_UNKNOWN,
     )
 
 
+def working_bytes(config: Mapping[str, Any], *, value_bytes: int = 2) -> int:
+    """Return a rough size of the largest temporaries of one layer's prefill chunk, and the logits of one token.
+
+    The widest layer's activations three times over (gate, up and their product), the residual twice, queries, keys and values.
+    """
+    text = text_config(config)
+    hidden = int(first_of(text, "hidden_size", "n_embd") or 0)
+    used = int(first_of(text, "num_experts_per_tok", "num_experts_per_token") or 1)
+    dense = int(first_of(text, "intermediate_size", "n_inner") or 4 * hidden)
+    width = max(dense, used * int(text.get("moe_intermediate_size") or 0))
+    return CHUNK * value_bytes * (3 * width + 5 * hidden) + 4 * int(text.get("vocab_size") or 0)
+
+
+def _kv_bytes(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int) -> tuple[int | None, int | None]:
+    """(bytes a token, bytes at this context); None where the config does not say."""
+    from tokamac.engine.kv.plan import spare_slots
+
+    layers = config_cost.kv_layers(config)
+    if layers is None:
+        return None, None
+    if (spec.quantized or spec.window is not None) and not all(layer.free for layer in layers):
+        raise OptionError("this model's caches can be neither packed nor bounded", "Leave out the KV flags.")
+    kept = config_cost.kv_bytes(layers, spec, context, value_bytes=value_bytes, spare=spare_slots)
+    kept += config_cost.pinned_bytes(layers, spec, context, value_bytes=value_bytes)
+    return config_cost.kv_bytes_per_token(layers, spec, value_bytes=value_bytes), kept
+
+
 def _described(  # noqa: PLR0917
-    subject: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, form: Form, fit: MemoryFit
+    ref: ModelRef, case: WhatIfCase, place: Machine, stored: Cost, form: Form, fit: MemoryFit
 ) -> Inspection:
-    """Return an inspection that says what the model is and whether it fits, and nothing yet of its speed."""
-    config = subject.config
+    """What the model is and whether it fits, and nothing yet of its speed."""
+    config = ref.config
     names = config.get("architectures")
     named = names[0] if isinstance(names, list) and names else text_config(config).get("model_type", "unknown")
     parts = ((name, stored.parts[name]) for name in PARTS if stored.parts[name].nbytes)
     return Inspection(
-        model=subject.name,
+        model=ref.name,
         architecture=str(named),
         traits=traits_of(config),
-        known=subject.known,
+        known=ref.known,
         parameters=stored.parameters,
         active_parameters=stored.active_parameters,
         weight_bytes=stored.weight_bytes,
@@ -363,13 +329,13 @@ def _described(  # noqa: PLR0917
     )
 
 
-def _bare() -> Machine:
-    """Return as much of this machine as weighing needs: its device and memory, without a bandwidth."""
+def _this_device() -> Machine:
+    """As much of this machine as weighing needs: its device and memory, without a bandwidth."""
     return Machine(detect(), memory.device_total(), None, None, device_kind(), local=True)
 
 
 def _sized(place: Machine | None, held: Cost) -> Machine:
-    """Return the place, or this machine, with its bandwidth for weights that are held so."""
+    """The place, or this machine, with its bandwidth for weights that are held so."""
     bytes_read = held.weight_bytes_per_token or held.weight_bytes
     return here(bytes_read) if place is None else place.reading(bytes_read)
 
@@ -395,30 +361,25 @@ def prospect(model: str, case: WhatIfCase, place: Machine) -> Prospect:
 
     Never raises for what the model is: one that can't be weighed is unknown, and the reason says why.
     """
+    footprint: Footprint | None = None
     try:
-        weighed, case = _weigh(model, case, place)
+        ref = model_ref(model)
+        context = min(case.context, context_length(ref.config) or case.context)
+        case = replace(case, context=context, prompt=min(case.prompt, context))
+        weighed = weigh(ref.config, place.device, place.memory_bytes, packing=ref.packing, folder=ref.folder)
         found = outcome_of(weighed, case, place)
+        footprint = weighed if isinstance(weighed, Footprint) else None
     except TokamacError as error:
-        weighed, found = error.message, WhatIfOutcome(case, place, reason=error.message)
+        found = WhatIfOutcome(case, place, reason=error.message)
     except Exception as error:  # a config may hold anything, and one must not take the others of a list with it
-        why = f"its config is not understood ({type(error).__name__})"
-        weighed, found = why, WhatIfOutcome(case, place, reason=why)
+        found = WhatIfOutcome(case, place, reason=f"its config is not understood ({type(error).__name__})")
     verdict = verdict_of(found)
-    known = weighed.stored if isinstance(weighed, Footprint) else None
     return Prospect(
         model=model,
-        parameters=None if known is None else known.parameters,
-        active_parameters=None if known is None else known.active_parameters,
+        parameters=footprint.stored.parameters if footprint else None,
+        active_parameters=footprint.stored.active_parameters if footprint else None,
         outcome=found,
         verdict=verdict,
         reason=reason_of(found, verdict),
-        text_only=isinstance(weighed, Footprint) and leaves_out_senses(weighed.config),
+        text_only=footprint is not None and leaves_out_senses(footprint.config),
     )
-
-
-def _weigh(model: str, case: WhatIfCase, place: Machine) -> tuple[Footprint | str, WhatIfCase]:
-    subject = subject_of(model)
-    context = min(case.context, context_length(subject.config) or case.context)
-    case = replace(case, context=context, prompt=min(case.prompt, context))
-    weighed = weigh(subject.config, place.device, place.memory_bytes, packing=subject.packing, folder=subject.folder)
-    return weighed, case

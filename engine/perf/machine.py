@@ -5,7 +5,6 @@ Mac that is only named, the memory is known, and that two thirds of it may be us
 """
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.bandwidth import LARGEST, with_bandwidth
 from tokamac.engine.perf.hardware import Chip, detect, lookup, plain_name, table
+from tokamac.engine.perf.measurement_store import machine_key
 from tokamac.engine.perf.memory import MemoryFit
 from tokamac.engine.perf.roofline import Fitted, HostLimited, LatencyModel, fitted
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 """Memory is sold in GiB, whatever its maker writes."""
+
+KNOWN_CHIPS = "It has Apple M1 to M6 with Pro, Max and Ultra, and a few NVIDIA cards."
 
 SURE_SHARE = 2 / 3
 """Of a Mac's memory, what its GPU may surely use. Reported by default: 10.67 of 16 GB (exo-explore/exo#1672), 11.84 of 16 GB
@@ -50,9 +52,9 @@ class Machine:
     available_bytes: int | None = None
 
     def reading(self, bytes_read: int) -> "Machine":
-        """Return this place with its bandwidth for a model that reads so many bytes a step.
+        """Return this machine with its bandwidth for a model that reads so many bytes a step.
 
-        That of a table is one for all. One that was measured is kept by size, and measured now where it was not (up to 1.5 s).
+        A table has one for all. A measured one is kept by size, and measured now where it was not (up to 1.5 s).
         """
         if not self.by_size:
             return self
@@ -60,8 +62,7 @@ class Machine:
         return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
 
     def pace_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
-        """Return the pace with a model: as published, else as measured here and kept. Measures nothing."""
-        from tokamac.engine.perf.measurement_store import machine_key
+        """Return the latency of a model: as published, else as measured here and kept. Measures nothing."""
         from tokamac.engine.perf.timing import LatencyProfiler, TimedModel
 
         if isinstance(self.pace, Fitted):
@@ -88,7 +89,7 @@ class Machine:
             return "all of the card's memory"
         total, sure = self.memory_bytes / 1e9, self.budget_bytes / 1e9
         return (
-            f"macOS lets a GPU use two thirds of {total:.1f} GB ({sure:.1f} GB) or more: how much, only that Mac says"
+            f"macOS lets a GPU use two thirds of {total:.1f} GB ({sure:.1f} GB) or more; only that Mac knows how much"
         )
 
 
@@ -121,9 +122,13 @@ def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | N
     Raises OptionError for a chip that is not in the table, and where only the GPU cores tell two bandwidths apart.
     """
     name = _named(chip_name)
-    bins = _bins(name)
+    rows = (row for row in table() if plain_name(row["chip"]) == name)
+    bins = [row["gpu_cores"] for row in rows if row["gpu_cores"] is not None]
+    if gpu_cores is not None and not bins:
+        raise OptionError(f"--gpu-cores does not apply to {name}", "Leave it out.")
     if gpu_cores is not None and gpu_cores not in bins:
-        raise OptionError(*_no_such_bin(name, gpu_cores, bins))
+        known = ", ".join(map(str, bins))
+        raise OptionError(f"no {name} in the table has {gpu_cores} GPU cores", f"Known: {known}.")
     chip = lookup(name, gpu_cores)
     if chip.bandwidth_gbs is None:
         cores = " or ".join(map(str, bins))
@@ -138,8 +143,7 @@ def everywhere(memory_gb: float | None = None) -> tuple[Machine, ...]:
 
 
 def _with_peak(chip: Chip, device: DeviceKind) -> Chip:
-    """Return this machine's chip with the peak of its arithmetic: the table's, else the one measured and kept, if it was."""
-    from tokamac.engine.perf.measurement_store import machine_key
+    """The chip with the peak of its arithmetic: the table's, else the one measured and kept, if it was."""
     from tokamac.engine.perf.timing import kept_tflops
 
     if chip.fp16_tflops is not None or (tflops := kept_tflops(machine_key(chip, device))) is None:
@@ -168,20 +172,8 @@ def _named(asked: str) -> str:
             return name
     short = {name.partition(" ")[2].casefold(): name for name in names}
     close = difflib.get_close_matches(wanted.removeprefix("apple ").removeprefix("nvidia "), short, n=3, cutoff=0.5)
-    known = ", ".join(short[each] for each in close) or "Apple M1 to M6 with Pro, Max and Ultra, and a few NVIDIA cards"
-    raise OptionError(f"no chip {asked!r} is in the table", f"Known and near: {known}.")
-
-
-def _bins(name: str) -> tuple[int, ...]:
-    return tuple(
-        row["gpu_cores"] for row in table() if plain_name(row["chip"]) == name and row["gpu_cores"] is not None
-    )
-
-
-def _no_such_bin(name: str, gpu_cores: int, bins: Sequence[int]) -> tuple[str, str]:
-    if not bins:
-        return f"GPU cores tell nothing about {name}", "Leave out --gpu-cores."
-    return f"no {name} in the table has {gpu_cores} GPU cores", f"Known: {', '.join(map(str, bins))}."
+    hint = f"Did you mean {' or '.join(short[each] for each in close)}?" if close else KNOWN_CHIPS
+    raise OptionError(f"no chip {asked!r} is in the table", hint)
 
 
 def _card_memory_gb(name: str) -> float | None:

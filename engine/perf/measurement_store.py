@@ -40,7 +40,8 @@ def read(file: Path, key: str) -> float | None:
 
 def read_all(file: Path) -> dict[str, float]:
     """Return all numbers of a file that can be right: above zero and below a million."""
-    return {key: float(value) for key, value in load(file).items() if _is_sound(value)}
+    numbers = {key: value for key, value in load(file).items() if type(value) in (int, float)}
+    return {key: float(value) for key, value in numbers.items() if 0 < value < 1e6}
 
 
 def keep(file: Path, values: Mapping[str, float]) -> None:
@@ -68,10 +69,6 @@ def write(file: Path, values: Mapping[str, Any]) -> None:
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-
-
-def _is_sound(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
 
 
 def load(file: Path) -> dict[str, Any]:

@@ -41,156 +41,6 @@ from typing import Literal
 from tokamac.engine.errors import MemoryLimitError
 from tokamac.engine.perf import macos
 
-LEAST = 288_000_000
-"""Bytes that an engine's libraries and threads take before there is any model. Measured on 2-core x86 Linux: the guide answers
-where the process may have 400 MB in all, some 100 of them taken by then, and not with 300."""
-LEAST_TO_INSPECT = 180_000_000
-"""Bytes that are enough to weigh a model: likewise, ``inspect`` works with 300 MB in all, and not with 150."""
-
-
-def space_left() -> int | None:
-    """Return the bytes of address space that this process may still take; None where nothing bounds them, or it is unknown."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if allowed == resource.RLIM_INFINITY:
-        return None
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
-        return None  # macOS does not enforce it
-    return max(0, allowed - pages * resource.getpagesize())
-
-
-def check_address_space(least: int = LEAST) -> None:
-    """Raise MemoryLimitError where there is less than ``least`` for libraries; does nothing once they are loaded."""
-    left = None if "mlx.core" in sys.modules else space_left()
-    if left is not None and left < least:
-        raise too_little(left, least)
-
-
-def too_little(left: int, least: int = LEAST) -> MemoryLimitError:
-    """Return the error for a process that may take so little more address space."""
-    return MemoryLimitError(
-        f"this process may take {left / 1e6:.0f} MB more of address space, and the libraries it needs take {least / 1e6:.0f}",
-        "Raise the limit (ulimit -v unlimited), or start it where there is none.",
-    )
-
-
-UNBOUNDED = 1 << 60
-"""Version 1 says so, or more, where there is no limit."""
-
-DROPPABLE = ("active_file", "inactive_file", "slab_reclaimable")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A control group with a limit, in bytes. held: by its programs, less what the kernel drops first."""
-
-    limit: int
-    held: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """The names of one version's files. prefix: of what counts the groups below, too."""
-
-    limit: str
-    usage: str
-    prefix: str
-
-
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-_V2 = _Version("memory.max", "memory.current", "")
-
-
-def bounding(proc: Path = Path("/proc/self")) -> list[Group]:
-    """Return the groups with a limit that bound this process; none where there are no control groups."""
-    found = (_group(folder, version) for folder, version in _folders(proc))
-    return [group for group in found if group is not None]
-
-
-@functools.cache
-def _folders(proc: Path) -> tuple[tuple[Path, _Version], ...]:
-    """Return the folders of this process's groups and of all above them, as far as they are mounted: looked for once."""
-    return tuple(_search(proc))
-
-
-def _search(proc: Path) -> Iterator[tuple[Path, _Version]]:
-    try:
-        groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
-        mounts = (proc / "mountinfo").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return
-    for line in groups:
-        _, _, rest = line.partition(":")
-        controllers, _, name = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version = _V1 if controllers else _V2
-        for mounted, root in _mounts(mounts, version):
-            yield from ((folder, version) for folder in _upwards(mounted, root, name))
-
-
-def _mounts(lines: list[str], version: _Version) -> Iterator[tuple[Path, PurePosixPath]]:
-    """Yield where a hierarchy is mounted, and which of its groups is seen there."""
-    for line in lines:
-        mount, _, source = line.partition(" - ")
-        fields, kind = mount.split(), source.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        options = kind[2].split(",")
-        if (kind[0] == "cgroup2") if version is _V2 else (kind[0] == "cgroup" and "memory" in options):
-            yield Path(_unescaped(fields[4])), PurePosixPath(_unescaped(fields[3]))
-
-
-def _upwards(mounted: Path, root: PurePosixPath, name: str) -> Iterator[Path]:
-    """Yield the folder of a group and those above it; the mounted one alone, where the group lies outside of what is seen."""
-    group = PurePosixPath(name)
-    below = group.relative_to(root) if group.is_relative_to(root) and ".." not in group.parts else PurePosixPath()
-    folder = mounted / below
-    yield folder
-    while folder != mounted:
-        folder = folder.parent
-        yield folder
-
-
-def _group(folder: Path, version: _Version) -> Group | None:
-    """Return what a group's files say; None where nothing bounds it, or they are not there."""
-    limit = _number(folder / version.limit)
-    if limit is None or limit >= UNBOUNDED or (usage := _number(folder / version.usage)) is None:
-        return None
-    return Group(limit, max(0, usage - _droppable(folder / "memory.stat", version.prefix)))
-
-
-def _droppable(path: Path, prefix: str) -> int:
-    try:
-        words = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
-        return sum(
-            int(word[1])
-            for word in words
-            if len(word) == 2 and word[0].removeprefix(prefix) in DROPPABLE and word[0].startswith(prefix)
-        )
-    except (OSError, ValueError):
-        return 0
-
-
-def _number(path: Path) -> int | None:
-    try:  # "max" where nothing bounds it
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-
-
-def _unescaped(path: str) -> str:
-    """Return a path of mountinfo, in which a space is written \\040."""
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        path = path.replace(code, character)
-    return path
-
-
 ALLOWANCE = 128 << 20
 """Bytes beyond what is allocated that are never refused: a short prompt of a loaded model, its keys and values and temporaries."""
 
@@ -401,7 +251,7 @@ def _physical() -> int | None:
 
 
 def _limits(ours: int) -> list[Limit]:
-    """Return every bound of what arrays may take in all, of which ``ours`` are there."""
+    """Every bound of what arrays may take in all, of which ``ours`` are there."""
     mac = macos.system()
     if mac is not None:
         return _mac_limits(mac, ours)
@@ -412,18 +262,16 @@ def _limits(ours: int) -> list[Limit]:
         return [Limit(total if free is None else min(total, ours + free), "device")]
     resident, found, physical = _resident(ours), _meminfo(), _physical()
     bounds = [Limit(group.limit - group.held + resident, "container") for group in bounding()]
-    room = None if found is None else found.available + found.swap_free + resident
-    bounds.extend(Limit(most, "machine") for most in (room, physical) if most is not None)
+    free_for_us = None if found is None else found.available + found.swap_free + resident
+    bounds.extend(Limit(most, "machine") for most in (free_for_us, physical) if most is not None)
     if (space := space_left()) is not None:
         bounds.append(Limit(ours + space, "address space"))
     return bounds
 
 
 def _mac_limits(mac: macos.System, ours: int) -> list[Limit]:
-    """Return what macOS recommends, and what other programs' wired memory leaves of the machine.
-
-    Our own arrays are among the wired pages while they are resident for the GPU: what is counted is not held against us.
-    """
+    """What macOS recommends, and what other programs' wired memory leaves of the machine."""
+    # Our own arrays are among the wired pages while they are resident for the GPU.
     named, total, pages = recommended(), mac.integer("hw.memsize") or machine_total(), mac.pages()
     found = [] if named is None else [Limit(named, "recommended")]
     if total is not None:
@@ -433,7 +281,7 @@ def _mac_limits(mac: macos.System, ours: int) -> list[Limit]:
 
 
 def _resident(ours: int) -> int:
-    """Return how much of the arrays is in memory: pages that nothing was written to are not."""
+    """How much of the arrays is in memory: pages that nothing was written to are not."""
     rss = process_rss()
     return ours if rss is None else min(ours, rss)
 
@@ -480,7 +328,7 @@ def wired(needed_bytes: int) -> Iterator[int | None]:
 
 
 def _change(change: Callable[[], None], most: int) -> int:
-    """Change the needs, and set the limit to what they come to."""
+    """Change the needs, and set the limit to their sum."""
     global _before  # noqa: PLW0603  # one limit for the process, as in MLX
     import mlx.core as mx
 
@@ -495,3 +343,153 @@ def _change(change: Callable[[], None], most: int) -> int:
         if limit != wanted:
             mx.set_wired_limit(limit)
         return limit
+
+
+UNBOUNDED = 1 << 60
+"""Version 1 says so, or more, where there is no limit."""
+
+DROPPABLE = ("active_file", "inactive_file", "slab_reclaimable")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A control group with a limit, in bytes. held: by its programs, less what the kernel drops first."""
+
+    limit: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """The names of one version's files. prefix: of what counts the groups below, too."""
+
+    limit: str
+    usage: str
+    prefix: str
+
+
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = _Version("memory.max", "memory.current", "")
+
+
+def bounding(proc: Path = Path("/proc/self")) -> list[Group]:
+    """Return the groups with a limit that bound this process; none where there are no control groups."""
+    found = (_group(folder, version) for folder, version in _folders(proc))
+    return [group for group in found if group is not None]
+
+
+@functools.cache
+def _folders(proc: Path) -> tuple[tuple[Path, _Version], ...]:
+    """The folders of this process's groups and of all above them, as far as they are mounted: looked for once."""
+    return tuple(_search(proc))
+
+
+def _search(proc: Path) -> Iterator[tuple[Path, _Version]]:
+    try:
+        groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
+        mounts = (proc / "mountinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in groups:
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _V1 if controllers else _V2
+        for mounted, root in _mounts(mounts, version):
+            yield from ((folder, version) for folder in _upwards(mounted, root, name))
+
+
+def _mounts(lines: list[str], version: _Version) -> Iterator[tuple[Path, PurePosixPath]]:
+    """Where a hierarchy is mounted, and which of its groups is seen there."""
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        fields, kind = mount.split(), source.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        options = kind[2].split(",")
+        if (kind[0] == "cgroup2") if version is _V2 else (kind[0] == "cgroup" and "memory" in options):
+            yield Path(_unescaped(fields[4])), PurePosixPath(_unescaped(fields[3]))
+
+
+def _upwards(mounted: Path, root: PurePosixPath, name: str) -> Iterator[Path]:
+    """The folder of a group and those above it; the mounted one alone, where the group lies outside of what is seen."""
+    group = PurePosixPath(name)
+    below = group.relative_to(root) if group.is_relative_to(root) and ".." not in group.parts else PurePosixPath()
+    folder = mounted / below
+    yield folder
+    while folder != mounted:
+        folder = folder.parent
+        yield folder
+
+
+def _group(folder: Path, version: _Version) -> Group | None:
+    """What a group's files say; None where nothing bounds it, or they are not there."""
+    limit = _number(folder / version.limit)
+    if limit is None or limit >= UNBOUNDED or (usage := _number(folder / version.usage)) is None:
+        return None
+    return Group(limit, max(0, usage - _droppable(folder / "memory.stat", version.prefix)))
+
+
+def _droppable(path: Path, prefix: str) -> int:
+    try:
+        words = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+        return sum(
+            int(word[1])
+            for word in words
+            if len(word) == 2 and word[0].removeprefix(prefix) in DROPPABLE and word[0].startswith(prefix)
+        )
+    except (OSError, ValueError):
+        return 0
+
+
+def _number(path: Path) -> int | None:
+    try:  # "max" where nothing bounds it
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _unescaped(path: str) -> str:
+    """A path of mountinfo, in which a space is written \\040."""
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        path = path.replace(code, character)
+    return path
+
+
+LEAST = 288_000_000
+"""Bytes that an engine's libraries and threads take before there is any model. Measured on 2-core x86 Linux: the guide answers
+where the process may have 400 MB in all, some 100 of them taken by then, and not with 300."""
+LEAST_TO_INSPECT = 180_000_000
+"""Bytes that are enough to weigh a model: likewise, ``inspect`` works with 300 MB in all, and not with 150."""
+
+
+def space_left() -> int | None:
+    """Return the bytes of address space that this process may still take; None where nothing bounds them, or it is unknown."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return None  # macOS does not enforce it
+    return max(0, allowed - pages * resource.getpagesize())
+
+
+def check_address_space(least: int = LEAST) -> None:
+    """Raise MemoryLimitError where there is less than ``least`` for libraries; does nothing once they are loaded."""
+    left = None if "mlx.core" in sys.modules else space_left()
+    if left is not None and left < least:
+        raise too_little(left, least)
+
+
+def too_little(left: int, least: int = LEAST) -> MemoryLimitError:
+    """Return the error for a process that may take so little more address space."""
+    return MemoryLimitError(
+        f"this process may take {left / 1e6:.0f} MB more of address space, and the libraries it needs take {least / 1e6:.0f}",
+        "Raise the limit (ulimit -v unlimited), or start it where there is none.",
+    )

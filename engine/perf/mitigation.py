@@ -45,20 +45,20 @@ _WHERE = "In the chat that is /settings, in Python KVSpec."
 
 WINDOW_STEP = 256
 
-RungName = Literal["pool", "fused", "chunk", "prompt cache"]
+StepName = Literal["pool", "fused", "chunk", "prompt cache"]
 
 
 @dataclass(frozen=True, slots=True)
 class MitigationStep:
     """One step. amount: bytes given back by the pool or the prompt cache, or not taken by fused attention; tokens of a chunk."""
 
-    name: RungName
+    name: StepName
     amount: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mitigation:
-    """The steps to take, in order, and where they lead. peak: what is predicted then. missing: bytes that are still too many.
+    """Steps to take (``rungs``), in order, and where they lead. peak: what is predicted then. missing: bytes still too many.
 
     fused: whether fused attention is asked for wherever there is a kernel.
     """
@@ -156,7 +156,7 @@ def offers(
     """
     for bits in OFFERS:
         smaller = shape.packed(*bits)
-        fewer = smaller != shape and _held(smaller) < _held(shape)
+        fewer = smaller != shape and _token_bytes(smaller) < _token_bytes(shape)
         if fewer and (total := peak_of(smaller).total) <= budget:
             yield FittingFlags(
                 f"--kv-bits {bits[0]},{bits[1]}" if bits[0] != bits[1] else f"--kv-bits {bits[0]}", total
@@ -217,7 +217,7 @@ def gb(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.1f} MB"
 
 
-def _held(shape: ModelShape) -> int:
+def _token_bytes(shape: ModelShape) -> int:
     return sum(layer.key_bytes + layer.value_token_bytes for layer in shape.layers)
 
 

@@ -410,7 +410,11 @@ def _call_peak(shape: ModelShape, slots: int, call: ModelCall, prompt_cache: int
     working = max((_layer(shape, layer, slots, call) for layer in set(shape.layers)), default=0)
     feed_forward = call.new * shape.value_bytes * (4 * shape.hidden + _widths(shape))
     working = max(working, feed_forward) + (3 * 4 * shape.vocabulary if call.decodes else 0)
-    return Peak(shape.weights, kv, working + _mask(shape, call) + _pending(shape, call), prompt_cache)
+    overflowing = (
+        layer for layer in shape.layers if _overflows(layer, call)
+    )  # all layers write at the end of the call
+    pending = sum(call.new * (layer.key_bytes + layer.value_token_bytes) for layer in overflowing)
+    return Peak(shape.weights, kv, working + _mask(shape, call) + pending, prompt_cache)
 
 
 def _slots(layer: LayerCache, slots: int, held: int) -> int:
@@ -528,13 +532,6 @@ def _seen(layer: LayerCache, call: ModelCall) -> int:
     return min(call.held, layer.limit + (call.new if _overflows(layer, call) else 0))
 
 
-def _pending(shape: ModelShape, call: ModelCall) -> int:
-    """Return the new tokens of rings that overflow: all layers write them at the end of the call."""
-    return sum(
-        call.new * (layer.key_bytes + layer.value_token_bytes) for layer in shape.layers if _overflows(layer, call)
-    )
-
-
 def _scores(shape: ModelShape, layer: LayerCache, call: ModelCall) -> int:
     """Return the bytes of all heads' scores, and of what is made of them, where they are written down."""
     if layer.seen is not None:
@@ -572,7 +569,7 @@ def _compressed_scores(shape: ModelShape, seen: Compressed, call: ModelCall) -> 
 def _written(shape: ModelShape, layer: LayerCache, call: ModelCall, seen: int, one: int) -> int:
     """Return the bytes of scores that MLX writes down, given those of all heads' scores ``one``."""
     mask = _mask_kind(layer, call)
-    call = AttentionCall(
+    attention = AttentionCall(
         shape.heads,
         layer.heads,
         call.new,
@@ -584,16 +581,16 @@ def _written(shape: ModelShape, layer: LayerCache, call: ModelCall, seen: int, o
         sinks=layer.sinks,
     )
     force = shape.force_fused and call.new > 1
-    kernel = kernel_of(call, shape.device, force_fused=force)
+    kernel = kernel_of(attention, shape.device, force_fused=force)
     if force and kernel == "unfused":
-        kernel = kernel_of(call, shape.device)
+        kernel = kernel_of(attention, shape.device)
     if kernel == "unfused":
         causal = call.new * seen if mask == "causal" else 0  # the mask that MLX makes of the word
         return one * (SINK_SCORES if layer.sinks else 1) + causal
     if kernel == "blocked":
         rows = min(call.new, BLOCK_QUERIES)
         return shape.heads * rows * (seen + layer.key_dim + layer.value_dim) * shape.value_bytes
-    return 2 * one if kernel == "cudnn" and call.has_array else 0
+    return 2 * one if kernel == "cudnn" and attention.has_array else 0
 
 
 def _mask_kind(layer: LayerCache, call: ModelCall) -> MaskKind:

@@ -35,7 +35,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import groupby
-from math import ceil
 from typing import Any, Literal, Protocol
 
 from tokamac.engine.metrics import ceiling_tps, rate
@@ -111,7 +110,8 @@ class Fitted:
             return None
         reading = weights / (self.constants.shared * bandwidth * 1e9)
         attending = batch * self.attention_s(work, context, bandwidth)
-        return reading + attending + self._launching_s(work) + self._gathering_s(work)
+        gathering = work.expert_products * self.constants.gather_s * self._slowness()
+        return reading + attending + self._launching_s(work) + gathering
 
     def attention_s(self, work: Workload, context: int, bandwidth_gbs: float) -> float:
         """Seconds of a step of one sequence that its attention takes, and the states that some layers keep instead."""
@@ -154,13 +154,13 @@ class Fitted:
         if operations is None or peak is None or weights is None or bandwidth is None or idle is None:
             return None
         chunks = math.ceil(tokens / chunk)
-        computing = operations * (1 + idle) / (self._prefill_share(work) * peak * 1e12)
+        share = self.constants.prefill[units_of(self.chip)][kind_of(work)]
+        computing = operations * (1 + idle) / (share * peak * 1e12)
         reading = chunks * weights / (self.constants.shared * bandwidth * 1e9)
         return max(computing, reading) + chunks * self._launching_s(work)
 
     def _idle(self, work: Workload, rows: int) -> float | None:
-        """Operations for which there was room beside each one that was done, for want of work; None where cores or the model's
-        width are unknown."""
+        """Operations left undone beside each one, for want of work; None where cores or the model's width are unknown."""
         if self.chip.gpu_cores is None or work.hidden is None:
             return None
         narrow = self.constants.narrow * (self.chip.gpu_cores / work.hidden) ** 2
@@ -172,17 +172,11 @@ class Fitted:
     def _launching_s(self, work: Workload) -> float:
         return work.launches * self.constants.launch_s * self._slowness()
 
-    def _gathering_s(self, work: Workload) -> float:
-        return work.expert_products * self.constants.gather_s * self._slowness()
-
     def _slowness(self) -> float:
         """How much longer than on the smallest recent chip a kernel takes to start."""
         c, generation = self.constants, generation_of(self.chip.name)
         age = max(RECENT - generation, 0) if generation is not None else 0
         return math.pow(c.older, age) * math.pow(c.larger, size_of(self.chip.name))
-
-    def _prefill_share(self, work: Workload) -> float:
-        return self.constants.prefill[units_of(self.chip)][kind_of(work)]
 
 
 def kind_of(work: Workload) -> Kind:
@@ -256,7 +250,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostLimited:
-    """A pace that knows the host: never faster than it builds steps. host: None where it was not measured, or no longer matters."""
+    """Never faster than the host builds steps. host: None where it was not measured, or does not matter."""
 
     device: Fitted
     host: Host | None = None
@@ -265,14 +259,14 @@ class HostLimited:
         """Seconds of a decode step; None also for a model so small that the host decides, where that is unknown."""
         device_s = self.device.decode_s(work, context, batch)
         if device_s is None or self.host is None:
-            return device_s if _is_fitted(work) else None
+            return device_s if range_of().covers(work) else None
         return max(device_s, self.host.step_s)
 
     def prefill_s(self, work: Workload, tokens: int, cached: int, chunk: int) -> float | None:
         """Seconds of reading ``tokens`` after ``cached``; None as for decoding."""
         device_s = self.device.prefill_s(work, tokens, cached, chunk)
         if device_s is None or self.host is None:
-            return device_s if _is_fitted(work) else None
+            return device_s if range_of().covers(work) else None
         calls = calls_of(tokens, chunk)
         return max(device_s + calls * self.host.wait_s, self.host.reading_s(calls))
 
@@ -289,7 +283,7 @@ def reads_by_host(pace: object, expected_s: float | None, calls: int) -> bool:
 
 def calls_of(tokens: int, chunk: int) -> int:
     """Return how often the model is called for a prompt: for its chunks, and for its last token, which makes the reply's first."""
-    return ceil((tokens - 1) / chunk) + 1
+    return math.ceil((tokens - 1) / chunk) + 1
 
 
 def measure_host(model: Any, new_caches: Callable[[], list[Any]]) -> Host | None:
@@ -321,10 +315,6 @@ def _wait_s() -> float:
     began = time.perf_counter()
     mx.eval(one + 1.0)
     return time.perf_counter() - began
-
-
-def _is_fitted(work: Workload) -> bool:
-    return range_of().covers(work) is True
 
 
 Bound = Literal["memory", "compute"]

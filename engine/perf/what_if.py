@@ -16,7 +16,7 @@ mixture lies between the two. Where the speed is not known, what fits is sorted 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokamac.engine.errors import OptionError
@@ -24,10 +24,11 @@ from tokamac.engine.model.config import context_length
 from tokamac.engine.options import GROUP_SIZES, KVSpec
 from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.cost import Cost, Form
-from tokamac.engine.perf.footprint import Footprint, weigh
-from tokamac.engine.perf.machine import Machine, elsewhere, everywhere, here
+from tokamac.engine.perf.cost import Form
+from tokamac.engine.perf.footprint import Footprint, KVTable, table_of_plan, weigh
+from tokamac.engine.perf.machine import Machine
 from tokamac.engine.perf.memory import MemoryFit, giving_way
+from tokamac.engine.perf.mitigation import Chunking, prompt_peak
 from tokamac.engine.perf.roofline import (
     MATTERS_S,
     Host,
@@ -39,17 +40,40 @@ from tokamac.engine.perf.roofline import (
     measure_host,
     predict,
 )
-from tokamac.engine.perf.workload import Trait, traits_of
+from tokamac.engine.perf.workload import Trait, Workload, traits_of
 
 if TYPE_CHECKING:
     from tokamac.engine.kv.plan import CachePlan
-    from tokamac.engine.perf.footprint import KVTable
-    from tokamac.engine.perf.mitigation import Chunking
-    from tokamac.engine.perf.workload import Workload
 
 
 BITS = (16, 8, 6, 5, 4, 3, 2)
 """Bits per weight that a model can be packed with; 16 is not packed."""
+
+SAME_BITS = "this CPU unpacks weights to 32 bits: fewer bits make a smaller file, no faster reply"
+"""Of a table whose model is held unpacked (``form_on``): its rows of other bits are alike."""
+
+PRECISIONS = (16, 8, 6, 5, 4, 3)
+
+KV_BITS = ((16, 16), (8, 8), (8, 4), (4, 4))
+
+FIRST_CONTEXT = 1024
+
+UNBOUNDED_CONTEXT = 131_072
+"""How far contexts go where a config does not say what the model was made for."""
+
+MARGIN = 0.9
+"""Share of the budget that leaves room for the system, a longer context and other programs."""
+
+READABLE_TPS = 10.0
+"""Tokens a second that nobody waits for: adults read some 238 words a minute silently (Brysbaert 2019,
+doi:10.1016/j.jml.2019.104047), about 5 tokens a second; twice that leaves room for skimming."""
+
+Verdict = Literal["runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = (
+    "runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit",
+)  # fmt: skip
+"""Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow: slower than
+twice reading."""
 
 KV_UNKNOWN = "what its layers keep for each token is not known"
 
@@ -78,7 +102,7 @@ class WhatIfCase:
             raise OptionError(f"group size {self.group_size} is not supported", f"Use one of {GROUP_SIZES}.")
         if not 1 <= self.prompt <= self.context:
             raise OptionError(
-                f"a prompt of {self.prompt} tokens does not go into a context of {self.context}",
+                f"a prompt of {self.prompt} tokens does not fit into a context of {self.context}",
                 "Use 1 token or more, up to the context.",
             )
 
@@ -93,7 +117,7 @@ class WhatIfCase:
 class WhatIfOutcome:
     """The answer. Bytes, tokens a second, seconds; None is unknown, and ``reason`` then says why.
 
-    weight_bytes, bits_per_weight: as stored. kv_bytes: held of keys and values at the context. memory: at the highest moment
+    weight_bytes, bits_per_weight: as stored. kv_bytes: held of keys and values at the context. memory: at the highest point
     on the way there. prefill_tps, ttft_s: of the prompt. prediction: both phases on the roofline.
     """
 
@@ -129,7 +153,7 @@ class WeighedModel:
 
     weighed: Footprint
     plan: "CachePlan"
-    work: "Workload"
+    work: Workload
     place: Machine
     pace: LatencyModel | None
 
@@ -152,16 +176,12 @@ class WeighedModel:
         return measure_host(self.weighed.module, lambda: self.plan.make(None))
 
     @property
-    def chunking(self) -> "Chunking":
+    def chunking(self) -> Chunking:
         """How prompts are cut there."""
-        from tokamac.engine.perf.mitigation import Chunking
-
         return Chunking(self.work, self.place.device, self.place.pace)
 
-    def kv_table(self, context: int) -> "KVTable":
+    def kv_table(self, context: int) -> KVTable:
         """Return what each layer keeps at a context of so many tokens."""
-        from tokamac.engine.perf.footprint import table_of_plan
-
         return table_of_plan(self.plan, context)
 
     def limits(self, context: int) -> Limits | None:
@@ -171,12 +191,10 @@ class WeighedModel:
         return limits_of(context, self.work, self.place.chip, self.pace)
 
     def fit(self, case: WhatIfCase) -> MemoryFit:
-        """Return whether the case fits at the highest moment of computing its prompt and then tokens until the context is reached.
+        """Return whether the case fits at the highest point of computing its prompt and then tokens until the context is reached.
 
         Room that the caches have for growing counts with the temporaries.
         """
-        from tokamac.engine.perf.mitigation import prompt_peak
-
         shape = self.weighed.shape(self.plan, self.place.device, self.place.chip)
         peak = prompt_peak(shape, self.chunking, held=0, new=case.prompt, reply=case.context - case.prompt)
         kv = self.plan.bytes_at(case.context)
@@ -256,14 +274,14 @@ def outcome_at(loaded: WeighedModel, case: WhatIfCase) -> WhatIfOutcome:
 
 
 def _without(weighed: Footprint | str, case: WhatIfCase, place: Machine, reason: str) -> WhatIfOutcome:
-    """Return the outcome where no more than the weights is known, if that."""
+    """The outcome where no more than the weights is known, if that."""
     if isinstance(weighed, str):
         return WhatIfOutcome(case, place, reason=reason)
     return WhatIfOutcome(case, place, weighed.stored.weight_bytes, weighed.stored.bits_per_weight, reason=reason)
 
 
 def _unknown(loaded: WeighedModel, predicted: Prediction, kv: KVSpec) -> str | None:
-    """Return why something is not known, what matters most first."""
+    """Why something is not known, what matters most first."""
     place = loaded.place
     if loaded.work.weight_bytes() is None:
         return "its config does not say how many experts a token uses"
@@ -274,25 +292,10 @@ def _unknown(loaded: WeighedModel, predicted: Prediction, kv: KVSpec) -> str | N
             return UNMEASURED_KV if kv.quantized else UNMEASURED
         return f"no published measurement says what MLX reaches on {place.chip.name}"
     if predicted.expected_tps is None:
-        return f"so small a model waits for the processor, and how fast that builds a step on {place.chip.name} was not measured"
+        return f"a model this small waits for the processor, and how fast that builds a step on {place.chip.name} was not measured"
     if predicted.ttft_s is None:
         return f"the peak arithmetic of {place.chip.name} is not known without its number of GPU cores"
     return None
-
-
-MARGIN = 0.9
-"""Share of the budget that leaves room for the system, a longer context and other programs."""
-
-READABLE_TPS = 10.0
-"""Tokens a second that nobody waits for: adults read some 238 words a minute silently (Brysbaert 2019,
-doi:10.1016/j.jml.2019.104047), about 5 tokens a second; twice that leaves room for skimming."""
-
-Verdict = Literal["runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit"]
-VERDICTS: tuple[Verdict, ...] = (
-    "runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit",
-)  # fmt: skip
-"""Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow: slower than
-twice reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,14 +339,19 @@ def suggestions(
 
 def suggestion(entry: CatalogueEntry, repository: Repository, case: WhatIfCase, place: Machine) -> Suggestion:
     """Return one repository at a place."""
-    weighed = _weigh(entry, repository, place)
+    weighed: Footprint | str = f"the config of {entry.name} is not known here"
+    if (config := entry.config_of(repository)) is not None:
+        weighed = weigh(config, place.device, place.memory_bytes, packing=repository.packing)
     known = weighed.stored if isinstance(weighed, Footprint) else None
+    download_bytes = repository.published_bytes
+    if download_bytes is None and known is not None:
+        download_bytes = files_bytes(entry, repository, known.weight_bytes)
     found = outcome_of(weighed, case, place)
     verdict = verdict_of(found)
     return Suggestion(
         id=repository.id,
         name=entry.name,
-        download_bytes=_download(entry, repository, known),
+        download_bytes=download_bytes,
         parameters=None if known is None else known.parameters,
         active_parameters=None if known is None else known.active_parameters,
         traits=() if entry.config is None else traits_of(entry.config),
@@ -373,19 +381,6 @@ def verdict_alone(found: WhatIfOutcome) -> Verdict:
     if memory.total > MARGIN * memory.budget:
         return "tight"
     return "fits, speed unknown" if found.expected_tps is None else "runs well"
-
-
-def _download(entry: CatalogueEntry, repository: Repository, known: Cost | None) -> int | None:
-    if repository.published_bytes is not None or known is None:
-        return repository.published_bytes
-    return files_bytes(entry, repository, known.weight_bytes)
-
-
-def _weigh(entry: CatalogueEntry, repository: Repository, place: Machine) -> Footprint | str:
-    config = entry.config_of(repository)
-    if config is None:
-        return f"the config of {entry.name} is not known here"
-    return weigh(config, place.device, place.memory_bytes, packing=repository.packing)
 
 
 def repositories() -> Iterator[tuple[CatalogueEntry, Repository]]:
@@ -436,37 +431,6 @@ def _size(nbytes: int) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-__all__ = [
-    "DecodePoint",
-    "Machine",
-    "Suggestion",
-    "WhatIfCase",
-    "WhatIfOutcome",
-    "contexts_up_to",
-    "curve",
-    "elsewhere",
-    "everywhere",
-    "here",
-    "notes",
-    "on_chips",
-    "outcome",
-    "suggestions",
-    "table",
-]
-
-SAME_BITS = "this CPU unpacks weights to 32 bits: fewer bits make a smaller file, no faster reply"
-"""Said of a table whose model is held unpacked (weighing.form_on): its rows of other bits are alike."""
-
-PRECISIONS = (16, 8, 6, 5, 4, 3)
-
-KV_BITS = ((16, 16), (8, 8), (8, 4), (4, 4))
-
-FIRST_CONTEXT = 1024
-
-UNBOUNDED_CONTEXT = 131_072
-"""How far contexts go where a config does not say what the model was made for."""
-
-
 def table(
     config: Mapping[str, Any], base: WhatIfCase, place: Machine, *, own: Packing | None = None
 ) -> tuple[WhatIfOutcome, ...]:
@@ -509,11 +473,7 @@ def on_chips(
 def contexts_up_to(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return contexts in fourfold steps from 1,024 tokens, the last one what the model was made for."""
     longest = context_length(config) or UNBOUNDED_CONTEXT
-    steps = []
-    step = FIRST_CONTEXT
-    while step < longest:
-        steps.append(step)
-        step *= 4
+    steps = takewhile(lambda step: step < longest, (FIRST_CONTEXT * 4**power for power in count()))
     return (*steps, longest)
 
 
@@ -522,7 +482,7 @@ def _cases(config: Mapping[str, Any], base: WhatIfCase) -> Iterator[WhatIfCase]:
     for bits in PRECISIONS:
         yield replace(base, bits=bits)
     for key_bits, value_bits in KV_BITS:
-        yield replace(base, kv=_with_bits(base.kv, key_bits, value_bits))
+        yield replace(base, kv=replace(base.kv, key_bits=key_bits, value_bits=value_bits))
     for context in contexts_up_to(config):
         fills = base.prompt == base.context
         yield replace(base, context=context, prompt=context if fills else min(base.prompt, context))
@@ -536,7 +496,3 @@ def _distinct(cases: Iterable[WhatIfCase], own: Packing | None) -> Iterator[What
         if comes_to not in seen:
             seen.add(comes_to)
             yield case
-
-
-def _with_bits(kv: KVSpec, key_bits: int, value_bits: int) -> KVSpec:
-    return replace(kv, key_bits=key_bits, value_bits=value_bits)

@@ -24,6 +24,7 @@ from tokamac.engine.perf.cost import (
     cost_of_tensors,
     first_of,
     leaf_modules,
+    part_named,
     part_of,
     text_config,
 )
@@ -274,7 +275,11 @@ def launches(model: Any, config: Mapping[str, Any], plan: "CachePlan") -> int:
     count += sum(_unfused(heads_of(config, layer, ())) for layer in plan.layers)
     modules = leaf_modules(model)
     count += PER_ADAPTED * len(added_matrices(model)) // 2
-    return count + sum(_of_module(path.rpartition(".")[2], module) for path, module in modules if not _is_head(path))
+    return count + sum(
+        _module_kernels(path.rpartition(".")[2], module)
+        for path, module in modules
+        if part_named(f"{path}.weight") != "head"
+    )
 
 
 def _unfused(heads: Heads | None) -> int:
@@ -283,12 +288,8 @@ def _unfused(heads: Heads | None) -> int:
     return WRITTEN_OUT if heads.written_out else UNFUSED
 
 
-def _is_head(path: str) -> bool:
-    return part_of(Tensor(f"{path}.weight", "BF16", (), 0), {}) == "head"
-
-
-def _of_module(name: str, module: Any) -> int:
-    """Return the kernels of one module. name: the last of its path."""
+def _module_kernels(name: str, module: Any) -> int:
+    """The kernels of one module. name: the last of its path."""
     kind = type(module)
     if kind.__name__ in SCALING_ROTATIONS:
         return 4
@@ -418,8 +419,10 @@ class Product:
 
 
 def products_of(model: Any, config: Mapping[str, Any]) -> tuple[Product, ...]:
-    """Return the products of mlx-lm's module, loaded or hollow. A mixture that does not say how many of its experts a token chooses
-    gets one of each stack."""
+    """Return the products of mlx-lm's module, loaded or a skeleton.
+
+    A mixture that does not say how many of its experts a token chooses gets one of each stack.
+    """
     leaves = leaf_modules(model)
     matrices = {path: module for path, module in leaves if "weight" in module and module.weight.ndim in (2, 3)}
     parts = {path: part_of(_tensor(path, module), config) for path, module in matrices.items()}
@@ -463,7 +466,7 @@ def _product(module: Any, used: int | None, *, head: bool) -> Product:
 
 
 def _added(matrix: Any, used: int | None, *, head: bool) -> Product:
-    """Return the product with one of an adapter's matrices: (in, r) and (r, out), or of a stack (r, in) and (out, r)."""
+    """The product with one of an adapter's matrices: (in, r) and (r, out), or of a stack (r, in) and (out, r)."""
     *stack, rows, columns = matrix.shape
     whole = stack[0] if stack else 1
     if not stack:
@@ -585,7 +588,7 @@ def work_of(model: Any, config: Mapping[str, Any], cost: Cost, plan: "CachePlan"
         launches=launches(model, config, plan),
         shared_bytes=sum(part.nbytes_per_token for part in shared),
         expert_bytes=experts.nbytes,
-        active=_share(experts.nbytes_per_token, experts.nbytes) if known else None,
+        active=(experts.nbytes_per_token / experts.nbytes if experts.nbytes else 0.0) if known else None,
         prefill_parameters=sum(each.parameters for each in products if not each.head) if counted else None,
         head_parameters=sum(each.parameters for each in products if each.head),
         kv=tuple(_kv_layer(layer, config, attention or ()) for layer in plan.layers),
@@ -604,7 +607,3 @@ def _kv_layer(layer: "LayerPlan", config: Mapping[str, Any], attention: Sequence
     text = text_config(config)
     share = text["head_dim"] / (text["head_dim"] + text["index_head_dim"])  # the rest are the keys that choose
     return replace(read, picked_bytes_per_token=round(layer.bytes_per_token * share), picked=chosen[0] * chosen[1])
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -318,11 +318,22 @@ class DiskStore:
         if self._writer is not None:
             self._writer.join(seconds)
 
-    def store(self, packet: Packet) -> SegmentEntry | None:
-        """Store a segment that was computed elsewhere, on this thread; None where it is here already. Raises OSError."""
-        if self.has(packet.name):
+    def store(self, packet: Packet, *, last: bool) -> SegmentEntry | None:
+        """Store a segment that was computed elsewhere, on this thread; None where it is here already. Raises OSError.
+
+        last: nothing continues it, so that a longer segment which begins with it will do.
+        """
+        if self.has(packet.name) or (last and self._is_covered(packet)):
             return None
         return self.folder.write(self._model, self.label, packet.parent, packet.name, packet.data)
+
+    def _is_covered(self, packet: Packet) -> bool:
+        """Whether a stored segment begins with this one. One with states can't be cut: it ends where they were taken."""
+        tokens, header = _tokens_in(packet.data), _header(packet.data)[0]
+        if tokens is None or header["__metadata__"]["numbers"] != "null":
+            return False
+        stored = (self._tokens_of(entry) for entry in list(self._index.children.get(packet.parent, [])))
+        return any(other is not None and other[: len(tokens)] == tokens for other in stored)
 
     def remove_shorter(self, parent: str, tokens: list[int]) -> None:
         """Remove segments after ``parent`` that hold only a beginning of ``tokens`` and that nothing continues."""

@@ -68,7 +68,7 @@ def take_in(runtime: "Runtime", store: CacheStore, file: Path, vocabulary: int) 
     written: list[SegmentEntry] = []
     try:
         for packet in packets_of(file, of):
-            if (entry := disk.store(packet)) is not None:
+            if (entry := disk.store(packet, last=packet.name == of.segments[-1][1])) is not None:
                 written.append(entry)
     except BaseException as error:
         for entry in written:

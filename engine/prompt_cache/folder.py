@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from array import array
@@ -36,13 +35,14 @@ from typing import Any
 import platformdirs
 import xxhash
 
-from tokamac.engine.files import TOKENIZER_BYTES, open_regular, read_bytes, read_text, sync, to_disk
+from tokamac.engine.files import TOKENIZER_BYTES, atomic_write, open_regular, read_bytes, read_text
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import measurement_store
 
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")
 LABEL = "model.txt"
+NEW = ".new-"
 LEDGER_BYTES, LABEL_BYTES = 64 << 20, 1 << 20
 """A day's count of writing, and a model's label, at most."""
 LEAST_AGE_S = 60.0
@@ -201,18 +201,9 @@ class Folder:
         folder = self.root / model
         self._make(folder, label)
         path = folder / f"{parent}.{name}.{xxhash.xxh3_128_hexdigest(data)}.kv"
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")  # mode 0600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # tells other processes, and containers, that its writer is alive
-                file.write(data)
-                file.flush()
-                to_disk(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        sync(folder)
+        with atomic_write(path, NEW) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # tells other processes, and containers, that its writer is alive
+            file.write(data)
         self._note(len(data))
         return SegmentEntry(parent, name, path, len(data), path.stat().st_mtime)
 
@@ -224,7 +215,7 @@ class Folder:
     def tidy(self) -> None:
         """Remove what processes left that died while writing, and the counts of earlier days."""
         for folder in self._model_folders():
-            for path in folder.glob(".new-*"):
+            for path in folder.glob(f"{NEW}*"):
                 if _is_abandoned(path):
                     path.unlink(missing_ok=True)
         for path in self.root.glob("written-*"):

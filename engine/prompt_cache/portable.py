@@ -8,9 +8,7 @@ anybody: nothing of it is used before all of it is checked, and nothing in it is
 """
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import xxhash
 
 from tokamac.engine.errors import OptionError, TokamacError, access_hint
-from tokamac.engine.files import open_regular, sync, to_disk
+from tokamac.engine.files import atomic_write, open_regular
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache.folder import Identity
 
@@ -76,11 +74,7 @@ def write_portable(
     if file.exists() or file.is_symlink():
         raise OptionError(f"{file} already exists", "Name another file, or remove it.")
     try:
-        handle, temporary = tempfile.mkstemp(dir=file.absolute().parent, prefix=f".{file.name[:64]}.")
-    except OSError as error:
-        raise _unwritable(file, error) from error
-    try:
-        with os.fdopen(handle, "wb") as out:
+        with atomic_write(file, f".{file.name[:64]}.") as out:
             out.write(MAGIC)
             listed = []
             for packet in packets:
@@ -90,17 +84,10 @@ def write_portable(
             footer = json.dumps({**facts, "segments": listed}, default=str).encode()
             length = len(footer).to_bytes(8, "little")
             out.write(footer + length + xxhash.xxh3_128_digest(MAGIC + footer + length))
-            out.flush()
-            to_disk(out.fileno())
-            size = out.tell()
-        Path(temporary).replace(file)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _unwritable(file, error) from error
-        raise
-    sync(file.absolute().parent)
-    return size
+            return out.tell()
+    except OSError as error:
+        reason = error.strerror or error
+        raise OptionError(f"{file} can't be written: {reason}", access_hint(error, "Name another place.")) from error
 
 
 def read_portable(file: Path) -> Portable:
@@ -196,7 +183,3 @@ def _unreadable(file: Path, error: OSError) -> TokamacError:
     return PortableError(
         f"{file} can't be read: {error.strerror or error}", access_hint(error, "Check its permissions.")
     )
-
-
-def _unwritable(file: Path, error: OSError) -> TokamacError:
-    return OptionError(f"{file} can't be written: {error.strerror or error}", access_hint(error, "Name another place."))

@@ -18,7 +18,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokamac.engine.errors import ModelDamagedError
 from tokamac.engine.files import TOKENIZER_BYTES, read_text
@@ -32,24 +32,15 @@ DECOMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Precompiled": 18, "Be
 """Characters that one becomes at most (unicode.org/faq/normalization.html); a second time nothing is left to take apart."""
 
 
-class AddedToken(Protocol):
-    """What is read of transformers' added tokens."""
-
-    content: str
-    lstrip: bool
-    normalized: bool
-    single_word: bool
-
-
 class SegmentEncoder:
     """Encodes texts by segments. Callable from any thread.
 
     Args:
         encode: Returns the ids of one segment.
-        added: The tokenizer's added tokens; none where it does not split at them.
+        added: transformers' AddedTokens of the tokenizer; none where it does not split at them.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], added: Iterable[AddedToken] = ()) -> None:
+    def __init__(self, encode: Callable[[str], list[int]], added: Iterable[Any] = ()) -> None:
         self._encode = encode
         # Others are found in the normalized text, or not everywhere: the text is not cut where it has one of these alone.
         exact = {str(token.content): token for token in added if not (token.normalized or token.single_word)}

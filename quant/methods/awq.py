@@ -108,10 +108,8 @@ def peak_bytes(source: Source, options: Options, chosen: Choices) -> int:  # noq
 
 def _at_once(module: Any, sequences: int, length: int) -> int:
     """Return how many sequences to run through a block at a time."""
-    largest = max(
-        (each.weight.shape[-2] * each.weight.shape[-1] for _, each in leaves(module) if _is_linear(each)), default=1
-    )
-    rows = rows_here(2 * largest)
+    sizes = (each.weight.shape[-2] * each.weight.shape[-1] for _, each in leaves(module) if _is_linear(each))
+    rows = rows_here(2 * max(sizes, default=1))
     return sequences if rows is None else min(max(rows // length, 1), sequences)
 
 
@@ -131,7 +129,7 @@ class _Blocks:
         for done, (path, template) in enumerate(zip(paths, layers, strict=True), start=1):
             block = self._filled(path, template, left)
             yield block
-            self._take(path, block)
+            self._collect(path, block)
             self._progress(StageDone(STAGE, done, len(paths)))
 
     def _filled(self, path: str, template: nn.Module, left: dict[str, mx.array]) -> Any:
@@ -155,11 +153,11 @@ class _Blocks:
         if methods:
             override(leaf, **methods)
 
-    def _take(self, path: str, block: Any) -> None:
+    def _collect(self, path: str, block: Any) -> None:
         weights = self._source.weights
         packed = {f"{path}.{name}": leaf for name, leaf in leaves(block) if "scales" in leaf}
-        for place, leaf in packed.items():
-            self.packed[place] = packed_layer(leaf, place, self._packing, weights[f"{place}.weight"].dtype)
+        for whole, leaf in packed.items():
+            self.packed[whole] = packed_layer(leaf, whole, self._packing, weights[f"{whole}.weight"].dtype)
         for leaf_name, array in tree_flatten(block.parameters()):
             name = f"{path}.{leaf_name}"
             # AWQ leaves the inputs it saw with a layer that it did not pack.

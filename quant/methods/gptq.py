@@ -74,9 +74,10 @@ def pack(
         packer.pack()
         progress(StageDone(STAGE, done, total))
 
-    Streamed(streamable_source(source), progress=layer_done).observe(sequences, packer.note)
+    Streamed(streamable_source(source), progress=layer_done).observe(sequences, packer.add)
     packer.pack()  # the output head, which is no layer
-    packer.check_all()
+    if unseen := packer.wanted - packer.packed.keys():
+        raise ConversionError(f"gptq saw no input of {min(unseen)} on this text", OTHERWISE)
     return with_packed(source, packer.packed, changed={})
 
 
@@ -103,14 +104,15 @@ class _Packer:
 
     def __init__(self, source: Source, packing: Packing, paths: Sequence[str]) -> None:
         self.packed: dict[str, Packed] = {}
-        self._source, self._packing, self._wanted = source, packing, frozenset(paths)
+        self.wanted = frozenset(paths)
+        self._source, self._packing = source, packing
         self._left = fresh(source)
         self._templates = dict(leaves(source.module))
         self._sums: dict[str, mx.array] = {}
 
-    def note(self, inputs: Inputs) -> None:
-        """Add what a linear layer was given. A model may run a layer again: it is packed by then, for what came first."""
-        if inputs.path not in self._wanted or inputs.path in self.packed:
+    def add(self, inputs: Inputs) -> None:
+        # A model may run a layer again: it is packed by then, for what came first.
+        if inputs.path not in self.wanted or inputs.path in self.packed:
             return
         squares = _squares(inputs.rows)
         before = self._sums.get(inputs.path)
@@ -118,7 +120,6 @@ class _Packer:
         mx.eval(self._sums[inputs.path])
 
     def pack(self) -> None:
-        """Pack what has been summed for, and let the sums go."""
         for path in list(self._sums):
             name = f"{path}.weight"
             dtype = self._source.weights[name].dtype
@@ -127,11 +128,6 @@ class _Packer:
             packed = packed_layer(layer, path, self._packing, dtype)
             error = WeightError(*squared_error(weight, packed.arrays, self._packing))
             self.packed[path] = replace(packed, error=error)
-
-    def check_all(self) -> None:
-        """Raise ConversionError where a layer was never called: nothing is known of its inputs."""
-        for path in sorted(self._wanted - self.packed.keys()):
-            raise ConversionError(f"gptq saw no input of {path} on this text", OTHERWISE)
 
 
 def _squares(rows: mx.array) -> mx.array:
@@ -173,10 +169,8 @@ def _packed(layer: nn.Module, squares: mx.array, packing: Packing, dtype: mx.Dty
 
 
 def _storing(dtype: mx.Dtype) -> SimpleNamespace:
-    """Return MLX with a ``quantize`` whose scales and biases are numbers that ``dtype`` holds: codes are then found for these.
-
-    At 8 bits, scales that are rounded to bfloat16 afterwards cost a third of the precision.
-    """
+    """Return MLX with a ``quantize`` whose scales and biases are numbers that ``dtype`` holds: codes are then found for these."""
+    # At 8 bits, scales that are rounded to bfloat16 afterwards cost a third of the precision.
 
     def quantize(weight: mx.array, **how: Any) -> tuple[mx.array, ...]:
         words, *steps = mx.quantize(weight, **how)

@@ -119,10 +119,7 @@ def search_groups(  # noqa: PLR0917
 
 @compiled
 def _load(weights: Array, importance: Array | None, first: int, lanes: int, x: Array, h: Array | None) -> None:  # noqa: PLR0917
-    """Turn a batch of groups into lanes; a lane that has no group takes the first one's.
-
-    Importance is scaled so that the largest of a group is 1; where nothing in a group matters, everything matters alike.
-    """
+    """Turn a batch of groups into lanes, importance scaled as on_mlx does; a lane that has no group takes the first one's."""
     for lane in range(LANES):
         group = first + (lane if lane < lanes else 0)
         for i in range(x.shape[0]):
@@ -236,11 +233,9 @@ def _place(s: Array, low: np.float32, high: np.float32, top: np.float32) -> None
 
 @compiled
 def _fit(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
-    """Give each weight its nearest code, fit scale and bias to the codes by least squares, and keep the best fit.
-
-    With values of mean zero the squared error of the fit is Σ h x² less (Σ h x q)² ÷ Σ h (q − mean q)²: the gain.
-    So a candidate is judged by what it becomes, for one more sum than its own error would take.
-    """
+    """Give each weight its nearest code, fit scale and bias to the codes by least squares, and keep the best fit."""
+    # With values of mean zero the squared error of the fit is Σ h x² less (Σ h x q)² ÷ Σ h (q − mean q)²: the gain.
+    # So a candidate is judged by what it becomes, for one more sum than its own error would take.
     middle = (top + ONE) / np.float32(2)  # sums of q − middle keep more digits than sums of q
     back = RINT + middle
     s[SUM_Q : SUM_XQ + 1] = ZERO
@@ -272,11 +267,9 @@ def _fit(x: Array, h: Array | None, s: Array, top: np.float32) -> None:
 
 @compiled
 def _settle(x: Array, h: Array | None, s: Array, top: np.float32, kind: int) -> None:
-    """Round the best fit to what can be stored; keep it where it is better than MLX's answer.
-
-    Scale and bias can be counted from the lower end or, with the scale's sign changed, from the upper one. One of the two biases is
-    smaller or happens to be rounded less: with 8 bits in bfloat16 trying both saves a twentieth of the error.
-    """
+    """Round the best fit to what can be stored; keep it where it is better than MLX's answer."""
+    # Scale and bias can be counted from the lower end or, with the scale's sign changed, from the upper one. One of the two biases
+    # is smaller or happens to be rounded less: with 8 bits in bfloat16 trying both saves a twentieth of the error.
     for upper in range(2):
         for lane in range(LANES):
             s[TRY_SCALE, lane] = s[SCALE, lane] / s[FACTOR, lane]

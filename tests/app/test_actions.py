@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tokamac.app.chat.actions import ACTIONS, bindings, by_slash
-from tokamac.app.tui.screens.chat import WISHES
+from tokamac.app.chat.actions import ACTIONS, NEWLINE_KEYS, by_slash
+from tokamac.app.tui.bindings import bindings
+from tokamac.app.tui.screens.chat import COMMANDS
 from tokamac.app.tui.screens.help import help_text
-from tokamac.app.tui.widgets.prompt_input import NEWLINE_KEYS
 
 PROMISED = {
     "send": {"enter"},
@@ -65,7 +65,7 @@ def test_the_keys_are_those_promised() -> None:
 
 
 def test_every_action_can_be_done_and_is_reached_by_a_key_or_a_command_of_its_own() -> None:
-    assert set(WISHES) == {action.id for action in ACTIONS}
+    assert set(COMMANDS) == {action.id for action in ACTIONS}
     assert all(action.keys or action.slash for action in ACTIONS)
     for scope in ("chat", "message"):
         keys = Counter(key for action in ACTIONS if action.scope in ("chat", scope) for key in action.keys)

@@ -13,7 +13,7 @@ from tokamac.app.chat import attachments
 from tokamac.app.chat.attachments import AttachError, Draft, apart, attachment, is_long, joined, pasted, read_file
 from tokamac.app.sanitise import sanitise
 from tokamac.app.store.values import Attachment
-from tokamac.app.tui.widgets.prompt_input import Finder, Naming, naming, ranked
+from tokamac.app.tui.widgets.prompt_input import Finder, PartialPath, path_at, ranked
 
 NAMES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zs", "Zl", "Zp"]), min_size=1)
 TEXTS = st.text() | st.text("`\n ab")
@@ -164,7 +164,7 @@ def test_the_text_of_a_pdf_is_attached(tmp_path: Path) -> None:
 def test_a_pdf_without_text_and_one_that_is_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "scan.pdf").write_bytes(pdf(""))
     (tmp_path / "no.pdf").write_bytes(b"%PDF-1.4\nnothing of the kind")
-    with pytest.raises(AttachError, match="it holds no text, only pictures"):
+    with pytest.raises(AttachError, match="it contains no text, only images"):
         read_file("scan.pdf", tmp_path)
     with pytest.raises(AttachError, match=r"no\.pdf can't be attached"):
         read_file("no.pdf", tmp_path)
@@ -176,17 +176,17 @@ def test_a_pdf_without_text_and_one_that_is_none_are_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("@", Naming(0, "")),
-        ("see @app/tu", Naming(4, "app/tu")),
-        ("(@x", Naming(1, "x")),
+        ("@", PartialPath(0, "")),
+        ("see @app/tu", PartialPath(4, "app/tu")),
+        ("(@x", PartialPath(1, "x")),
         ("somebody@home", None),
         ("@done and more", None),
         ("", None),
     ],
 )
-def test_a_file_is_named_in_a_word_that_begins_with_an_at_sign(line: str, found: Naming | None) -> None:
-    assert naming(line, len(line)) == found
-    assert naming(line + " more", len(line)) == found
+def test_a_file_is_named_in_a_word_that_begins_with_an_at_sign(line: str, found: PartialPath | None) -> None:
+    assert path_at(line, len(line)) == found
+    assert path_at(line + " more", len(line)) == found
 
 
 def test_names_that_begin_so_go_before_those_that_hold_it_and_scattered_letters_come_last() -> None:

@@ -87,7 +87,7 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
     async with chat("fast", size=(100, 40)) as c:
         await c.phase(EnginePhase.IDLE)
         await c.pilot.press("f6")
-        await c.until(lambda: "nothing to see yet" in c.notices)
+        await c.until(lambda: "There are no messages yet" in c.notices)
         await c.ask("one")
         await edited(c, "one", "one, but better")
         await c.pilot.press("f6")
@@ -103,7 +103,7 @@ async def test_enter_goes_to_the_path_and_escape_to_none(chat: Start) -> None:
         )
         await c.pilot.press("up", "up", "enter")
         await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one"])
-        assert c.transcript.chosen == c.session.turns[0].reply_key
+        assert c.transcript.selected == c.session.turns[0].reply_key
 
 
 async def test_each_version_says_what_going_on_there_would_take_and_so_does_the_line_of_a_message(chat: Start) -> None:

@@ -130,7 +130,7 @@ async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
         await c.type("  \n ")
         await c.pilot.press("enter")
         assert not c.session.turns
-        assert "Write something first" in c.notices
+        assert "Write a message first" in c.notices
 
 
 async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) -> None:
@@ -139,7 +139,7 @@ async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) 
         await c.phase(EnginePhase.DECODING)
         await c.send("two")
         await c.until(lambda: [draft.text for draft in c.session.queued] == ["two"])
-        await c.until(lambda: "1 prompt waits" in c.screen_text())
+        await c.until(lambda: "1 prompt queued" in c.screen_text())
         c.prompt.insert("draft")
         await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[1].reply)
         assert c.prompt.text == "draft"
@@ -310,7 +310,7 @@ async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(external_programs, "_tool", lambda: None)
     async with chat("fast") as c:
         await c.pilot.press("ctrl+c")
-        await c.until(lambda: "Nothing is selected" in c.notices)
+        await c.until(lambda: "No text is selected" in c.notices)
         await c.type("some words")
         c.prompt.select_all()
         await c.pilot.press("ctrl+c")

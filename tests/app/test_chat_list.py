@@ -13,7 +13,7 @@ from textual.widgets import Input, OptionList
 
 from tests.app.conftest import Chat
 from tokamac.app.chat.actions import Keymap
-from tokamac.app.chat.listing import ChatMatches, Library
+from tokamac.app.chat.listing import ChatMatches, ChatSearch
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.store.store import Store
 from tokamac.app.tui.screens.chats import ChatsScreen
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Slow(Library):
+class Slow(ChatSearch):
     """Answers each question when it is let to."""
 
     asked: list[str] = field(default_factory=list)
@@ -147,7 +147,7 @@ async def test_a_list_that_is_being_closed_is_neither_drawn_again_nor_answered(c
         assert await c.ask("and on it goes")
 
 
-NAMING = "Enter takes it · Esc gives it up"
+NAMING = "Enter saves · Esc cancels"
 
 
 async def test_the_border_and_the_keys_are_those_of_the_title_that_is_written(chat: Start, file: Path) -> None:

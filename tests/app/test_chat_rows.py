@@ -29,22 +29,22 @@ def chat(title: str, model: str = "org/model") -> StoredChat:
     ],
 )
 def test_what_gives_way_to_a_long_title(room: int, row: str) -> None:
-    assert chat_row(chat("t" * 40), held=False, seconds=300, room=room).plain == row
+    assert chat_row(chat("t" * 40), is_open=False, seconds=300, room=room).plain == row
 
 
 def test_a_chat_without_a_model_has_no_gap_where_its_name_would_be() -> None:
-    row = chat_row(chat("Speed", model=""), held=False, seconds=300, room=60).plain
+    row = chat_row(chat("Speed", model=""), is_open=False, seconds=300, room=60).plain
     assert row.strip() == f"Speed  5 minutes ago · {ID}"
 
 
 def test_a_model_in_a_folder_is_named_by_the_folder() -> None:
-    row = chat_row(chat("Speed", model="/models/mine/"), held=False, seconds=300, room=60).plain
+    row = chat_row(chat("Speed", model="/models/mine/"), is_open=False, seconds=300, room=60).plain
     assert f" · mine · {ID}" in row
 
 
 @given(st.text(min_size=1, max_size=90), st.integers(1, 200), st.booleans())
 def test_a_row_never_needs_more_than_its_room(title: str, room: int, held: bool) -> None:
-    row = chat_row(chat(title), held=held, seconds=9e4, room=room).plain
+    row = chat_row(chat(title), is_open=held, seconds=9e4, room=room).plain
     assert "\n" not in row
     assert cell_len(row) <= max(room, 3)
 

@@ -11,11 +11,12 @@ import pytest
 from tests.cli.plain_chat import piped
 from tokamac.app import settings
 from tokamac.app.backend.protocol import Load
+from tokamac.app.chat import commands
 from tokamac.app.chat.models import lasting
+from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import CHAT_KV, Settings
 from tokamac.app.tui.actions import model as wishes
-from tokamac.app.tui.run import ChatOptions, begin
 from tokamac.app.tui.screens.settings import Chosen
 from tokamac.engine.options import KVSpec, Sampling
 
@@ -33,7 +34,7 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 ) -> None:
     async with chat(model) as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
+        wishes._apply(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
         assert c.session.engine.phase is EnginePhase.LOADING
         assert kept(tmp_path) == CHAT_KV
         await c.phase(EnginePhase.IDLE)
@@ -45,7 +46,7 @@ async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
 async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._take(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
+        wishes._apply(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
         assert c.session.engine.phase is EnginePhase.LOADING
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.memory == 3_500_000_000
@@ -55,7 +56,7 @@ async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Star
 async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
     async with chat("fast", memory=2_000_000_000) as c:
         await c.phase(EnginePhase.IDLE)
-        wishes._take(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
+        wishes._apply(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
         assert c.session.engine.phase is EnginePhase.IDLE
     assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
 
@@ -64,7 +65,7 @@ async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start,
     async with chat("fast", kv=PACKED) as c:
         await c.phase(EnginePhase.IDLE)
         assert kept(tmp_path) == CHAT_KV  # flags are for one run
-        wishes._take(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
+        wishes._apply(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
         assert c.session.engine.phase is EnginePhase.IDLE
         assert kept(tmp_path) == PACKED
 
@@ -96,7 +97,7 @@ async def test_a_folder_is_remembered_by_its_whole_path(
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         wishes.take_model(c.app.chat, "models/mine")
-        assert (c.app.chat.picked, c.session.engine.load.model) == (whole, whole)
+        assert (c.app.chat.chosen.model, c.session.engine.load.model) == (whole, whole)
 
 
 # Adapters, and models that are loaded unchecked --------------------------------------------------------------------------
@@ -124,12 +125,12 @@ async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Star
 
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        wishes.adapter(c.app.chat, "org/letters")
+        commands.adapter(c.app.chat, "org/letters")
         assert held() == {}
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.adapter == "org/letters"
         assert held() == {"fast": "org/letters"}
-        wishes.adapter(c.app.chat, "none")
+        commands.adapter(c.app.chat, "none")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.adapter is None
         assert held() == {}

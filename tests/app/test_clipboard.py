@@ -25,7 +25,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def copied(c: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setattr(c.app._driver, "write", sent.append)
-    return external_programs.copy_text(c.app, TEXT, folder)
+    return external_programs.copy_text(TEXT, folder, c.app.copy_to_clipboard)
 
 
 def asked_for(sequence: str) -> str:
@@ -73,7 +73,7 @@ async def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_s
         (tmp_path / external_programs.FILE).unlink()
         (tmp_path / external_programs.FILE).mkdir()
         said = await copied(c, written, monkeypatch, tmp_path)
-    assert "could not be written" in said
+    assert "can't be written" in said
 
 
 def test_pbcopy_is_told_that_it_gets_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

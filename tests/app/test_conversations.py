@@ -174,7 +174,7 @@ async def test_a_hit_stands_for_its_chat_which_is_renamed_deleted_and_brought_ba
         await c.pilot.press("ctrl+l")
         await narrowed(c, "medlars", 1)
         await c.pilot.press("ctrl+e")
-        await c.until(lambda: "The new title of the chat in which this was said; Enter takes it." in c.screen_text())
+        await c.until(lambda: "New title of the chat of this message; Enter saves it." in c.screen_text())
         assert c.app.screen.query_one(Input).value == "about apples"
         await c.pilot.press("ctrl+d")  # of a title that is being written no chat is deleted
         await c.pilot.press("end", *" and more", "enter")
@@ -183,7 +183,7 @@ async def test_a_hit_stands_for_its_chat_which_is_renamed_deleted_and_brought_ba
         await narrowed(c, "medlars", 1)
         await c.pilot.press("ctrl+d")
         await c.until(lambda: not listed(c))
-        assert "Deleted the chat in which this was said: about apples and more. Ctrl+Z brings it back" in c.notices
+        assert "Deleted the chat of this message: about apples and more. Ctrl+Z restores it" in c.notices
         await c.pilot.press("ctrl+z")
         await c.until(lambda: len(listed(c)) == 1)
 
@@ -204,7 +204,7 @@ async def test_a_hit_opens_the_chat_at_the_message_on_its_own_path(chat: Start) 
         await c.until(lambda: len(listed(c)) == 2)
         await c.pilot.press("down", "down", "enter")
         await c.until(lambda: [t.prompt for t in c.session.turns] == ["about bananas"])
-        assert c.transcript.chosen == c.session.turns[0].key
+        assert c.transcript.selected == c.session.turns[0].key
 
 
 async def test_a_fork_goes_on_alone(chat: Start, kept: Any) -> None:
@@ -225,5 +225,5 @@ async def test_without_a_store_the_chat_goes_on_and_says_why(chat: Start, tmp_pa
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not kept" in c.notices)
+        await c.until(lambda: "Chats are not saved" in c.notices)
         assert await c.ask("hi")

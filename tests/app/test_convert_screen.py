@@ -29,7 +29,7 @@ from tokamac.app.backend.subprocess import (
     converter_command,
     decode,
 )
-from tokamac.app.chat.jobs import BITS, ConversionPhase, Standing, Wish, plan_text, result_text
+from tokamac.app.chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, plan_text, result_text
 from tokamac.app.chat.steps import EnginePhase as ChatPhase
 from tokamac.app.tui.screens.model import ConvertScreen, ModelScreen
 
@@ -116,11 +116,11 @@ class Dialog:
     async def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + 180  # the real command takes seconds, on a machine with nothing else to do
         while not condition():
-            assert time.monotonic() < deadline, f"never: {what}; {self.screen.standing.phase} {self.text('#problem')}"
+            assert time.monotonic() < deadline, f"never: {what}; {self.screen.job.phase} {self.text('#problem')}"
             await asyncio.sleep(0.01)
 
     async def phase(self, phase: ConversionPhase) -> None:
-        await self.until(lambda: self.screen.standing.phase is phase, phase.name)
+        await self.until(lambda: self.screen.job.phase is phase, phase.name)
 
 
 @pytest.fixture
@@ -144,17 +144,17 @@ def dialog(tmp_path: Path) -> Open:
 
 
 def test_a_wish_is_flags_that_nothing_written_can_escape() -> None:
-    wish = Wish("--overwrite", output="-o x", bits="3", recipe="mixed_4_6", target_bpw="4.5")
+    wish = ConversionForm("--overwrite", output="-o x", bits="3", recipe="mixed_4_6", target_bpw="4.5")
     assert wish.arguments(dry_run=True) == [
         "--json", "--dry-run", "--output=-o x", "--bits=3", "--recipe=mixed_4_6", "--target-bpw=4.5", "--", "--overwrite",
     ]  # fmt: skip
-    assert Wish("org/model").arguments(dry_run=False) == ["--json", "--", "org/model"]
+    assert ConversionForm("org/model").arguments(dry_run=False) == ["--json", "--", "org/model"]
 
 
 def test_the_command_line_understands_every_wish() -> None:
     from tokamac.app.commands import convert
 
-    wish = Wish("-strange name", output="out", bits="3", recipe="mixed_4_6", target_bpw="4.5")
+    wish = ConversionForm("-strange name", output="out", bits="3", recipe="mixed_4_6", target_bpw="4.5")
     options = convert.parser().parse_args(wish.arguments(dry_run=True))
     assert (options.source, options.output, options.bits, options.recipe) == ("-strange name", "out", 3, "mixed_4_6")
     assert (options.target_bpw, options.dry_run, options.json) == (4.5, True, True)
@@ -189,13 +189,13 @@ def test_what_the_quality_of_a_conversion_says_is_what_is_read() -> None:
         assert found.quality.concerns == outcome.concerns
 
 
-def standing(now: list[float]) -> Standing:
-    return Standing(lambda: now[0])
+def a_job(now: list[float]) -> ConversionJob:
+    return ConversionJob(lambda: now[0])
 
 
 def test_the_time_left_is_that_of_the_stage_at_hand() -> None:
     now = [100.0]
-    at = standing(now)
+    at = a_job(now)
     at.begin(dry_run=False)
     at.take(StageLine("calibrating", 1, 4, "steps", None))
     now[0] = 130.0
@@ -209,7 +209,7 @@ def test_the_time_left_is_that_of_the_stage_at_hand() -> None:
 
 def test_nothing_is_promised_before_there_is_a_rate() -> None:
     now = [0.0]
-    at = standing(now)
+    at = a_job(now)
     at.begin(dry_run=False)
     at.take(StageLine("converting", 0, 1000, "bytes", None))
     now[0] = 50.0
@@ -219,7 +219,7 @@ def test_nothing_is_promised_before_there_is_a_rate() -> None:
 
 
 def test_text_of_others_is_made_safe() -> None:
-    at = standing([0.0])
+    at = a_job([0.0])
     at.begin(dry_run=False)
     at.take(Refused("\x1b]0;evil\x07 failed", "Do\nsomething."))
     at.ended(Ended(1, ""))
@@ -230,7 +230,7 @@ def test_text_of_others_is_made_safe() -> None:
 
 @given(st.sampled_from([0, 1, 2, 130, -9]), st.booleans(), st.booleans(), st.booleans())
 def test_however_it_ends_there_is_a_result_or_a_reason(status: int, plans: bool, results: bool, stops: bool) -> None:
-    at = standing([0.0])
+    at = a_job([0.0])
     at.begin(dry_run=not results)
     if plans:
         at.take(decode(json.dumps(PLAN).encode()))
@@ -300,13 +300,13 @@ async def test_it_converts_and_the_result_is_used_at_once(dialog: Open) -> None:
 async def test_stop_interrupts_and_says_that_it_goes_on_from_there(dialog: Open) -> None:
     async with dialog("slow") as (d, pilot):
         d.press("#convert")
-        await d.until(lambda: d.screen.standing.stage, "progress")
+        await d.until(lambda: d.screen.job.stage, "progress")
         assert "3 of 12 tensors" in d.text("#said")
         assert "25 %" in d.text("#said")
         assert all(box.disabled for box in d.screen.query(Input))
         await pilot.press("escape")  # stops first, closes then
         await d.phase(ConversionPhase.FORM)
-        assert "goes on from there" in d.text("#problem")
+        assert "resumes from here" in d.text("#problem")
         await pilot.press("escape")
         await d.until(lambda: d.results, "the end")
         assert d.results == [None]
@@ -340,13 +340,13 @@ async def test_without_a_model_nothing_is_begun(dialog: Open) -> None:
     async with dialog(" ") as (d, pilot):
         d.press("#plan")
         await pilot.pause()
-        assert d.screen.standing.phase is ConversionPhase.FORM
+        assert d.screen.job.phase is ConversionPhase.FORM
 
 
 async def test_leaving_the_app_leaves_no_process(dialog: Open) -> None:
     async with dialog("slow") as (d, _):
         d.press("#convert")
-        await d.until(lambda: d.screen.standing.stage, "progress")
+        await d.until(lambda: d.screen.job.stage, "progress")
         process = d.screen._converter._process
     await asyncio.wait_for(process.wait(), 60)  # the loop has seen its end too, else it would complain when it closes
     assert not _runs(process.pid)
@@ -364,7 +364,7 @@ async def test_a_process_that_ignores_the_interruption_is_ended(tmp_path: Path) 
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     converter, seen = Converter([sys.executable, str(script)]), []
-    running = asyncio.create_task(converter.run(Wish("deaf").arguments(dry_run=False), seen.append))
+    running = asyncio.create_task(converter.run(ConversionForm("deaf").arguments(dry_run=False), seen.append))
     while not any(isinstance(line, StageLine) and line.stage == "deaf" for line in seen):
         await asyncio.sleep(0.01)
     await converter.interrupt(grace_s=0.1)

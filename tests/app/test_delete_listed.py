@@ -43,7 +43,7 @@ async def test_the_open_chat_is_deleted_in_the_list_for_a_new_one_and_comes_back
         await c.until(lambda: len(rows(c)) == 1)
         assert "apples" in pointed(c)
         assert (deleted(c), kept(c), c.held, c.prompts) == (["pears"], ["apples"], None, [])
-        said = "Deleted, and a new chat begun: pears. Ctrl+Z, or /restore once the list is closed, brings it back."
+        said = "Deleted: pears. This is a new chat. Ctrl+Z, or /restore once the list is closed, restores the old one."
         assert said in c.notices
         await c.pilot.press("ctrl+z")
         await c.until(lambda: len(rows(c)) == 2 and not c.app.screen.workers)
@@ -118,6 +118,6 @@ async def test_where_not_all_of_it_could_be_saved_it_stays(chat: Start) -> None:
         await c.pilot.press("ctrl+l")
         await c.until(lambda: len(rows(c)) == 1)
         await c.pilot.press("ctrl+d")
-        await c.until(lambda: "could not be brought back whole" in c.notices)
+        await c.until(lambda: "that part would be lost" in c.notices)
         assert (deleted(c), c.prompts, len(rows(c))) == ([], ["apples", "and pears"], 1)
         c.refuse_writes(refused=False)

@@ -32,13 +32,13 @@ async def test_the_open_chat_is_deleted_for_a_new_one_and_comes_back_whole(chat:
         first = c.held
         await c.send("/delete")
         await c.until(lambda: c.prompts == [])
-        assert "Deleted, and a new chat begun: about apples. /restore brings it back." in c.notices
+        assert "Deleted: about apples. This is a new chat. /restore restores the old one." in c.notices
         assert (deleted(c), kept(c), c.held) == (["about apples"], [], None)
         await c.ask("about pears")
         assert (deleted(c), kept(c)) == (["about apples"], ["about pears"])  # it is not back by what is said now
         await c.send("/restore")
         await c.until(lambda: c.prompts == ["about apples"])
-        assert "Brought back: about apples." in c.notices
+        assert "Restored: about apples." in c.notices
         assert (deleted(c), kept(c), c.held) == ([], ["about apples", "about pears"], first)
         await c.ask("and more")
         assert c.prompts == ["about apples", "and more"]
@@ -70,9 +70,9 @@ async def test_another_chat_is_deleted_and_brought_back_by_its_id(chat: Start) -
         assert "Deleted: about apples. /restore brings it back." in c.notices
         assert c.prompts == ["about pears"]
         await c.send(f"/delete {first}")
-        await c.until(lambda: f"It is deleted already: /restore {first} brings it back." in c.notices)
+        await c.until(lambda: f"This chat is already deleted. /restore {first} restores it." in c.notices)
         await c.send(f"/restore {second}")
-        await c.until(lambda: f"It is not deleted: /open {second} opens it." in c.notices)
+        await c.until(lambda: f"This chat is not deleted. /open {second} opens it." in c.notices)
         await c.send(f"/delete {second}")  # the open one by its id
         await c.until(lambda: deleted(c) == ["about apples", "about pears"])
         assert c.prompts == []
@@ -93,7 +93,7 @@ async def test_what_the_list_deleted_is_brought_back_after_it_was_closed_the_las
         await c.until(lambda: shown(c) == 1)
         await c.pilot.press("ctrl+d")
         await c.until(lambda: shown(c) == 0)
-        assert "Ctrl+Z brings it back; once the list is closed, /restore." in c.notices
+        assert "Ctrl+Z restores it; once the list is closed, /restore does." in c.notices
         await c.pilot.press("escape")
         await c.until(lambda: c.app.screen is c.app.chat)
         for prompt in ("about pears", "about apples"):
@@ -137,7 +137,7 @@ async def test_a_chat_of_which_not_all_is_saved_is_not_deleted(chat: Start) -> N
         c.refuse_writes()
         await c.ask("about pears")
         await c.send("/delete")
-        await c.until(lambda: "could not be brought back whole" in c.notices)
+        await c.until(lambda: "that part would be lost" in c.notices)
         assert (deleted(c), c.prompts) == ([], ["about apples", "about pears"])
         c.refuse_writes(refused=False)
         await c.send("/delete")
@@ -150,11 +150,11 @@ async def test_without_a_store_there_is_nothing_to_delete_or_to_bring_back(chat:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not kept" in c.notices)
+        await c.until(lambda: "Chats are not saved" in c.notices)
         for action in ("delete_chat", "restore_chat"):
             c.app.clear_notifications()
             c.app.chat.do(action)
-            await c.until(lambda: "none is deleted or brought back" in c.notices)
+            await c.until(lambda: "Chats are not saved in this session" in c.notices)
 
 
 def test_the_chat_deleted_last_is_not_the_one_used_last(tmp_path: Any) -> None:

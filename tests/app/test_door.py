@@ -7,7 +7,8 @@ from pathlib import Path
 DRAWN = """
 import sys
 from pathlib import Path
-from tokamac.app.tui.run import FRAMES_PER_S, ChatOptions, build
+from tokamac.app.chat.start import ChatOptions
+from tokamac.app.tui.run import FRAMES_PER_S, build
 assert "textual" not in sys.modules
 build(ChatOptions(settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Path(sys.argv[1]) / "log"))
 from textual.screen import UPDATE_PERIOD

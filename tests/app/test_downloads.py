@@ -148,7 +148,7 @@ async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     async with chat("fast") as c:
-        c.app.chat.stock.downloads.cancel("org/empty")
+        c.app.chat.library.downloads.cancel("org/empty")
         await c.until(lambda: "empty is not downloaded: nothing had arrived." in c.notices, "the notice")
 
 

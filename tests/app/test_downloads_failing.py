@@ -57,8 +57,8 @@ async def test_one_that_ends_without_a_reason_can_be_tried_again_too(tmp_path: P
 async def test_a_notice_names_the_whole_id_and_what_was_wrong(chat: Start) -> None:
     async with chat("fast") as c:
         await c.ready()
-        c.app.chat.stock._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
-        said = f"nope/nope: {UNREACHABLE}. Enter on it in the list tries again."
+        c.app.chat.library._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
+        said = f"nope/nope: {UNREACHABLE}. Press Enter on it in the list to retry."
         await c.until(lambda: said in c.notices, "the notice")
 
 
@@ -70,17 +70,17 @@ async def test_enter_on_one_that_failed_tries_again(
     async with chat("fast", size=(120, 40)) as c:
         await c.ready()
         take_model(c.app.chat, "nope/nope")
-        said = "Downloading nope/nope, to be loaded once it is here. Ctrl+O shows how far it is."
+        said = "Downloading nope/nope. It loads when it is complete. Ctrl+O shows the progress."
         await c.until(lambda: said in c.notices, "the notice")
         await failing(c)
         choose_model(c.app.chat, "")
         await c.until(lambda: isinstance(c.app.screen, ModelScreen))
         await c.pilot.press(*"nope")
-        await c.until(lambda: "Enter tries again · F6 gives it up" in c.screen_text())
+        await c.until(lambda: "Enter retries · F6 cancels" in c.screen_text())
         assert "HF_HUB_OFFLINE" in c.screen_text()
         c.app.clear_notifications()
         await c.pilot.press("enter")
-        await c.until(lambda: "Downloading nope/nope, to be loaded" in c.notices)
+        await c.until(lambda: "Downloading nope/nope. It loads" in c.notices)
         await failing(c)
 
 

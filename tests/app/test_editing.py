@@ -51,7 +51,7 @@ async def test_up_takes_no_prompt_back_into_an_edit(chat: Start) -> None:
         await waiting_and_editing(c)
         c.prompt.focus()
         await c.pilot.press("up")
-        await c.until(lambda: "goes on waiting" in c.notices)
+        await c.until(lambda: "stays queued" in c.notices)
         assert c.prompt.text == "one, but better"
         assert [draft.text for draft in c.session.queued] == ["queued"]
 
@@ -88,11 +88,11 @@ async def two_edits(c: Chat) -> None:
     c.prompt.text = "one, but better"
     edit(c, 3)
     assert c.prompt.text == "two"
-    await c.until(lambda: "stays with it" in c.notices)
+    await c.until(lambda: "Your other edit is saved" in c.notices)
 
 
 def edit(c: Chat, key: int) -> None:
-    c.transcript.choose(key)
+    c.transcript.select_message(key)
     c.app.chat.do("edit")
 
 

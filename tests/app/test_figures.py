@@ -102,7 +102,7 @@ def test_what_a_reply_told_is_known(figure: Figure) -> None:
     at = ended(outliers=(Outlier(7, 90.0, ("pool cleared",)),))
     explained = explain(figure, at)
     if figure == "now":
-        assert (explained.value, explained.why) == (units.UNKNOWN, "nothing is being written")
+        assert (explained.value, explained.why) == (units.UNKNOWN, "no reply is running")
     else:
         assert units.UNKNOWN not in explained.value
         assert not explained.why
@@ -138,13 +138,13 @@ def test_a_gap_that_stands_out_is_told_with_its_cause() -> None:
         ("token 7", "pool cleared"),
         ("token 9", "cause unknown"),
     ]
-    assert explain("slowest", ended()).why == "no gap stands out"
+    assert explain("slowest", ended()).why == "there are no outliers"
 
 
 def test_an_unknown_pace_is_no_expectation() -> None:
     at = ended(metrics=replace(METRICS, expected_tps=None))
     assert value("expected", at) == units.UNKNOWN
-    assert "has not been measured" in explain("expected", at).why
+    assert "is not measured yet" in explain("expected", at).why
 
 
 def test_the_context_is_what_was_cached_computed_and_written() -> None:
@@ -179,7 +179,7 @@ def test_while_a_reply_is_written_the_figures_are_of_now() -> None:
     assert inputs("now", at) == {"gaps": "3", "their time": "125 ms"}
     assert value("achieved", at) == "48.5 GB/s"
     assert inputs("achieved", at)["bytes a step"] == "2.02 GB"
-    assert explain("diagnosis", at).why == "a reply is being made"
+    assert explain("diagnosis", at).why == "a reply is running"
 
 
 def test_there_are_as_many_rows_whatever_is_known_and_none_is_too_wide() -> None:

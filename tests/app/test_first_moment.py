@@ -10,7 +10,8 @@ import pytest
 
 from tests.app.conftest import Chat
 from tests.scripted_engine import SCRIPTED
-from tokamac.app.tui.run import ChatOptions, build
+from tokamac.app.chat.start import ChatOptions
+from tokamac.app.tui.run import build
 from tokamac.app.tui.screens.chat import ChatScreen
 
 Start = Callable[..., Any]

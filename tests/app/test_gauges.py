@@ -41,18 +41,18 @@ async def test_enter_explains_the_figure_and_the_arrows_go_to_the_others(chat: S
     async with chat("fast", size=SIZE) as c:
         await c.ask("Why?")
         await c.pilot.press("tab", "tab")
-        assert gauges(c).chosen == "ttft"
+        assert gauges(c).selected == "ttft"
         assert POINTER in c.screen_text()
         await c.pilot.press("down", "enter")
         text = await explained(c)
         assert "prefill rate" in text
         assert "computed tokens ÷ seconds of prefill" in " ".join(text.split())
         await c.pilot.press("down")
-        await c.until(lambda: "tokens of the longest beginning" in c.screen_text())
+        await c.until(lambda: "tokens of the longest prefix" in c.screen_text())
         await c.pilot.press("escape")
-        await c.until(lambda: gauges(c).chosen == "cached" and gauges(c).has_focus)
+        await c.until(lambda: gauges(c).selected == "cached" and gauges(c).has_focus)
         await c.pilot.press("escape")
-        assert gauges(c).chosen is None
+        assert gauges(c).selected is None
         assert POINTER not in c.screen_text()
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from tests.scripted_engine import SCRIPTED
 from tokamac.app import keep_awake, settings
+from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.keep_awake import KeepAwake, awake
 from tokamac.app.plain.repl import run_plain
 from tokamac.app.settings import Settings
-from tokamac.app.tui.run import ChatOptions
 
 PATIENCE_S = 20.0
 LASTING = 3600.0
@@ -196,7 +196,7 @@ async def test_in_the_chat_the_settings_hold_from_the_next_work_on(
     async with chat("fast") as c:
         await c.ready()
         loaded = len(caffeinate.started)
-        c.app.chat.memory.settings = Settings(keep_awake=False)
+        c.app.chat.preferences.settings = Settings(keep_awake=False)
         c.app.chat.bridge._keep_awake.close()
         await c.ask("one")
         assert len(caffeinate.started) == loaded

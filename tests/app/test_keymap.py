@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.binding import Binding
+from textual.keys import Keys
 from textual.widgets import TextArea
 
 from tokamac.app import settings
 from tokamac.app.backend.protocol import Load, Loaded, ModelInfo
 from tokamac.app.chat import actions as keymap_module
-from tokamac.app.chat.actions import ACTIONS, Keymap, keymap, one_name
+from tokamac.app.chat.actions import ACTIONS, NAMED_KEYS, Keymap, keymap, one_name
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase, Notice
 from tokamac.app.settings import Settings
@@ -244,7 +245,7 @@ async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Pat
         await c.phase(EnginePhase.IDLE)
         c.app.chat.do("help")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen))
-        assert "Alt+E takes it up again" in help_text(c.app.chat.memory.keymap.actions).plain
+        assert "Alt+E takes it up again" in help_text(c.app.chat.preferences.keymap.actions).plain
 
 
 def test_no_text_names_a_key_that_can_be_changed() -> None:
@@ -261,3 +262,10 @@ def test_no_text_names_a_key_that_can_be_changed() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 named |= {(file.name, key) for key in pattern.findall(node.value) if key in changeable - own}
     assert named == {("help.py", key) for key in pattern.findall(ON_MACS) if key in changeable - own}  # terminals' own
+
+
+def test_the_keys_that_have_a_name_are_textuals() -> None:
+    named = {
+        key.value for key in Keys if "+" not in key.value and not key.value.startswith("<") and key.value.isascii()
+    }
+    assert named - {"ctrl-at"} == NAMED_KEYS

@@ -174,7 +174,7 @@ async def test_it_is_shown_said_to_be_left_out_and_kept(chat: Start, tmp_path: P
         await c.ask("and?")
         await c.until(lambda: "Left out of the prompt: 1 system message" in c.notices)
         c.app.chat.do("older")
-        await c.until(lambda: "There is one version only" in c.notices)
+        await c.until(lambda: "There is only one version" in c.notices)
         steps = c.session.edit(4, "who?")
         c.app.chat.perform(steps)
         await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE and c.session.turns[-1].place == (2, 2))

@@ -86,7 +86,7 @@ async def test_a_draft_stays_with_its_chat_however_often_one_goes_to_and_fro(cha
         await c.type("a thought about one")
         await c.pilot.press("ctrl+n")
         assert c.prompt.text == ""
-        assert "stays in the chat that was left" in c.notices
+        assert "stays in the previous chat" in c.notices
         await c.ask("two")
         second = c.held
         await c.type("a thought about two")
@@ -209,7 +209,7 @@ async def test_where_chats_are_not_kept_the_box_keeps_what_is_written(chat: Star
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not kept" in c.notices)
+        await c.until(lambda: "Chats are not saved" in c.notices)
         await c.ask("one")
         await edit(c, "one")
         c.prompt.text = "one, but better"

@@ -21,7 +21,7 @@ async def pointing(c: Chat) -> None:
     await c.ask("hello")
     await c.phase(EnginePhase.IDLE)
     await c.pilot.press("tab")
-    await c.until(lambda: c.transcript.chosen == c.session.turns[-1].reply_key, "the pointer")
+    await c.until(lambda: c.transcript.selected == c.session.turns[-1].reply_key, "the pointer")
     await c.until(lambda: ": ready" in c.screen_text(), "the prices")
 
 
@@ -39,7 +39,7 @@ async def is_written(c: Chat) -> None:
     await c.until(lambda: "▸" not in "".join(line[:4] for line in c.screen_text().splitlines()), "no pointer")
     await c.pilot.press(*"yes")
     assert c.prompt.text == "yes"
-    assert c.transcript.chosen is None
+    assert c.transcript.selected is None
 
 
 # The keys go back to the box ----------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ async def test_what_is_refused_leaves_the_pointer_where_it_is(chat: Start) -> No
         await c.pilot.press("g")  # the reply is whole: there is no going on with it
         await c.until(lambda: c.notices, "why")
         assert c.transcript.has_focus
-        assert c.transcript.chosen == c.session.turns[-1].reply_key
+        assert c.transcript.selected == c.session.turns[-1].reply_key
 
 
 async def test_a_prompt_that_waited_begins_and_what_is_pointed_at_stays(chat: Start) -> None:
@@ -93,10 +93,10 @@ async def test_a_prompt_that_waited_begins_and_what_is_pointed_at_stays(chat: St
         await c.until(lambda: c.session.queued, "a prompt that waits")
         await c.pilot.press("tab", "up")
         chosen = c.session.turns[0].key
-        await c.until(lambda: c.transcript.chosen == chosen, "the pointer at the prompt")
+        await c.until(lambda: c.transcript.selected == chosen, "the pointer at the prompt")
         await c.until(lambda: len(c.session.turns) == 2, "the second prompt")
         assert c.transcript.has_focus
-        assert c.transcript.chosen == chosen
+        assert c.transcript.selected == chosen
         c.app.chat.do("stop")
         await c.phase(EnginePhase.IDLE)
 
@@ -147,7 +147,7 @@ async def test_prices_come_when_the_reply_that_is_pointed_at_has_ended(chat: Sta
         await c.send("hello")
         await c.until(lambda: c.session.turns, "the turn")
         await c.pilot.press("tab")
-        await c.until(lambda: c.transcript.chosen is not None, "the pointer")
+        await c.until(lambda: c.transcript.selected is not None, "the pointer")
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "make again: " in c.screen_text(), "the prices")
 

@@ -59,7 +59,7 @@ class Picker:
 
     @property
     def pointed(self) -> str:
-        row = self.list.pointed
+        row = self.list.selected
         return "" if row is None else row.id
 
     @property
@@ -139,7 +139,7 @@ async def test_news_of_a_model_while_the_picker_is_being_left_finds_whatever_is_
 async def test_names_from_the_disk_are_made_safe_and_hold_no_markup(chat: Start, tmp_path: Path) -> None:
     evil = make_tiny(tmp_path / "[red]x\x1b]52;c;AAAA\x07")
     async with chat("fast", size=(120, 40)) as c:
-        c.app.chat.stock._folders.remember(str(evil))
+        c.app.chat.library._folders.remember(str(evil))
         p = await picker(c)
         await p.until(lambda: "[red]x" in p.text, "the folder")
         assert "\x1b" not in p.text
@@ -217,7 +217,7 @@ async def test_enter_on_what_is_not_here_downloads_it_then_loads_it_and_keeps_th
         c.prompt.insert("a draft")
         await p.type("org/tiny")
         await p.press("enter")
-        await c.until(lambda: "Downloading org/tiny, to be loaded once it is here." in c.notices, "a notice")
+        await c.until(lambda: "Downloading org/tiny. It loads when it is complete." in c.notices, "a notice")
         await c.until(lambda: "called 'org/tiny'" in c.notices, "the load, which this engine refuses")
         assert (cache / "models--org--tiny" / "refs" / "main").exists()
         assert c.prompt.text == "a draft"
@@ -244,7 +244,7 @@ async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(cha
         await c.phase(EnginePhase.IDLE)
         await c.send("hello")
         await c.until(lambda: c.session.engine.replying, "a reply")
-        c.app.chat.stock._ended(Download("org/tiny", loads=True))
+        c.app.chat.library._ended(Download("org/tiny", loads=True))
         take_model(c.app.chat, "steady")
         await c.until(lambda: "tiny is here" in c.notices, "a notice")
         await c.phase(EnginePhase.IDLE)
@@ -258,10 +258,10 @@ async def test_a_download_that_fails_says_why_and_what_to_do(chat: Start, hub: H
         await p.type("org/tiny")
         await p.press("f5")
         await p.until(
-            lambda: [each.stage for each in c.app.chat.stock.downloads.all] == [DownloadStage.FAILED], "its end"
+            lambda: [each.stage for each in c.app.chat.library.downloads.all] == [DownloadStage.FAILED], "its end"
         )
         assert "HF_TOKEN" in p.detail
-        assert p.keys.startswith("Enter tries again · F6 gives it up")
+        assert p.keys.startswith("Enter retries · F6 cancels")
 
 
 # Removing, unloading ------------------------------------------------------------------------------------------------------
@@ -287,18 +287,18 @@ async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_t
 ) -> None:
     own = make_tiny(tmp_path / "own")
     async with chat("guide") as c:
-        c.app.chat.stock._folders.remember(str(own))
+        c.app.chat.library._folders.remember(str(own))
         p = await picker(c)
         await p.until(lambda: p.pointed == "embedded:guide", "the loaded model")
         await p.press("ctrl+d")
-        assert "F7 unloads it first" in p.detail
+        assert "Press F7 to unload it first" in p.detail
         await p.press("f7")
         await c.phase(EnginePhase.UNLOADED)
         await p.press("ctrl+d")
         assert "part of the program" in p.detail
         await p.type("own")
         await p.press("ctrl+d")
-        await p.until(lambda: "own" not in [row.model for row in c.app.chat.stock.rows("") if row.home == "folder"])
+        await p.until(lambda: "own" not in [row.model for row in c.app.chat.library.rows("") if row.home == "folder"])
         assert (own / "config.json").exists()
 
 
@@ -309,7 +309,7 @@ async def test_with_no_model_loaded_the_picker_still_weighs_and_leaves_no_proces
         await c.phase(EnginePhase.UNLOADED)
         assert not c.app.chat.bridge.running
         await c.pilot.press("ctrl+o")
-        await c.until(lambda: "org/mine" in c.app.chat.stock.estimates.disk, "an estimate")
+        await c.until(lambda: "org/mine" in c.app.chat.library.estimates.disk, "an estimate")
         await c.pilot.press("escape")
         await c.until(lambda: not c.app.chat.bridge.running, "its end")
         assert c.session.engine.phase is EnginePhase.UNLOADED
@@ -321,7 +321,7 @@ async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:
         c.app.chat.do("pull", "not an id")
         await c.until(lambda: "Write /pull" in c.notices, "a notice")
         c.app.chat.do("pull", "org/mine")
-        await c.until(lambda: "here already" in c.notices, "a notice")
+        await c.until(lambda: "already on this disk" in c.notices, "a notice")
         c.app.chat.do("pull", "org/tiny")
         await c.until(lambda: "tiny is here" in c.notices, "the model")
 

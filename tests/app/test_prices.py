@@ -172,6 +172,6 @@ async def test_how_to_close_the_tree_is_said_at_any_width(width: int) -> None:
         await pilot.pause()
         await pilot.pause()
         said = str(screen.query_one(".box").border_subtitle)
-        assert "Enter reads that path" in said
+        assert "Enter switches to it" in said
         assert said.endswith("Esc closes")
         assert ("Space folds" in said) == (width >= 60)

@@ -42,7 +42,7 @@ def names(c: Chat) -> list[str]:
 async def pick(c: Chat, typed: str) -> None:
     """Type a part of a path, wait for the offer, and take its first."""
     await c.pilot.press(*typed)
-    await c.until(lambda: c.prompt.offers.display, "an offer")
+    await c.until(lambda: c.prompt.completions.display, "an offer")
     await c.pilot.press("enter")
 
 
@@ -77,13 +77,13 @@ async def test_the_arrows_choose_among_the_files_offered_tab_takes_one_and_escap
     async with chat("fast") as c:
         await ready(c)
         await c.pilot.press("@", "d")
-        await c.until(lambda: c.prompt.offers.option_count == 2)
+        await c.until(lambda: c.prompt.completions.option_count == 2)
         assert "data.csv" in c.screen_text()
         await c.pilot.press("escape")
-        assert not c.prompt.offers.display
+        assert not c.prompt.completions.display
         assert c.prompt.text == "@d"
         await c.pilot.press("a", "backspace")
-        await c.until(lambda: c.prompt.offers.display and c.prompt.offers.option_count == 2)
+        await c.until(lambda: c.prompt.completions.display and c.prompt.completions.option_count == 2)
         await c.pilot.press("down", "tab")
         await c.until(lambda: names(c) == ["notes/decode.md"])
         assert c.prompt.has_focus
@@ -93,7 +93,7 @@ async def test_a_folder_that_is_chosen_is_looked_into(chat: Start, folder: Path)
     async with chat("fast") as c:
         await ready(c)
         await pick(c, "@./no")
-        await c.until(lambda: c.prompt.text == "@./notes/" and c.prompt.offers.display)
+        await c.until(lambda: c.prompt.text == "@./notes/" and c.prompt.completions.display)
         await c.pilot.press("enter")
         await c.until(lambda: names(c) == ["./notes/decode.md"])
 
@@ -103,7 +103,7 @@ async def test_a_path_that_was_only_pasted_is_not_followed(chat: Start, folder: 
         await ready(c)
         await c.paste("as it says in @data.csv")
         await asyncio.sleep(0.3)
-        assert not c.prompt.offers.display
+        assert not c.prompt.completions.display
         await c.pilot.press("enter")
         await c.until(lambda: c.session.turns)
         assert c.session.turns[0].asked == "as it says in @data.csv"

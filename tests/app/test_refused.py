@@ -28,7 +28,7 @@ def talked() -> Session:
     return session
 
 
-WISHES: list[Callable[[Session], list[Step]]] = [
+COMMANDS: list[Callable[[Session], list[Step]]] = [
     Session.regenerate,
     lambda session: session.continue_reply(2),
     lambda session: session.edit(1, "other"),
@@ -41,7 +41,7 @@ def told(steps: list[Step]) -> str:
     return notice.text
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("wish", COMMANDS)
 def test_while_the_model_loads(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.choose(Load("other"))
     assert talked.engine.phase is EnginePhase.LOADING
@@ -50,7 +50,7 @@ def test_while_the_model_loads(talked: Session, wish: Callable[[Session], list[S
     assert "F9" not in said  # which would end the loading
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("wish", COMMANDS)
 def test_where_no_model_is_loaded(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.choose(Load("other"))
     talked.stop()
@@ -61,7 +61,7 @@ def test_where_no_model_is_loaded(talked: Session, wish: Callable[[Session], lis
     assert "F9" not in said
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("wish", COMMANDS)
 def test_while_a_reply_is_written(talked: Session, wish: Callable[[Session], list[Step]]) -> None:
     talked.submit("two")
     assert told(wish(talked)) == "The engine is not ready: wait, or stop the reply with F9."

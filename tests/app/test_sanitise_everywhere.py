@@ -29,7 +29,7 @@ from tokamac.app.settings import Settings, dumps
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, Attachment, StoredMessage
 from tokamac.app.store.values import StoredChat as Stored
-from tokamac.app.tui.app import LastGate
+from tokamac.app.tui.app import OutputFilter
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import TextChunk
@@ -111,7 +111,7 @@ async def look_everywhere(c: Chat) -> None:
 def test_the_last_gate_lets_no_control_and_no_link_through(texts: list[str]) -> None:
     style = Style(bold=True, link="http://evil.example")
     row = [Segment(text, style) for text in texts]
-    passed = LastGate().apply(row, Color(0, 0, 0))
+    passed = OutputFilter().apply(row, Color(0, 0, 0))
     assert not any(CONTROL.search(segment.text) or "\n" in segment.text for segment in passed)
     assert all(segment.style is not None and segment.style.link is None and segment.style.bold for segment in passed)
     assert sum(segment.cell_length for segment in passed) == sum(segment.cell_length for segment in row)

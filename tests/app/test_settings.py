@@ -389,7 +389,7 @@ async def test_a_chat_keeps_its_own_sampling_and_others_have_that_of_every_chat(
         await c.until(lambda: c.session.turns)
         assert c.session.sampling.temperature == 0.25
         await c.pilot.press("ctrl+t")
-        await c.until(lambda: "This chat has its own" in c.screen_text())
+        await c.until(lambda: "These apply to this chat only" in c.screen_text())
         await c.pilot.press("escape")
         assert await choose(c, "0.5", own=False) == "0.5", (
             "given up, it has what every chat has, not the other way round"
@@ -465,7 +465,7 @@ async def test_system_prompts_are_saved_under_a_name_picked_replaced_deleted_and
         screen.query_one("#system", TextArea).text = "Be briefer."
         screen.query_one("#name", Input).value = "terse"
         await c.pilot.press("enter")
-        assert "Enter again replaces it" in c.screen_text()
+        assert "Press Enter again to overwrite it" in c.screen_text()
         assert settings.load(file).settings.system_prompts["terse"] == "Be brief."
         await c.pilot.press("enter")
         assert settings.load(file).settings.system_prompts["terse"] == "Be briefer."

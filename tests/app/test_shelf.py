@@ -19,7 +19,7 @@ from tokamac.app.chat.models import (
     best_guess,
     hub_cache,
     is_id,
-    look,
+    models_on_disk,
     must_be_downloaded,
     names_on_disk,
     rows,
@@ -52,7 +52,7 @@ def test_what_is_on_disk_with_its_size_and_whether_it_is_whole(tmp_path: Path) -
     cached(tmp_path, "org/tagged", reference="v1.0")
     cached(tmp_path, "org/part", whole=False)
     own = make_tiny(tmp_path / "own")
-    disk = look(tmp_path, [str(own), str(tmp_path / "gone")])
+    disk = models_on_disk(tmp_path, [str(own), str(tmp_path / "gone")])
     found = {each.model: each for each in disk.models}
     assert set(found) == {"guide", str(own), "org/whole", "org/tagged@v1.0", "org/part"}
     files = sum(path.stat().st_size for path in whole.iterdir())
@@ -64,7 +64,7 @@ def test_what_is_on_disk_with_its_size_and_whether_it_is_whole(tmp_path: Path) -
 
 
 def test_a_cache_that_is_not_there_has_the_embedded_model_alone(tmp_path: Path) -> None:
-    assert [each.model for each in look(tmp_path / "none", []).models] == ["guide"]
+    assert [each.model for each in models_on_disk(tmp_path / "none", []).models] == ["guide"]
     assert hub_cache({"HF_HOME": "/x"}) == Path("/x/hub")
     assert hub_cache({"HF_HUB_CACHE": "/y", "HF_HOME": "/x"}) == Path("/y")
 
@@ -177,7 +177,7 @@ def test_of_questions_that_were_displaced_the_answers_are_asked_for_again() -> N
     assert not estimates.take(WhatIf(1, None, done=3, total=9))
     estimates.want(["guide"], KVSpec())
     assert estimates.take(WhatIf(2, None, done=1, total=9, line=line("org/a")))
-    assert (estimates.disk.keys(), estimates.catalogue.keys(), estimates.weighed) == ({"guide"}, {"org/a"}, (1, 9))
+    assert (estimates.disk.keys(), estimates.catalogue.keys(), estimates.progress) == ({"guide"}, {"org/a"}, (1, 9))
     estimates.want(["guide"], KVSpec(key_bits=8, value_bits=8))
     assert estimates.disk == {}
 

@@ -9,7 +9,7 @@ from textual.events import Key
 
 from tests.app.conftest import Chat
 from tokamac.app import settings
-from tokamac.app.chat.actions import ACTIONS, ALSO_CALLED, Calling, by_slash, calling, fitting, parse, unknown
+from tokamac.app.chat.actions import ACTIONS, ALIASES, PartialCommand, by_slash, command_at, matching, parse, unknown
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings
@@ -21,14 +21,14 @@ SLASHES = [action.slash for action in ACTIONS if action.slash]
 
 def offered(c: Chat) -> list[str]:
     """The commands that are offered, as they are shown."""
-    offers = c.prompt.offers
+    offers = c.prompt.completions
     return [str(option.id) for option in offers.options] if offers.display else []
 
 
 async def begin(c: Chat, typed: str) -> None:
     """Type a command's beginning, and wait until what fits is offered."""
     await c.pilot.press(*typed)
-    await c.until(lambda: typed[1:] in c.prompt.offers.chosen, f"an offer for {typed}")
+    await c.until(lambda: typed[1:] in c.prompt.completions.chosen, f"an offer for {typed}")
 
 
 # Which commands fit -------------------------------------------------------------------------------------------------------
@@ -37,11 +37,11 @@ async def begin(c: Chat, typed: str) -> None:
 @pytest.mark.parametrize(
     ("text", "row", "column", "named"),
     [
-        ("/", 0, 1, Calling("", 1)),
-        ("/ti", 0, 3, Calling("ti", 3)),
-        ("/title", 0, 3, Calling("ti", 6)),
-        ("/ti Keys and values", 0, 3, Calling("ti", 3)),
-        ("/ti\n", 0, 3, Calling("ti", 3)),
+        ("/", 0, 1, PartialCommand("", 1)),
+        ("/ti", 0, 3, PartialCommand("ti", 3)),
+        ("/title", 0, 3, PartialCommand("ti", 6)),
+        ("/ti Keys and values", 0, 3, PartialCommand("ti", 3)),
+        ("/ti\n", 0, 3, PartialCommand("ti", 3)),
         ("/ti Keys", 0, 5, None),
         ("/ti", 0, 0, None),
         ("/etc/hosts", 0, 4, None),
@@ -55,13 +55,13 @@ async def begin(c: Chat, typed: str) -> None:
     ],
 )
 def test_a_command_is_named_in_the_first_word_of_a_text_that_can_be_one(
-    text: str, row: int, column: int, named: Calling | None
+    text: str, row: int, column: int, named: PartialCommand | None
 ) -> None:
-    assert calling(text, row, column) == named
+    assert command_at(text, row, column) == named
 
 
 def test_what_is_called_so_goes_before_what_begins_so_and_that_before_other_names() -> None:
-    named = lambda part: [action.slash for action in fitting(part)]  # noqa: E731
+    named = lambda part: [action.slash for action in matching(part)]  # noqa: E731
     assert named("") == SLASHES
     assert named("new") == ["new", "newer"]
     assert named("Ex") == ["export", "explain", "quit"]
@@ -71,9 +71,9 @@ def test_what_is_called_so_goes_before_what_begins_so_and_that_before_other_name
 
 
 def test_other_programs_words_lead_to_commands_and_hide_none() -> None:
-    assert all(by_slash(slash) is not None for slash in ALSO_CALLED.values())
-    assert not set(ALSO_CALLED) & set(SLASHES)
-    assert all(fitting(other)[0].slash == slash for other, slash in ALSO_CALLED.items())
+    assert all(by_slash(slash) is not None for slash in ALIASES.values())
+    assert not set(ALIASES) & set(SLASHES)
+    assert all(matching(other)[0].slash == slash for other, slash in ALIASES.items())
 
 
 def test_an_unknown_command_is_told_the_nearest_and_only_a_near_one() -> None:
@@ -107,7 +107,7 @@ async def test_a_slash_offers_every_command_with_what_follows_it_and_what_it_doe
         await c.until(lambda: offered(c) == ["export", "explain"])
         rows = c.screen_text().splitlines()
         (export,) = (row for row in rows if "/export" in row)
-        assert "/export [PATH]  Write this chat to a new file" in export
+        assert "/export [PATH]  Export this chat to a new file" in export
         await c.pilot.press("tab")
         await c.until(lambda: c.prompt.text == "/export ")
         assert c.prompt.cursor_location == (0, len("/export "))
@@ -148,7 +148,7 @@ async def test_the_arrows_choose_and_what_is_chosen_goes_before_what_is_written(
     async with chat("fast") as c:
         await c.ready()
         await begin(c, "/new")
-        assert c.prompt.offers.chosen == "new"
+        assert c.prompt.completions.chosen == "new"
         await c.pilot.press("down", "enter")
         await c.until(lambda: c.prompt.text == "/newer")
 
@@ -157,7 +157,7 @@ async def test_who_types_faster_than_it_is_drawn_gets_what_was_written(chat: Sta
     async with chat("fast") as c:
         await c.ready()
         await begin(c, "/ne")
-        assert c.prompt.offers.chosen == "new"
+        assert c.prompt.completions.chosen == "new"
         c.prompt.insert("wer")
         await c.prompt.on_key(Key("enter", None))
         assert c.prompt.text == ""  # it was sent, not completed to /new
@@ -234,7 +234,7 @@ async def test_while_a_reply_runs_up_chooses_a_command_and_takes_no_prompt_back(
         await c.until(lambda: c.session.queued)
         await begin(c, "/new")
         await c.pilot.press("up")
-        assert c.prompt.offers.chosen == "newer"
+        assert c.prompt.completions.chosen == "newer"
         assert [draft.text for draft in c.session.queued] == ["two"]
         await c.pilot.press("escape")
         assert offered(c) == []
@@ -263,7 +263,7 @@ async def test_in_the_smallest_window_each_has_a_row_and_the_mouse_takes_one(cha
         rows = [row for row in c.screen_text().splitlines() if row.strip().startswith("/")]
         assert [row.split()[0] for row in rows] == [f"/{slash}" for slash in SLASHES[:4]]
         assert all("…" in row for row in rows)  # cut, not wrapped
-        await c.pilot.click(c.prompt.offers, offset=(3, 1))
+        await c.pilot.click(c.prompt.completions, offset=(3, 1))
         await c.until(lambda: c.prompt.text == "/new")
         assert c.prompt.has_focus
         await c.pilot.press("enter")
@@ -274,6 +274,6 @@ async def test_a_misspelt_command_stays_in_the_box_and_is_told_the_nearest(chat:
     async with chat("fast") as c:
         await c.ready()
         await c.send("/titel Keys")
-        said = "There is no command /titel; did you mean /title? F1 lists them; a space before it sends it as it is."
+        said = "There is no command /titel; did you mean /title? F1 lists them. To send this as a prompt, put a space before it."
         await c.until(lambda: said in c.notices)
         assert c.prompt.text == "/titel Keys"

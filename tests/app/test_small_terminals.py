@@ -120,7 +120,7 @@ async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start
             await c.send(prompt)
         await c.phase(EnginePhase.DECODING)
         await c.until(lambda: "tok/s" in c.screen_text(), "a rate")
-        above = next(line.strip() for line in c.screen_text().splitlines() if "prompts wait" in line)
+        above = next(line.strip() for line in c.screen_text().splitlines() if "prompts queued" in line)
         assert above.startswith("2 prompts wait: Up takes the last back · writing ")
         assert above.endswith("tok/s")
         c.app.chat.do("stop")

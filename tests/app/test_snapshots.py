@@ -92,7 +92,7 @@ async def offered(c: Chat) -> None:
     c.app.chat.do("stop")  # which gives the edit up
     await c.type("Compare ")
     await c.pilot.press("@", "a")
-    await c.until(lambda: c.prompt.offers.display, "files")
+    await c.until(lambda: c.prompt.completions.display, "files")
 
 
 async def attached(c: Chat) -> None:
@@ -104,7 +104,7 @@ async def attached(c: Chat) -> None:
 async def gauged(c: Chat) -> None:
     """Point at a figure of the side panel."""
     c.app.chat.do("gauges")
-    await c.until(lambda: c.app.chat.query_one(Gauges).chosen is not None, "a figure")
+    await c.until(lambda: c.app.chat.query_one(Gauges).selected is not None, "a figure")
     await c.pilot.press("down", "down")
 
 

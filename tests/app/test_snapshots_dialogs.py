@@ -18,8 +18,8 @@ from tests.app.conftest import Chat
 from tests.app.test_convert_screen import DONE, PLAN, QUALITY
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Answer, Figures, ModelLine, Question, WhatIf, Where
+from tokamac.app.chat.jobs import ConversionJob, Downloads
 from tokamac.app.chat.jobs import ConversionPhase as Converting
-from tokamac.app.chat.jobs import Downloads, Standing
 from tokamac.app.chat.models import CatalogueOffer, Estimates, LocalModels, OnDisk
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.bridge import EngineSaid
@@ -126,13 +126,11 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
         screen = ConvertScreen("org/nowhere", [sys.executable, str(script)])
-        screen.standing = Standing(
-            lambda: 0.0 if screen.standing.stage is None else screen.standing.stage.done / BYTES_PER_S
-        )
+        screen.job = ConversionJob(lambda: 0.0 if screen.job.stage is None else screen.job.stage.done / BYTES_PER_S)
         await c.app.push_screen(screen)
 
         async def becomes(phase: Converting) -> None:
-            await c.until(lambda: screen.standing.phase is phase, phase.name)
+            await c.until(lambda: screen.job.phase is phase, phase.name)
 
         async def press(name: str) -> None:
             screen.query_one(f"#{name}", Button).press()
@@ -140,7 +138,7 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
 
         await album.take_at(c, "convert")
         await press("plan")
-        await c.until(lambda: screen.standing.problem, "the refusal")
+        await c.until(lambda: screen.job.problem, "the refusal")
         await album.take_at(c, "convert-refused")
         screen.query_one("#source", Input).value = "Qwen/Qwen3-8B"
         screen.query_one("#recipe", Input).value = "mixed_4_6"
@@ -148,7 +146,7 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
         await becomes(Converting.PLANNED)
         await album.take_at(c, "convert-plan")
         await press("convert")
-        await c.until(lambda: "left" in screen.standing.text(), "progress")
+        await c.until(lambda: "left" in screen.job.text(), "progress")
         await album.take_at(c, "convert-run")
         await press("stop")
         await becomes(Converting.FORM)
@@ -209,7 +207,7 @@ time.sleep(600)
 
 def stocked(c: Chat, folder: Path) -> None:
     """Have the picker know of these models, none of them weighed yet, and downloads be those of a script."""
-    stock, seconds = c.app.chat.stock, count(0.0, 1.0)
+    stock, seconds = c.app.chat.library, count(0.0, 1.0)
     stock._offers = [CatalogueOffer(each.model, each.download_bytes) for each in CATALOGUE]
     stock.estimates = Estimates(lambda _: 0)
     stock.estimates.weighed = (3, len(CATALOGUE))
@@ -226,7 +224,7 @@ def stocked(c: Chat, folder: Path) -> None:
 
 def weighed(c: Chat) -> None:
     """All of them are weighed now."""
-    estimates = c.app.chat.stock.estimates
+    estimates = c.app.chat.library.estimates
     estimates.disk = {each.model: each for each in HERE}
     estimates.catalogue = {each.model: each for each in CATALOGUE}
     estimates.best, estimates.place = tuple(estimates.catalogue), PLACE
@@ -244,12 +242,12 @@ async def test_the_picker_is_drawn_as_before_with_all_its_kinds_of_rows(
         await c.phase(EnginePhase.IDLE)
         stocked(c, tmp_path)
         c.app.chat.do("choose_model")
-        await c.until(lambda: isinstance(c.app.screen, ModelScreen) and c.app.chat.stock.looked, "the picker")
+        await c.until(lambda: isinstance(c.app.screen, ModelScreen) and c.app.chat.library.looked, "the picker")
         await album.take_at(c, "model-weighing")
         weighed(c)
         await album.take_at(c, "model-list")
-        c.app.chat.stock.downloads.start(CATALOGUE[1].model)
-        await c.until(lambda: (going := c.app.chat.stock.downloads.running) and going.left_s, "some bytes")
+        c.app.chat.library.downloads.start(CATALOGUE[1].model)
+        await c.until(lambda: (going := c.app.chat.library.downloads.running) and going.left_s, "some bytes")
         await c.pilot.press("up", "up")
         await album.take_at(c, "model-download")
         await c.pilot.press(*"8b", "down", "ctrl+d")

@@ -57,7 +57,7 @@ async def test_every_state_of_the_chat_is_drawn_as_before(
 ) -> None:
     nothing_of_this_machine(tmp_path, monkeypatch)
     clock = StillClock()
-    monkeypatch.setattr("tokamac.app.tui.run.time", clock)
+    monkeypatch.setattr("tokamac.app.chat.start.time", clock)
     monkeypatch.setattr("tokamac.app.tui.screens.chat.time", clock)
     monkeypatch.setattr(ReplyMessage, "__init__", partialmethod(ReplyMessage.__init__, clock=clock.monotonic))
     written(theme, tmp_path / "settings.toml", toured=False)

@@ -13,7 +13,7 @@ from tokamac.app.tui.screens.dialog import Tick
 from tokamac.app.tui.screens.settings import NOT_USED, SettingsScreen, SystemScreen
 
 Start = Callable[..., Any]
-KEPT = "Not used: what you wrote stays in this chat as a draft until you leave tokamac. Ctrl+S shows it."
+KEPT = "Not applied. Your text stays in this chat as a draft until you quit tokamac. Ctrl+S shows it."
 
 
 def text(screen: SystemScreen) -> str:
@@ -102,7 +102,7 @@ async def test_without_a_store_it_stays_too(chat: Start, tmp_path: Any) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not kept" in c.notices)
+        await c.until(lambda: "Chats are not saved" in c.notices)
         await c.opened("ctrl+s", SystemScreen)
         await c.pilot.press(*"terse")
         await left(c)
@@ -121,7 +121,7 @@ def test_what_was_written_in_a_new_chat_goes_with_it_once_it_is_kept() -> None:
 
 
 async def test_settings_that_were_changed_and_not_saved_are_said_to_be_as_they_were(chat: Start) -> None:
-    said = "The settings are as they were: Enter saves what is changed."
+    said = "Your changes were not saved. Enter saves them."
     async with chat("fast") as c:
         await c.ready()
         for value in ("", "0.25"):

@@ -89,12 +89,12 @@ async def test_one_can_be_gone_to_and_the_message_before_it_is_pointed_at(chat: 
         for key, word in ((5, "shout"), (3, "whisper")):
             jump(c.app.chat, key)
             await c.until(lambda word=word: word in c.screen_text(), word)
-            assert c.transcript.chosen == 2
+            assert c.transcript.selected == 2
             assert c.transcript.has_focus
         await c.pilot.press("down", "]")  # from the prompt after it: the other one is newer
         await c.until(lambda: c.session.conversation.tree.head == 6, "the newer version")
         assert "shout" in c.screen_text()
-        assert c.transcript.chosen == 2
+        assert c.transcript.selected == 2
 
 
 async def test_one_at_the_beginning_has_none_before_it(chat: Start, tmp_path: Path) -> None:
@@ -102,5 +102,5 @@ async def test_one_at_the_beginning_has_none_before_it(chat: Start, tmp_path: Pa
         await imported(c, tmp_path, FIRST)
         jump(c.app.chat, 1)
         await c.pilot.pause()
-        assert c.transcript.chosen == 2
+        assert c.transcript.selected == 2
         assert "shout" in c.screen_text()

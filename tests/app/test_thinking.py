@@ -72,11 +72,11 @@ def test_what_follows_the_command_is_read(text: str, now: TemplateOptions, then:
 @pytest.mark.parametrize(
     ("text", "info", "why"),
     [
-        ("loud", THINKS, "there is no thinking 'loud'. Use on, off"),
-        ("-3", THINKS, "there is no thinking"),
-        ("low", THINKS, "the chat template of qwen knows on, off alone. It knows: on, off."),
+        ("loud", THINKS, "/thinking does not know 'loud'. Use on, off"),
+        ("-3", THINKS, "/thinking does not know"),
+        ("low", THINKS, "the chat template of qwen knows on, off alone. It supports: on, off."),
         ("off", PLAIN, "the chat template of guide has no switch for it"),
-        ("500", PLAIN, "a thinking budget can't be had: guide marks no thinking"),
+        ("500", PLAIN, "a thinking budget is not available: guide does not mark its thinking"),
     ],
 )
 def test_what_can_not_be_had_is_refused_with_the_reason(text: str, info: ModelInfo, why: str) -> None:

@@ -17,7 +17,7 @@ from tokamac.app import settings
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ModelInfo, ReplyEvent
 from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
-from tokamac.app.chat.jobs import Guidance
+from tokamac.app.chat.jobs import GuideChat
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.screens import help as screens_help
 from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, GuideScreen, HelpScreen, help_text
@@ -74,7 +74,7 @@ def test_every_action_is_named_in_a_group_and_every_group_in_the_help() -> None:
 def test_what_mac_terminals_do_with_keys_is_said_first_on_a_mac_and_last_elsewhere() -> None:
     on_mac, elsewhere = (help_text(mac=mac).plain for mac in (True, False))
     said = on_mac.split("\n\n")[0].replace("\n", " ")
-    assert said.startswith("On a Mac keyboard F1 to F9 need fn.")
+    assert said.startswith("On a Mac keyboard, F1 to F9 need fn.")
     assert "palette (Ctrl+P)" in said
     assert all(by_slash(word.removeprefix("/")) for word in re.findall(r"/[a-z]+", said))
     assert elsewhere.split("\n\n")[-1].replace("\n", " ") == said
@@ -114,7 +114,7 @@ async def test_the_help_hands_on_to_the_guide(chat: Start) -> None:
 
 
 def test_a_question_waits_for_the_guide_and_what_was_said_before_goes_with_the_next() -> None:
-    guidance = Guidance()
+    guidance = GuideChat()
     assert guidance.start() == [Load("guide")]
     assert guidance.ask("one?") == []
     (first,) = guidance.on_event(Loaded(ModelInfo("guide")))
@@ -134,7 +134,7 @@ def test_what_goes_wrong_is_said_and_ends_the_exchange() -> None:
         (Failed(None, "no guide", "Install it."), "no guide. Install it."),
         (Died("killed", ""), "killed"),
     ):
-        guidance = Guidance()
+        guidance = GuideChat()
         guidance.start()
         guidance.ask("one?")
         guidance.on_event(event)
@@ -158,8 +158,8 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
         assert box.has_focus
         box.value = "How do I copy?"
         await c.pilot.press("enter")
-        await c.until(lambda: screen(c).guidance.said and screen(c).guidance.said[-1].over)
-        assert screen(c).guidance.said[-1].answer == SCENARIOS["guide"].answer
+        await c.until(lambda: screen(c).guide_chat.said and screen(c).guide_chat.said[-1].over)
+        assert screen(c).guide_chat.said[-1].answer == SCENARIOS["guide"].answer
         await c.until(lambda: "The first question about a slow reply" in c.screen_text())
         bridge = screen(c)._bridge
         await c.pilot.press("escape")
@@ -175,8 +175,8 @@ async def test_the_command_asks_at_once_and_the_embedded_guide_answers(chat: Sta
     async with chat("guide", scripted=False) as c:
         await c.phase(EnginePhase.IDLE)
         await c.send("/guide How do I choose another model?")
-        await c.until(lambda: isinstance(c.app.screen, GuideScreen) and screen(c).guidance.said)
-        await c.until(lambda: screen(c).guidance.said[-1].over, "an answer")
-        assert not screen(c).guidance.problem
-        assert "Ctrl+O" in screen(c).guidance.said[-1].answer
+        await c.until(lambda: isinstance(c.app.screen, GuideScreen) and screen(c).guide_chat.said)
+        await c.until(lambda: screen(c).guide_chat.said[-1].over, "an answer")
+        assert not screen(c).guide_chat.problem
+        assert "Ctrl+O" in screen(c).guide_chat.said[-1].answer
         assert not c.session.turns

@@ -203,7 +203,7 @@ async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
         it.session.idle._seen_s -= 5 * MINUTE
         it.session.engine.phase_since -= 5 * MINUTE
         it.app.chat._rest()
-        await it.until(lambda: "model unloaded; it loads again when you write" in it.screen_text())
+        await it.until(lambda: "model unloaded; it reloads when you write" in it.screen_text())
         assert it.app.chat.bridge._process is None
         await it.type("two")
         await it.phase(EnginePhase.IDLE)  # the pause after typing loads it

@@ -20,7 +20,6 @@ from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoredMessage
 from tokamac.app.tui.actions.chats import open_chat
-from tokamac.app.tui.screens.chats import Pick
 from tokamac.engine.options import Sampling
 
 Start = Callable[..., Any]
@@ -173,7 +172,7 @@ def test_a_new_chat_is_kept_and_the_one_before_is_tried_a_last_time(desk: Desk) 
     desk.fail(failing=True)
     desk.say("three")
     desk.perform(desk.session.new_chat())
-    assert "is lost" in desk.told[-1]
+    assert "are lost" in desk.told[-1]
     assert not desk.recording.unsaved
     desk.fail(failing=False)
     desk.say("four")
@@ -279,7 +278,7 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
         c.app.chat.do("new_chat")
         await c.ask("three")
         c.app.chat.do("export", str(tmp_path / "other.md"))
-        await c.until(lambda: "Nothing of this chat is saved" in c.notices)
+        await c.until(lambda: "Nothing of this chat could be saved" in c.notices)
         connection.execute("PRAGMA query_only = 0")
         await c.ask("four")
         await c.until(lambda: "not saved" not in c.screen_text())
@@ -294,18 +293,18 @@ async def test_a_title_that_is_not_kept_is_not_said_to_be_another(chat: Start) -
         connection = recording.store._database._connection
         connection.execute("PRAGMA query_only = 1")
         await c.send("/title Keys")
-        await c.until(lambda: "The title was not kept" in c.notices)
-        assert "another title" not in c.notices
+        await c.until(lambda: "The title was not saved" in c.notices)
+        assert "renamed" not in c.notices
         connection.execute("PRAGMA query_only = 0")
         await c.send("/title Keys")
-        await c.until(lambda: "The chat has another title." in c.notices)
+        await c.until(lambda: "Chat renamed." in c.notices)
 
 
 async def test_a_store_that_can_not_be_opened_is_a_sign_that_stands(chat: Start, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("fast", store_path=blocked / "chats.db") as c:
-        await c.until(lambda: "Chats are not kept" in c.notices)
+        await c.until(lambda: "Chats are not saved" in c.notices)
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: "not saved" in c.screen_text())
 
@@ -318,11 +317,11 @@ async def test_a_message_of_another_window_is_gone_to(chat: Start) -> None:
         await c.type("half a thought")
         with Store.open(recording.store.file) as other:
             theirs = other.add_message(name, other.path(name)[-1].id, "user", "from the other window")
-        open_chat(c.app.chat, Pick(name, theirs.id))
+        open_chat(c.app.chat, name, theirs.id)
         await c.until(lambda: [turn.prompt for turn in c.session.turns] == ["one", "from the other window"])
-        assert c.transcript.chosen == theirs.id
+        assert c.transcript.selected == theirs.id
         assert c.prompt.text == "half a thought"
-        assert "of another window" not in c.notices
+        assert "in another window" not in c.notices
 
 
 async def test_what_was_deleted_long_ago_is_removed_once_nobody_uses_the_chat(

@@ -21,14 +21,14 @@ from tokamac.app.backend.advice import Advisor, answers
 from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess
 from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import Answer, CaseLine, ChipLine, CurvePoint, Figures, ModelLine, Question, Where
-from tokamac.app.chat import what_if_form as tables
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.chat.what_if_form import FormError, first_question, read, written
+from tokamac.app.chat.what_if_form import FormError, first_question, question_of, texts_of
+from tokamac.app.tui.screens import whatif
 from tokamac.app.tui.screens.model import ModelList, ModelScreen
 from tokamac.app.tui.screens.whatif import WhatIfScreen, curve_text, even_steps, powers_of_ten, roof_text
 from tokamac.engine.errors import ModelNotFoundError, OptionError
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.inspection import subject_of
+from tokamac.engine.perf.inspection import model_ref
 from tokamac.engine.perf.machine import elsewhere
 from tokamac.engine.perf.what_if import WhatIfCase, notes, table
 
@@ -174,53 +174,53 @@ def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path
 
 def test_the_form_reads_what_was_written() -> None:
     question = Question("table", "guide", None, KVSpec(key_bits=8, value_bits=4, window=512), 9000, 300)
-    again = read("table", {**TEXTS, **written(question)}, question.kv)
+    again = question_of("table", {**TEXTS, **texts_of(question)}, question.kv)
     assert again == question
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"context": "many"}, "The context is a number"),
-        ({"context": ""}, "The context is a number"),
-        ({"context": "9" * 5000}, "The context is a number"),
-        ({"prompt": "0"}, "The prompt is a number"),
-        ({"context": "²"}, "The context is a number"),
+        ({"context": "many"}, "The context must be a number"),
+        ({"context": ""}, "The context must be a number"),
+        ({"context": "9" * 5000}, "The context must be a number"),
+        ({"prompt": "0"}, "The prompt must be a number"),
+        ({"context": "²"}, "The context must be a number"),
         ({"model": "  "}, "Name a model"),
-        ({"chip": "Apple M1|8", "memory": "-4"}, "The memory is a size"),
-        ({"chip": "Apple M1|8", "memory": "nan"}, "The memory is a size"),
+        ({"chip": "Apple M1|8", "memory": "-4"}, "The memory must be a size"),
+        ({"chip": "Apple M1|8", "memory": "nan"}, "The memory must be a size"),
     ],
 )
 def test_a_text_that_means_nothing_is_refused_in_words(change: dict[str, str], why: str) -> None:
     with pytest.raises(FormError, match=why):
-        read("table", {**TEXTS, **change}, KVSpec())
+        question_of("table", {**TEXTS, **change}, KVSpec())
 
 
 def test_a_prompt_longer_than_the_context_is_the_context_and_memory_is_the_other_machines() -> None:
-    question = read("table", {**TEXTS, "context": "1,024", "memory": "64"}, KVSpec())
+    question = question_of("table", {**TEXTS, "context": "1,024", "memory": "64"}, KVSpec())
     assert (question.context, question.prompt, question.where) == (1024, 1024, Where())
-    elsewhere = read("table", {**TEXTS, "chip": "Apple M1|8", "memory": "16"}, KVSpec())
+    elsewhere = question_of("table", {**TEXTS, "chip": "Apple M1|8", "memory": "16"}, KVSpec())
     assert elsewhere.where == Where("Apple M1", 8, 16.0)
 
 
 def test_names_in_tables_are_no_markup_and_unknown_is_said() -> None:
     hostile = "[red]x[/] \x1b[2J"
-    (model,) = tables.model_rows([ModelLine(hostile, None, None, None, "tight", Figures())])
-    (chip,) = tables.chip_rows([ChipLine(hostile, 8, None, Figures(fits=False))])
-    (case,) = tables.case_rows([CaseLine("weights", 4, 8, 4, 4096, Figures(memory_bytes=5 * 10**9, fits=True))])
+    (model,) = whatif.model_rows([ModelLine(hostile, None, None, None, "tight", Figures())])
+    (chip,) = whatif.chip_rows([ChipLine(hostile, 8, None, Figures(fits=False))])
+    (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, Figures(memory_bytes=5 * 10**9, fits=True))])
     assert model[0].plain.startswith("[red]x[/]")
     assert "\x1b" not in model[0].plain + chip[0].plain
     assert [cell.plain for cell in model[2:]] == ["unknown"] * 6
     assert [cell.plain for cell in chip[2:]] == ["no", "unknown", "unknown", "unknown"]
     assert [cell.plain for cell in case[:6]] == ["weights", "4 bits", "8,4", "4,096", "5.00 GB", "yes"]
-    assert len(model) == len(tables.MODELS)
-    assert len(chip) == len(tables.CHIPS)
-    assert len(case) == len(tables.CASES)
+    assert len(model) == len(whatif.MODELS)
+    assert len(chip) == len(whatif.CHIPS)
+    assert len(case) == len(whatif.CASES)
 
 
 def test_what_others_give_way_for_is_tight_in_a_table() -> None:
     figures = Figures(memory_bytes=5 * 10**9, fits=True, from_others=10**9)
-    (case,) = tables.case_rows([CaseLine("weights", 4, 8, 4, 4096, figures)])
+    (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, figures)])
     assert case[5].plain == "tight"
 
 
@@ -268,7 +268,7 @@ def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:
 
 def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
     place = elsewhere("NVIDIA GeForce RTX 3090")
-    config, case = subject_of("Qwen3-8B-4bit").config, WhatIfCase(context=512, prompt=512)
+    config, case = model_ref("Qwen3-8B-4bit").config, WhatIfCase(context=512, prompt=512)
     (why,) = notes(table(config, case, place), "stored")
     assert why == "unknown: no published measurement says what MLX reaches on NVIDIA GeForce RTX 3090"
 
@@ -361,7 +361,7 @@ async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) 
             lambda: "nobody/nothing is neither whole on this disk nor in the catalogue" in note(c), "no model"
         )
         c.app.screen.query_one("#context", Input).value = ""
-        await c.until(lambda: "The context is a number" in note(c), "no number")
+        await c.until(lambda: "The context must be a number" in note(c), "no number")
 
 
 async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> None:
@@ -391,7 +391,7 @@ async def test_the_model_picker_leads_to_it(chat: Start) -> None:
         await c.phase(EnginePhase.IDLE)
         offered = (await c.opened("ctrl+o", ModelScreen)).query_one(ModelList)
         offered.highlighted = offered.option_count - 1
-        named = offered.pointed.model
+        named = offered.selected.model
         assert (await c.opened("f3", WhatIfScreen)).query_one("#model", Input).value == named
 
 

@@ -12,7 +12,8 @@ from tests.benchmarks import long_child
 from tests.scripted_engine import SCRIPTED
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Failed, ReplyEvent, encode
-from tokamac.app.tui.run import ChatOptions, build, look_for_garbage_rarely
+from tokamac.app.chat.start import ChatOptions
+from tokamac.app.tui.run import build, look_for_garbage_rarely
 from tokamac.engine.events import Finished
 from tokamac.engine.options import Sampling
 

@@ -87,6 +87,6 @@ def test_the_plain_chat_takes_an_adapter_and_says_which_it_has(home: Path, data:
     assert status == 0
     assert "This model has no adapter." in out
     assert "org/letters" in out
-    assert "The model loads again with it." in err
+    assert "The model is reloading with it." in err
     assert settings.load(home / "settings.toml").settings.adapters == {"fast": "org/letters"}
     assert last_path(data)[-1].settings["adapter"]["name"] == "org/letters"

@@ -11,15 +11,13 @@ from tokamac.app.plain.repl import NoKeys
 
 pytestmark = pytest.mark.usefixtures("data")
 
-LINED = frozenset({"edit", "system_prompt"})
-
 
 @pytest.mark.parametrize(
     "text",
     ["explain this", "/", "/ new", "/usr/bin", "/7", " /new", "/new\nmore", "/explain this:\nx = 1", "/no\nsuch"],
 )
 def test_what_is_no_command_is_a_prompt(text: str) -> None:
-    assert parse(text, LINED) is None
+    assert parse(text, multiline=True) is None
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,7 @@ def test_what_is_no_command_is_a_prompt(text: str) -> None:
     ],
 )
 def test_a_command_is_taken_apart(text: str, word: str, argument: str, action: str | None) -> None:
-    found = parse(text, LINED)
+    found = parse(text, multiline=True)
     assert found is not None
     assert (found.word, found.argument, found.action and found.action.id) == (word, argument, action)
 
@@ -46,7 +44,7 @@ def test_a_block_that_begins_like_a_command_is_a_prompt(data: Path) -> None:
         '"""\n/explain this:\nx = 1\n"""\n/system Be\\\nbrief.\n/system\n"""\n/edit one\ntwo\n"""\n', "fast"
     )
     assert err.splitlines() == [
-        "The system prompt holds in this chat from the next message on; /system none takes it away."
+        "The system prompt applies to this chat from the next message on. /system none removes it."
     ]
     assert "Be\nbrief.\n" in out
     assert [message.text for message in last_path(data) if message.role == "user"] == ["one\ntwo"]

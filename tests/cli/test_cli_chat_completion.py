@@ -25,7 +25,7 @@ def test_tab_completes_on_a_terminal(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("fast", "--plain")
     chat.until("you> ")
     chat.type("/sett\ttemp\t0.5\n")
-    chat.until("It holds in every chat")
+    chat.until("This applies to every chat")
     chat.until("you> ")
     chat.type("/settings\n")
     chat.until("temperature: 0.5")
@@ -35,6 +35,6 @@ def test_tab_completes_on_a_terminal(terminal: Callable[..., Terminal]) -> None:
 def test_a_misspelt_command_is_told_the_nearest() -> None:
     _, _, err = piped("/titel Keys\n/nosuch\n", "fast")
     assert err.splitlines() == [
-        "There is no command /titel; did you mean /title? /help lists them; a space before it sends it as it is.",
-        "There is no command /nosuch. /help lists them; a space before it sends it as it is.",
+        "There is no command /titel; did you mean /title? /help lists them. To send this as a prompt, put a space before it.",
+        "There is no command /nosuch. /help lists them. To send this as a prompt, put a space before it.",
     ]

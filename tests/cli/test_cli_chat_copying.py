@@ -7,8 +7,7 @@ import pytest
 
 from tests.cli.plain_chat import OBEYED, piped
 from tokamac.app.chat import external_programs
-from tokamac.app.chat.external_programs import FILE
-from tokamac.app.plain.commands import copied
+from tokamac.app.chat.external_programs import FILE, copy_text
 
 pytestmark = pytest.mark.usefixtures("data")
 
@@ -46,12 +45,12 @@ def test_without_a_tool_what_is_copied_is_in_a_private_file(home: Path) -> None:
     assert "\x1b" not in out + err  # the terminal is asked for nothing
     _, _, err = piped("hi\n/code\n", "fast")
     assert file.read_text() == "ceiling_tps = bandwidth_gbs * 1e9 / bytes_per_step\n"
-    assert "Not copied (over SSH " in err
-    assert f"): the text, 51 characters, is in {file}." in err
+    assert "Not copied (over SSH, " in err
+    assert f"). The text, 51 characters, is in {file}." in err
 
 
 @pytest.mark.usefixtures("far", "home")
-def test_of_several_code_blocks_it_is_said_which_is_copied() -> None:
+def test_of_several_code_blocks_it_is_said_which_is_copy_text() -> None:
     _, _, err = piped("hi\n/again\nho\n/code\n/code\n/code\n", "fast")
     assert [line.partition(".")[0] for line in err.splitlines()] == [
         f"Code block {which} of 2" for which in ("2", "1", "2")
@@ -61,7 +60,7 @@ def test_of_several_code_blocks_it_is_said_which_is_copied() -> None:
 def test_a_tool_of_the_system_gets_the_text(tmp_path: Path, tools: Path) -> None:
     for name in ("pbcopy", "wl-copy"):
         tool(tools / name, f"/bin/cat > {tmp_path}/taken")
-    assert copied("naïve", tmp_path / "home").startswith("Copied 5 characters (")
+    assert copy_text("naïve", tmp_path / "home").startswith("Copied 5 characters (")
     assert (tmp_path / "taken").read_text() == "naïve"
     assert not (tmp_path / "home").exists()
 
@@ -69,9 +68,9 @@ def test_a_tool_of_the_system_gets_the_text(tmp_path: Path, tools: Path) -> None
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("", "there is no pbcopy here, nor wl-copy under Wayland"),
+        ("", "this system has no pbcopy, and no wl-copy under Wayland"),
         ("/bin/cat > /dev/null; exit 3", "wl-copy failed with exit status 3"),
-        ("exec /bin/sleep 60", "wl-copy did not end within 0.1 s"),
+        ("exec /bin/sleep 60", "wl-copy did not finish within 0.1 s"),
     ],
 )
 def test_where_no_tool_takes_the_text_it_is_said_why(
@@ -81,7 +80,7 @@ def test_where_no_tool_takes_the_text_it_is_said_why(
     if script:
         tool(tools / "wl-copy", script)
     file = tmp_path / external_programs.FILE
-    assert copied("naïve", tmp_path) == f"Not copied ({why}): the text, 5 characters, is in {file}."
+    assert copy_text("naïve", tmp_path) == f"Not copied ({why}). The text, 5 characters, is in {file}."
     assert file.read_text() == "naïve"
 
 
@@ -91,8 +90,8 @@ def test_a_link_in_the_files_place_is_not_followed_and_a_folder_there_is_said(tm
     precious.write_text("mine")
     home.mkdir()
     (home / FILE).symlink_to(precious)
-    assert copied("x", home).endswith(f"the text, 1 character, is in {home / FILE}.")
+    assert copy_text("x", home).endswith(f"The text, 1 character, is in {home / FILE}.")
     assert (precious.read_text(), (home / FILE).read_text()) == ("mine", "x")
     (home / FILE).unlink()
     (home / FILE).mkdir()
-    assert "can't be written" in copied("x", home)
+    assert "can't be written" in copy_text("x", home)

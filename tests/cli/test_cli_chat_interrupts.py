@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.plain_chat import PATIENCE_S, Terminal, last_path, spawn, until
 from tokamac.app.backend.subprocess import Ended, LineProcess
-from tokamac.app.chat.jobs import ConversionPhase, Standing
+from tokamac.app.chat.jobs import ConversionJob, ConversionPhase
 from tokamac.app.output import INTERRUPTED
 from tokamac.app.plain.console import heard, noticed, unbroken
 from tokamac.app.plain.processes import run_aside
@@ -171,7 +171,7 @@ def test_through_a_pipe_it_ends_the_chat_while_a_model_loads(pipe: Pipe, data: P
     process = pipe("slow-load")
     said(process, "one\n/settings key_bits 8\ntwo\n")
     assert process.stderr is not None
-    assert process.stderr.readline() == "The model loads again with it.\n"
+    assert process.stderr.readline() == "The model is reloading with it.\n"
     time.sleep(0.3)  # of the seconds that takes
     status, err = interrupted(process)
     assert status == INTERRUPTED
@@ -240,8 +240,8 @@ def test_what_was_done_before_the_stop_is_done() -> None:
 
 
 def test_a_conversion_that_is_stopped_twice_can_go_on() -> None:
-    standing = Standing(time.monotonic)
-    for dry_run, said in ((False, "Stopped: the same conversion goes on from there."), (True, "Stopped.")):
+    standing = ConversionJob(time.monotonic)
+    for dry_run, said in ((False, "Stopped. The same conversion resumes from here."), (True, "Stopped.")):
         standing.begin(dry_run=dry_run)
         standing.stop()
         standing.stop()

@@ -51,7 +51,7 @@ def test_where_nothing_is_kept_it_goes_along(tmp_path: Path, notes: Path, monkey
     monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "blocked"))
     _, _, err = piped(f"/attach {notes}\n/new\n/detach {notes}\n", "fast")
     assert LEFT not in err
-    assert f"{notes} does not go with the next prompt" in err
+    assert f"Removed from the next prompt: {notes}." in err
 
 
 def test_a_new_chat_ends_an_edit(terminal: Callable[..., Terminal], data: Path) -> None:

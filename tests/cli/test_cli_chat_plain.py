@@ -161,7 +161,7 @@ def test_without_a_store_it_goes_on_and_says_why(tmp_path: Path, monkeypatch: py
     status, out, err = piped("hi\n/chats\n/title x\n", "fast")
     assert status == 0
     assert "every weight" in out
-    assert "Chats are not kept" in err
+    assert "Chats are not saved" in err
 
 
 def test_versions_forks_and_titles_are_as_in_the_full_chat(data: Path) -> None:
@@ -217,7 +217,7 @@ def test_settings_are_changed_and_a_bad_one_is_refused() -> None:
     _, out, err = piped("/settings temperature 0.25\n/settings key_bits 7\n/settings top_k many\n/settings\n", "fast")
     assert "temperature: 0.25 " in out
     assert "key_bits: 16 " in out
-    assert "'many' is no number" in err
+    assert "'many' is not valid" in err
     assert "7" in err
 
 

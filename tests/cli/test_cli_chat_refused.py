@@ -10,7 +10,7 @@ from tests.cli.plain_chat import Terminal, last_path, piped
 pytestmark = pytest.mark.usefixtures("data")
 
 WHY = "The prompt has "
-STILL = "Still attached, for the next prompt: "
+STILL = "Still attached to the next prompt: "
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def test_on_a_terminal_it_is_written_again_and_what_goes_with_it_named(
 ) -> None:
     terminal.until("you> ")
     terminal.type(f"/attach {notes}\n")
-    terminal.until("goes with the next prompt")
+    terminal.until("Attached to the next prompt")
     terminal.until("you> ")
     terminal.type("yes\n")
     terminal.until("(failed)")
     terminal.until(WHY)
-    terminal.until(f"{STILL}{notes}. /detach lets go of the last one.")
+    terminal.until(f"{STILL}{notes}. /detach removes the last one.")
     terminal.until("you> yes")
     terminal.type("\x15/detach\n")
-    terminal.until("does not go with the next prompt")
+    terminal.until("Removed from the next prompt")
     terminal.until("you> yes")
     terminal.type("\n")
     terminal.until("Decode reads")

@@ -15,7 +15,7 @@ from tokamac.app.chat.background import SYSTEM
 from tokamac.app.plain.repl import HEARD_S, Meanwhile
 from tokamac.app.store.store import Store
 
-TOLD = "gave its memory back"
+TOLD = "is unloaded now"
 TITLE = "Where decode spends its time"
 
 

@@ -44,7 +44,7 @@ def test_ctrl_c_stops_the_reply_and_twice_at_the_prompt_leaves(terminal: Callabl
     chat.until("(stopped")
     chat.until("you> ")
     chat.type("\x03")
-    chat.until("Ctrl-C again leaves")
+    chat.until("Press Ctrl-C again to quit")
     chat.until("you> ")
     chat.type("\x03")
     assert chat.left() == 130
@@ -56,7 +56,7 @@ def test_a_line_between_two_ctrl_c_stays(terminal: Callable[..., Terminal]) -> N
     for text in ("\x03", "/stop\n", "\x03"):
         chat.until("you> ")
         chat.type(text)
-    chat.until("Ctrl-C again leaves")
+    chat.until("Press Ctrl-C again to quit")
     assert chat.leave() == 0
 
 

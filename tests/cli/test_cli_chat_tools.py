@@ -18,7 +18,7 @@ from tokamac.app.backend import protocol
 from tokamac.app.backend.subprocess import LineProcess
 from tokamac.app.output import INTERRUPTED
 from tokamac.app.plain import processes
-from tokamac.app.plain.commands import TOLD
+from tokamac.app.plain.commands import LISTED_FIGURES
 from tokamac.app.plain.processes import MODEL_FIRST, run_aside, words_of
 from tokamac.app.store.store import Store
 from tokamac.engine.errors import OptionError
@@ -97,14 +97,14 @@ def test_gauges_are_lines_with_names_and_units_and_each_is_explained() -> None:
     _, out, err = piped("hi\n/gauges\n/gauges decode rate\n/gauges KV\n/gauges nosuch\n", "fast")
     lines = out.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("weights: "))
-    told = dict(line.split(": ", 1) for line in lines[at : at + len(TOLD)])
-    assert len(told) == len(TOLD)
+    told = dict(line.split(": ", 1) for line in lines[at : at + len(LISTED_FIGURES)])
+    assert len(told) == len(LISTED_FIGURES)
     units = {"decode rate": "tok/s", "time to first token": "m?s", "weights": "GB", "achieved bandwidth": "GB/s"}
     assert [name for name, unit in units.items() if not re.search(rf"\d {unit}$", told[name])] == []
     assert told["context"].endswith("tokens (context length 32,768)")
     assert told["share of the ceiling"].endswith("(ceiling 350 tok/s)")
     assert ", p99 " in told["gaps between tokens (ITL)"]
-    explained = lines[at + len(TOLD) :]
+    explained = lines[at + len(LISTED_FIGURES) :]
     assert explained[0] == f"decode rate: {told['decode rate']}"
     assert explained[2] == "How: decode rate = (generated tokens − 1) ÷ (last token − first token)"
     assert any(line.startswith("From: generated tokens: 128 (") for line in explained)
@@ -124,7 +124,7 @@ def test_unload_gives_the_memory_back_and_the_next_prompt_loads_again() -> None:
     status, out, err = piped("/unload\n/unload\nhi\n", "fast")
     assert status == 0
     assert err.splitlines() == [
-        "The model gives its memory back; it loads again when you ask.",
+        "The model is unloaded. It reloads when you send a prompt.",
         "No model is loaded.",
     ]
     assert "every weight once per token" in out
@@ -198,7 +198,7 @@ def test_convert_plans_and_alone_does_it(tiny: Path, tmp_path: Path) -> None:
     status, out, err = piped(asked, "fast")
     assert status == 0
     assert "8 bits" in out
-    assert err == "/convert alone does it. Ctrl-C stops it; /convert goes on from there.\n"
+    assert err == "/convert without arguments runs this plan. Ctrl-C stops it; /convert resumes it.\n"
     assert not target.exists()
     _, out, err = piped(f"{asked}/convert\n/convert\n", "fast")
     assert f"/model {target} loads it." in err
@@ -299,6 +299,6 @@ def test_the_engine_is_heard_while_an_editor_has_the_terminal(tmp_path: Path) ->
     status, out, err = piped("hi\n/editor\n", "fast", env={**os.environ, **own, **hasty})
     assert status == 0
     assert (tmp_path / "editor.first").read_text().strip().isdecimal()
-    assert "gave its memory back" in err
+    assert "is unloaded now" in err
     assert out.count("every weight once per token") == 2
     assert out.index("edited\n") < out.index("words\n")

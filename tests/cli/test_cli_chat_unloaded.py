@@ -15,14 +15,14 @@ def _kept(data: Path, home: Path) -> None:
 
 def test_without_a_model_commands_are_done_and_the_status_tells() -> None:
     status, out, err = piped("/model nobody\n/chats\n/system Be brief.\n/system\n", "nobody")
-    assert (status, out) == (1, "No chat is kept yet.\nBe brief.\n")
+    assert (status, out) == (1, "No chats yet.\nBe brief.\n")
     assert "no scenario is called 'nobody'" in err
     assert ENDED not in err
 
 
 def test_a_prompt_that_no_model_answers_ends_the_chat_and_that_is_said() -> None:
     status, out, err = piped("/model nobody\n/chats\ntwo\n/chats\n", "nobody")
-    assert (status, out) == (1, "No chat is kept yet.\n")
+    assert (status, out) == (1, "No chats yet.\n")
     assert err.splitlines()[-1] == ENDED
 
 

@@ -46,7 +46,7 @@ def test_what_has_no_version_beside_it_is_not_in_the_outline() -> None:
     reply(tree, second, "")
     assert outline(tree).lines == (
         "1. turn 2, m, version 1 of 2: B",
-        "2. turn 2, m, version 2 of 2, read now: says nothing",
+        "2. turn 2, m, version 2 of 2, shown now: no text",
     )
 
 
@@ -62,7 +62,7 @@ def test_versions_stand_inside_the_version_that_they_follow() -> None:
         "1. turn 1, you, version 1 of 2: a",
         "  2. turn 2, you, version 1 of 2: c",
         "  3. turn 2, you, version 2 of 2: d� d",
-        "4. turn 1, you, version 2 of 2, read now: notes.md",
+        "4. turn 1, you, version 2 of 2, shown now: notes.md",
     )
     assert [tree.nodes[key].prompt for key in found.keys] == ["a", "c", "d\x1b[2J\nd", ""]
 
@@ -85,7 +85,7 @@ def test_branches_lists_the_versions_and_goes_to_one_and_the_chat_goes_on_there(
         "1. turn 1, you, version 1 of 2",
         "  2. turn 1, fast, version 1 of 2",
         "  3. turn 1, fast, version 2 of 2",
-        "4. turn 1, you, version 2 of 2, read now",
+        "4. turn 1, you, version 2 of 2, shown now",
     ]
     assert lines[at + 4] == "you (version 1 of 2): one"
     assert lines[at + 5].startswith("fast (version 1 of 2): Decode reads")
@@ -102,7 +102,7 @@ def test_numbers_stay_those_that_were_listed(data: Path) -> None:
 def test_a_chat_without_versions_says_so() -> None:
     _, out, err = piped("/branches\none\n/branches\n/branches 1\n", "fast")
     assert "version 1" not in out
-    assert err.count("There is one version only") == 3
+    assert err.count("There is only one version") == 3
 
 
 # Editing ----------------------------------------------------------------------------------------------------------------
@@ -171,14 +171,14 @@ def titles(data: Path, *, deleted: bool = False) -> list[str]:
 def test_this_chat_is_deleted_and_another_begins(data: Path) -> None:
     status, _, err = piped("about apples\n/delete\nabout pears\n", "fast")
     assert status == 0
-    assert "Deleted, and a new chat begun: about apples (" in err
+    assert "Deleted: about apples (" in err
     assert titles(data) == ["about pears"]
     assert titles(data, deleted=True) == ["about apples"]
 
 
 def test_the_chat_that_was_deleted_last_comes_back_and_is_open(data: Path) -> None:
     _, _, err = piped("apples\n/delete\npears\n/delete\n/restore\nmore\n/restore\n/restore\n", "fast")
-    assert err.count("Brought back: ") == 2
+    assert err.count("Restored: ") == 2
     assert err.splitlines()[-1] == "No chat is deleted."
     assert titles(data, deleted=True) == []
     with Store.open(data) as store:
@@ -194,9 +194,9 @@ def test_a_chat_is_deleted_and_brought_back_by_its_place_in_the_list_or_its_id(d
         (pears,) = store.chats()
     _, _, err = piped(f"/delete {apples.id}\n/restore {apples.id[:6]}\nfigs\n/restore {pears.id}\n/delete zz\n", "fast")
     assert [line.partition(":")[0] for line in err.splitlines()[:3]] == [
-        "It is deleted already",
-        "Brought back",
-        "It is not deleted",
+        "This chat is already deleted",
+        "Restored",
+        "This chat is not deleted",
     ]
     assert "No chat has an id that begins with zz" in err
     assert [text for text, _ in prompts(data)] == ["apples", "figs"]

@@ -15,7 +15,7 @@ import pytest
 from tests.cli.conftest import Run
 from tokamac.app.backend.subprocess import ConvertedLine, Expected, Planned, Refused, StageLine, TensorWritten, decode
 from tokamac.app.commands import convert
-from tokamac.app.commands.convert import DiskSpace, Shown, report
+from tokamac.app.commands.convert import ConversionProgress, DiskSpace, plan_text
 from tokamac.app.verdict import closeness
 from tokamac.quant import Conversion, TensorDone
 from tokamac.quant import convert as quant_convert
@@ -27,7 +27,7 @@ BAD = Quality(3.21, 0.01, 0.31, 9.0, 0.5, 90.0, 5.0, 10.0, 0.4, 255)
 
 def asked(*words: str) -> dict[str, Any]:
     parser = convert.parser()
-    return convert.asked_of(parser, parser.parse_args(["source", *words]))
+    return convert.requested(parser, parser.parse_args(["source", *words]))
 
 
 def lines(text: str) -> list[Any]:
@@ -135,7 +135,7 @@ def test_the_plan_as_json_is_what_the_chat_reads(tokamac: Run, tiny: Path, tmp_p
 
 def test_a_plan_that_does_not_fit_or_whose_time_is_unknown_says_so(tiny: Path, tmp_path: Path) -> None:
     plan = quant_convert(tiny, tmp_path / "out", dry_run=True, method="round")
-    shown = report(plan, tmp_path / "out", DiskSpace(needed=2_000_000, free=1_000_000), None)
+    shown = plan_text(plan, tmp_path / "out", DiskSpace(needed=2_000_000, free=1_000_000), None)
     assert "2.00 MB needed, 1.00 MB free: does not fit" in shown
     assert "unknown" in shown
 
@@ -144,11 +144,11 @@ def test_a_plan_that_does_not_fit_or_whose_time_is_unknown_says_so(tiny: Path, t
 
 
 def test_stages_are_named_and_every_tensor_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Shown(json=True)
-    shown.tell(StageDone("calibrating", 1, 2))
-    shown.tell(StageDone("calibrating", 2, 2))
-    shown.tell(TensorDone("a.weight", 1, 2, 10, 20))
-    shown.tell(TensorDone("b.weight", 2, 2, 20, 20))
+    shown = ConversionProgress(json=True)
+    shown.show(StageDone("calibrating", 1, 2))
+    shown.show(StageDone("calibrating", 2, 2))
+    shown.show(TensorDone("a.weight", 1, 2, 10, 20))
+    shown.show(TensorDone("b.weight", 2, 2, 20, 20))
     shown.clear()
     said = lines(capsys.readouterr().out)
     assert [(each.stage, each.done, each.unit) for each in said if isinstance(each, StageLine)] == [
@@ -164,9 +164,9 @@ def test_stages_are_named_and_every_tensor_is_told(capsys: pytest.CaptureFixture
 
 
 def test_without_a_terminal_stages_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Shown(json=False)
-    shown.tell(StageDone("verifying", 4, 8))
-    shown.tell(TensorDone("a.weight", 1, 2, 10, 20))
+    shown = ConversionProgress(json=False)
+    shown.show(StageDone("verifying", 4, 8))
+    shown.show(TensorDone("a.weight", 1, 2, 10, 20))
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "verifying 50 % (4 of 8 steps)\nconverting 50 % (10 B of 20 B)\n"
@@ -262,7 +262,7 @@ def test_an_interruption_says_that_the_same_command_goes_on(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "The same command goes on from here." in err
+    assert "The same command continues from here." in err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 

@@ -115,7 +115,7 @@ def test_a_folder_is_not_pulled_and_not_removed(tokamac: Run, tiny: Path) -> Non
     for action in ("pull", "remove"):
         done = tokamac("models", action, tiny)
         assert done.status == 1
-        assert "is a folder, and no Hugging Face id" in done.err
+        assert "is a folder, not a Hugging Face id" in done.err
     assert (tiny / "config.json").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.tiny import make_tiny
-from tokamac.app.commands.kv_quality import SETTINGS, TEXT, sentence
+from tokamac.app.commands.kv_quality import SETTINGS, sentence, shipped_text
 from tokamac.engine import scoring
 from tokamac.engine.kv.divergence import Advice, KVDivergence, Speed, Trial
 
@@ -131,7 +131,7 @@ def test_the_recommendation_is_one_sentence_with_its_reason() -> None:
 
     exact, eight, four = one(16, 0, 40), one(8, 0.001, 60), one(4, 0.002, 50)
     for advice, said in (
-        (Advice(exact, "exact", four), "leave keys and values at 16 bits: 1.60 MB at the whole context is little"),
+        (Advice(exact, "exact", four), "leave keys and values at 16 bits: 1.60 MB for the whole context is little"),
         (Advice(four, "smallest", four), "--kv-bits 4: the smallest cache that is good enough"),
         (Advice(eight, "faster", four), "--kv-bits 8: 4 is smaller and good enough"),
         (Advice(exact, "alone", exact), "16 bits: no packed cache is good enough"),
@@ -144,7 +144,7 @@ def test_the_recommendation_is_one_sentence_with_its_reason() -> None:
 
 
 def test_the_text_is_long_enough_to_look_back_in() -> None:
-    assert 1200 < len(TEXT) / 4 < 2000
+    assert 1200 < len(shipped_text()) / 4 < 2000
 
 
 def table_of(out: str) -> list[list[str]]:

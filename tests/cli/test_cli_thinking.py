@@ -132,8 +132,8 @@ def test_token_ids_that_open_thinking_begin_with_thinking(thinks: Path) -> None:
 def test_the_plain_chat_is_told_by_flag_command_and_setting() -> None:
     _, out, err = piped("/thinking\n/thinking off\none\n/thinking low\n/thinking 3\ntwo\n/thinking\n", "thinking")
     assert "Thinking: as the chat template has it. Budget: none. thinking knows: on, off." in out
-    assert "Thinking: off. Budget: none. It holds in this chat from the next message on." in err
-    assert "the chat template of thinking knows on, off alone. It knows: on, off." in err
+    assert "Thinking: off. Budget: none. This applies to this chat, from the next message on." in err
+    assert "the chat template of thinking knows on, off alone. It supports: on, off." in err
     assert "Budget: 3 tokens." in out
     _, out, err = piped("/thinking\n", "thinking", "--continue")
     assert "Budget: 3 tokens." in out  # kept with the chat

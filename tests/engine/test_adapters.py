@@ -210,8 +210,8 @@ def test_a_config_that_says_something_else_is_refused(
             "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight",
             "lora_B of model.layers.7.self_attn.q_proj is missing",
         ),
-        ("base_model.model.lm_head.weight", "lm_head.weight is no low-rank matrix"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "lora_B.bias is no low-rank matrix"),
+        ("base_model.model.lm_head.weight", "lm_head.weight is not a low-rank matrix"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "lora_B.bias is not a low-rank matrix"),
     ],
 )
 def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, tiny: Path, name: str, what: str) -> None:

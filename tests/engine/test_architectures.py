@@ -11,7 +11,8 @@ from mlx_lm.utils import _get_classes
 from tokamac.engine.architectures import PREFIX, SAME_CLASS, loads_in_mlx_lm, own_architectures
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.model.config import check_config, model_classes, normalise
+from tokamac.engine.model.config import model_classes, normalise
+from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack

@@ -17,7 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tokamac.engine.architectures import own_architectures
 from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
-from tokamac.engine.model.config import ABSENT, check_config, model_classes, normalise, read_config
+from tokamac.engine.model.config import ABSENT, model_classes, normalise, read_config
+from tokamac.engine.model.config_rules import check_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SAVED = {path.parent.name: json.loads(path.read_text()) for path in GOLDEN.glob("*/config.json")}

@@ -9,7 +9,8 @@ import pytest
 
 from tokamac.engine.errors import ModelUnsupportedError
 from tokamac.engine.loading import keeps_short
-from tokamac.engine.model.config import check_config, context_length, model_classes, normalise, pretraining_length
+from tokamac.engine.model.config import context_length, model_classes, normalise, pretraining_length
+from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.options import KVSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -55,10 +55,14 @@ def build(case: str, folder: Path) -> dict[str, Any]:
     return stored
 
 
-@pytest.fixture
-def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Engine, dict[str, Any]]]:
-    stored = build(request.param, tmp_path)
-    with Engine.load(tmp_path, dtype="float32", kv=spec_of(request.param)) as engine:
+@pytest.fixture(scope="module")
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Engine, dict[str, Any]]]:
+    """Loaded once for all tests of a case, which pytest runs one after another."""
+    folder = tmp_path_factory.mktemp(request.param)
+    stored = build(request.param, folder)
+    with Engine.load(folder, dtype="float32", kv=spec_of(request.param)) as engine:
         yield request.param, engine, stored
 
 
@@ -93,34 +97,35 @@ def test_logprobs_equal_transformers_whole_and_in_chunks(loaded: tuple[str, Engi
 def test_a_window_that_holds_all_changes_nothing_and_eight_bits_little(case: str, tmp_path: Path) -> None:
     build(case, tmp_path)
     tokens, expected = golden(case)
+    model = module_of(tmp_path, spec_of(case))
     on_full = spec_of(case).on_full
-    if (
-        off := off_with(tmp_path, tokens, expected, KVSpec(window=64 if on_full else 128, on_full=on_full))
-    ) is not None:
+    if (off := off_with(*model, tokens, expected, KVSpec(window=64 if on_full else 128, on_full=on_full))) is not None:
         assert off.max() < TOLERANCE
-    if (off := off_with(tmp_path, tokens, expected, spec_of(case, key_bits=8, value_bits=8))) is not None:
+    if (off := off_with(*model, tokens, expected, spec_of(case, key_bits=8, value_bits=8))) is not None:
         assert off.mean() < PACKED_BOUND
 
 
-def off_with(folder: Path, tokens: list[int], expected: Any, kv: KVSpec) -> Any:
+def off_with(module: Any, config: dict[str, Any], tokens: list[int], expected: Any, kv: KVSpec) -> Any:
     """Return how far log-probabilities are off with these KV settings; None where the model's caches can't be so, which is said."""
     try:
-        engine = Engine.load(folder, dtype="float32", kv=kv, prompt_cache=None)
+        caches = plan_caches(module, config, kv).make()
     except OptionError:
         return None
-    with engine:
-        return np.abs(np.array(engine.logprobs(tokens, chunk=7)) - expected)
+    pieces = [log_probabilities(module, caches, tokens[at : at + 7]) for at in range(0, len(tokens), 7)]
+    return np.abs(np.concatenate([np.array(piece) for piece in pieces]) - expected)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_prompt_that_goes_on_from_another_is_answered_as_if_it_were_new(case: str, tmp_path: Path) -> None:
-    build(case, tmp_path)
+@pytest.mark.parametrize("loaded", CASES, indirect=True, ids=str)
+def test_a_prompt_that_goes_on_from_another_is_answered_as_if_it_were_new(
+    loaded: tuple[str, Engine, dict[str, Any]], tmp_path: Path
+) -> None:
+    case, engine, _ = loaded
     tokens, _ = golden(case)
-    with Engine.load(tmp_path, dtype="float32", kv=spec_of(case)) as engine:
-        begun = [ids_of(engine, tokens[:-6]), ids_of(engine, tokens[:-4])]
-        warm = ids_of(engine, tokens)
-    with Engine.load(tmp_path, dtype="float32", kv=spec_of(case), prompt_cache=None) as engine:
-        cold = ids_of(engine, tokens)
+    begun = [ids_of(engine, tokens[:-6]), ids_of(engine, tokens[:-4])]
+    warm = ids_of(engine, tokens)
+    build(case, tmp_path)
+    with Engine.load(tmp_path, dtype="float32", kv=spec_of(case), prompt_cache=None) as alone:
+        cold = ids_of(alone, tokens)
     assert begun
     assert warm == cold
 
@@ -176,12 +181,16 @@ TRANSFORMERS_ALONE = {
 
 def answer(folder: Path, tokens: list[int], case: str) -> Any:
     """Return the log-probabilities of a folder's model through the engine's caches, without the rest of the engine."""
-    config = read_config(folder)
-    module, config = build_model(folder, config)
-    if keeps_short(config, spec_of(case)):
-        use_short_factors(module)
+    module, config = module_of(folder, spec_of(case))
     caches = plan_caches(module, config, KVSpec()).make()
     return np.array(log_probabilities(module, caches, tokens))
+
+
+def module_of(folder: Path, kv: KVSpec) -> tuple[Any, dict[str, Any]]:
+    module, config = build_model(folder, read_config(folder))
+    if keeps_short(config, kv):
+        use_short_factors(module)
+    return module, config
 
 
 @pytest.mark.parametrize("loaded", CHATS, indirect=True, ids=str)
@@ -197,16 +206,17 @@ def test_three_greedy_turns_equal_transformers(loaded: tuple[str, Engine, dict[s
     assert end.metrics.cached_tokens > 0, "the last turn reused nothing of the ones before"
 
 
-@pytest.mark.parametrize("loaded", CHATS, indirect=True, ids=str)
-def test_a_cold_last_turn_equals_the_warm_one(loaded: tuple[str, Engine, dict[str, Any]]) -> None:
-    _, engine, stored = loaded
+@pytest.mark.parametrize("case", CHATS)
+def test_a_cold_last_turn_equals_the_warm_one(case: str, tmp_path: Path) -> None:
+    stored = build(case, tmp_path)
     last = stored["turns"][-1]
     messages = [Message("system", stored["system"])]
     for turn in stored["turns"]:
         messages.append(Message("user", turn["user"]))
         if turn is not last:
             messages.append(Message("assistant", turn["text"]))
-    assert finished(engine, messages, len(last["reply"])).text == last["text"]
+    with Engine.load(tmp_path, dtype="float32", kv=spec_of(case)) as engine:
+        assert finished(engine, messages, len(last["reply"])).text == last["text"]
 
 
 def finished(engine: Engine, messages: list[Message], tokens: int) -> Finished:

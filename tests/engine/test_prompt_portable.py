@@ -50,6 +50,8 @@ def test_after_an_import_warm_is_as_cold(tiny: Path, tmp_path: Path, kv: KVSpec)
         assert taken.new_bytes > 0
         *_, warm = one.generate(IDS, GREEDY)
         assert one.import_prompt(tmp_path / "prompt.kv").new_bytes == 0
+    with engine(tiny, tmp_path / "importing", kv) as one:  # the reply was stored at the end, its beginning within it
+        assert one.import_prompt(tmp_path / "prompt.kv").new_bytes == 0
     assert isinstance(warm, Finished)
     assert isinstance(expected, Finished)
     assert warm.metrics.cached_tokens == len(IDS) - 1

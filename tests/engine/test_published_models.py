@@ -12,7 +12,8 @@ import pytest
 
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
-from tokamac.engine.model.config import check_config, model_classes, normalise, read_config
+from tokamac.engine.model.config import model_classes, normalise, read_config
+from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.footprint import weigh

@@ -135,8 +135,6 @@ def _read_line(where: str, line: str, entries: list[CorpusEntry]) -> None:
 SWAP_SHARE = 0.35
 """Of the words that have synonyms, how many are swapped, in the questions in which any are."""
 
-# Ways to begin a question that ask for the same thing: what a question begins with, and
-# what may stand there instead.
 OPENINGS = (
     (
         r"(?:how do I|how can I|how to|how could I|how would I) ",
@@ -153,27 +151,22 @@ OPENINGS = (
     (r"(?:can I|could I|may I|is it possible to) ", "can I |could I |is it possible to |am I able to |may I "),
     (r"does it ", "does it |does tokamac |does the app |will it "),
 )
+"""Ways to begin a question that ask for the same thing: what a question begins with, and what may stand there instead."""
 
 POLITE = (
-    "please tell me ",
-    "hey, ",
-    "hi, ",
-    "can you tell me ",
-    "I want to know ",
-    "quick question: ",
-    "so, ",
-    "um, ",
-    "ok: ",
-)
+    "please tell me ", "hey, ", "hi, ", "can you tell me ", "I want to know ", "quick question: ", "so, ", "um, ", "ok: ",
+)  # fmt: skip
+THANKS = (" please", " thanks", ", thanks", " pls", " ?")
+
 KEPT_SHARE = 0.4
 """Of nonsense questions that could, how many keep one telling word."""
 
 COINED_SHARE = 0.35
 """Of foreign words, how many are coined."""
 
-THANKS = (" please", " thanks", ", thanks", " pls", " ?")
 FILLER_LINE = "a an the is are was do does did of in on for to it its my me i you your we that this there be can could would should"
 FILLERS = frozenset(FILLER_LINE.split())
+QUESTION_WORDS = frozenset(["what", "why", "how", "which", "when", "where", "who", "tell", "explain", "show", "give"])
 
 
 def vary(question: str, rng: random.Random) -> str:
@@ -299,9 +292,6 @@ def foreign_word(words: Sequence[str], rng: random.Random) -> str:
 def is_little(word: str) -> bool:
     """Whether a word says nothing of what a question is about."""
     return word.lower().strip("?,.") in FILLERS | QUESTION_WORDS
-
-
-QUESTION_WORDS = frozenset(["what", "why", "how", "which", "when", "where", "who", "tell", "explain", "show", "give"])
 
 
 VOCABULARY = 4096
@@ -477,9 +467,8 @@ class Conversations:
         """One conversation that fills the context, so that far positions are learned too."""
         chosen = [self._rng.choice(exchanges) for _ in range(44)]
         sample = self._encode(chosen)
-        return TrainingSample(
-            sample.ids[:4096], sample.weights[:4096], [route for route in sample.routes if route[0] < 4095]
-        )
+        routes = [route for route in sample.routes if route[0] < 4095]
+        return TrainingSample(sample.ids[:4096], sample.weights[:4096], routes)
 
     def _encode(self, exchanges: Sequence[Exchange], *, opening: bool = False) -> TrainingSample:
         ids: list[int] = []

@@ -42,10 +42,6 @@ class AnswerTally:
         """Right replies of those asked; 1.0 when nothing was asked."""
         return self.right / self.asked if self.asked else 1.0
 
-    def plus(self, *, right: bool, refused: bool) -> "AnswerTally":
-        """Return this with one more reply."""
-        return self + AnswerTally(1, int(right), int(refused))
-
     def __add__(self, other: "AnswerTally") -> "AnswerTally":
         return AnswerTally(self.asked + other.asked, self.right + other.right, self.refused + other.refused)
 
@@ -124,8 +120,8 @@ def tally(verdicts: Iterable[Verdict]) -> dict[str, AnswerTally]:
     """Count the verdicts by group, in the order they came."""
     counts: dict[str, AnswerTally] = {}
     for verdict in verdicts:
-        before = counts.get(verdict.case.group, AnswerTally())
-        counts[verdict.case.group] = before.plus(right=verdict.right, refused=verdict.declined and not verdict.right)
+        one = AnswerTally(1, verdict.right, verdict.declined and not verdict.right)
+        counts[verdict.case.group] = counts.get(verdict.case.group, AnswerTally()) + one
     return counts
 
 
@@ -151,17 +147,7 @@ def passes(counts: dict[str, AnswerTally]) -> bool:
     return in_scope(counts).share >= PASS and outside.right == outside.asked
 
 
-def write_card(
-    card: Path,
-    *,
-    spec: ModelSpec,
-    folder: Path,
-    entries: Sequence[CorpusEntry],
-    counts: dict[str, AnswerTally],
-    total: AnswerTally,
-    logs: Sequence[Path],
-    skipped: int,
-) -> None:
+def write_card(card: Path, parts: Sequence[str], logs: Sequence[Path]) -> None:
     """Replace what stands between the marks of ``card``. Raises ValueError when it has no marks."""
     text = card.read_text(encoding="utf-8")
     head, begun, rest = text.partition(BEGIN)
@@ -169,15 +155,18 @@ def write_card(
     if not begun or not ended:
         raise ValueError(f"{card} lacks the lines '{BEGIN} ...' and '{END}'")
     first_line = old.splitlines()[0]
-    training = _training(logs) if logs else _kept_training(old)
-    parts = [*_scores(counts, total, skipped), *_data(entries), *_size(spec, folder), *training]
+    training = old.partition(TRAINING)[2].strip("\n")
+    if logs:
+        steps = [[line for line in log.read_text().splitlines() if line.startswith("step ")] for log in logs]
+        training = "\n".join(f"    {lines[-1] if lines else 'unknown'}" for lines in steps)
+    parts = [*parts, *(["", TRAINING, "", training] if training else [])]
     card.write_text(f"{head}{BEGIN}{first_line}\n\n" + "\n".join(parts) + f"\n\n{END}{tail}", encoding="utf-8")
 
 
-def _scores(counts: dict[str, AnswerTally], total: AnswerTally, skipped: int) -> list[str]:
+def _scores(counts: dict[str, AnswerTally], skipped: int) -> list[str]:
     rows = [
         f"| {group} | {count.asked:,} | {count.right:,} | {count.share:.1%} | {count.refused:,} |"
-        for group, count in (*counts.items(), ("**in scope, all**", total))
+        for group, count in (*counts.items(), ("**in scope, all**", in_scope(counts)))
     ]
     head = ["| held-out questions | asked | right | share | wrongly declined |", "| --- | ---: | ---: | ---: | ---: |"]
     note = [f"Left out: {skipped:,} held-out phrasings that training drew by chance.", ""] if skipped else []
@@ -214,31 +203,12 @@ def _size(spec: ModelSpec, folder: Path) -> list[str]:
     ]
 
 
-def _training(logs: Sequence[Path]) -> list[str]:
-    lines = [_last_step(log.read_text(encoding="utf-8")) for log in logs]
-    return ["", TRAINING, "", *(f"    {line}" for line in lines)]
-
-
-def _last_step(log: str) -> str:
-    steps = [line for line in log.splitlines() if line.startswith("step ")]
-    return steps[-1] if steps else "unknown"
-
-
-def _kept_training(old: str) -> list[str]:
-    _, found, rest = old.partition(TRAINING)
-    return ["", TRAINING, "", rest.strip("\n")] if found else []
-
-
 def main() -> int:
     """Parse the command line, score, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="the converted folder (default: the one that ships)")
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="ask only each N-th question; no card is written"
-    )
-    parser.add_argument(
-        "--log", type=Path, action="append", default=[], help="a log of train.py for the card; one a round"
-    )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="ask each N-th question; no card is written")
+    parser.add_argument("--log", type=Path, action="append", default=[], help="a log of train.py, one for each round")
     parser.add_argument("--no-card", action="store_true", help="leave MODEL_CARD.md as it is")
     parser.add_argument("--skip", type=Path, help="file of phrasings, one a line, that are not to be scored")
     args = parser.parse_args()
@@ -250,17 +220,8 @@ def main() -> int:
         counts = tally(verdicts)
         report(verdicts, counts)
         if args.every == 1 and not args.no_card:
-            total = in_scope(counts)
-            write_card(
-                CARD,
-                spec=engine.spec,
-                folder=args.model,
-                entries=entries,
-                counts=counts,
-                total=total,
-                logs=args.log,
-                skipped=len(skip),
-            )
+            parts = [*_scores(counts, len(skip)), *_data(entries), *_size(engine.spec, args.model)]
+            write_card(CARD, parts, args.log)
     return 0 if passes(counts) else 1
 
 

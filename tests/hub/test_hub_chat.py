@@ -22,11 +22,11 @@ def test_a_model_is_downloaded_and_waited_for(hub: Hub, own: dict[str, str]) -> 
     assert status == 0
     assert "every weight once per token" in out
     begun, here, again, no_id, begun_too, absent = err.splitlines()
-    assert begun == "Downloading org/tiny. Ctrl-C stops it; the same command goes on from there."
-    assert here.startswith("org/tiny is here, 80")
+    assert begun == "Downloading org/tiny. Ctrl-C stops it; the same command resumes it."
+    assert here.startswith("org/tiny is downloaded, 80")
     assert here.endswith(" kB. /model org/tiny loads it.")
-    assert again == "org/tiny is here already. /model org/tiny loads it."
-    assert no_id == "Write /pull and a Hugging Face id, such as org/name."
+    assert again == "org/tiny is already on this disk. /model org/tiny loads it."
+    assert no_id == "Write /pull and a Hugging Face ID, such as org/name."
     assert begun_too.startswith("Downloading org/absent.")
     assert absent.startswith("org/absent was not downloaded: ")
     (config,) = Path(own["HF_HOME"]).rglob("config.json")

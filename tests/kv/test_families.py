@@ -20,7 +20,8 @@ from tokamac.engine.kv.attention import recording
 from tokamac.engine.kv.plan import CachePlan
 from tokamac.engine.kv.probe import leaves, map_leaves
 from tokamac.engine.model import cpu
-from tokamac.engine.model.config import check_config, ignored_windows, read_config
+from tokamac.engine.model.config import ignored_windows, read_config
+from tokamac.engine.model.config_rules import check_config
 from tokamac.engine.model.loader import bound_positions, position_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -233,7 +233,7 @@ def test_four_ternary_weights_lie_in_a_byte() -> None:
     ("changes", "packing", "reason"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, None, "packed by gptq"),
-        ({"quantization": {"group_size": 64}}, None, "can't be packed so: 'bits'"),
+        ({"quantization": {"group_size": 64}}, None, "can't be packed like this: 'bits'"),
         ({}, Packing(7), "7 is not supported"),
         ({}, Packing(4, 64, "mxfp4"), "group size"),
         ({"model_type": "nonesuch"}, None, "nonesuch"),

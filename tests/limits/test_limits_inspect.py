@@ -14,7 +14,7 @@ from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import timing
 from tokamac.engine.perf.cost import cost_of_model
 from tokamac.engine.perf.hardware import Chip
-from tokamac.engine.perf.inspection import inspect, inspect_model, subject_of, subject_of_folder
+from tokamac.engine.perf.inspection import inspect, inspect_model, model_ref, model_ref_of_folder
 from tokamac.engine.perf.machine import Machine, elsewhere, here
 from tokamac.engine.perf.what_if import WhatIfCase
 
@@ -117,7 +117,7 @@ def test_as_if_it_were_packed_otherwise(tmp_path: Path) -> None:
     model, config = build(CONFIGS["llama"])
     save(tmp_path, model, config)
     packed, _ = build(CONFIGS["llama"], quantized={"group_size": 32, "bits": 4})
-    found = inspect(subject_of_folder(tmp_path), WhatIfCase(4, 32, context=64, prompt=64), GPU)
+    found = inspect(model_ref_of_folder(tmp_path), WhatIfCase(4, 32, context=64, prompt=64), GPU)
     assert found.weight_bytes == cost_of_model(packed, {}).weight_bytes
     assert found.bits_per_weight is not None
     assert 5 < found.bits_per_weight < 5.1  # norms stay as they are
@@ -128,7 +128,7 @@ def test_a_class_that_is_not_known_can_not_be_packed_otherwise(tmp_path: Path) -
     save(tmp_path, model, {**config, "model_type": "unheard_of"})
     assert inspect_model(tmp_path, place=GPU).weight_bytes > 0
     with pytest.raises(ModelUnsupportedError, match="unheard_of"):
-        inspect(subject_of_folder(tmp_path), WhatIfCase(4), GPU)
+        inspect(model_ref_of_folder(tmp_path), WhatIfCase(4), GPU)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_model_of_the_catalogue_need_not_be_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, name: str, bits: float
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    found = inspect(subject_of(asked), WhatIfCase(context=2048, prompt=2048), elsewhere("M4 Max", 40, 64))
+    found = inspect(model_ref(asked), WhatIfCase(context=2048, prompt=2048), elsewhere("M4 Max", 40, 64))
     assert (found.model, found.known) == (name, "catalogue")
     assert found.bits_per_weight == pytest.approx(bits, abs=0.02)
     assert found.memory.fits
@@ -157,7 +157,7 @@ def test_a_model_of_the_catalogue_need_not_be_here(
 def test_what_is_neither_here_nor_in_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(ModelNotFoundError, match="nor in the catalogue") as missing:
-        subject_of("org/nothing-like-it")
+        model_ref("org/nothing-like-it")
     assert "models pull" in missing.value.hint
 
 
@@ -166,11 +166,11 @@ def test_a_folder_goes_before_a_name_of_the_catalogue(tmp_path: Path, monkeypatc
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]))
-    assert subject_of("Qwen3-8B").known == "config"
+    assert model_ref("Qwen3-8B").known == "config"
 
 
 def test_the_embedded_model_here() -> None:
-    found = inspect(subject_of("guide"), WhatIfCase(context=512, prompt=512), here())
+    found = inspect(model_ref("guide"), WhatIfCase(context=512, prompt=512), here())
     assert found.known == "files"
     assert found.traits == ("dense",)
     assert sum(part.bytes for part in found.parts) == found.weight_bytes
@@ -189,18 +189,18 @@ def test_what_was_measured_here_is_found_again_without_loading_the_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(timing, "is_busy", lambda _: False)  # what a busy machine measures is not kept
     folder = make_tiny(tmp_path / "tiny")
-    before = inspect(subject_of(folder), WhatIfCase(context=256, prompt=128))
+    before = inspect(model_ref(folder), WhatIfCase(context=256, prompt=128))
     with Engine.load(folder, prompt_cache=None) as engine:
         engine.measure()
         expected = engine.limits(256).expected_tps
-    after = inspect(subject_of(folder), WhatIfCase(context=256, prompt=128))
+    after = inspect(model_ref(folder), WhatIfCase(context=256, prompt=128))
     assert expected is not None
     assert after.expected_tps == pytest.approx(expected)
     assert after.reason is None
     assert after.ttft_s is not None
     assert after.prediction is not None
     assert after.prediction.ridge is not None
-    packed = inspect(subject_of(folder), WhatIfCase(kv=KVSpec(8, 8), context=256, prompt=128))
+    packed = inspect(model_ref(folder), WhatIfCase(kv=KVSpec(8, 8), context=256, prompt=128))
     if (
         before.place.pace is None
     ):  # no published pace: nothing is known before, and nothing of caches that were not measured

@@ -148,7 +148,7 @@ def test_flags_that_the_config_alone_rules_out_are_errors(tmp_path: Path, monkey
 
 def test_a_config_of_unknown_layers_is_not_planned() -> None:
     reason = kv_table({**LLAMA, "layer_types": ["something_new"] * 2}, KVSpec(), CONTEXT, value_bytes=2)
-    assert reason == "its config names kinds of layers that are not known here"
+    assert reason == "its config names kinds of layers that Tokamac does not know"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tokamac.engine import Engine
 from tokamac.engine.device import device_kind
 from tokamac.engine.perf import bandwidth, measurement_store
 from tokamac.engine.perf.hardware import detect
-from tokamac.engine.perf.inspection import inspect, prospect, subject_of
+from tokamac.engine.perf.inspection import inspect, model_ref, prospect
 from tokamac.engine.perf.machine import elsewhere, here
 from tokamac.engine.perf.what_if import WhatIfCase
 
@@ -55,8 +55,8 @@ def test_every_reckoning_of_a_model_has_the_same_ceiling_at_the_same_context(siz
     (listed,) = last(Question("disk", "", context=CONTEXT, prompt=CONTEXT, names=("guide",))).models
     table = last(asked)
     said = {
-        "inspect": inspect(subject_of("guide"), case).ceiling_tps,
-        "inspect, of a place for all models": inspect(subject_of("guide"), case, here()).ceiling_tps,
+        "inspect": inspect(model_ref("guide"), case).ceiling_tps,
+        "inspect, of a place for all models": inspect(model_ref("guide"), case, here()).ceiling_tps,
         "the list": prospect("guide", case, here()).outcome.ceiling_tps,
         "the picker": listed.figures.ceiling_tps,
         "what if": table.cases[0].figures.ceiling_tps,
@@ -69,7 +69,7 @@ def test_in_a_list_every_model_has_the_bandwidth_of_its_own_size(sizes: Sizes, t
     tiny, case, place = make_tiny(tmp_path / "tiny"), WhatIfCase(context=64, prompt=64), here()
     found = [prospect(str(model), case, place).outcome.place.chip for model in (tiny, "guide", tiny)]
     assert [chip.bandwidth_gbs for chip in found] == [
-        sizes.gbs[bandwidth.SMALLEST], inspect(subject_of("guide"), case).chip.bandwidth_gbs, sizes.gbs[bandwidth.SMALLEST],
+        sizes.gbs[bandwidth.SMALLEST], inspect(model_ref("guide"), case).chip.bandwidth_gbs, sizes.gbs[bandwidth.SMALLEST],
     ]  # fmt: skip
     assert found[0].bandwidth_gbs != found[1].bandwidth_gbs
     assert all(chip.source == "measured" for chip in found)

@@ -11,15 +11,13 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import catalogue, find
 from tokamac.engine.perf.footprint import Footprint, weigh
-from tokamac.engine.perf.machine import Machine
+from tokamac.engine.perf.machine import Machine, elsewhere, everywhere
 from tokamac.engine.perf.roofline import Fitted, constants_of
 from tokamac.engine.perf.what_if import (
     WeighedModel,
     WhatIfCase,
     contexts_up_to,
     curve,
-    elsewhere,
-    everywhere,
     load,
     on_chips,
     outcome,

@@ -174,7 +174,8 @@ def _warm_up():
 
     import tokamac.quant.conversion
     import tokamac.quant.resume  # noqa: F401
-    from tokamac.engine.model.config import check_config, model_classes, read_config
+    from tokamac.engine.model.config import model_classes, read_config
+    from tokamac.engine.model.config_rules import check_config
 
     config = read_config(ROOT / "tests" / "golden" / "llama")
     check_config(config, model_classes(config)[1])  # what it finds in mlx-lm's sources is remembered

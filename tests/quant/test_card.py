@@ -313,7 +313,7 @@ def test_the_command_asks_for_the_same_again() -> None:
         program, name, *words = command(options, "org/name").split()
         assert (program, name) == ("tokamac", "convert")
         parser = command_line.parser()
-        asked = command_line.asked_of(parser, parser.parse_args(words))
+        asked = command_line.requested(parser, parser.parse_args(words))
         assert Options(**asked) == options
 
 

@@ -34,7 +34,7 @@ def test_more_bits_than_there_are_make_it_larger_and_no_better(tmp_path, options
     plan = foreseen(open_source(folder), Options(**options))
     before = 8 * plan.source_bytes / plan.parameters
     assert said(folder, **options) == (
-        f"the source has {before:.2f} bits per weight already: with {plan.bits_per_weight:.2f} it gets larger and no better"
+        f"the source already has only {before:.2f} bits per weight: with {plan.bits_per_weight:.2f} it gets larger, not better"
     )
     assert plan.weight_bytes > plan.source_bytes
 

@@ -15,7 +15,7 @@ from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.quant import convert
 from tokamac.quant.conversion import default_target
 from tokamac.quant.options import Options
-from tokamac.quant.plan import _layer
+from tokamac.quant.plan import layer_of
 from tokamac.quant.resume import check_target
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -114,7 +114,7 @@ def test_a_target_without_a_name_of_its_own_is_refused(tmp_path: Path, name: str
     source = make_source(tmp_path, "tied")
     (tmp_path / "here" / "out").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ConversionError, match="no name for a new folder"):
+    with pytest.raises(ConversionError, match="can't be the name of a new folder"):
         check_target(Path(name), source, overwrite=True)
 
 
@@ -169,7 +169,7 @@ def test_what_a_calibrated_method_packs_is_told_from_what_the_source_held(tmp_pa
     ],
 )
 def test_layers_are_told_from_the_rest_whatever_they_are_called(name: str, layer: str | None) -> None:
-    assert _layer(frozenset({"transformer.h.1", "transformer.h.11"}), name) == layer
+    assert layer_of(frozenset({"transformer.h.1", "transformer.h.11"}), name) == layer
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])

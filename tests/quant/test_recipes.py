@@ -12,7 +12,7 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.model.config import normalise
 from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.choices import choose, find_recipe, in_spread, left_out, packable, recipe_names
+from tokamac.quant.choices import RECIPES, choose, in_spread, left_out, packable
 from tokamac.quant.options import Options
 from tokamac.quant.source import Source, open_source
 
@@ -86,9 +86,9 @@ def test_embedding_and_head_get_the_bits_asked_for_whatever_the_recipe_says():
 
 def test_an_unknown_recipe_is_refused_with_the_list_of_those_there_are():
     with pytest.raises(OptionError) as failure:
-        find_recipe("mixed_9_9")
-    assert all(name in failure.value.hint for name in recipe_names())
-    assert set(QUANT_RECIPES) | {"uniform"} == set(recipe_names())
+        choose(skeleton_source(ARCHITECTURES["llama"]), Options(recipe="mixed_9_9"))
+    assert all(name in failure.value.hint for name in RECIPES)
+    assert set(QUANT_RECIPES) | {"uniform"} == set(RECIPES)
 
 
 def test_a_recipe_refuses_a_model_without_the_layers_it_speaks_of():

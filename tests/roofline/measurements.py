@@ -46,6 +46,19 @@ GGUF_BITS = {"F16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K_M": 4.85}
 """Stored bits a weight of llama.cpp's formats; the last is an average over a model's tensors."""
 
 
+FORMS: tuple[tuple[str, Callable[..., tuple[float | None, float]]], ...] = (
+    (r"pp(\d+)", lambda prompt: (prompt, 64)),  # llama-bench decodes from an empty context
+    (r"tg\d+", lambda: (None, 64)),
+    (r"p(\d+) \(decode", lambda prompt: (prompt, prompt)),
+    (r"p(\d+) g(\d+)", lambda prompt, reply: (prompt, prompt + reply // 2)),
+    (r"p(?:rompt )?(\d+)", lambda prompt: (prompt, prompt + 64)),
+    (r".*/ (\d+)K", lambda prompt: (1024 * prompt, SHORT)),
+    (r"([\d.]+)K prompt", lambda context: (None, 1000 * context)),
+    (r"~(\d+)", lambda prompt: (prompt, prompt)),
+)
+"""Forms of a row's context: tokens of the prompt and, in the middle of decoding, of the context, less those before the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One row. Rates in tokens a second; None: not given, or not of plain decoding.
@@ -204,29 +217,11 @@ def _lengths(text: str) -> tuple[int | None, int, int]:
     """Return (prompt tokens, tokens before them, tokens of context in the middle of decoding)."""
     before = re.search(r"\bdepth (\d+)", text)
     cached = int(before.group(1)) if before else 0
-    prompt, depth = _after(text)
-    return prompt, cached, cached + depth
-
-
-def _after(text: str) -> tuple[int | None, int]:
-    """Return (prompt tokens, tokens of context in the middle of decoding), less those before."""
-    if found := re.match(r"pp(\d+)", text):
-        return int(found.group(1)), 64  # llama-bench decodes from an empty context
-    if found := re.match(r"tg(\d+)", text):
-        return None, 64
-    if found := re.match(r"p(\d+) \(decode", text):
-        return int(found.group(1)), int(found.group(1))
-    if found := re.match(r"p(\d+) g(\d+)", text):
-        return int(found.group(1)), int(found.group(1)) + int(found.group(2)) // 2
-    if found := re.match(r"p(?:rompt )?(\d+)", text):
-        return int(found.group(1)), int(found.group(1)) + 64
-    if found := re.search(r"/ (\d+)K", text):
-        return int(found.group(1)) * 1024, SHORT
-    if found := re.match(r"([\d.]+)K prompt", text):
-        return None, round(float(found.group(1)) * 1000)
-    if found := re.match(r"~(\d+)", text):
-        return int(found.group(1)), int(found.group(1))
-    return None, SHORT
+    for form, read_as in FORMS:
+        if found := re.match(form, text):
+            prompt, depth = read_as(*map(float, found.groups()))
+            return None if prompt is None else round(prompt), cached, cached + round(depth)
+    return None, cached, cached + SHORT
 
 
 def _scaled(work: Workload | str, share: float) -> Workload | str:

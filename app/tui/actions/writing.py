@@ -1,7 +1,4 @@
-"""What goes with a prompt, and what was sent before: attaching, letting go, going back.
-
-Writing: sending, stopping, slash commands, and an editor of the user's own.
-"""
+"""Writing a prompt: sending, stopping, slash commands, attachments, earlier prompts, and the user's own editor."""
 
 import asyncio
 from pathlib import Path
@@ -9,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tokamac.app.chat import actions
 from tokamac.app.chat.attachments import AttachError, Draft, read_file
+from tokamac.app.chat.commands import RefusedError
 from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
 from tokamac.app.chat.steps import TurnBegun
 from tokamac.app.sanitise import sanitise
@@ -17,6 +15,8 @@ from tokamac.app.tui.widgets.prompt_input import Prompt
 
 if TYPE_CHECKING:
     from tokamac.app.tui.screens.chat import ChatScreen
+
+MOST_SENT = 200
 
 
 def send(chat: "ChatScreen", _: str) -> None:
@@ -30,27 +30,27 @@ def newline(chat: "ChatScreen", _: str) -> None:
 
 
 def stop(chat: "ChatScreen", _: str) -> None:
-    """Stop what is nearest: what is offered, what runs; else let go of a selection, and of a message that is pointed at."""
+    """Close the completions, or stop what runs; else clear the selection and cancel an edit."""
     prompt = chat.query_one(Prompt)
-    if prompt.offers.display:
-        prompt.offers.withdraw()
+    if prompt.completions.display:
+        prompt.completions.withdraw()
     elif chat.session.engine.busy:
         chat.perform(chat.session.stop())
     else:
         chat.clear_selection()
-        chat.let_go_of_edit()
+        chat.cancel_edit()
         prompt.focus()
 
 
 def submit(chat: "ChatScreen", draft: Draft) -> None:
-    """Send ``draft``, in place of what is edited, or do the command that it is."""
+    """Send ``draft``, in place of an edited prompt, or run the command in it."""
     prompt, words = chat.query_one(Prompt), Draft(draft.text.strip(), draft.attachments)
     chat.history.forget()
     if chat.reading:
         prompt.give_back(draft.text, draft.attachments)
-        chat.notify("A file is still being read: Enter again in a moment.", markup=False, timeout=3)
+        chat.tell("A file is still being read. Press Enter again in a moment.")
     elif not words.whole:
-        chat.notify("Write something first; Enter sends it.", markup=False, timeout=3)
+        chat.tell("Write a message first. Enter sends it.")
     elif chat.composer.editing is not None:
         _send_edit(chat, chat.composer.editing, words)
     elif (command := actions.parse(draft.text)) is not None:
@@ -70,20 +70,17 @@ def _send_edit(chat: "ChatScreen", key: int, draft: Draft) -> None:
 
 
 def _obey(chat: "ChatScreen", command: actions.Command, text: str) -> None:
-    """Do the slash command that was written as ``text``."""
+    """Run the slash command that was written as ``text``, or give it back."""
     word, action = command.word, command.action
-    if action is None:
-        lists = chat.session.keymap.key("help")
-        _refuse(chat, text, f"{actions.unknown(word)} {lists} lists them; a space before it sends it as it is.")
-    elif command.argument and not action.argument:
-        _refuse(chat, text, f"{word} stands alone: a space before it sends all of this as it is.")
-    else:
+    as_prompt = "To send this as a prompt, put a space before it."
+    if action is not None and (not command.argument or action.argument):
         chat.do(action.id, command.argument)
-
-
-def _refuse(chat: "ChatScreen", text: str, why: str) -> None:
+        return
     chat.query_one(Prompt).give_back(text)
-    chat.notify(why, markup=False, timeout=6)
+    if action is None:
+        chat.tell(f"{actions.unknown(word)} {chat.session.keymap.key('help')} lists them. {as_prompt}")
+    else:
+        chat.tell(f"{word} takes no argument. {as_prompt}")
 
 
 def editor(chat: "ChatScreen", _: str) -> None:
@@ -94,17 +91,13 @@ def editor(chat: "ChatScreen", _: str) -> None:
         with chat.app.suspend():
             text = edit_text(command, prompt.text)
     except EditorError as error:
-        chat.notify(str(error), severity="warning", markup=False, timeout=8)
-    else:
-        prompt.put(Draft(text, prompt.attachments))
-        prompt.focus()
-
-
-MOST_SENT = 200
+        raise RefusedError(str(error)) from None
+    prompt.put(Draft(text, prompt.attachments))
+    prompt.focus()
 
 
 def attach(chat: "ChatScreen", path: str) -> None:
-    """Let the file at ``path`` go with the prompt; without one, begin to name it."""
+    """Attach the file at ``path``; without one, begin to name it."""
     prompt = chat.query_one(Prompt)
     if path:
         chat.run_worker(_read(chat, path))
@@ -116,37 +109,30 @@ def attach(chat: "ChatScreen", path: str) -> None:
 async def _read(chat: "ChatScreen", path: str) -> None:
     chat.reading.append(path)
     chat.show()
-    try:
-        attachment = await asyncio.to_thread(
-            read_file, path, Path()
-        )  # a file may be on a slow disk, a PDF takes seconds
+    try:  # aside: a file may be on a slow disk, a PDF takes seconds
+        chat.query_one(Prompt).attach(await asyncio.to_thread(read_file, path, Path()))
     except AttachError as error:
-        chat.notify(error.one_line(), severity="warning", markup=False, timeout=8)
-    else:
-        chat.query_one(Prompt).attach(attachment)
+        chat.tell(error.one_line(), "warning")
     finally:
         chat.reading.remove(path)
         chat.show()
 
 
 def detach(chat: "ChatScreen", name: str) -> None:
-    """Let go of the attachment ``name``, or of the last one."""
+    """Remove the attachment ``name``, or the last one."""
     prompt = chat.query_one(Prompt)
     named = [each for each in prompt.attachments if name in ("", each.name)]
-    if named:
-        prompt.detach(named[-1])
-        chat.show()
-    else:
-        what = f"Nothing called {name} is attached." if name else "Nothing is attached."
-        chat.notify(what, markup=False, timeout=3)
+    if not named:
+        raise RefusedError(f"Nothing called {name} is attached." if name else "Nothing is attached.")
+    prompt.detach(named[-1])
+    chat.show()
 
 
 def earlier(chat: "ChatScreen", _: str) -> None:
-    """Take back the prompt that waits, the last one first; else show what was sent before."""
+    """Take back the prompt queued last; else recall what was sent before."""
     prompt = chat.query_one(Prompt)
     if chat.session.queued and chat.composer.editing is not None:
-        said = "The prompt that waits goes on waiting: send or give up the edit, then take it back."
-        chat.notify(said, markup=False, timeout=5)
+        chat.tell("The queued prompt stays queued: send or cancel the edit, then take it back.")
     elif chat.session.queued:
         chat.perform(chat.session.take_back())
     elif (before := chat.history.older(prompt.draft, lambda: _sent(chat))) is not None:
@@ -157,7 +143,7 @@ def earlier(chat: "ChatScreen", _: str) -> None:
 
 
 def later(chat: "ChatScreen", _: str) -> None:
-    """Show what was sent after what is shown, at last what was being written."""
+    """Recall what was sent after the prompt shown, at last the draft."""
     prompt = chat.query_one(Prompt)
     if (after := chat.history.newer(prompt.draft)) is not None:
         prompt.put(after)
@@ -167,11 +153,11 @@ def later(chat: "ChatScreen", _: str) -> None:
 
 
 def _sent(chat: "ChatScreen") -> list[str]:
-    """Return what the user sent, newest first: in all chats where they are kept."""
+    """Return what the user sent, newest first: in all chats where they are saved."""
     sent = [turn.prompt for turn in reversed(chat.session.turns) if turn.prompt]
     if chat.recording is not None:
         try:
             sent = chat.recording.store.history(MOST_SENT)
         except StoreError as error:
-            chat.notify(error.one_line(), severity="warning", markup=False)
+            chat.tell(error.one_line(), "warning")
     return [sanitise(text) for text in sent]

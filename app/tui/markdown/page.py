@@ -1,17 +1,10 @@
-"""A text in Markdown that may grow, as rows. Each block is laid out once; only the open end is laid out again.
+"""A conversation as rows of one width, and texts in Markdown that grow. No widget, no terminal.
 
-A conversation as rows of one width: what stands where, and what copying takes from it. No widget, no terminal.
-
-A long conversation is not laid out as a whole before any of it is seen: the height of what has not been in view is guessed.
-``settle`` lays out what comes into view, and says where it then stands.
-
-A block as rows of a page. As it grows, only what is new is laid out; what looks the same stays the same objects.
-
-The end of a growing text: what may still change, and what is settled.
-
-Only the last top-level section of a Markdown text can change when text is added (a paragraph may become a heading or a table,
-a list may go on); all before it is settled. So each look parses the open tail alone, however long the reply has become. Of a
-list or a table that grows long, what is whole is not parsed again either.
+``Page`` knows the place of every row, and what copying takes from it. Messages are laid out when they come into view; until then
+their height is guessed. ``Prose`` lays out each block once: only the last top-level section of a Markdown text can change when
+text is added (a paragraph may become a heading or a table, a list may continue), and ``Tail`` parses that open section alone,
+however long the reply has become. Whole items of a long list and whole rows of a table are not parsed again either. What looks
+the same stays the same objects, so that it is not drawn again.
 """
 
 from bisect import bisect_right
@@ -27,9 +20,9 @@ from tokamac.app.tui.markdown.rows import Grid, Row, rows
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around a row's text and is not copied.
+    """What surrounds a row's text and is not copied.
 
-    lead: before the text. style: beneath it, to the end of the row but for ``right`` cells.
+    lead: before the text. style: behind it, to the end of the row except ``right`` cells.
     """
 
     lead: Content
@@ -42,13 +35,13 @@ PLAIN = Frame(Content(" "))
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
-    """One row as it is shown."""
+    """A row as it is shown."""
 
     row: Row
     frame: Frame = PLAIN
 
     def is_same(self, other: "PageRow") -> bool:
-        """Whether it looks and copies the same (Content's own equality is blind to styles)."""
+        """Whether it looks and copies the same (Content's own equality ignores styles)."""
         return (
             self.row.content.is_same(other.row.content)
             and (self.row.joint, self.row.indent) == (other.row.joint, other.row.indent)
@@ -64,7 +57,7 @@ Span = tuple[int, int]
 
 
 def keep_same(old: Sequence[PageRow], new: Sequence[PageRow]) -> list[PageRow]:
-    """Return ``new``, with the objects of ``old`` where they look the same: what is the same object need not be drawn again."""
+    """Return ``new``, with the objects of ``old`` where they look the same, so that they are not drawn again."""
     kept = [was if was is row or was.is_same(row) else row for was, row in zip(old, new, strict=False)]
     return [*kept, *new[len(kept) :]]
 
@@ -77,7 +70,7 @@ class PageItem(Protocol):
 
 
 def guess(text: str, width: int) -> int:
-    """Return about how many rows ``text`` takes at ``width`` cells."""
+    """Return about how many rows ``text`` has at ``width`` cells."""
     return sum(1 + len(line) // max(1, width) for line in text.split("\n"))
 
 
@@ -97,7 +90,7 @@ class Page:
         return self._starts[-1] + self._heights[-1] + 1 if self.messages else 0
 
     def fit(self, width: int) -> None:
-        """Be ``width`` cells wide from here on; everything is laid out again when it comes into view."""
+        """Change the width; everything is laid out again when it comes into view."""
         if width != self.width:
             self._heights = [max(1, rows * self.width // width) for rows in self._heights]
             self._rows = [None] * len(self.messages)
@@ -110,30 +103,30 @@ class Page:
         self._lay_out(len(self.messages) - 1)
 
     def append_later(self, message: PageItem, rows: int) -> None:
-        """Add ``message`` at the end, to be laid out when it comes into view; it has about so many rows."""
+        """Add ``message`` at the end, to be laid out when it comes into view; it has about ``rows`` rows."""
         self.messages.append(message)
         self._rows.append(None)
         self._heights.append(rows)
         self._place(len(self.messages) - 1)
 
     def pop(self) -> None:
-        """Take the last message away."""
+        """Remove the last message."""
         for parts in (self.messages, self._rows, self._heights, self._starts):
             parts.pop()
 
     def clear(self) -> None:
-        """Take all messages away."""
+        """Remove all messages."""
         for parts in (self.messages, self._rows, self._heights, self._starts):
             parts.clear()
 
     def update(self, message: PageItem) -> None:
-        """Lay ``message``, which changed, out again."""
+        """Lay out ``message`` again, which changed."""
         self._lay_out(self.messages.index(message))
 
     def settle(self, y: int, height: int) -> int:
-        """Lay out all that shows in ``height`` rows from row ``y`` on; return the row that must be first for it to show there.
+        """Lay out what is in view: ``height`` rows from row ``y``. Return the row to scroll to.
 
-        What was laid out before stays where it is in view; where nothing was, the message at ``y`` does.
+        What was laid out before stays in its place on the screen; where nothing was, the message at ``y`` does.
         """
         if not self.messages:
             return y
@@ -151,7 +144,7 @@ class Page:
         return y
 
     def settle_end(self, height: int) -> None:
-        """Lay out all that shows in the last ``height`` rows."""
+        """Lay out the last ``height`` rows."""
         while missing := self._missing(max(0, self.height - height), height):
             self._lay_out(missing[-1])
 
@@ -163,7 +156,7 @@ class Page:
         return [index for index in range(first, last + 1) if self._rows[index] is None]
 
     def row(self, y: int) -> PageRow | None:
-        """Return row ``y``; None below the end. What is not laid out looks blank."""
+        """Return row ``y``; None below the end. What is not laid out is blank."""
         if not 0 <= y < self.height:
             return None
         index, within = self.at(y)
@@ -187,7 +180,7 @@ class Page:
         return text
 
     def _spans(self, span: Callable[[int], Span | None]) -> Iterator[tuple[PageRow, Span]]:
-        """Yield the rows that are chosen. Of what was never in view only all can be: it is laid out aside, and stays unplaced."""
+        """Yield the selected rows. A message that was never in view is selected as a whole, and laid out only for that."""
         for message, laid, start in zip(self.messages, self._rows, self._starts, strict=True):
             if laid is None and span(start) is not None:
                 yield from ((row, (0, -1)) for row in (*message.rows(self.width), BLANK))
@@ -218,8 +211,8 @@ class Page:
 CODE = Frame(Content(" ") + Content.styled(" ", "on $surface"), "on $surface")
 
 
-class Laid:
-    """``block`` in ``rows`` of ``width`` cells, with a blank one below. ``final``: it grows no more."""
+class BlockRows:
+    """A block as ``rows`` of ``width`` cells, with a blank one below. final: it grows no more."""
 
     def __init__(self, block: Block, width: int, *, final: bool) -> None:
         self.rows: list[PageRow] = []
@@ -230,7 +223,7 @@ class Laid:
         self.become(block, final=final)
 
     def become(self, block: Block, *, final: bool) -> None:
-        """Lay out ``block``, which stands where the one before stood."""
+        """Lay out ``block`` in place of the one before."""
         if block is self._block and final is self._final:
             return
         before, self._block, self._final = self._block, block, final
@@ -241,25 +234,25 @@ class Laid:
             if isinstance(block, Code) and isinstance(before, Code) and _goes_on(before, block):
                 self._lay_out_lines(before, block)
             else:
-                self._keep(0, rows(block, self._room(block)))
+                self._replace(0, rows(block, self._room(block)))
 
     def _lay_out_table(self, table: Table) -> None:
         if self._table is None or self._table[0] != table.right:
             self._table = table.right, Grid(table.right, self._room(table))
         growth = self._table[1].grow(table, final=self._final)
-        self._keep(growth.kept, growth.rows)
+        self._replace(growth.kept, growth.rows)
 
     def _lay_out_lines(self, before: Code, block: Code) -> None:
-        """Lay out the lines that ``before`` lacks: otherwise, each new token of a long block would cost more than the last."""
+        """Lay out only the new lines, so that a token of a long block costs no more than one of a short block."""
         last = next(index for index in reversed(range(len(self.rows) - 1)) if self.rows[index].row.joint == "\n")
         line = replace(block, text=block.text[before.text.rfind("\n") + 1 :])
-        self._keep(last, rows(line, self._room(block)))
+        self._replace(last, rows(line, self._room(block)))
 
     def _room(self, block: Block) -> int:
         return self._width - 2 if isinstance(block, Code) else self._width
 
-    def _keep(self, kept: int, new: Iterable[Row]) -> None:
-        """Have ``new`` rows after the first ``kept``."""
+    def _replace(self, kept: int, new: Iterable[Row]) -> None:
+        """Replace all rows after the first ``kept``."""
         frame = CODE if isinstance(self._block, Code) else PLAIN
         joined = isinstance(self._block, Flow) and self._block.joined
         framed = [*(PageRow(row, frame) for row in new), *(() if joined else (BLANK,))]
@@ -267,26 +260,26 @@ class Laid:
 
 
 def _goes_on(before: Code, block: Code) -> bool:
-    """Whether both are plain lines, and the lines of ``before`` but for its last are those of ``block``."""
+    """Whether ``block`` is ``before`` with more text, both not highlighted."""
     return not block.closed and not before.closed and block.text.startswith(before.text)
 
 
 LONGEST_OPEN_LIST = 24
 OPEN_ITEMS = 3
 MOST_COLUMNS = 64
-"""A table with more is parsed as a whole: for a short row the parser makes up cells, and it must see how many it made already."""
+"""A wider table is parsed as a whole: the parser adds cells to short rows, and must see how many it has added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The tail's blocks: the first ``settled`` of them are final."""
+    """The tail's blocks, of which the first ``settled`` are final."""
 
     blocks: tuple[Block, ...]
     settled: int
 
 
 class Tail:
-    """The unsettled end of a text that grows."""
+    """The open end of a text that grows."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -299,10 +292,10 @@ class Tail:
         self._text += text
 
     def look(self) -> Look:
-        """Return the blocks since the last look's settled ones, and settle what now is final."""
+        """Return the blocks after those settled by earlier looks, and settle those that are final now."""
         sections = self._sections()
         blocks = tuple(block for section in sections for block in section.blocks)
-        # A section that begins on a line still being written may yet turn out to belong to the one before: it settles nothing.
+        # A section that begins on an unfinished line may still become a part of the one before: it settles nothing.
         whole_lines = self._text.count("\n")
         last = next((i for i in reversed(range(1, len(sections))) if sections[i].start_line < whole_lines), 0)
         if last:
@@ -317,7 +310,7 @@ class Tail:
         return Look(blocks, sum(len(section.blocks) for section in sections[:last]))
 
     def _sections(self) -> tuple[Section, ...]:
-        """Parse the text; rows that were taken out of it are put back."""
+        """Parse the text, and put back the rows that were taken out of it."""
         sections = parse(self._text)
         if not self._read:
             return sections
@@ -327,7 +320,7 @@ class Tail:
         return (replace(sections[0], blocks=(whole,)), *sections[1:])
 
     def _take_rows(self, section: Section, table: Table, whole_lines: int) -> None:
-        """Take rows that are whole lines out of the text: no line below changes them. The header stays, and what is above it."""
+        """Take out rows that are whole lines, which no later line changes. The header stays, and what is above it."""
         count = sum(line < whole_lines for line in section.items)
         if count and len(table.right) <= MOST_COLUMNS:
             first = section.items[0]
@@ -336,7 +329,7 @@ class Tail:
             self._read = table.rows[: max(1, len(self._read)) + count]
 
     def _cut_list(self, section: Section) -> Look:
-        """Settle all items but the last few of a long list: it would be drawn as a whole for each token otherwise."""
+        """Settle all items of a long list except the last few, so that it is not drawn as a whole for each token."""
         line = section.items[-OPEN_ITEMS]
         head, rest = parse("".join(self._text.splitlines(keepends=True)[:line])), parse(self._text_from(line))
         settled = [block for part in head for block in part.blocks if isinstance(block, Flow)]
@@ -352,24 +345,24 @@ class Tail:
 
 
 class Prose:
-    """Blocks and their rows. ``add`` is cheap; ``look`` parses what was added."""
+    """A text that grows, as rows. ``add`` is cheap; ``look`` parses what was added."""
 
     def __init__(self) -> None:
         self._tail = Tail()
         self._added = False
-        self._whole: str | None = None  # what it is to be in the end, not parsed yet
+        self._whole: str | None = None  # the final text, not parsed yet
         self._settled: list[Block] = []
         self._open: Sequence[Block] = ()
         self._width = 0
-        self._laid: list[Laid] = []
+        self._laid: list[BlockRows] = []
 
     def add(self, text: str) -> None:
-        """Append ``text``; ``look`` takes notice of it."""
+        """Append ``text``, to be parsed by ``look``."""
         self._tail.add(text)
         self._added = True
 
     def look(self) -> None:
-        """Take notice of what was added."""
+        """Parse what was added."""
         if self._whole is not None:
             self._settled = [block for section in parse(self._whole) for block in section.blocks]
             self._open, self._whole = (), None
@@ -380,7 +373,7 @@ class Prose:
             self._open = look.blocks[look.settled :]
 
     def finish(self, text: str) -> None:
-        """Be the whole of ``text``, whatever was added: a link may be defined after its use. It is parsed when rows are wanted."""
+        """Become ``text``, whatever was added: a link may be defined after its use. It is parsed when rows are wanted."""
         self._whole, self._added = text, False
 
     def rows(self, width: int) -> list[PageRow]:
@@ -397,5 +390,5 @@ class Prose:
             if index < len(self._laid):
                 self._laid[index].become(block, final=final)
             else:
-                self._laid.append(Laid(block, width, final=final))
+                self._laid.append(BlockRows(block, width, final=final))
         return [row for laid in self._laid for row in laid.rows]

@@ -1,17 +1,15 @@
-"""The code blocks of a text in Markdown, exactly as they were written.
+"""Markdown to blocks: CommonMark with tables and strikethrough.
 
-What a Markdown text is made of, as values: equal text gives equal blocks, so that only what changed is drawn again.
-
-Markdown to blocks. CommonMark with tables and strikethrough; HTML is text like any other, links are shown, never followed.
+Blocks are values: equal text gives equal blocks, so that only what changed is drawn again. HTML is text like any other; links are
+shown, never followed.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
+
+from tokamac.app.chat.code import tokens
 
 InlineStyle = Literal["strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote"]
 
@@ -94,16 +92,6 @@ BULLETS = "•◦▪"
 QUOTE = "▎ "
 LISTS = ("bullet_list", "ordered_list")
 _STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"}
-
-
-@cache
-def _parser() -> MarkdownIt:
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-
-
-def tokens(source: str) -> list[Token]:
-    """Return the parser's own view of ``source``."""
-    return _parser().parse(source)
 
 
 def parse(source: str) -> tuple[Section, ...]:
@@ -282,26 +270,3 @@ def _target(shown: str, target: str, text: list[str], spans: list[StyledSpan]) -
         start = sum(map(len, text))
         text.append(f" ({target})")
         spans.append(StyledSpan(start, start + len(target) + 3, "faint"))
-
-
-def code_blocks(source: str) -> list[str]:
-    """Return the content of every fenced or indented block, in order, those in lists and quotes too."""
-    return [token.content for token in tokens(source) if _is_code(token)]
-
-
-def _is_code(token: Token) -> bool:
-    return token.type in ("fence", "code_block")
-
-
-class Back:
-    """Counts how often the same was asked for in a row: 1 the first time, then further back, and round again."""
-
-    def __init__(self) -> None:
-        self._of: tuple[int, int] | None = None
-        self._back = 0
-
-    def again(self, key: int, count: int) -> int:
-        """Return how far back to go among ``count`` things of ``key``: 1 is the last."""
-        self._back = self._back % count + 1 if self._of == (key, count) else 1
-        self._of = (key, count)
-        return self._back

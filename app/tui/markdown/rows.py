@@ -1,11 +1,7 @@
-"""Blocks to rows of a given width.
+"""Blocks as rows of a given width. Each row knows what joins it to the one above in copied text: a wrapped row is no new line.
 
-Text as rows of a given width. Each row knows what joins it to the one above in copied text: a wrapped row is no new line.
-
-Tables to rows of a given width. One that grows is laid out row by row.
-
-A cell that is wider than those before it moves every column. Until the table is final that happens seldom, so that a frame's
-cost does not depend on the table's length: a cell that does not fit its column is wrapped meanwhile.
+Tables that grow are laid out row by row. A cell that is wider than those before it moves every column; until the table is final,
+that happens rarely, so that the cost of a frame does not depend on the table's length, and such a cell is wrapped meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +31,8 @@ STYLES = {
 class Row:
     """One row on the screen.
 
-    joint: what stands between it and the row above in copied text; where a row was wrapped, the white space of the text itself.
-    indent: so many characters at its begin are not the text's own.
+    joint: what separates it from the row above in copied text; after a wrap, the white space of the text itself. indent: characters
+    at its start that are not part of the text.
     """
 
     content: Content
@@ -62,11 +58,11 @@ def wrapped(text: Content, width: int) -> Iterator[Row]:
 NARROWEST_COLUMN = 4
 BAR, CROSSING = " │ ", "─┼─"
 SHORT = 24
-"""Rows of a table whose columns may move whenever they want to;"""
+"""Rows up to which the columns of a table may move at any time."""
 OFTEN = 2
-"""so many times as long as it was when they last did, a longer one must be before they do again;"""
+"""A longer table must have grown by this factor before its columns move again."""
 LONG = 200
-"""and with more rows than this they stay until it is final."""
+"""Rows from which its columns stay until it is final."""
 
 Cells = tuple[Inline, ...]
 
@@ -80,7 +76,7 @@ class Growth:
 
 
 class Grid:
-    """A table as rows of ``width`` cells; ``right`` as in ``Table``. Where columns have no room, each cell is a line of its own."""
+    """A table as rows of ``width`` cells; ``right`` as in ``Table``. Where it is too wide, each cell is a line of its own."""
 
     def __init__(self, right: tuple[bool, ...], width: int) -> None:
         self._right = right
@@ -96,10 +92,10 @@ class Grid:
         self._ends: list[int] = []  # rows on the screen for it and all above it
 
     def grow(self, table: Table, *, final: bool) -> Growth:
-        """Be ``table``. ``final``: it grows no more, and looks as if it had come at once."""
+        """Become ``table``. final: it grows no more, and looks as if it had come at once."""
         known = self._known(table.rows)
         self._cut(known)
-        self._source = list(table.rows[:known])  # these objects are told apart by a glance next time
+        self._source = list(table.rows[:known])  # the same objects are compared by identity next time
         for row in table.rows[len(self._source) :]:
             self._take(row)
         settled = final or len(self._source) <= SHORT
@@ -115,7 +111,7 @@ class Grid:
         return Growth(kept, rows)
 
     def _known(self, rows: Sequence[Cells]) -> int:
-        """Return how many of ``rows``, from the first, are here already."""
+        """Return how many of ``rows``, from the first, are laid out already."""
         pairs = zip(self._source, rows, strict=False)
         changed = (index for index, (was, row) in enumerate(pairs) if was is not row and was != row)
         return next(changed, min(len(self._source), len(rows)))
@@ -150,7 +146,7 @@ class Grid:
             yield Row(Content.styled(CROSSING.join("─" * size for size in self._widths), STYLES["faint"]))
 
     def _joined(self, cells: Sequence[Content]) -> Content:
-        """Return one line of each cell, side by side. (Content's own ``pad`` and ``join`` take several times as long.)"""
+        """Return one line of each cell, side by side. (Content's ``pad`` and ``join`` take several times as long.)"""
         text, spans = "", list[ContentSpan]()
         for column, (cell, size, right) in enumerate(zip(cells, self._widths, self._right, strict=True)):
             if column:
@@ -163,7 +159,7 @@ class Grid:
         return Content(text, spans, strip_control_codes=False)
 
     def _record(self, index: int) -> Iterator[Row]:
-        """A row of a table that is too wide for the window, as ``header: cell`` lines."""
+        """Yield a row of a table that is too wide, as ``header: cell`` lines."""
         if index > 1:
             yield Row(Content(""))
         for name, cell in zip(self._cells[0], self._cells[index], strict=True) if index else ():
@@ -171,7 +167,7 @@ class Grid:
 
 
 def _lines(cell: Content, size: int) -> list[Content]:
-    """Return ``cell`` in lines of at most ``size`` cells; one that fits, as most do, is not asked where it would break."""
+    """Return ``cell`` in lines of at most ``size`` cells; most fit and need no wrapping."""
     plain = cell.plain
     if cell.cell_length <= size and "\n" not in plain and "\t" not in plain:
         return [cell]
@@ -184,10 +180,7 @@ def _widest_word(cell: Content) -> int:
 
 
 def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> list[int]:
-    """Return the columns' widths: what they need, the widest shortened first; none where ``room`` does not do.
-
-    A column keeps the room of its widest word as long as shortening others is enough; of words, too, the widest is torn first.
-    """
+    """Return the widths of the columns, the widest shortened first; words are split last. None fit: an empty list."""
     least = [NARROWEST_COLUMN] * len(needs)
     if room < sum(least):
         return []
@@ -195,7 +188,7 @@ def _column_widths(needs: Sequence[int], words: Sequence[int], room: int) -> lis
 
 
 def _shortened(wanted: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Return ``wanted`` within ``room``, none below its ``least``: all of the widest are shortened to the next one, and so on."""
+    """Return ``wanted`` shortened to ``room`` in all, the widest first, and none below its ``least``."""
     widths = list(wanted)
     while (excess := sum(widths) - room) > 0:
         spare = [index for index, width in enumerate(widths) if width > least[index]]
@@ -207,8 +200,6 @@ def _shortened(wanted: Sequence[int], least: Sequence[int], room: int) -> list[i
             widths[index] -= each + (place < over)
     return widths
 
-
-__all__ = ["Row", "rows", "wrapped"]
 
 CODE_TAB = 4  # cells
 

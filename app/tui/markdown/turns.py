@@ -1,4 +1,4 @@
-"""One turn as rows: what the user wrote, and the model's reply with its thinking, its text and its verdict."""
+"""The messages of a turn as rows: the prompt, and the reply with its thinking, text and verdict."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -7,7 +7,7 @@ from itertools import chain, repeat
 
 from textual.content import Content
 
-from tokamac.app.chat.conversation import ENDINGS, Ending, Reply, Turn
+from tokamac.app.chat.conversation import ENDINGS, Reply, Turn
 from tokamac.app.chat.preferences import budget_spent
 from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
 from tokamac.app.store.values import Attachment
@@ -20,23 +20,23 @@ from tokamac.engine.events import TextKind
 
 BAR = "█"
 USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)
-USER_CHOSEN = Frame(Content.styled(BAR, "$accent") + Content.styled(" ", "on $surface"), "on $surface", right=0)
+USER_SELECTED = Frame(Content.styled(BAR, "$accent") + Content.styled(" ", "on $surface"), "on $surface", right=0)
 THOUGHT = f"italic {FAINT}"
 FOLDED = Frame(Content(" "), THOUGHT)
 UNFOLDED = Frame(Content(" ") + Content.styled(BAR, "$foreground 15%") + " ", THOUGHT)
-CHOSEN = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
-CHOSEN_NAME = Frame(Content.styled("▸", "$accent"))
+SELECTED = Frame(Content(" ") + Content.styled(BAR, "$primary") + " ", THOUGHT)
+SELECTED_NAME = Frame(Content.styled("▸", "$accent"))
 VERDICT = ASIDE = Frame(Content(" "), FAINT)
 SYSTEM = "System"
-SIDES = 2  # cells that are left free at both sides of a message's text, together
+SIDES = 2  # free cells at both sides of a message's text, together
 
 
 Place = tuple[int, int]
-"""Which of how many messages that stand at the same place, from 1."""
+"""The number of a version, from 1, and how many there are."""
 
 
 class UserMessage:
-    """What the user wrote, verbatim, under the names of what goes with it. ``chosen``: it is pointed at by the keyboard."""
+    """What the user wrote, verbatim, under the names of its attachments."""
 
     def __init__(
         self, text: str, key: int = 0, place: Place = (1, 1), attachments: tuple[Attachment, ...] = ()
@@ -44,12 +44,12 @@ class UserMessage:
         self.text = sanitise(text)
         self._attached = [f"+ {sanitise_line(each.name)}" for each in attachments]
         self.key = key
-        self.chosen = False
+        self.selected = False
         self._place = place
 
     def rows(self, width: int) -> list[PageRow]:
         """Return the rows at ``width`` cells."""
-        frame = USER_CHOSEN if self.chosen else USER
+        frame = USER_SELECTED if self.selected else USER
         names = Content("\n").join(Content.styled(name, "$text-primary") for name in self._attached)
         parts = [part for part in (names, Content(self.text)) if part.plain]
         text = [PageRow(row, frame) for part in parts for row in wrapped(part, width - SIDES - len(BAR))]
@@ -61,7 +61,7 @@ class UserMessage:
 
 
 class SystemMessage:
-    """What a system message of the conversation itself says, verbatim."""
+    """A system message of the conversation, verbatim."""
 
     def __init__(self, text: str, key: int = 0) -> None:
         self.key = key
@@ -78,11 +78,11 @@ class SystemMessage:
 
 
 class Thinking:
-    """The model's thinking: open while it goes on, folded into one line after, until it is unfolded."""
+    """The model's thinking: open while it runs, then folded into one line until it is unfolded."""
 
     def __init__(self) -> None:
         self.folded = False
-        self.chosen = False  # by the keyboard
+        self.selected = False  # by the keyboard
         self._text = ""
         self._over = False
         self._seconds: float | None = None
@@ -104,9 +104,12 @@ class Thinking:
         self._text += text
 
     def fold(self, took_s: float | None, text: str | None = None, ended_at: int | None = None) -> None:
-        """The thinking is over, after ``took_s``, None where nobody timed it. ``text`` replaces what was added.
+        """End the thinking.
 
-        ended_at: the budget of tokens that ended it.
+        Args:
+            took_s: how long it took; None is unknown.
+            text: replaces what was added.
+            ended_at: the budget of tokens that ended it.
         """
         self._text = self._text if text is None else text
         self._seconds, self._ended_at = took_s, ended_at
@@ -122,9 +125,9 @@ class Thinking:
         took = "" if self._seconds is None else f" for {seconds(self._seconds)}"
         took += "" if self._ended_at is None else f", {budget_spent(self._ended_at)}"
         if self.folded:
-            laid = [PageRow(Row(Content(f"▸ thought{took}")), CHOSEN if self.chosen else FOLDED)]
+            laid = [PageRow(Row(Content(f"▸ thought{took}")), SELECTED if self.selected else FOLDED)]
         else:
-            frame = CHOSEN if self.chosen else UNFOLDED
+            frame = SELECTED if self.selected else UNFOLDED
             head = Content.styled(f"▾ thought{took}" if self._over else "thinking …", "bold")
             laid = [PageRow(Row(head), frame), *self._text_rows(frame, width - len(BAR) - SIDES)]
         self._laid = keep_same(self._laid, [*laid, BLANK])
@@ -164,7 +167,7 @@ class ReplyMessage:
         self.key = key
         self._model = sanitise_line(model)
         self._place = place
-        self._chosen = False
+        self._selected = False
         self._name = self._named()
         self._prose = Prose()
         self._cleaners = {"answer": Sanitiser(), "thinking": Sanitiser()}
@@ -172,13 +175,13 @@ class ReplyMessage:
         self._thinking_from: float | None = None
 
     @property
-    def chosen(self) -> bool:
-        """Whether it is pointed at by the keyboard."""
-        return self._chosen
+    def selected(self) -> bool:
+        """Whether it is selected."""
+        return self._selected
 
-    @chosen.setter
-    def chosen(self, chosen: bool) -> None:
-        self._chosen = self.thinking.chosen = chosen
+    @selected.setter
+    def selected(self, selected: bool) -> None:
+        self._selected = self.thinking.selected = selected
         self._name = self._named()
 
     def add(self, text: str, kind: TextKind) -> None:
@@ -195,7 +198,7 @@ class ReplyMessage:
             self._thinking_from = None
 
     def begin(self, said: Reply) -> None:
-        """Begin with what was ``said`` before the reply was cut, which is continued."""
+        """Begin with what was ``said`` before the reply was cut off, which is continued."""
         thought = self._cleaners["thinking"].feed(said.thinking)
         self._prose.add(self._cleaners["answer"].feed(said.text))
         if thought:
@@ -206,7 +209,7 @@ class ReplyMessage:
                 self._thinking_from = self._clock() - (said.thinking_s or 0.0)
 
     def end(self, reply: Reply) -> None:
-        """Be the whole reply, and say what it cost."""
+        """Become the whole reply, and show its verdict."""
         self.reply = reply
         if reply.thinking:
             self.thinking.fold(reply.thinking_s, sanitise(reply.thinking), reply.thinking_ended_at)
@@ -226,9 +229,9 @@ class ReplyMessage:
         return 3 + guess(self.reply.text, width) + len(self.reply.reason) // max(1, width)
 
     def _named(self) -> PageRow:
-        name = Content.styled(self._model, "bold $text-accent" if self._chosen else "bold $text-primary")
+        name = Content.styled(self._model, "bold $text-accent" if self._selected else "bold $text-primary")
         place = Content("  ") + _placed(self._place) if self._place[1] > 1 else Content("")
-        return PageRow(Row(name + place), CHOSEN_NAME if self._chosen else PLAIN)
+        return PageRow(Row(name + place), SELECTED_NAME if self._selected else PLAIN)
 
     def is_thinking(self, row: int) -> bool:
         """Whether ``row``, counted from the message's first, shows its thinking."""
@@ -246,16 +249,11 @@ class ReplyMessage:
 
 
 Spoken = UserMessage | ReplyMessage
-"""What can be pointed at."""
+"""Messages that can be selected."""
 
 
-def ended(ending: Ending, reason: str) -> str:
-    """Return how a reply ended that is not whole, and why it failed: on one line, safe to show; "" where it is whole."""
-    return ": ".join(part for part in (ENDINGS[ending], sanitise_line(reason)) if part)
-
-
-def told(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
-    """Yield the messages of turns that are over."""
+def messages_of(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
+    """Yield the messages of finished turns."""
     for turn in turns:
         yield from map(SystemMessage, turn.system, chain(turn.system_keys, repeat(0)))
         if turn.key or turn.asked:  # else the reply has no prompt
@@ -268,5 +266,5 @@ def told(turns: Iterable[Turn]) -> Iterator[Spoken | SystemMessage]:
 
 
 def _placed(place: Place) -> Content:
-    """Return which of the versions this is, and that there are more."""
+    """Return which of the versions this is."""
     return Content.styled(f"‹ {place[0]} of {place[1]} ›", FAINT)

@@ -1,16 +1,7 @@
-"""The chat: transcript, gauges, prompt. It turns keys into wishes, gives them to the session, and does what the session says.
+"""The chat screen: transcript, gauges, prompt. It turns keys into actions, and performs the steps of the session.
 
-Containers of which nothing is seen: what they hold covers them, so that Textual need not draw them line by line.
-
-The first row: which chat this is.
-
-What the user writes and has not sent: the box, what it held before a message was edited, and the prompts that wait.
-
-Going back through what was sent before, without losing what is being written. Pure; newest first, as the store tells it.
-
-Questions "what if" between the screens that ask them and the engine's process. An answer is known by its question's number.
-
-Every action's id, and what it does.
+Beside the screen itself: what the user has written and not sent (the box, an edit, queued prompts), going back through what was
+sent, and the what-if questions between the screens that ask them and the engine's process.
 """
 
 import time
@@ -26,10 +17,12 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tokamac.app.backend.client import BackendEvent
-from tokamac.app.backend.protocol import AskWhatIf, Loaded, Question, ReplyEvent, WhatIf
-from tokamac.app.chat.actions import bindings
+from tokamac.app.backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, WhatIf
+from tokamac.app.chat import commands
 from tokamac.app.chat.attachments import Draft, joined
+from tokamac.app.chat.commands import CodeCycle, LoadChoice, Severity, save_settings
 from tokamac.app.chat.conversation import MessageNode
+from tokamac.app.chat.external_programs import copy_text
 from tokamac.app.chat.preferences import Preferences
 from tokamac.app.chat.recording import Recording
 from tokamac.app.chat.session import Session
@@ -49,33 +42,31 @@ from tokamac.app.chat.steps import (
     TurnBegun,
 )
 from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.settings import Settings
 from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoredChat, StoreError
 from tokamac.app.tui.actions import chats, model, reading, writing
 from tokamac.app.tui.actions.chats import begin
-from tokamac.app.tui.actions.model import keep_picked
 from tokamac.app.tui.actions.writing import submit
+from tokamac.app.tui.bindings import bindings
 from tokamac.app.tui.bridge import Bridge, EngineSaid
-from tokamac.app.tui.markdown.parse import Back
 from tokamac.app.tui.model_library import ModelLibrary
-from tokamac.app.tui.screens.chats import Pick
 from tokamac.app.tui.theme import FAINT
 from tokamac.app.tui.widgets.gauges import NARROW, Gauges
 from tokamac.app.tui.widgets.prompt_input import Chips, Prompt
 from tokamac.app.tui.widgets.status import Activity, StatusLine
 from tokamac.app.tui.widgets.transcript import Transcript, share_on
+from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Live
 from tokamac.engine.hub.cache import GUIDE
-from tokamac.engine.options import KVSpec
 
-EDITING = "editing · Esc gives it up"
-"""On the box's border as long as it holds a message to be written anew."""
+EDITING = "editing · Esc cancels"
+"""On the border of the input box during an edit."""
 
 
 class Composer:
-    """The box and what stands behind it. editing: the prompt that the box holds to be written anew; None: it holds the draft.
+    """The unsent text: the input box and what waits behind it. editing: the prompt that is edited in the box, if any.
 
-    An edit that is left for another one is its message's: it is in the box again when that message is edited again.
+    An edit that is left for another one stays with its message: it is in the box again when that message is edited again.
     """
 
     def __init__(self, prompt: Prompt, session: Session) -> None:
@@ -88,7 +79,7 @@ class Composer:
 
     @property
     def unsent(self) -> Draft:
-        """All that is written and not sent. An edit that has changed nothing is not."""
+        """All unsent text. An edit that has changed nothing does not count."""
         held = [] if self._is_unchanged else [self._prompt.draft]
         aside = [] if self.editing is None else [self._aside]
         return joined([*self._session.queued, *aside, *self._left.values(), *held])
@@ -98,9 +89,9 @@ class Composer:
         return self.editing is not None and self._prompt.draft == self._edited
 
     def begin_edit(self, key: int, draft: Draft) -> bool:
-        """Write the prompt ``key`` anew in the box, which holds ``draft`` for that, or what was written of it already.
+        """Edit the prompt ``key``, which was ``draft``, in the box; the draft in the box comes back after.
 
-        What the box held comes back after. Returns whether another edit was left for this one.
+        Returns whether another edit was left for this one.
         """
         if key == self.editing:
             return False
@@ -117,18 +108,18 @@ class Composer:
         return leaves
 
     def end_edit(self) -> None:
-        """Give the box back to what it held before a message was edited. Edits that were left stay with their messages."""
+        """End the edit, and put the draft back. Edits that were left stay with their messages."""
         self._edit(None)
         self._prompt.put(self._aside)
 
     def hold(self, draft: Draft) -> None:
-        """Hold ``draft`` in place of all that was held, edits too."""
+        """Replace all unsent text, edits too."""
         self._edit(None)
         self._left.clear()
         self._prompt.put(draft)
 
     def give_back(self, draft: Draft) -> None:
-        """Take a prompt that will not be sent: before what is written, or before the draft while a message is edited."""
+        """Put a prompt that was not sent before the draft."""
         if self.editing is None:
             self._prompt.give_back(draft.text, draft.attachments)
         else:
@@ -145,15 +136,15 @@ Sent = Callable[[], Sequence[str]]
 
 
 class History:
-    """Where one is in what was sent. What stood in the box before, or was changed there, is the draft one comes back to."""
+    """The place in the prompts sent before. The text that was in the box is the draft that one comes back to."""
 
     def __init__(self) -> None:
         self._sent: Sequence[str] = ()
-        self._at = -1  # of what is shown in what was sent; -1 is the draft
+        self._at = -1  # index of the prompt shown; -1 is the draft
         self._draft = Draft()
 
     def older(self, shown: Draft, sent: Sent) -> Draft | None:
-        """Return what was sent before what the box shows; None where nothing was."""
+        """Return the prompt sent before the one shown; None where there is none."""
         if not self._shows(shown):
             self._sent, self._at, self._draft = _others(sent(), shown.text), -1, shown
         if self._at + 1 >= len(self._sent):
@@ -162,14 +153,14 @@ class History:
         return self._here()
 
     def newer(self, shown: Draft) -> Draft | None:
-        """Return what was sent after what the box shows, at last the draft; None where the box shows that."""
+        """Return the prompt sent after the one shown, at last the draft; None where that is shown."""
         if not self._shows(shown):
             return None
         self._at -= 1
         return self._here()
 
     def forget(self) -> None:
-        """Begin anew: what the box held was sent."""
+        """Start from the end: the text in the box was sent."""
         self._at = -1
 
     def _shows(self, shown: Draft) -> bool:
@@ -180,14 +171,14 @@ class History:
 
 
 def _others(sent: Sequence[str], text: str) -> Sequence[str]:
-    """Return what was sent without the last, where that is what stands in the box: a prompt that came back."""
+    """Return ``sent`` without the newest, where that is in the box: a prompt that came back."""
     return sent[1:] if sent and text and sent[0] == text else sent
 
 
 class WhatIfs:
-    """Opens the screen over ``app``, sends what it asks, and hands it what comes.
+    """Opens the what-if screen, sends its questions to the engine's process, and hands it the answers.
 
-    listeners: told every answer, and when a model was loaded: the process may be new then, and has to be asked again.
+    listeners: called with every answer, and when a model was loaded: the process may be new then, and must be asked again.
     """
 
     def __init__(self, session: Session, bridge: Bridge) -> None:
@@ -198,7 +189,7 @@ class WhatIfs:
         self.listeners: list[Callable[[WhatIf | Loaded], None]] = []
 
     def open(self, app: App[int], model: str) -> None:
-        """Ask about ``model``, which need not be here."""
+        """Ask about ``model``, which need not be on this disk."""
         # plotext takes a tenth of a second to import: not before it is wanted.
         from tokamac.app.chat.what_if_form import first_question, known_names
         from tokamac.app.tui.screens.whatif import WhatIfScreen
@@ -209,7 +200,7 @@ class WhatIfs:
         )
 
     def take(self, app: App[int], event: BackendEvent) -> None:
-        """Give an answer to who asked, or say that the engine is new; other events are none of its business."""
+        """Pass on an answer, or that the engine is new; ignore other events."""
         if not isinstance(event, WhatIf | Loaded):
             return
         for listener in self.listeners:
@@ -223,10 +214,7 @@ class WhatIfs:
                 screen.ask(again=True) if isinstance(event, Loaded) else screen.take(event)
 
     def ask(self, question: Question) -> int:
-        """Send a question, and return the number that its answers will have.
-
-        Where no process runs, since no model is loaded, one is started for this alone.
-        """
+        """Send a question, and return the number of its answers. Where no process runs, one is started for questions alone."""
         if not self._bridge.running:
             self._bridge.start()
             self._own_life = self._bridge.life
@@ -241,9 +229,8 @@ class WhatIfs:
         self._own_life = None
 
 
-Wish = Callable[["ChatScreen", str], None]
-
-WISHES: dict[str, Wish] = {
+COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
+    **commands.COMMANDS,
     "send": writing.send,
     "newline": writing.newline,
     "editor": writing.editor,
@@ -252,38 +239,22 @@ WISHES: dict[str, Wish] = {
     "earlier": writing.earlier,
     "later": writing.later,
     "stop": writing.stop,
-    "new_chat": chats.new_chat,
     "chats": chats.chats,
     "open": chats.open_,
-    "title": chats.title,
-    "delete_chat": chats.delete_chat,
-    "restore_chat": chats.restore_chat,
-    "export": reading.export,
-    "import": reading.import_,
     "branches": chats.branches,
-    "regenerate": chats.regenerate,
-    "edit": chats.edit,
-    "again": chats.again,
-    "continue": chats.continue_,
-    "older": chats.older,
-    "newer": chats.newer,
-    "fork": chats.fork,
     "choose_model": model.choose_model,
-    "pull": model.pull,
-    "adapter": model.adapter,
     "unload": model.unload,
     "system_prompt": model.system_prompt,
     "settings": model.settings,
-    "thinking": model.thinking,
-    "explain": reading.explain,
     "what_if": model.what_if,
     "convert": model.convert,
+    "export": reading.export,
+    "import": reading.import_,
+    "explain": reading.explain,
     "toggle_panel": reading.toggle_panel,
     "palette": reading.palette,
     "messages": reading.messages,
     "gauges": reading.gauges,
-    "copy_message": reading.copy_message,
-    "copy_code": reading.copy_code,
     "scroll_end": reading.scroll_end,
     "page_up": reading.page_up,
     "page_down": reading.page_down,
@@ -292,6 +263,7 @@ WISHES: dict[str, Wish] = {
     "help": reading.help_,
     "leave": reading.leave,
 }
+"""By the registry's ids."""
 
 
 class Columns(Horizontal):
@@ -307,14 +279,14 @@ class Stack(Vertical):
 
 
 class Heading(Static):
-    """The title of the chat, on one line; blank while it has none."""
+    """The title of the chat, on one line."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
         self._shown = ""
 
     def show(self, title: str) -> None:
-        """Show ``title``, which may be anybody's: it is made safe here."""
+        """Show ``title``, which may be foreign: it is made safe here."""
         line = sanitise_line(title)
         if line != self._shown:
             self._shown = line
@@ -323,10 +295,11 @@ class Heading(Static):
 
 SMALLEST = (40, 12)
 REFRESH_S = 0.4
-REST_LOOK_S = 10.0  # how often it is asked whether an unused model is to give the chat a title, or its memory back
+REST_LOOK_S = 10.0  # how often an unused model may be unloaded, or asked for a title
 
-OpenStore = Callable[[], tuple[Store, Pick | None] | None]
-"""Opens the store of conversations, and says which one to begin with; None: nothing is kept. Raises StoreError."""
+OpenStore = Callable[[], tuple[Store, str | None] | None]
+"""Opens the store of conversations, and returns the ID of the one to open; None: nothing is saved. Raises StoreError."""
+NOTICE_S: dict[Severity, float] = {"information": 5, "warning": 12, "error": 20}
 
 
 class ChatScreen(Screen[None]):
@@ -334,43 +307,42 @@ class ChatScreen(Screen[None]):
 
     BINDINGS = bindings()
 
-    def __init__(self, session: Session, bridge: Bridge, memory: Preferences, open_store: OpenStore) -> None:
+    def __init__(self, session: Session, bridge: Bridge, preferences: Preferences, open_store: OpenStore) -> None:
         super().__init__()
         self.session = session
         self.bridge = bridge
-        self.memory = memory
+        self.preferences = preferences
         self.what_ifs = WhatIfs(session, bridge)
-        self.stock = ModelLibrary(self)
+        self.library = ModelLibrary(self)
         self.recording: Recording | None = None
-        self.picked: str | None = None
-        self.picked_kv: KVSpec | None = None
-        self.picked_adapter: tuple[str, str | None] | None = None
-        self.code_back = Back()
+        self.shows_ids = False
+        self.chosen = LoadChoice()
+        self.code_cycle = CodeCycle()
         self.history = History()
-        self.reading: list[str] = []  # files that are about to be attached
+        self.reading: list[str] = []  # files that are being read
         self._prompt = Prompt()
         self.composer = Composer(self._prompt, session)
         self.open_store = open_store
-        self._early: list[Draft] | None = []  # what was sent before all had begun; None from then on
+        self._early: list[Draft] | None = []  # what was sent before the start was complete; None from then on
 
     def compose(self) -> ComposeResult:
         """Yield the parts."""
         with Columns(id="main"):
             with Stack(id="talk"):
                 yield Heading()
-                yield Transcript(tour=not self.memory.settings.toured, keymap=self.memory.keymap)
+                yield Transcript(tour=not self.preferences.settings.toured, keymap=self.preferences.keymap)
                 yield Activity()
                 yield Chips()
                 yield self._prompt
-                yield self._prompt.offers
+                yield self._prompt.completions
             with VerticalScroll(id="panel", can_focus=False):
                 yield Gauges()
-        yield StatusLine(self.memory.keymap.actions)
+        yield StatusLine(self.preferences.keymap.actions)
         yield Static(id="too-small", markup=False)
 
     def on_mount(self) -> None:
         """Paint first; the engine starts right after."""
-        if not self._composed:  # the app is left in its first moment
+        if not self._composed:  # the app quits in its first moment
             return
         self._prompt.focus()
         self.show()
@@ -379,7 +351,7 @@ class ChatScreen(Screen[None]):
         self.set_interval(REST_LOOK_S, self._rest)
 
     def begun(self) -> None:
-        """The engine starts and the conversations are open: send what was sent before."""
+        """The engine is starting and the conversations are open: send what was sent early."""
         early, self._early = self._early or [], None
         for draft in early:
             submit(self, draft)
@@ -390,16 +362,16 @@ class ChatScreen(Screen[None]):
         return sorted(super().focus_chain, key=lambda widget: isinstance(widget, Prompt))
 
     def on_unmount(self) -> None:
-        """Keep what stands in the prompt, and close the store: a reply that runs is kept as far as it came."""
+        """Save the unsent prompt and the running reply so far, and close the store."""
         self._record(lambda recording: recording.close(self.composer.unsent.whole))
 
     @property
     def _composed(self) -> bool:
-        """Whether the parts are there: they are not yet, or no more, in an app that is left as it begins."""
+        """Whether the parts are mounted: not in an app that quits as it starts."""
         return self._prompt.is_attached
 
     def on_resize(self, event: Resize) -> None:
-        """Fit what is shown to the room there is."""
+        """Fit the parts to the window."""
         if not self._composed:
             return
         width, height = event.size
@@ -417,8 +389,8 @@ class ChatScreen(Screen[None]):
 
     # Steps ----------------------------------------------------------------------------------------------------------------
 
-    def perform(self, steps: list[Step]) -> None:
-        """Do what the session asks, in order, and show where it is."""
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what the session asks, in order, and show its state."""
         for step in steps:
             self._perform(step)
         self.bridge.set_busy(self.session.engine.busy)
@@ -459,22 +431,23 @@ class ChatScreen(Screen[None]):
             case DraftReturned(text, attachments):
                 self.composer.give_back(Draft(text, attachments))
                 if self.composer.editing is not None:
-                    self.notify("What was not answered is in the box again after the edit.", markup=False)
+                    self.tell("Your unanswered prompt is back in the input box after the edit.")
             case Notice(text, severity):
-                seconds = 5 if severity == "information" else 12
-                self.notify(sanitise(text), severity=severity, markup=False, timeout=seconds)
+                self.tell(text, severity)
 
     def _record(self, write: Callable[[Recording], object]) -> None:
         if self.recording is not None:
             write(self.recording)
 
     def on_engine_said(self, message: EngineSaid) -> None:
-        """Pass an event on, unless it comes from a process that is no more."""
+        """Pass an event on, unless it is from an earlier process."""
         message.stop()
         if message.life == self.bridge.life:
             was = self.session.engine.phase
             if isinstance(message.event, Loaded):
-                keep_picked(self)
+                known = self.preferences.settings
+                if (settings := self.chosen.settings(self.session.engine.load, known)) != known:
+                    save_settings(self, settings)
             steps = self.session.on_event(message.event)
             self.what_ifs.take(self.app, message.event)
             if (
@@ -492,7 +465,7 @@ class ChatScreen(Screen[None]):
                 self.perform(steps)
             if self.session.engine.phase is EnginePhase.IDLE and was is not EnginePhase.IDLE:
                 self.query_one(Prompt).await_pause()  # what was written meanwhile can be read ahead now
-                self.perform(self.session.select(self.query_one(Transcript).chosen))
+                self.perform(self.session.select(self.query_one(Transcript).selected))
 
     def _tick(self) -> None:
         self.perform(self.session.check_cancel()) if self.session.engine.phase is EnginePhase.STOPPING else self.show()
@@ -502,41 +475,117 @@ class ChatScreen(Screen[None]):
             self.perform(steps)
 
     def show(self) -> None:
-        """Bring activity, status and gauges up to date."""
+        """Update activity, status and gauges."""
         transcript = self.query_one(Transcript)
         transcript.greet(guide=self.session.engine.load.model == GUIDE)
         self.app.sub_title = title = self.recording.title if self.recording is not None else ""
         self.query_one(Heading).show(title)
         self.query_one(Activity).show(
-            self.session, time.monotonic(), following=transcript.following, aside=self.stock.activity()
+            self.session, time.monotonic(), following=transcript.following, aside=self.library.activity()
         )
         self.query_one(Chips).show(self.session, self._prompt.attachments, self.reading)
-        essentials, pointing = not self._panel_shown, transcript.chosen is not None
-        self.query_one(StatusLine).show(self.session, essentials=essentials, pointing=pointing)
+        essentials, selecting = not self._panel_shown, transcript.selected is not None
+        self.query_one(StatusLine).show(self.session, essentials=essentials, selecting=selecting)
         if self._panel_shown:
             self.query_one(Gauges).show(self.session)
 
     @property
     def _panel_shown(self) -> bool:
-        return self.memory.settings.panel and self.size.width >= NARROW
+        return self.preferences.settings.panel and self.size.width >= NARROW
 
     def show_panel(self) -> None:
-        """Show the gauges where they are wanted and have room."""
+        """Show the gauges where they are wanted and fit."""
         self.query_one("#panel").display = self._panel_shown
 
-    # Wishes ---------------------------------------------------------------------------------------------------------------
+    # Actions --------------------------------------------------------------------------------------------------------------
 
     def do(self, action: str, argument: str = "") -> None:
-        """Do what the registry's action of this id stands for. argument: what was written after its slash command."""
-        WISHES[action](self, argument)
+        """Run the registry's action of this id. argument: what was written after its slash command."""
+        self.run_command(lambda: COMMANDS[action](self, argument))
 
     def action_do(self, action: str) -> None:
-        """Do what a key stands for."""
+        """Run the action of a key."""
         self.do(action)
+
+    def run_command(self, command: Callable[[], None]) -> None:
+        """Call ``command``; where it can't be done, tell why."""
+        try:
+            command()
+        except TokamacError as error:
+            self.tell(error.one_line(), "warning")
+
+    def tell(self, text: str, severity: Severity = "information") -> None:
+        """Show a notice."""
+        self.notify(sanitise(text), severity=severity, markup=False, timeout=NOTICE_S[severity])
+
+    def say(self, text: str) -> None:
+        """Show what was asked for."""
+        self.tell(text)
+
+    def selected(self) -> MessageNode | None:
+        """Return the selected message, or else the last one; None where there is none."""
+        tree = self.session.conversation.tree
+        key = self.query_one(Transcript).selected or tree.head
+        return None if key is None else tree.nodes[key]
+
+    def reply(self, make: Callable[[], list[Step]]) -> None:
+        """Perform what ``make`` returns; where a reply begins by it, the user goes on writing, as after sending."""
+        steps = make()
+        self.perform(steps)
+        if any(isinstance(step, TurnBegun) for step in steps):
+            self._prompt.focus()
+
+    def go(self, key: int) -> None:
+        """Switch to the path through the message ``key``."""
+        self.perform(self.session.show_path(key))
+        transcript = self.query_one(Transcript)
+        if transcript.has_focus:
+            transcript.select_message(key)
+
+    def begin_edit(self, key: int, draft: Draft, text: str = "") -> None:
+        """Edit the prompt ``key``, which was ``draft``, in the input box; what the box held comes back after."""
+        del text  # the command takes no argument here
+        if self.composer.begin_edit(key, draft):
+            self.tell("Your other edit is saved: edit that message again to continue it.")
+        self._prompt.focus()
+        self.show()
+        self.tell("Enter sends a new version; the old one is kept. Esc cancels.")
+
+    def cancel_edit(self) -> None:
+        """Leave the edited message as it is."""
+        if self.composer.editing is not None:
+            self.composer.end_edit()
+            self.show()
+
+    def open_chat(self, chat: str) -> None:
+        """Open the stored chat of this ID. Raises StoreError."""
+        chats.open_chat(self, chat)
+
+    def find_chat(self, name: str) -> StoredChat:
+        """Return the stored chat whose ID is, or begins with, ``name``. Raises StoreError."""
+        if self.recording is None:
+            raise StoreError(commands.NOT_SAVED)
+        return self.recording.store.chat(name)
+
+    def begin_new(self) -> bool:
+        """Leave the chat for a new one; return whether an unsent prompt stays with it."""
+        return chats.begin_new(self)
+
+    def copy(self, text: str) -> str:
+        """Copy ``text``; return a sentence that says how."""
+        return copy_text(text, self.preferences.home, self.app.copy_to_clipboard)
+
+    def load(self, load: Load) -> None:
+        """Load a model; ``chosen`` is kept in the settings once it has loaded."""
+        self.perform(self.session.choose(load))
+
+    def download(self, model: str) -> None:
+        """Download a model in the background."""
+        self.library.downloads.start(model)
 
     @on(Prompt.Submitted)
     def submit(self, message: Prompt.Submitted) -> None:
-        """Send what is written, or do the command that it is: once there is an engine to send it to, and a store to keep it."""
+        """Send what is written, or run the command in it, once the engine is starting and the store is open."""
         if self._early is None:
             submit(self, message.draft)
         else:
@@ -549,36 +598,11 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.Paused)
     def read_ahead(self, message: Prompt.Paused) -> None:
-        """Have what is written read while the user writes on, and keep it."""
+        """Have the draft read ahead, and save it."""
         self.perform(self.session.draft_paused(message.draft.text, message.draft.attachments))
         self._record(lambda recording: recording.drafted(self.composer.unsent.whole))
 
     @on(Prompt.Changed)
     def written(self) -> None:
-        """Know that the user writes."""
+        """Note that the user is writing."""
         self.session.idle.seen()
-
-    def pointed(self) -> MessageNode | None:
-        """Return the message that is pointed at, or else the last one; None where there is none."""
-        tree = self.session.conversation.tree
-        key = self.query_one(Transcript).chosen or tree.head
-        return None if key is None else tree.nodes[key]
-
-    def begin_edit(self, key: int, draft: Draft) -> None:
-        """Write the prompt ``key`` anew in the box, which holds ``draft`` for that; what it held comes back after."""
-        if self.composer.begin_edit(key, draft):
-            self.notify("What was written of the other message stays with it: edit it again to go on.", markup=False)
-        self._prompt.focus()
-        self.show()
-        self.notify("Enter sends it in place of the old one, which stays beside it. Esc gives it up.", markup=False)
-
-    def let_go_of_edit(self) -> None:
-        """Leave the message that is edited as it is."""
-        if self.composer.editing is not None:
-            self.composer.end_edit()
-            self.show()
-
-    def keep(self, settings: Settings) -> None:
-        """Hold and write the settings."""
-        if problem := self.memory.keep(settings):
-            self.notify(problem, severity="warning", markup=False)

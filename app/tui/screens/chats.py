@@ -1,10 +1,7 @@
-"""Ctrl+L: every conversation, by title and by what was said in it. What is typed narrows the list.
+"""Ctrl+L: all conversations, by title and by message; typing narrows the list. F6: the conversation as a tree.
 
-The rows of the list of conversations: a chat on one line, a message that was found on one, and below it where it was said.
-
-F6: the conversation as a tree. What goes on without another version stands in one column; versions open below each other.
-
-Beside a version stands what going on along its path would take, as soon as the engine has told it.
+In the tree, messages without other versions stand in one column, and versions open below each other. Each shows the price of
+continuing its path, as soon as the engine has told it.
 """
 
 import re
@@ -30,7 +27,7 @@ from textual.worker import Worker, get_current_worker
 from tokamac.app.chat.actions import Keymap
 from tokamac.app.chat.background import of_path
 from tokamac.app.chat.conversation import Tree
-from tokamac.app.chat.listing import ChatMatches, Library, ago, excerpt, said_in
+from tokamac.app.chat.listing import ChatMatches, ChatSearch, ago, excerpt, said_in
 from tokamac.app.chat.models import short_name
 from tokamac.app.sanitise import sanitise, sanitise_line
 from tokamac.app.store.values import Hit, StoredChat, StoreError
@@ -39,16 +36,16 @@ from tokamac.app.tui.theme import FAINT
 from tokamac.engine.events import Price, Role
 
 LEAST_TITLE = 24
-"""Cells that a title keeps; what else there is of a chat gives way to it, the id last: it is what ``--chat`` takes."""
+"""Cells that a title keeps; the rest of a chat's row gives way to it, the ID last: ``--chat`` takes it."""
 LEAD = 24
 """Characters before the first match that are shown, so that it is seen in a narrow list too."""
 WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: "}
 
 
-def chat_row(chat: StoredChat, *, held: bool, seconds: float, room: int) -> Content:
-    """Return a chat's row of ``room`` cells. held: it is the one on the screen. seconds: since it was last written to."""
+def chat_row(chat: StoredChat, *, is_open: bool, seconds: float, room: int) -> Content:
+    """Return a chat's row of ``room`` cells. is_open: it is the one on screen. seconds: since its last message."""
     title = sanitise_line(chat.title) or ("draft: " + excerpt(chat.draft) if chat.draft else "untitled")
-    here = Content.styled("● ", "$text-primary") if held else Content("  ")
+    here = Content.styled("● ", "$text-primary") if is_open else Content("  ")
     model = short_name(chat.model)
     choices = ((ago(seconds), model, chat.id), (model, chat.id), (chat.id,))
     notes = [" · ".join(part for part in parts if part) for parts in choices]
@@ -59,7 +56,7 @@ def chat_row(chat: StoredChat, *, held: bool, seconds: float, room: int) -> Cont
 
 
 def hit_row(hit: Hit) -> Content:
-    """Return what was found, with its matches marked, and the chat it was said in. A list that does not wrap cuts both lines."""
+    """Return a message with its matches marked, and below it its chat. The list does not wrap and cuts both lines."""
     snippet, end = Content(""), 0
     for begin, stop in hit.marks:
         before = _one_line(hit.snippet[end:begin])
@@ -75,34 +72,34 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", sanitise(text))
 
 
-LISTING = ("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
-NAMING = ("Enter takes it", "Esc gives it up")
+LISTING = ("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Ctrl+Z restores", "Esc closes")
+NAMING = ("Enter saves", "Esc cancels")
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What was chosen: a chat, and the message to jump to where it was found by what was said."""
+    """What was chosen: a chat, and the message to jump to where it was found by a message."""
 
     chat: str
     message: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Pointed:
-    """The chat that a row is of. said: the row is a message that was found, and the chat the one it was said in."""
+class SelectedChat:
+    """The chat of a row. by_message: the row is a message that was found in it."""
 
     chat: str
     title: str
-    said: bool
+    by_message: bool
 
     @property
     def name(self) -> str:
-        """What a text that says something of the chat calls it."""
-        return "the chat in which this was said" if self.said else "the chat"
+        """What a notice calls the chat."""
+        return "the chat of this message" if self.by_message else "the chat"
 
 
 class DeleteOpen(Message):
-    """The conversation that is open is to be deleted, which only who holds it can do. gone: to be called once it is."""
+    """Asks the chat screen to delete the open conversation. gone: to be called once it is."""
 
     def __init__(self, chat: str, gone: Callable[[], None]) -> None:
         super().__init__()
@@ -111,7 +108,7 @@ class DeleteOpen(Message):
 
 
 class ChatsScreen(Dialog[Pick]):
-    """Lists and searches; deletes, brings back, renames. The result is what to open."""
+    """Lists and searches, deletes, restores and renames chats. The result is what to open."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("down", "to_list", "List", id="chats.list", show=False),
@@ -122,12 +119,12 @@ class ChatsScreen(Dialog[Pick]):
     ]
 
     def __init__(
-        self, library: Library, held: str | None, keymap: Keymap, clock: Callable[[], float] = time.time
+        self, search: ChatSearch, open_id: str | None, keymap: Keymap, clock: Callable[[], float] = time.time
     ) -> None:
         super().__init__()
         self._keymap = keymap
-        self._library = library
-        self._held = held
+        self._search = search
+        self._open_id = open_id
         self._clock = clock
         self._shown: ChatMatches = ChatMatches("", (), ())
         self._deleted: list[str] = []
@@ -137,7 +134,7 @@ class ChatsScreen(Dialog[Pick]):
         """Yield the line to type in and the list."""
         with Vertical(classes="box") as box:
             box.border_title = "Conversations"
-            yield Input(placeholder="Filter titles, search what was said", compact=True)
+            yield Input(placeholder="Search titles and messages", compact=True)
             yield Static("", id="state", classes="note", markup=False)
             yield OptionList(markup=False, compact=True)
 
@@ -154,16 +151,16 @@ class ChatsScreen(Dialog[Pick]):
 
     @work(thread=True, exclusive=True)
     def find(self, text: str) -> None:
-        """Ask the store, aside: typing goes on meanwhile."""
+        """Ask the store on another thread, so that typing stays responsive."""
         asked = get_current_worker()
         try:
-            found: ChatMatches | StoreError = self._library.find(text)
+            found: ChatMatches | StoreError = self._search.find(text)
         except StoreError as error:
             found = error
         self.app.call_from_thread(self._take, asked, found)
 
     def _take(self, asked: Worker[None], found: ChatMatches | StoreError) -> None:
-        """Show the store's answer, unless it was asked again since, as after a deletion, or nothing is listed now."""
+        """Show the store's answer, unless it was asked again since, or a title is being written."""
         if asked.is_cancelled or self._naming is not None or not self.query(OptionList):
             return
         if isinstance(found, StoreError):
@@ -172,17 +169,17 @@ class ChatsScreen(Dialog[Pick]):
             self._show(found)
 
     def _show(self, found: ChatMatches) -> None:
-        """Show what was found. While the same is looked for, the row that is pointed at stays where it is."""
-        pointed = self.query_one(OptionList).highlighted if found.text == self._shown.text else None
+        """Show the matches. For the same search, the cursor stays on its row."""
+        at = self.query_one(OptionList).highlighted if found.text == self._shown.text else None
         self._shown = found
-        self._fill(pointed or 0)
-        self._say("" if found.chats or found.hits else "Nothing was said so." if found.text.strip() else "No chat yet.")
+        self._fill(at or 0)
+        self._say("" if found.chats or found.hits else "No matches." if found.text.strip() else "No chats yet.")
 
-    def _fill(self, pointed: int | None) -> None:
+    def _fill(self, at: int | None) -> None:
         listed = self.query_one(OptionList)
         listed.clear_options()
         listed.add_options([Option(row) for row in self._rows(self._shown)])
-        listed.highlighted = pointed
+        listed.highlighted = at
 
     @on(Resize)
     def resized(self) -> None:
@@ -198,7 +195,8 @@ class ChatsScreen(Dialog[Pick]):
         room = listed.content_region.width - listed.styles.scrollbar_size_vertical
         now = self._clock()
         chats = (
-            chat_row(chat, held=chat.id == self._held, seconds=now - chat.updated_at, room=room) for chat in found.chats
+            chat_row(chat, is_open=chat.id == self._open_id, seconds=now - chat.updated_at, room=room)
+            for chat in found.chats
         )
         return [*chats, *map(hit_row, found.hits)]
 
@@ -211,7 +209,7 @@ class ChatsScreen(Dialog[Pick]):
 
     @on(Input.Submitted)
     def entered(self) -> None:
-        """Open what is first, or take the new title."""
+        """Open the selected row, or save the new title."""
         if self._naming is not None:
             self._named(self._naming, self.query_one(Input).value)
         elif (index := self.query_one(OptionList).highlighted) is not None:
@@ -219,7 +217,7 @@ class ChatsScreen(Dialog[Pick]):
 
     @on(OptionList.OptionSelected)
     def picked(self, event: OptionList.OptionSelected) -> None:
-        """Open what is pointed at."""
+        """Open the selected row."""
         self._open(event.option_index)
 
     def _open(self, index: int) -> None:
@@ -231,7 +229,7 @@ class ChatsScreen(Dialog[Pick]):
             self.dismiss(Pick(hit.chat, hit.message))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While a title is written, the keys of the list are those of the line that it is typed in."""
+        """While a title is written, the keys of the list belong to the input line."""
         del parameters
         return self._naming is None or action not in ("delete", "undo", "rename", "to_list")
 
@@ -241,77 +239,77 @@ class ChatsScreen(Dialog[Pick]):
 
     # Changing -------------------------------------------------------------------------------------------------------------
 
-    def _pointed(self) -> Pointed | None:
+    def _selected(self) -> SelectedChat | None:
         index, chats = self.query_one(OptionList).highlighted, self._shown.chats
         if index is None:
             return None
         if index < len(chats):
-            return Pointed(chats[index].id, chats[index].title, said=False)
+            return SelectedChat(chats[index].id, chats[index].title, by_message=False)
         hit = self._shown.hits[index - len(chats)]
-        return Pointed(hit.chat, hit.title, said=True)
+        return SelectedChat(hit.chat, hit.title, by_message=True)
 
     def action_delete(self) -> None:
-        """Delete the chat that is pointed at, or in which the message was said; it can be brought back."""
-        pointed = self._pointed()
-        if pointed is None:
+        """Delete the selected chat; it can be restored."""
+        selected = self._selected()
+        if selected is None:
             return
-        if pointed.chat == self._held:
-            self.post_message(DeleteOpen(pointed.chat, lambda: self._gone(pointed.chat)))
-        elif self._try(lambda: self._library.delete(pointed.chat)):
-            self._gone(pointed.chat)
-            what = f"Deleted {pointed.name}: {excerpt(pointed.title) or 'untitled'}."
+        if selected.chat == self._open_id:
+            self.post_message(DeleteOpen(selected.chat, lambda: self._gone(selected.chat)))
+        elif self._try(lambda: self._search.delete(selected.chat)):
+            self._gone(selected.chat)
+            what = f"Deleted {selected.name}: {excerpt(selected.title) or 'untitled'}."
             later = self._keymap.key("restore_chat")
-            self.notify(f"{what} Ctrl+Z brings it back; once the list is closed, {later}.", markup=False, timeout=6)
+            self.notify(f"{what} Ctrl+Z restores it; once the list is closed, {later} does.", markup=False, timeout=6)
 
     def _gone(self, chat: str) -> None:
-        """Know that a chat is deleted, and list the others."""
-        if chat == self._held:
-            self._held = None
+        """Note that a chat is deleted, and list the others."""
+        if chat == self._open_id:
+            self._open_id = None
         self._deleted.append(chat)
         self._take_out(chat)
         self.find(self.query_one(Input).value)
 
     def _take_out(self, chat: str) -> None:
-        """Take a chat's rows out at once, so that the next key is not for them again; point at the row that was after them."""
-        shown, pointed = self._shown, self.query_one(OptionList).highlighted
+        """Remove a chat's rows at once, so that the next key is not for them again, and select the row after them."""
+        shown, at = self._shown, self.query_one(OptionList).highlighted
         of = [*(each.id for each in shown.chats), *(hit.chat for hit in shown.hits)]
         chats = tuple(each for each in shown.chats if each.id != chat)
         hits = tuple(hit for hit in shown.hits if hit.chat != chat)
         self._shown = ChatMatches(shown.text, chats, hits)
-        self._fill(sum(each != chat for each in of[:pointed]))
+        self._fill(sum(each != chat for each in of[:at]))
 
     def action_undo(self) -> None:
-        """Bring back the chat that was deleted last."""
-        if self._deleted and self._try(lambda: self._library.bring_back(self._deleted[-1])):
+        """Restore the chat that was deleted last."""
+        if self._deleted and self._try(lambda: self._search.restore(self._deleted[-1])):
             self._deleted.pop()
             self.find(self.query_one(Input).value)
 
     def action_rename(self) -> None:
-        """Ask for another title of the chat that is pointed at, or in which the message was said."""
-        pointed = self._pointed()
-        if pointed is not None:
-            self._naming = pointed.chat
+        """Ask for another title of the selected chat."""
+        selected = self._selected()
+        if selected is not None:
+            self._naming = selected.chat
             box = self.query_one(Input)
-            box.value = sanitise_line(pointed.title)
+            box.value = sanitise_line(selected.title)
             box.cursor_position = len(box.value)
             box.focus()
             self.say_keys(*NAMING)
-            self._say(f"The new title of {pointed.name}; Enter takes it.")
+            self._say(f"New title of {selected.name}; Enter saves it.")
 
     def _named(self, chat: str, title: str) -> None:
-        """Give ``chat`` the title that was written; one that is refused stays to be written otherwise."""
-        if not title.strip() or self._try(lambda: self._library.rename(chat, title.strip())):
+        """Rename ``chat``; a title that is refused stays in the input line."""
+        if not title.strip() or self._try(lambda: self._search.rename(chat, title.strip())):
             self._list_again()
 
     def _list_again(self) -> None:
-        """List all chats again: no title is written any more."""
+        """List all chats again."""
         self._naming = None
         self.say_keys(*LISTING)
         self.query_one(Input).value = ""
         self.find("")
 
     def action_leave(self) -> None:
-        """Give up a new title, else close."""
+        """Cancel renaming, else close."""
         if self._naming is not None:
             self._list_again()
         else:
@@ -330,14 +328,14 @@ WORDS = 60
 """Characters of a message that are shown."""
 HERE, ELSEWHERE = "● ", "○ "
 LOOK_S = 0.2
-"""How often it is looked which versions are in view, and which prices have come."""
+"""How often the versions in view, and the prices that came, are looked at."""
 
 Pricing = Callable[[Sequence[int]], Mapping[int, Price]]
-"""Returns the prices that are known so far, and has the engine asked, aside, for those of the messages given."""
+"""Returns the prices known so far, and asks the engine for those of the given messages."""
 
 
 class BranchesScreen(Dialog[int]):
-    """Shows all paths, and which one is read. The result is the message to go to."""
+    """Shows all paths, and which one is on screen. The result is the message to go to."""
 
     def __init__(self, tree: Tree, pricing: Pricing) -> None:
         super().__init__()
@@ -357,7 +355,7 @@ class BranchesScreen(Dialog[int]):
             yield view
 
     def on_mount(self) -> None:
-        """Fill it, point at where the conversation stands, and name the keys."""
+        """Fill the tree, select the last message on screen, and name the keys."""
         view: TreeView[int] = self.query_one(TreeView)
         self._found = fill(view.root, self._tree)
         view.root.expand()
@@ -365,10 +363,10 @@ class BranchesScreen(Dialog[int]):
         if self._tree.head is not None:
             self.call_after_refresh(view.move_cursor, self._found[self._tree.head])
         self.set_interval(LOOK_S, self._look)
-        self.say_keys("Enter reads that path", "Space folds", "● is read now", "Esc closes")
+        self.say_keys("Enter switches to it", "Space folds", "● is on screen", "Esc closes")
 
     def _look(self) -> None:
-        """Write the prices that have come beside their versions; ask for those of the versions that are in view now."""
+        """Show the prices that have come; ask for those of the versions in view."""
         for key, price in self._pricing(self._in_view()).items():
             if key not in self._priced:
                 self._priced.add(key)
@@ -392,7 +390,7 @@ class BranchesScreen(Dialog[int]):
 
 
 def fill(root: TreeNode[int], tree: Tree) -> dict[int, TreeNode[int]]:
-    """Add the whole conversation below ``root``; return its nodes by the messages they show."""
+    """Add the whole conversation below ``root``; return its nodes by message."""
     read = {node.key for node in tree.path_to(tree.head)}
     made: dict[int, TreeNode[int]] = {}
     todo: list[tuple[TreeNode[int], int | None]] = [(root, None)]
@@ -409,7 +407,7 @@ def fill(root: TreeNode[int], tree: Tree) -> dict[int, TreeNode[int]]:
 
 
 def line(tree: Tree, key: int, *, here: bool, price: Price | None = None) -> Text:
-    """Return the line of a message: whether it is read, who says it, which version it is, its price, and how it begins."""
+    """Return a message's line: whether it is on screen, who wrote it, its version and price, and how it begins."""
     (number, many), (who, said) = tree.place(key), said_in(tree.nodes[key], WORDS)
     version = f" ‹{number} of {many}›" if many > 1 else ""
     return Text.assemble(

@@ -1,7 +1,4 @@
-"""What all dialogs share: a box in the middle, a title, Esc to leave, and the keys in the border.
-
-A box to tick. Textual's own shows by colour alone whether it is ticked.
-"""
+"""What all dialogs share: a box in the middle, a title, Esc to close, and the keys in the border."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,15 +13,15 @@ from textual.widgets import Checkbox
 
 Result = TypeVar("Result")
 LOW, FLAT = 30, 16
-"""Rows, below which a form is not seen as a whole, or not even its first fields if there are gaps between them;"""
+"""Rows below which a form is not seen as a whole, or not even its first fields with gaps between them."""
 SNUG, TIGHT = 90, 60
-"""columns, below which the box takes the whole width, or a field's note has no room beside it."""
-BORDER = 6  # cells of a border beside what is written in it
+"""Columns below which the box takes the whole width, or a field's note has no room beside it."""
+BORDER = 6  # cells of a border that are not text
 SEPARATOR = " · "
 
 
 class Dialog(ModalScreen[Result | None]):
-    """A screen over the chat; its result is None when it is left. In a small window its box has all the room there is.
+    """A screen over the chat; its result is None when it is closed. In a small window, its box fills it.
 
     Classes tell its styles how small: ``-low`` and ``-flat`` by rows, ``-snug`` and ``-tight`` by columns.
     """
@@ -33,17 +30,17 @@ class Dialog(ModalScreen[Result | None]):
     _keys: tuple[str, ...] = ()
 
     def say_keys(self, *keys: str) -> None:
-        """Write in the border what keys do, such as ``Enter saves``, or where one is; the first and the last stay longest."""
+        """Show in the border what keys do, such as ``Enter saves``; the first and the last stay longest."""
         self._keys = keys
         self.query_one(".box").border_subtitle = SEPARATOR.join(keys)
         self.call_after_refresh(self._fit_keys)
 
     def on_mount(self) -> None:
-        """Be as small as the window is from the first frame on."""
+        """Fit the window from the first frame on."""
         self._fit(self.app.size)
 
     def on_resize(self, event: Resize) -> None:
-        """Fit the box and its border to the room there is now."""
+        """Fit the box and its border to the window."""
         self._fit(event.size)
         self.call_after_refresh(self._fit_keys)
 
@@ -63,7 +60,7 @@ class Dialog(ModalScreen[Result | None]):
 
 
 def fitting(keys: Sequence[str], room: int) -> str:
-    """Return ``keys`` on one line of ``room`` cells: the first and the last of them stay longest, then the first."""
+    """Return as many ``keys`` as fit on a line of ``room`` cells: the first and the last stay longest, then the first."""
     said = SEPARATOR.join(keys)
     if cell_len(said) <= room or len(keys) == 1:
         return said
@@ -71,12 +68,12 @@ def fitting(keys: Sequence[str], room: int) -> str:
 
 
 class Tick(Checkbox):
-    """A compact box with its label; its messages are a Checkbox's."""
+    """A compact Checkbox that shows its state without colour too."""
 
     def __init__(self, label: str, *, value: bool, id: str) -> None:
         super().__init__(label, value, compact=True, id=id)
 
     def render(self) -> Content:
-        """Show a mark where it is ticked, and nothing where it is not."""
+        """Show a mark where it is ticked."""
         self.BUTTON_INNER = "✓" if self.value else " "
         return super().render()

@@ -1,8 +1,7 @@
-"""One figure of the side panel, explained: formula, inputs, source, meaning.
+"""Explanations: one figure of the side panel, and (F2) why a reply took as long as it did.
 
-A reply's diagnosis laid out for reading: where the time went, how near that came to what is possible, and what would help.
-
-F2: why a reply took as long as it did, and what would help.
+A figure has its formula, inputs, source and meaning. A reply has its diagnosis: where the time went, how close that came to the
+limits, and what would help.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +26,11 @@ from tokamac.engine import metrics as rates
 from tokamac.engine.metrics import Outlier, Throttle
 from tokamac.engine.perf.diagnosis import Concern, Diagnosis, PartName, Remedy, Term, TimePart
 
-VALUE = 14
-
-
-NAME = 18  # cells
+NAME, VALUE = 18, 14  # cells
 
 
 class FigureScreen(Dialog[int]):
-    """The figure ``index`` of ``explained``; the result is the index of the one that was read last."""
+    """The figure ``index`` of ``explained``; the result is the index of the one shown last."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("escape,enter,space", "close", "Close", id="figure.close", priority=True),
@@ -57,7 +53,7 @@ class FigureScreen(Dialog[int]):
         self.query_one("#figure").focus()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out for the room there is now."""
+        """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 
@@ -97,7 +93,7 @@ def _wrapped(text: Content, width: int) -> Iterator[Content]:
 
 
 def _input(given: Input, width: int) -> Iterator[Content]:
-    """Yield a number: its name, its value, and beside it, or below where there is no room, where it comes from."""
+    """Yield a number: its name, its value, and its source beside it, or below where there is no room."""
     value = Content.styled(given.value.rjust(VALUE), "$foreground")
     first = Content(given.name.ljust(NAME)) + value
     beside = width - first.cell_length - 2
@@ -112,9 +108,9 @@ def _input(given: Input, width: int) -> Iterator[Content]:
 
 COLOURS: dict[PartName, str] = {"wait": "$foreground 40%", "prefill": "$secondary", "decode": "$primary"}
 SPEEDS = ("ceiling", "expected", "rate")
-"""Terms of decode that are shown as bars: what physics allows, what is expected, what was measured."""
+"""Terms of decode that are shown as bars: the limit, the expectation, the measurement."""
 TIMES = ("least", "wanted", "reading")
-"""Terms of prefill that are shown so, in seconds."""
+"""Terms of prefill that are shown as bars, in seconds."""
 LABEL = 10  # cells
 TITLES: dict[Concern, str] = {"machine": "this machine", "decode": "decode", "prefill": "prefill"}
 
@@ -138,7 +134,7 @@ def _sections(diagnosis: Diagnosis, outliers: Sequence[Outlier], width: int) -> 
     yield [_title("prefill"), *_part(diagnosis.part("prefill"), width), *_bars(diagnosis.terms, TIMES, width)]
     if outliers:
         lines = (Content(figures.gap_and_cause(outlier)) for outlier in outliers)
-        yield [_title("gaps that stand out"), *(row for line in lines for row in _indented(line, width, indent=2))]
+        yield [_title("outliers among the gaps"), *(row for line in lines for row in _indented(line, width, indent=2))]
     for concern, name in TITLES.items():
         terms = [term for term in diagnosis.terms if term.concern == concern]
         yield [_title(f"the numbers: {name}"), *(row for term in terms for row in _term(term, diagnosis.terms, width))]
@@ -154,7 +150,7 @@ def _indented(text: Content, width: int, *, indent: int = 0) -> Iterator[Content
 
 
 def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
-    """Yield all the time as one bar, and what its parts are."""
+    """Yield the whole time as one bar, and its parts."""
     whole = sum(part.seconds for part in diagnosis.parts)
     cells = shares([part.seconds for part in diagnosis.parts], width)
     drawn = zip(diagnosis.parts, cells, strict=True)
@@ -168,7 +164,7 @@ def _time(diagnosis: Diagnosis, width: int) -> Iterator[Content]:
 
 
 def shares(values: Sequence[float], cells: int) -> list[int]:
-    """Divide ``cells`` in proportion to ``values``; what is more than nothing gets one at least, where there is room."""
+    """Divide ``cells`` in proportion to ``values``; what is above zero gets at least one, where there is room."""
     total = sum(values)
     if total <= 0:
         return [0] * len(values)
@@ -185,7 +181,7 @@ def _throttled(throttles: Sequence[Throttle], width: int) -> Iterator[Content]:
 
 def _help(found: Sequence[Remedy], width: int) -> Iterator[Content]:
     if not found:
-        yield Content.styled("nothing that was predicted for a reply like this one", FAINT)
+        yield Content.styled("no known remedy for a reply like this one", FAINT)
     for index, remedy in enumerate(found, 1):
         number = Content.styled(f"{index} ", "bold $text-success")
         first, *rest = wrapped(Content(remedy_text(remedy)), width - 2)
@@ -200,7 +196,7 @@ def _part(part: TimePart, width: int) -> Iterator[Content]:
 
 
 def _bars(terms: Sequence[Term], keys: Sequence[str], width: int) -> Iterator[Content]:
-    """Yield some terms as bars beside each other; nothing where all but one are unknown."""
+    """Yield some terms as bars to compare; nothing where all but one are unknown."""
     shown = [term for key in keys for term in terms if term.key == key and term.value is not None]
     longest = max((term.value or 0.0 for term in shown), default=0.0)
     room = width - LABEL - VALUE - 1
@@ -213,7 +209,7 @@ def _bars(terms: Sequence[Term], keys: Sequence[str], width: int) -> Iterator[Co
 
 
 def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
-    """Yield one number: its name and value, below them how it is computed, and with which numbers."""
+    """Yield one number: its name and value, below them its formula, in words and in numbers."""
     value = value_text(term.value, term.unit)
     gap = max(width - len(term.name) - len(value), 2)
     style = "$foreground" if term.value is not None else FAINT
@@ -228,7 +224,7 @@ def _term(term: Term, terms: Sequence[Term], width: int) -> Iterator[Content]:
 
 
 class ExplainScreen(Dialog[bool]):
-    """The diagnosis of one of ``replies``, the last at first. The result is whether the reader wants to ask "what if"."""
+    """The diagnosis of one of ``replies``, first the last one. The result is whether to open "what if"."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f2", "leave", "Close", id="explain.leave", show=False),
@@ -252,7 +248,7 @@ class ExplainScreen(Dialog[bool]):
         self.query_one("#explain").focus()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out for the room there is now."""
+        """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 

@@ -1,10 +1,10 @@
-"""F1: every action with its keys, from the registry, grouped by what one wants to do.
+"""F1: every action with its keys, from the registry. F7: questions about the app, to the embedded guide.
 
-F7: questions about the app itself, to the embedded guide. It runs in a process of its own, for as long as this is open.
+The guide runs in a process of its own, as long as its screen is open.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from textual import on
 from textual.app import ComposeResult
@@ -17,7 +17,7 @@ from textual.widgets import Input, Static
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Request
 from tokamac.app.chat.actions import ACTIONS, Action
-from tokamac.app.chat.jobs import Guidance, GuideExchange
+from tokamac.app.chat.jobs import GuideChat, GuideExchange
 from tokamac.app.tui.bridge import Bridge, EngineSaid
 from tokamac.app.tui.markdown.page import Prose
 from tokamac.app.tui.markdown.rows import wrapped
@@ -25,81 +25,53 @@ from tokamac.app.tui.screens.dialog import Dialog
 from tokamac.app.tui.theme import FAINT
 
 KEY_COLUMN = 14
-LEAST_TEXT = 24  # cells; where a line has less beside the keys, they have a line of their own
+LEAST_TEXT = 24  # cells; with fewer beside the keys, these have a line of their own
 INDENT = 2
-ALSO = "Also"
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Writing": ("send", "newline", "stop", "attach", "detach", "earlier", "later", "editor"),
-    "A message that is pointed at (Tab, then Up and Down)": (
-        "messages",
-        "edit",
-        "again",
-        "continue",
-        "older",
-        "newer",
-        "fork",
-        "copy_message",
-        "copy_code",
+ALSO = "Other"
+GROUPS: dict[str, str] = {
+    "Writing": "send newline stop attach detach earlier later editor",
+    "Selected message (Tab, then Up and Down)": (
+        "messages edit again continue older newer fork copy_message copy_code"
     ),
-    "Conversations": (
-        "new_chat",
-        "chats",
-        "open",
-        "title",
-        "regenerate",
-        "branches",
-        "delete_chat",
-        "restore_chat",
-        "export",
-        "import",
-    ),
-    "Models and settings": (
-        "choose_model",
-        "pull",
-        "adapter",
-        "unload",
-        "convert",
-        "system_prompt",
-        "settings",
-        "thinking",
-    ),
-    "Speed and memory": ("toggle_panel", "gauges", "explain", "what_if"),
-    "Reading": ("scroll_end", "page_up", "page_down", "copy"),
-    ALSO: ("palette", "ask_guide", "help", "leave"),
+    "Conversations": "new_chat chats open title regenerate branches delete_chat restore_chat export import",
+    "Models and settings": "choose_model pull adapter unload convert system_prompt settings thinking",
+    "Speed and memory": "toggle_panel gauges explain what_if",
+    "Reading": "scroll_end page_up page_down copy",
+    ALSO: "palette ask_guide help leave",
 }
-"""Actions by id. One that is not named stands in the last group."""
+"""Actions by id. Those that are not named are in the last group."""
 NOTES = (  # keys that the user may change by the action's id
-    "What stands behind a slash is the same as a command: written in the prompt, Enter does it. After a slash, as after @, what "
-    "fits is offered below the prompt: Up and Down choose, Tab or Enter completes.",
-    "Tab goes from the prompt to the messages, on to the gauges, and back to the prompt; Esc does so at once.",
-    "At a message, the line above the prompt says what making it again, going on, editing, forking or another version would "
-    "cost: most of what was read before is still in the prompt cache; in the tree of versions each says the same. Nothing is "
-    "ever overwritten: every version stays beside the others.",
-    "At a figure of the gauges, Enter says how it is computed, from what, and where that comes from. TTFT is the wait for the "
-    "first token; prefill is the prompt being read, bound by arithmetic; decode is the reply being written, bound by memory "
-    "bandwidth. The ceiling is what the bandwidth allows: no program can be faster.",
-    "Scrolling up stops following, {scroll_end} takes it up again. Your place in the text is never moved.",
-    "The engine runs in a process of its own. If it dies, the chat stays, and it is started again.",
+    "A name with a slash is a command: type it in the prompt and press Enter. After a slash or @, completions appear below the "
+    "prompt: Up and Down move, Tab or Enter completes.",
+    "Tab moves from the prompt to the messages, to the gauges, and back to the prompt. Esc returns to the prompt at once.",
+    "While a message is selected, the line above the prompt shows the cost of regenerating, continuing, editing or forking it, and "
+    "of its other versions; the tree of branches shows it too. Most of the earlier text is still in the prompt cache. Nothing is "
+    "ever overwritten: every version is kept.",
+    "On a figure of the gauges, Enter shows its formula, inputs and source. TTFT is the time to the first token. Prefill reads the "
+    "prompt and is limited by arithmetic; decode writes the reply and is limited by memory bandwidth. The ceiling is the limit "
+    "that the bandwidth sets: no program can be faster.",
+    "Scrolling up stops following; {scroll_end} follows again. Your place in the text never moves by itself.",
+    "The engine runs in a process of its own. If it crashes, the chat is safe, and the engine restarts.",
     "In a shell, tokamac help lists topics in depth: kv, cache, context, memory, speed, settings and more.",
 )
 ON_MACS = (
-    "On a Mac keyboard F1 to F9 need fn. Terminal.app keeps PageUp, PageDown, Home and End for itself, and has no Ctrl+End: /up, "
-    "/down and /end do the same. Option+Enter is a new line once Settings > Profiles > Keyboard > Use Option as Meta Key is on "
-    "there, and Shift+Enter may send the prompt; Ctrl+J is a new line everywhere. The terminal in VS Code keeps F1, F5 and F6: "
-    "/help, /panel and /branches do the same. What a key does, a command or an entry of the palette ({palette}) does as well."
+    "On a Mac keyboard, F1 to F9 need fn. Terminal.app keeps PageUp, PageDown, Home and End for itself, and has no Ctrl+End: use "
+    "/up, /down and /end. Option+Enter starts a new line once Settings > Profiles > Keyboard > Use Option as Meta Key is on; "
+    "Shift+Enter may send the prompt; Ctrl+J works everywhere. The terminal in VS Code keeps F1, F5 and F6: use /help, /panel and "
+    "/branches. Every key has a command or an entry in the palette ({palette}) that does the same."
 )
-"""What terminals there do with keys: said first on a Mac, and last elsewhere, which may be at the other end of SSH."""
+"""What terminals on a Mac do with keys: shown first there, and last elsewhere, where a Mac may be at the other end of SSH."""
 MAC = sys.platform == "darwin"
 
 
 class HelpScreen(Dialog[bool]):
-    """The help. Its result is True where the guide is to be asked."""
+    """The help. Its result is True where the user wants the guide."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
         Binding("f1", "leave", "Close", id="help.leave", show=False),
         Binding(
             "f7", "ask", "The guide", id="ask_guide", show=False
-        ),  # the chat's own key for it, also where that is another
+        ),  # the default key for it, also where the user has another
     ]
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -118,7 +90,7 @@ class HelpScreen(Dialog[bool]):
         self.say_keys(f"{asks} asks the guide", "Esc closes")
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out for the room there is now."""
+        """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 
@@ -148,19 +120,19 @@ def _wrapped(text: str, style: str, width: int) -> Iterator[Content]:
 
 
 def _groups(actions: Sequence[Action]) -> Iterator[tuple[str, list[Action]]]:
-    """Yield the groups that have members, in order; what is named nowhere comes last."""
+    """Yield the groups that have members, in order; actions that no group names come last."""
     by_id = {action.id: action for action in actions}
-    named = {name for names in GROUPS.values() for name in names}
+    named = {name for names in GROUPS.values() for name in names.split()}
     rest = [action.id for action in actions if action.id not in named]
     for title, names in GROUPS.items():
-        wanted: Iterable[str] = (*rest, *names) if title == ALSO else names
+        wanted = [*rest, *names.split()] if title == ALSO else names.split()
         if members := [by_id[name] for name in wanted if name in by_id]:
             yield title, members
 
 
 def _rows(action: Action, width: int) -> Iterator[Content]:
-    """Yield the keys, and beside them what they do and the command that does the same; long keys have a row of their own."""
-    keys, command = action.key_names, action.usage.replace(" ", "\u00a0")  # it is not torn apart
+    """Yield the keys, and beside them the help and the command; long keys have a row of their own."""
+    keys, command = action.key_names, action.usage.replace(" ", "\u00a0")  # it is not split
     does = Content(action.help) + (Content.styled(f"  {command}", FAINT) if command else Content(""))
     column = KEY_COLUMN if width >= KEY_COLUMN + LEAST_TEXT else INDENT
     beside = len(keys) < column
@@ -175,7 +147,7 @@ EXAMPLES = ("How do I choose another model?", "What does --kv-bits 8,4 do?", "Wh
 
 
 class GuideScreen(Dialog[None]):
-    """A short exchange with the guide: it knows the app and how inference works, and not what is said in the chat."""
+    """A short exchange with the guide, which knows the app and how inference works, but does not see the chat."""
 
     CSS_PATH = "guide.tcss"
     BINDINGS = [  # noqa: RUF012 (Textual's way)
@@ -186,12 +158,12 @@ class GuideScreen(Dialog[None]):
 
     def __init__(self, bridge: Bridge, question: str = "") -> None:
         super().__init__()
-        self.guidance = Guidance()
+        self.guide_chat = GuideChat()
         self._bridge = bridge
         self._question = question
 
     def compose(self) -> ComposeResult:
-        """Yield the exchange, and the box to ask in."""
+        """Yield the exchange and the input line."""
         with Vertical(classes="box", id="guide") as box:
             box.border_title = "The guide"
             with VerticalScroll(id="guide-said", can_focus=False):
@@ -204,27 +176,27 @@ class GuideScreen(Dialog[None]):
         self._bridge.post = self.post_message
         self._start()
         if self._question:
-            self._ask_process(self.guidance.ask(self._question))
+            self._ask_process(self.guide_chat.ask(self._question))
 
     def on_unmount(self) -> None:
-        """End it: the guide gives its memory back."""
+        """End the process, which frees the guide's memory."""
         self._bridge.end()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out for the room there is now."""
+        """Lay out again."""
         del event
         self.call_after_refresh(self._show)
 
     @on(Input.Submitted)
     def ask(self, message: Input.Submitted) -> None:
-        """Ask what is written, unless an answer is being written. After a failure all begins anew: the exchange was part of it."""
+        """Ask the question, unless an answer is running. After a failure, start a new exchange in a new process."""
         question = message.value.strip()
-        if question and not self.guidance.answering:
+        if question and not self.guide_chat.answering:
             message.input.value = ""
-            if self.guidance.problem:
-                self.guidance = Guidance()
+            if self.guide_chat.problem:
+                self.guide_chat = GuideChat()
                 self._start()
-            self._ask_process(self.guidance.ask(question))
+            self._ask_process(self.guide_chat.ask(question))
             self._show()
 
     def on_engine_said(self, message: EngineSaid) -> None:
@@ -233,7 +205,7 @@ class GuideScreen(Dialog[None]):
         if message.life == self._bridge.life:
             if isinstance(message.event, Died):
                 self._bridge.end()
-            self._ask_process(self.guidance.on_event(message.event))
+            self._ask_process(self.guide_chat.on_event(message.event))
             self._show()
 
     def action_page(self, direction: int) -> None:
@@ -243,31 +215,31 @@ class GuideScreen(Dialog[None]):
 
     def _start(self) -> None:
         self._bridge.start()
-        self._ask_process(self.guidance.start())
+        self._ask_process(self.guide_chat.start())
 
     def _ask_process(self, requests: list[Request]) -> None:
         for request in requests:
             self._bridge.ask(request)
-        self._bridge.set_busy(self.guidance.busy)
+        self._bridge.set_busy(self.guide_chat.busy)
 
     def _show(self) -> None:
-        keys = ("Enter asks a new guide" if self.guidance.problem else "Enter asks", "Esc closes")
+        keys = ("Enter asks a new guide" if self.guide_chat.problem else "Enter asks", "Esc closes")
         if keys != self._keys:
             self.say_keys(*keys)
         said = self.query_one("#guide-said")
         width = max(said.content_size.width - 1, 10)
-        self.query_one("#guide-text", Static).update(Content("\n").join(_answer_rows(self.guidance, width)))
+        self.query_one("#guide-text", Static).update(Content("\n").join(_answer_rows(self.guide_chat, width)))
         said.scroll_end(animate=False)
 
 
-def _answer_rows(guidance: Guidance, width: int) -> Iterator[Content]:
-    for each in guidance.said:
+def _answer_rows(guide_chat: GuideChat, width: int) -> Iterator[Content]:
+    for each in guide_chat.said:
         yield from _said(each, width)
-    if guidance.problem:
-        yield from (row.content for row in wrapped(Content.styled(guidance.problem, "$text-error"), width))
-    elif not guidance.said:
+    if guide_chat.problem:
+        yield from (row.content for row in wrapped(Content.styled(guide_chat.problem, "$text-error"), width))
+    elif not guide_chat.said:
         yield Content.styled("The guide knows this app and how inference works.", FAINT)
-        yield Content.styled("It does not see the chat, which stays as it is. Ask for example:", FAINT)
+        yield Content.styled("It does not see your chat. For example, ask:", FAINT)
         yield Content("")
         yield from (Content.styled(f"  {example}", "$text-secondary") for example in EXAMPLES)
 

@@ -1,12 +1,8 @@
-"""Ctrl+O: choose a model. What is typed narrows the list, or is a folder or an id of its own; Enter loads what is pointed at.
+"""Ctrl+O: choose a model; F4: convert one.
 
-The list is there at once; sizes, fit and speeds come as the disk is read and the engine's process has computed them.
-
-A row of the picker as cells, and what there is to say of it below the list. Names are foreign text: made safe, no markup.
-
-The picker's list: rows under the names of their sections. It is changed row by row, so that the eye keeps its place.
-
-F4: convert a model. The plan first, then the run in a process of its own, and the result, which can be used at once.
+The list of models is there at once; sizes, fit and speeds come as the disk is read and the engine's process computes them. It is
+changed row by row, so that the eye keeps its place. What is typed narrows the list, or is a folder or an ID of its own. Names are
+foreign text: made safe, no markup. A conversion is planned first, then runs in a process of its own.
 """
 
 import time
@@ -27,7 +23,7 @@ from textual.widgets.option_list import Option
 from tokamac.app import units
 from tokamac.app.backend.protocol import ModelLine
 from tokamac.app.backend.subprocess import ConversionLine, Converter, TensorWritten, converter_command
-from tokamac.app.chat.jobs import BITS, ConversionPhase, Download, DownloadStage, Standing, Wish
+from tokamac.app.chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Download, DownloadStage
 from tokamac.app.chat.models import ModelRow, Removal, Section, is_id, short_name
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase
@@ -54,11 +50,11 @@ VERDICTS = {
 SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
 LEAST_NAME = 14
 ALL_WEIGHTS = 0.6
-"""A dense model uses more than this share of its weights for every token: all but the table that it looks words up in."""
+"""A dense model uses more than this share of its weights for every token: all but the embedding table."""
 
 
 def head(width: int) -> Content:
-    """Return the names of the columns above a list of so many cells."""
+    """Return the column heads of a list of ``width`` cells."""
     names = "".join(name.rjust(cells) for name, cells in _columns(width))
     return Content.styled("  " + "model".ljust(_name_cells(width)) + names, FAINT)
 
@@ -69,14 +65,14 @@ def section_line(text: str) -> Content:
 
 
 def row_line(row: ModelRow, width: int, *, loaded: bool) -> Content:
-    """Return a row, ``width`` cells wide. loaded: it is the model that the chat uses."""
+    """Return a row of ``width`` cells. loaded: it is the model that the chat uses."""
     mark = Content.styled("● ", "$text-success") if loaded else Content("  ")
     right = _right(row, width)
     return mark + _name(row.model, width - 2 - right.cell_length, owner=width >= ROOMY) + right
 
 
 def _right(row: ModelRow, width: int) -> Content:
-    """Return what stands right of the name: the cells of the columns, how far a download is, or what Enter does."""
+    """Return what is right of the name: the columns, the progress of a download, or what Enter does."""
     if row.download is not None:
         style = "$text-error" if row.download.stage is DownloadStage.FAILED else ""
         text = " " + progress_text(row.download)
@@ -88,7 +84,7 @@ def _right(row: ModelRow, width: int) -> Content:
 
 
 def detail(row: ModelRow, said: str) -> Content:
-    """Return all that is known of a row, its whole name first; or what is ``said`` just now."""
+    """Return the whole name of a row, and all that is known of it, or else the notice ``said``."""
     name = Content.styled(sanitise_line(row.model) + "\n", "bold")
     if said:
         return name + Content.styled(sanitise_line(said), "bold $text-warning")
@@ -98,10 +94,10 @@ def detail(row: ModelRow, said: str) -> Content:
 
 
 def progress_text(download: Download) -> str:
-    """Return how far a download is, in words."""
+    """Return the progress of a download, in words."""
     match download.stage:
         case DownloadStage.WAITING:
-            return "waits for the one before it"
+            return "queued"
         case DownloadStage.PAUSING:
             return "pausing …"
         case DownloadStage.CANCELLING:
@@ -116,7 +112,7 @@ def progress_text(download: Download) -> str:
 
 def _running(download: Download) -> str:
     if download.done is None:
-        return "asking the hub …"
+        return "contacting the hub …"
     speed = "" if download.rate_bps is None else f" · {units.size(round(download.rate_bps))}/s"
     left = "" if download.left_s is None else f" · {units.seconds(download.left_s)} left"
     return f"{_amount(download)}{speed}{left}"
@@ -130,7 +126,7 @@ def _amount(download: Download) -> str:
 def _typed(row: ModelRow) -> str:
     if row.home == "folder":
         return "a folder: Enter loads it"
-    return "not here: Enter downloads it" if is_id(row.model) else "Enter loads it"
+    return "not on this disk: Enter downloads it" if is_id(row.model) else "Enter loads it"
 
 
 def _cells(row: ModelRow) -> dict[str, Content]:
@@ -152,7 +148,7 @@ def _cell(text: str, cells: int) -> Content:
 
 
 def _columns(width: int) -> tuple[tuple[str, int], ...]:
-    """Return the columns that a list of so many cells has room for."""
+    """Return the columns that fit into ``width`` cells."""
     if width >= NARROW:
         return COLUMNS
     kept = ("here",) if width < NARROWEST else ("size", "here")
@@ -167,27 +163,27 @@ def _facts(row: ModelRow) -> Iterator[str]:
     line = row.line
     if row.section == "typed":
         if is_id(row.model) and row.home is None:
-            yield "its size is known, and the room on the disk checked, before the download begins"
+            yield "its size and the free space are checked before the download starts"
         return
     if row.home == "embedded":
-        yield "embedded: answers about tokamac and inference"
+        yield "embedded: answers questions about tokamac and inference"
     if row.download is not None:
         yield progress_text(row.download)
     elif row.nbytes is not None:
         yield f"{units.size(row.nbytes)} {'on disk' if row.on_disk else 'to download'}"
     if line is None:
         if row.pending:
-            yield "what it would do here is being computed"
+            yield "its speed here is being estimated"
         return
     yield f"{units.short(line.parameters)} weights{_active(line)}"
     if line.text_only:
-        yield "text only: what it could see or hear is left out"
+        yield "text only: images and audio are not supported"
     yield sanitise_line(line.figures.reason)
     yield _speeds(line)
 
 
 def _speeds(line: ModelLine) -> str:
-    """Return the figures that the context decides, with the context that they are for."""
+    """Return the figures that depend on the context, and that context."""
     at = "" if line.context is None else f"at {line.context:,} tokens: "
     rates_text = f"expected {units.rate(line.figures.expected_tps)}, ceiling {units.rate(line.figures.ceiling_tps)}"
     return f"{at}{rates_text}, first token {units.seconds(line.figures.ttft_s)}"
@@ -205,7 +201,7 @@ def _name_cells(width: int) -> int:
 
 
 def _name(model: str, cells: int, *, owner: bool) -> Content:
-    """Return a name of exactly so many cells: whole where there is room, else its last part."""
+    """Return a name of exactly ``cells`` cells: whole where it fits, else its last part."""
     whole, tail = sanitise_line(model), Content(short_name(model))
     before = whole[: len(whole) - len(tail.plain)] if owner else ""
     shown = Content.styled(before, FAINT) + tail
@@ -220,7 +216,7 @@ LEAST = 30
 
 
 class ModelList(OptionList, can_focus=False):
-    """Lists rows; ``pointed`` is the one that is pointed at. The keyboard stays with the line to type in."""
+    """Lists rows, one of them selected. The keyboard stays with the input line."""
 
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
@@ -229,12 +225,12 @@ class ModelList(OptionList, can_focus=False):
 
     @property
     def cells(self) -> int:
-        """The cells that a row has."""
+        """The cells of a row."""
         return max(LEAST, self.content_size.width - SCROLLBAR)
 
     @property
-    def pointed(self) -> ModelRow | None:
-        """The row that is pointed at."""
+    def selected(self) -> ModelRow | None:
+        """The selected row."""
         option = self.highlighted_option
         return None if option is None or option.id is None else self._shown_rows.get(option.id)
 
@@ -242,10 +238,10 @@ class ModelList(OptionList, can_focus=False):
         """Go a page down, or up where ``step`` is negative."""
         (self.action_page_up if step < 0 else self.action_page_down)()  # type: ignore[no-untyped-call]  # Textual's
 
-    def show(self, rows: Sequence[ModelRow], stock: ModelLibrary, *, loaded: str, afresh: bool) -> None:
-        """Show ``rows``, and point at what was pointed at before. afresh: at the model that is loaded, or else at the first."""
-        before = None if afresh else self.pointed
-        lines = dict(self._drawn(rows, stock, loaded))
+    def show(self, rows: Sequence[ModelRow], library: ModelLibrary, *, loaded: str, afresh: bool) -> None:
+        """Show ``rows``, and keep the selected one. afresh: select the loaded model, or else the first."""
+        before = None if afresh else self.selected
+        lines = dict(self._drawn(rows, library, loaded))
         self._shown_rows = {row.id: row for row in rows}
         if list(lines) == list(self._shown_lines):
             for id_, line in lines.items():
@@ -255,9 +251,9 @@ class ModelList(OptionList, can_focus=False):
             self.clear_options()
             self.add_options(Option(line, id=id_, disabled=id_ not in self._shown_rows) for id_, line in lines.items())
         self._shown_lines = lines
-        self._point(rows, before, loaded)
+        self._select(rows, before, loaded)
 
-    def _point(self, rows: Sequence[ModelRow], before: ModelRow | None, loaded: str) -> None:
+    def _select(self, rows: Sequence[ModelRow], before: ModelRow | None, loaded: str) -> None:
         wanted = [
             *(row for row in rows if before is not None and row.id == before.id),
             *(row for row in rows if before is not None and row.model == before.model),
@@ -267,16 +263,16 @@ class ModelList(OptionList, can_focus=False):
         ]
         self.highlighted = self.get_option_index(wanted[0].id) if wanted else None
 
-    def _drawn(self, rows: Sequence[ModelRow], stock: ModelLibrary, loaded: str) -> Iterator[tuple[str, Content]]:
+    def _drawn(self, rows: Sequence[ModelRow], library: ModelLibrary, loaded: str) -> Iterator[tuple[str, Content]]:
         section: Section | None = None
         for row in rows:
             if row.section != section:
                 section = row.section
-                yield section, section_line(_title(section, stock))
+                yield section, section_line(_title(section, library))
             yield row.id, row_line(row, self.cells, loaded=row.model == loaded and row.on_disk)
 
 
-def _title(section: Section, stock: ModelLibrary) -> str:
+def _title(section: Section, library: ModelLibrary) -> str:
     match section:
         case "typed":
             return "As typed"
@@ -285,34 +281,34 @@ def _title(section: Section, stock: ModelLibrary) -> str:
         case "embedded":
             return "Embedded"
         case "disk":
-            return f"On disk · {units.size(stock.disk.free_bytes)} free"
+            return f"On disk · {units.size(library.disk.free_bytes)} free"
         case "recommended":
-            return _recommended(stock)
+            return _recommended(library)
 
 
-def _recommended(stock: ModelLibrary) -> str:
-    estimates = stock.estimates
-    done, total = estimates.weighed
+def _recommended(library: ModelLibrary) -> str:
+    estimates = library.estimates
+    done, total = estimates.progress
     if estimates.best:
         return f"Recommended for {estimates.place}, best first"
     if estimates.problem:
         return f"To download · {estimates.problem}"
-    return f"Recommended for this machine · weighing {done} of {total} …" if total else "Recommended for this machine"
+    return f"Recommended for this machine · estimated {done} of {total} …" if total else "Recommended for this machine"
 
 
 SHORT = 18
-"""Rows below which the list needs those of what stands around it."""
+"""Rows of a window below which the list takes those around it."""
 
-GOING = (DownloadStage.WAITING, DownloadStage.RUNNING)
+ACTIVE = (DownloadStage.WAITING, DownloadStage.RUNNING)
 
 
 class ModelScreen(Dialog[str]):
-    """Shows the stock; the result is the model to use, which may have to be downloaded first."""
+    """Shows the library; the result is the model to use, which may have to be downloaded first."""
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
-        # Before the line to type in, which has uses of its own for some of these keys.
-        Binding("up", "point(-1)", "Up", id="model.up", show=False, priority=True),
-        Binding("down", "point(1)", "Down", id="model.down", show=False, priority=True),
+        # Before the input line, which has uses of its own for some of these keys.
+        Binding("up", "move(-1)", "Up", id="model.up", show=False, priority=True),
+        Binding("down", "move(1)", "Down", id="model.down", show=False, priority=True),
         Binding("pageup,f8", "page(-1)", "Page up", id="model.page_up", show=False, priority=True),
         Binding("pagedown,f9", "page(1)", "Page down", id="model.page_down", show=False, priority=True),
         Binding("f3", "what_if", "What if", id="model.what_if"),
@@ -324,10 +320,10 @@ class ModelScreen(Dialog[str]):
     ]
 
     def __init__(
-        self, stock: ModelLibrary, session: Session, what_if: Callable[[str], None], unload: Callable[[], None]
+        self, library: ModelLibrary, session: Session, what_if: Callable[[str], None], unload: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._stock = stock
+        self._library = library
         self._session = session
         self._what_if = what_if
         self._unload = unload
@@ -336,29 +332,29 @@ class ModelScreen(Dialog[str]):
         self._said = ""
 
     def compose(self) -> ComposeResult:
-        """Yield the line to type in, the list, and what there is to say of the row that is pointed at."""
+        """Yield the input line, the list, and the details of the selected row."""
         with Vertical(classes="box") as box:
             box.border_title = "Model"
-            yield Input(placeholder="filter, a folder, or a Hugging Face id", compact=True)
+            yield Input(placeholder="Filter, a folder, or a Hugging Face ID", compact=True)
             yield Static(id="head", markup=False)
             yield ModelList()
             yield Static(id="detail", markup=False)
 
     def on_mount(self) -> None:
         """List what is known, and look for the rest."""
-        self._stock.watcher = self.refresh_rows
+        self._library.watcher = self.refresh_rows
         self.refresh_rows()
-        self._stock.look()
+        self._library.look()
 
     def on_unmount(self) -> None:
-        """What comes from here on needs no drawing."""
-        self._stock.watcher = None
+        """Stop drawing changes."""
+        self._library.watcher = None
 
     def on_screen_resume(self) -> None:
         """Ask again: another screen may have asked for something else meanwhile."""
-        self._stock.estimates.again()
-        if self._stock.looked:
-            self._stock.look()
+        self._library.estimates.again()
+        if self._library.looked:
+            self._library.look()
 
     def on_resize(self, event: Resize) -> None:
         """Set the columns anew."""
@@ -373,13 +369,13 @@ class ModelScreen(Dialog[str]):
 
     @on(Input.Changed)
     def typed(self) -> None:
-        """Narrow the list, and point at what fits first."""
+        """Narrow the list, and select its first row."""
         self._removal.forget()
         self._afresh = True
         self.refresh_rows()
 
     def refresh_rows(self) -> None:
-        """Bring the list up to date. Once the user has moved in it, what is pointed at stays pointed at."""
+        """Bring the list up to date. Once the user has moved in it, the selected row stays selected."""
         with suppress(NoMatches):  # the screen is being left: its parts go before it, one after another
             self._refresh_rows()
 
@@ -387,12 +383,12 @@ class ModelScreen(Dialog[str]):
         text = self.query_one(Input).value
         width = self._list.cells
         self.query_one("#head", Static).update(head(width))
-        self._list.show(self._stock.rows(text), self._stock, loaded=self._held, afresh=self._afresh)
+        self._list.show(self._library.rows(text), self._library, loaded=self._loaded, afresh=self._afresh)
         self._tell()
 
     @property
-    def _held(self) -> str:
-        """The model that the chat uses; nothing while none is loaded."""
+    def _loaded(self) -> str:
+        """The model that the chat uses; "" while none is loaded."""
         return (
             ""
             if self._session.engine.phase in (EnginePhase.UNLOADED, EnginePhase.FAILED)
@@ -400,15 +396,15 @@ class ModelScreen(Dialog[str]):
         )
 
     @on(OptionList.OptionHighlighted)
-    def pointed(self) -> None:
-        """Say what there is to say of the row."""
-        if not self._removal.is_for(self._list.pointed):
+    def highlighted(self) -> None:
+        """Show the details of the row."""
+        if not self._removal.is_for(self._list.selected):
             self._removal.forget()
             self._said = ""
         self._tell()
 
-    def action_point(self, step: int) -> None:
-        """Point at the next row, or the one before; the keyboard stays with the line to type in."""
+    def action_move(self, step: int) -> None:
+        """Select the next row, or the one before."""
         self._afresh = False
         self._list.action_cursor_up() if step < 0 else self._list.action_cursor_down()
 
@@ -421,36 +417,35 @@ class ModelScreen(Dialog[str]):
 
     @on(Input.Submitted)
     def entered(self) -> None:
-        """Take what is pointed at."""
-        self._take(self._list.pointed)
+        """Take the selected row."""
+        self._take(self._list.selected)
 
     @on(OptionList.OptionSelected)
     def picked(self) -> None:
         """Take what was clicked."""
-        self._take(self._list.pointed)
+        self._take(self._list.selected)
 
     def _take(self, row: ModelRow | None) -> None:
         if row is None:
             return
         if self._removal.is_for(row):
             self.action_remove()
-        elif row.download is not None and row.download.stage in GOING:
-            self._stock.downloads.start(row.model, loads=True)
-            self._say("It is loaded as soon as it is here.")
+        elif row.download is not None and row.download.stage in ACTIVE:
+            self._library.downloads.start(row.model, loads=True)
+            self._say("It loads when the download is complete.")
         else:
             self.dismiss(row.model)
 
     def _named(self) -> str:
-        row = self._list.pointed
+        row = self._list.selected
         return self._session.engine.load.model if row is None else row.model
 
     def action_what_if(self) -> None:
-        """Ask how the model that is pointed at would run otherwise, or elsewhere."""
+        """Compare the selected model in other settings or on other machines."""
         self._what_if(self._named())
 
     def action_convert(self) -> None:
-        """Convert that model; take the result if it is wanted at once."""
-
+        """Convert the selected model; take the result if it is wanted at once."""
         self.app.push_screen(ConvertScreen(self._named()), self._converted)
 
     def _converted(self, folder: str | None) -> None:
@@ -460,69 +455,73 @@ class ModelScreen(Dialog[str]):
     # Changing -------------------------------------------------------------------------------------------------------------
 
     def action_download(self) -> None:
-        """Download what is pointed at; pause it, or let it go on."""
-        row = self._list.pointed
+        """Download the selected model; pause or resume its download."""
+        row = self._list.selected
         if row is None:
             return
-        if row.download is not None and row.download.stage in GOING:
-            self._stock.downloads.pause(row.model)
+        if row.download is not None and row.download.stage in ACTIVE:
+            self._library.downloads.pause(row.model)
         elif row.download is not None or (not row.on_disk and is_id(row.model)):
-            self._stock.downloads.start(row.model)
+            self._library.downloads.start(row.model)
         else:
-            self._say("It is here." if row.on_disk else "A download needs a Hugging Face id, such as org/name.")
+            self._say(
+                "It is already on this disk."
+                if row.on_disk
+                else "A download needs a Hugging Face ID, such as org/name."
+            )
 
     def action_cancel(self) -> None:
-        """Give a download up, and what has arrived of it."""
-        row = self._list.pointed
+        """Cancel a download, and delete what has arrived."""
+        row = self._list.selected
         if row is not None and row.download is not None:
-            self._stock.downloads.cancel(row.model)
+            self._library.downloads.cancel(row.model)
         else:
-            self._say("Nothing of it is being downloaded.")
+            self._say("This model is not downloading.")
 
     def action_unload(self) -> None:
-        """Give the memory of the loaded model back."""
+        """Free the memory of the loaded model."""
         self._unload()
         self.refresh_rows()
 
     def action_remove(self) -> None:
-        """Ask, and once asked remove what is pointed at: a model of the cache from the disk, a folder only from this list."""
-        row = self._list.pointed
+        """Remove the selected model, once confirmed: a model of the cache from the disk, a folder only from this list."""
+        row = self._list.selected
         if row is None:
             return
-        if refused := self._removal.refusal(row, self._held):
+        if refused := self._removal.refusal(row, self._loaded):
             self._say(refused)
         elif row.home == "folder":
-            self._stock.forget_folder(row.model)
-            self.notify("Off the list; the folder is where it was.", markup=False, timeout=4)
+            self._library.forget_folder(row.model)
+            self.notify("Removed from the list. The folder itself is unchanged.", markup=False, timeout=5)
         elif self._removal.is_for(row):
             self._removal.forget()
-            self._stock.remove(row.model)
+            self._library.remove(row.model)
             self._say("Removing …")
         else:
             self._removal.ask(row)
             self._say(
-                f"Remove {units.size(row.nbytes)} from the disk? Ctrl+D again, or Enter, removes it; Esc keeps it."
+                f"Delete {units.size(row.nbytes)} from the disk? Press Ctrl+D again or Enter to delete, Esc to keep it."
             )
 
     def action_leave(self) -> None:
-        """Give up a removal that is asked about, else close."""
+        """Cancel a removal that waits for confirmation, else close."""
         if self._removal.asked:
             self._removal.forget()
             self._say("")
         else:
             self.dismiss(None)
 
-    # What is said ---------------------------------------------------------------------------------------------------------
+    # What is shown --------------------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
         self._said = text
         self._tell()
 
     def _tell(self) -> None:
-        """Show the whole of the row that is pointed at, or what was said, and the keys that do something with the row."""
-        row = self._list.pointed
-        self.query_one("#detail", Static).update("Nothing fits." if row is None else detail(row, self._said))
-        keys = ("Enter removes it", "Esc keeps it") if self._removal.asked else (*self._uses(row), "Esc closes")
+        """Show the details of the selected row, or a notice, and the keys that do something with it."""
+        row = self._list.selected
+        self.query_one("#detail", Static).update("No matches." if row is None else detail(row, self._said))
+        keys = ("Enter deletes", "Esc keeps") if self._removal.asked else (*self._uses(row), "Esc closes")
         if keys != self._keys:
             self.say_keys(*keys)
 
@@ -531,25 +530,25 @@ class ModelScreen(Dialog[str]):
         if row is None:
             return []
         if row.download is not None and row.download.stage is DownloadStage.FAILED:
-            return ["Enter tries again", "F6 gives it up"]
+            return ["Enter retries", "F6 cancels"]
         if row.download is not None:
-            going = row.download.stage in GOING
-            return [f"F5 {'pauses' if going else 'resumes'}", "F6 cancels", "Enter loads it once it is here"]
+            going = row.download.stage in ACTIVE
+            return [f"F5 {'pauses' if going else 'resumes'}", "F6 cancels", "Enter loads it when complete"]
         if not row.on_disk and row.home is None and is_id(row.model):
             return ["Enter downloads and loads", "F5 downloads", "F3 what if"]
-        if row.model == self._held:
-            return ["F7 unloads", "Enter loads again", "F3 what if", "F4 converts"]
+        if row.model == self._loaded:
+            return ["F7 unloads", "Enter reloads", "F3 what if", "F4 converts"]
         removes = [] if row.home in (None, "embedded") else ["Ctrl+D removes"]
         return ["Enter loads", *removes, "F3 what if", "F4 converts"]
 
 
 FIELDS = (
-    ("source", "Model", "a folder or a Hugging Face id"),
+    ("source", "Model", "a folder or a Hugging Face ID"),
     ("recipe", "Recipe", "instead: a rule that mixes bits, such as mixed_4_6"),
-    ("target_bpw", "Bits per weight", "instead: a budget for the whole, such as 4.5"),
-    ("output", "New folder", "empty: here, named after the model and the bits"),
+    ("target_bpw", "Bits per weight", "instead: an average for the whole model, such as 4.5"),
+    ("output", "New folder", "empty: in this folder, named after model and bits"),
 )
-"""Text fields: the name in a Wish, the label, what to write."""
+"""Text fields: the name in a ConversionForm, the label, a hint."""
 
 SHOWN = {
     "plan": (ConversionPhase.FORM, ConversionPhase.PLANNED),
@@ -557,7 +556,7 @@ SHOWN = {
     "stop": (ConversionPhase.PLANNING, ConversionPhase.RUNNING),
     "use": (ConversionPhase.DONE,),
 }
-"""Buttons, and the phases in which they are there."""
+"""Buttons, and the phases in which they are shown."""
 CLOSES, STOPS = "Esc closes", "Esc stops"
 KEYS = {
     ConversionPhase.FORM: ("Enter plans", CLOSES),
@@ -565,13 +564,13 @@ KEYS = {
     ConversionPhase.PLANNED: ("Enter converts", CLOSES),
     ConversionPhase.RUNNING: (STOPS,),
     ConversionPhase.STOPPING: (),
-    ConversionPhase.DONE: ("Enter uses it now", CLOSES),
+    ConversionPhase.DONE: ("Enter loads it", CLOSES),
 }
-"""What the keys do in each phase, where the focus is then."""
+"""What the keys do in each phase."""
 
 
 class ConvertScreen(Dialog[str]):
-    """Converts a model; the result is the new model's folder, if it is to be used now. ``command``: the process that converts."""
+    """Converts a model; the result is the new model's folder, if it is to be loaded. ``command``: the process that converts."""
 
     BINDINGS = [Binding("f4", "leave", "Close", id="convert.leave", show=False)]  # noqa: RUF012 (Textual's way)
 
@@ -579,10 +578,10 @@ class ConvertScreen(Dialog[str]):
         super().__init__()
         self._source = source
         self._converter = Converter(converter_command() if command is None else command)
-        self.standing = Standing(time.monotonic)
+        self.job = ConversionJob(time.monotonic)
 
     def compose(self) -> ComposeResult:
-        """Yield the form, what is to be said, and the buttons."""
+        """Yield the form, the text and the buttons."""
         with VerticalScroll(classes="box", can_focus=False) as box:
             box.border_title = "Convert a model"
             for name, label, hint in FIELDS:
@@ -595,96 +594,94 @@ class ConvertScreen(Dialog[str]):
                 yield Button("Plan", id="plan", compact=True)
                 yield Button("Convert", variant="primary", id="convert", compact=True)
                 yield Button("Stop", id="stop", compact=True)
-                yield Button("Use it now", variant="primary", id="use", compact=True)
+                yield Button("Load it", variant="primary", id="use", compact=True)
 
     def on_mount(self) -> None:
         """Show what there is."""
         self._show()
 
-    # Wishes ---------------------------------------------------------------------------------------------------------------
+    # What the user wants --------------------------------------------------------------------------------------------------
 
     @on(Input.Changed)
     @on(Select.Changed)
     def changed(self) -> None:
-        """What was planned is not what is wished now."""
-        if not self.standing.busy:
-            self.standing.change()
+        """Drop the plan: the form was changed."""
+        if not self.job.busy:
+            self.job.change()
             self._show()
 
     @on(Input.Submitted)
     @on(Button.Pressed, "#plan")
     def plan(self) -> None:
-        """Say what would be done."""
+        """Plan the conversion."""
         self._begin(dry_run=True)
 
     @on(Button.Pressed, "#convert")
     def convert(self) -> None:
-        """Do it."""
+        """Run the conversion."""
         self._begin(dry_run=False)
 
     @on(Button.Pressed, "#stop")
     def stop(self) -> None:
-        """End the process; what it has written stays for the next time."""
-        self.standing.stop()
+        """Stop the process, which can be resumed."""
+        self.job.stop()
         self._show()
         self.run_worker(self._converter.interrupt(), group="stop")
 
     @on(Button.Pressed, "#use")
     def use(self) -> None:
         """Close, and have the new model loaded."""
-        if self.standing.converted is not None:
-            self.dismiss(str(Path(self.standing.converted.path).absolute()))
+        if self.job.converted is not None:
+            self.dismiss(str(Path(self.job.converted.path).absolute()))
 
     def action_leave(self) -> None:
         """Stop what runs; else close."""
-        if self.standing.phase in SHOWN["stop"]:
+        if self.job.phase in SHOWN["stop"]:
             self.stop()
-        elif not self.standing.busy:
+        elif not self.job.busy:
             self.dismiss(None)
 
     # The process ----------------------------------------------------------------------------------------------------------
 
     def _begin(self, *, dry_run: bool) -> None:
-        wish = self._wish()
-        if not wish.source:
+        form = self._form()
+        if not form.source:
             self.query_one("#source", Input).focus()
-        elif not self.standing.busy:
-            self.standing.begin(dry_run=dry_run)
+        elif not self.job.busy:
+            self.job.begin(dry_run=dry_run)
             self._show()
-            self.run_worker(self._run(wish, dry_run=dry_run), group="conversion")
+            self.run_worker(self._run(form, dry_run=dry_run), group="conversion")
 
-    async def _run(self, wish: Wish, *, dry_run: bool) -> None:
-        end = await self._converter.run(wish.arguments(dry_run=dry_run), self._take)
-        self.standing.ended(end)
+    async def _run(self, form: ConversionForm, *, dry_run: bool) -> None:
+        end = await self._converter.run(form.arguments(dry_run=dry_run), self._take)
+        self.job.ended(end)
         self._show()
-        following = {ConversionPhase.PLANNED: "#convert", ConversionPhase.DONE: "#use"}.get(
-            self.standing.phase, "#source"
-        )
+        following = {ConversionPhase.PLANNED: "#convert", ConversionPhase.DONE: "#use"}.get(self.job.phase, "#source")
         self.call_after_refresh(self.query_one(following).focus)  # which also brings it into view
 
     def _take(self, line: ConversionLine) -> None:
-        self.standing.take(line)
-        if not isinstance(line, TensorWritten):  # they may be many, and a stage's line follows often enough
+        self.job.take(line)
+        if not isinstance(line, TensorWritten):  # there may be many, and a stage's line follows often enough
             self._show()
 
-    def _wish(self) -> Wish:
+    def _form(self) -> ConversionForm:
         texts = {box.id or "": box.value.strip() for box in self.query(Input)}
-        return Wish(**texts, bits=str(self.query_one("#bits", Select).value))
+        return ConversionForm(**texts, bits=str(self.query_one("#bits", Select).value))
 
     # What is shown --------------------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
-        standing = self.standing
-        self.query_one("#problem", Static).update(standing.problem)
-        self.query_one("#problem").display = bool(standing.problem)
-        self.query_one("#said", Static).update(Content(standing.text()))
-        self.query_one("#said").display = bool(standing.text())
-        if (keys := KEYS[standing.phase]) != self._keys:
+        job = self.job
+        self.query_one("#problem", Static).update(job.problem)
+        self.query_one("#problem").display = bool(job.problem)
+        self.query_one("#said", Static).update(Content(job.text()))
+        self.query_one("#said").display = bool(job.text())
+        if (keys := KEYS[job.phase]) != self._keys:
             self.say_keys(*keys)
         for name, phases in SHOWN.items():
-            self.query_one(f"#{name}", Button).display = standing.phase in phases
+            self.query_one(f"#{name}", Button).display = job.phase in phases
         for box in (*self.query(Input), self.query_one("#bits")):
-            box.disabled = standing.busy
+            box.disabled = job.busy
 
 
 def _field(label: str, widget: Input | Select[str]) -> Horizontal:
@@ -692,5 +689,5 @@ def _field(label: str, widget: Input | Select[str]) -> Horizontal:
 
 
 def _bits_text() -> Select[str]:
-    choices = [("4, or as the recipe or the budget says", ""), *((bits, bits) for bits in BITS)]
+    choices = [("4, or as the recipe or the average says", ""), *((bits, bits) for bits in BITS)]
     return Select(choices, value="", allow_blank=False, id="bits", compact=True)

@@ -1,7 +1,4 @@
-"""Ctrl+T: sampling, KV cache and memory settings, checked by the dataclasses that hold them.
-
-Ctrl+S: the system prompt, for this chat or for every one, and a library of them by name.
-"""
+"""Ctrl+T: sampling, KV cache and memory settings. Ctrl+S: the system prompt, for this chat or every chat, and a library of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,16 +38,16 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
 THIS_CHAT = "For this chat only"
-NOT_USED = "You wrote this and have not used it yet: Ctrl+S uses it."
+NOT_USED = "Your draft; it is not applied yet. Ctrl+S applies it."
 Prompts = Mapping[str, str]
 """System prompts by name."""
 
 
 class SystemScreen(Dialog[Written]):
-    """Edits the system prompt; the result is the new one. A change of the library is kept at once, by ``keep``.
+    """Edits the system prompt; the result is the new one. A change of the library is saved at once, by ``keep``.
 
-    draft: what was written earlier and not used. leave: is given what is written and not used when the dialog is left without
-    a result; None where it is what holds already.
+    draft: text that was written earlier and not applied. leave: is given such text when the dialog is closed without a result, or
+    None where there is none.
     """
 
     BINDINGS = [  # noqa: RUF012 (Textual's way)
@@ -75,13 +72,15 @@ class SystemScreen(Dialog[Written]):
         self._prompts = dict(prompts)
         self._keep = keep
         self._deleted: list[tuple[str, str]] = []
-        self._replacing = ""  # the name that is to be written again
+        self._replacing = ""  # the name that another Enter overwrites
 
     def compose(self) -> ComposeResult:
         """Yield the box."""
         with VerticalScroll(classes="box", can_focus=False) as box:
             box.border_title = "System prompt"
-            yield Static("Said to the model before the conversation. Empty means none.", classes="note", markup=False)
+            yield Static(
+                "Instructions for the model, before the conversation. Empty means none.", classes="note", markup=False
+            )
             if self._draft is not None:
                 yield Static(NOT_USED, id="draft", markup=False)
             shown = self._draft or self._current
@@ -94,16 +93,16 @@ class SystemScreen(Dialog[Written]):
                 yield Label("Save it as")
                 yield Input(placeholder="a name; Enter saves", id="name", compact=True)
             with Horizontal(classes="buttons"):
-                yield Button("Use", variant="primary", id="save", compact=True)
+                yield Button("Apply", variant="primary", id="save", compact=True)
                 if self._draft is not None:
                     yield Button("Discard", id="discard", compact=True)
                 yield Button("Close", id="cancel", compact=True)
 
     def on_mount(self) -> None:
         """List the library."""
-        self.say_keys("Ctrl+S uses it", "Esc closes")
+        self.say_keys("Ctrl+S applies", "Esc closes")
         self.query_one("#system").focus()
-        self._list("Enter takes one · Ctrl+D deletes it · Ctrl+Z brings it back" if self._prompts else "Empty so far.")
+        self._list("Enter inserts · Ctrl+D deletes · Ctrl+Z restores" if self._prompts else "Empty so far.")
 
     def _list(self, state: str) -> None:
         listed = self.query_one("#library", OptionList)
@@ -116,7 +115,7 @@ class SystemScreen(Dialog[Written]):
 
     @on(OptionList.OptionSelected)
     def picked(self, event: OptionList.OptionSelected) -> None:
-        """Write the prompt that was picked into the box."""
+        """Insert the chosen prompt."""
         name = sorted(self._prompts)[event.option_index]
         self.query_one("#system", TextArea).text = sanitise(self._prompts[name])
         self.query_one("#name", Input).value = sanitise_line(name)
@@ -124,29 +123,31 @@ class SystemScreen(Dialog[Written]):
 
     @on(Input.Submitted, "#name")
     def named(self, event: Input.Submitted) -> None:
-        """Save what is written under a name; asked again, in place of what has it."""
+        """Save the text under a name; a name in use needs Enter twice."""
         name, text = event.value.strip(), self._text
         if not name or not text:
-            self._say("Write a name." if text else "Write the system prompt first.")
+            self._say("Enter a name." if text else "Write the system prompt first.")
         elif self._prompts.get(name, text) != text and self._replacing != name:
             self._replacing = name
-            self._say(f"{sanitise_line(name)} is there already: Enter again replaces it.")
+            self._say(f"{sanitise_line(name)} already exists. Press Enter again to overwrite it.")
         else:
             self._change({**self._prompts, name: text}, f"Saved as {sanitise_line(name)}.")
 
     def action_delete(self) -> None:
-        """Delete the prompt that is pointed at; it can be brought back while this is open."""
+        """Delete the selected prompt; it can be restored while the dialog is open."""
         index = self.query_one("#library", OptionList).highlighted
         if index is not None and self.query_one("#library").has_focus:
             name = sorted(self._prompts)[index]
             self._deleted.append((name, self._prompts[name]))
-            self._change({key: text for key, text in self._prompts.items() if key != name}, "Deleted. Ctrl+Z: back.")
+            self._change(
+                {key: text for key, text in self._prompts.items() if key != name}, "Deleted. Ctrl+Z restores it."
+            )
 
     def action_undo(self) -> None:
-        """Bring back the prompt that was deleted last."""
+        """Restore the prompt that was deleted last."""
         if self._deleted:
             name, text = self._deleted.pop()
-            self._change({name: text, **self._prompts}, f"{sanitise_line(name)} is back.")
+            self._change({name: text, **self._prompts}, f"{sanitise_line(name)} is restored.")
 
     def _change(self, prompts: dict[str, str], state: str) -> None:
         self._prompts = prompts
@@ -167,12 +168,12 @@ class SystemScreen(Dialog[Written]):
 
     @on(Button.Pressed, "#save")
     def action_save(self) -> None:
-        """Close with what is written."""
+        """Close with the text."""
         self.dismiss(self._written)
 
     @on(Button.Pressed, "#discard")
     def discard(self) -> None:
-        """Write what holds into the box again, in place of the draft."""
+        """Replace the draft with the current prompt."""
         self.query_one("#system", TextArea).text = sanitise(self._current.text)
         self.query_one("#own", Tick).value = self._current.own
         self.query_one("#draft").display = self.query_one("#discard").display = False
@@ -180,7 +181,7 @@ class SystemScreen(Dialog[Written]):
 
     @on(Button.Pressed, "#cancel")
     def action_leave(self) -> None:
-        """Close without a result; a text that is written and not used is handed over to be kept."""
+        """Close without a result; text that is not applied is handed over as a draft."""
         holds = sanitise(self._current.text).strip()
         self._hand_over(None if self._text == holds else self._written)
         self.dismiss(None)
@@ -188,13 +189,13 @@ class SystemScreen(Dialog[Written]):
 
 NOTES = {field.name: field.note for field in (*SAMPLING_FIELDS, *TEMPLATE_FIELDS, *KV_FIELDS, *MEMORY_FIELDS)}
 
-EVERY_CHAT = "These hold in every chat that has none of its own."
-OWN = "This chat has its own; in others, those of every chat hold."
+EVERY_CHAT = "These apply to every chat that has no settings of its own."
+OWN = "These apply to this chat only."
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the form says, valid. own: the sampling is this chat's alone. The rest: see ``Settings``."""
+    """The form's values, valid. own: the sampling is this chat's alone. The rest: see ``Settings``."""
 
     sampling: Sampling
     kv: KVSpec
@@ -211,7 +212,7 @@ class SettingsScreen(Dialog[Chosen]):
     BINDINGS = [Binding("ctrl+t,ctrl+s", "save", "Save", id="settings.save", priority=True)]  # noqa: RUF012 (Textual's way)
 
     def __init__(self, current: Chosen, recommended: Sampling, everywhere: Sampling) -> None:
-        """everywhere: the sampling that holds in every chat that has none of its own."""
+        """everywhere: the sampling of every chat that has none of its own."""
         super().__init__()
         self._everywhere = everywhere
         self._recommended = recommended
@@ -229,10 +230,10 @@ class SettingsScreen(Dialog[Chosen]):
             yield Tick(THIS_CHAT, value=self._current.own, id="own")
             for field in USUAL_FIELDS:
                 yield from _line(field, self._current.sampling, write(field, self._recommended))
-            yield Label("Thinking and chat template (/thinking is for this chat alone)", classes="group later")
+            yield Label("Thinking and chat template (/thinking changes this chat only)", classes="group later")
             for field in TEMPLATE_FIELDS:
                 yield from _line(field, self._current.template)
-            yield Label("KV cache (a change loads the model again)", classes="group later")
+            yield Label("KV cache (a change reloads the model)", classes="group later")
             for field in KV_FIELDS:
                 yield from _line(field, self._current.kv)
             yield Label("Memory", classes="group later")
@@ -252,13 +253,13 @@ class SettingsScreen(Dialog[Chosen]):
         self._before = self._texts
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
-        """Say at the lower edge what is said of a field beside it, for windows that have no room there."""
+        """Show a field's note at the lower edge, for windows that have no room beside the field."""
         self.query_one("#about", Static).update(NOTES.get(event.widget.id or "", ""))
 
     @on(Input.Submitted)
     @on(Button.Pressed, "#save")
     def action_save(self) -> None:
-        """Close with the settings, or say what is wrong with them."""
+        """Close with the settings, or show what is wrong with them."""
         texts = self._texts
         try:
             template = read_template(texts)
@@ -283,7 +284,7 @@ class SettingsScreen(Dialog[Chosen]):
 
     @on(Checkbox.Changed, "#own")
     def scoped(self) -> None:
-        """Say where the sampling holds. A chat that gives its own up gets that of every chat, not the other way round."""
+        """Show where the sampling applies. A chat that gives up its own gets that of every chat, not the other way round."""
         self.query_one("#holds", Static).update(OWN if self._own else EVERY_CHAT)
         if self._current.own:
             self._write(self._current.sampling if self._own else self._everywhere)
@@ -310,9 +311,9 @@ class SettingsScreen(Dialog[Chosen]):
 
     @on(Button.Pressed, "#cancel")
     def action_leave(self) -> None:
-        """Close without a result, and say so where one would have been another."""
+        """Close without a result; tell that changes were not saved."""
         if self._texts != self._before:
-            self.notify("The settings are as they were: Enter saves what is changed.", markup=False, timeout=4)
+            self.notify("Your changes were not saved. Enter saves them.", markup=False, timeout=5)
         self.dismiss(None)
 
 

@@ -1,8 +1,7 @@
-"""F3: what a model would do in other precisions, with other caches and contexts, on this machine or another one.
+"""F3: a model in other precisions, with other caches and contexts, on this machine or another one, as tables and plots.
 
-The screen asks and shows; the engine's process computes. It is never waited for: what is shown stays until an answer replaces it.
-
-The what-if plots: decoding over contexts, and the roofline with both phases on it.
+The screen asks and shows; the engine's process computes. The screen never waits for it: an answer stays until the next replaces it.
+Cells are plain text with a style: names come from outside, and markup in them is not interpreted.
 """
 
 import math
@@ -10,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding
@@ -26,8 +26,10 @@ from tokamac.app import units
 from tokamac.app.backend.protocol import (
     Answer,
     CaseLine,
+    Change,
     ChipLine,
     CurvePoint,
+    Figures,
     ModelLine,
     Question,
     Roof,
@@ -35,13 +37,116 @@ from tokamac.app.backend.protocol import (
     Wanted,
     WhatIf,
 )
-from tokamac.app.chat import what_if_form as tables
-from tokamac.app.chat.what_if_form import CHIP_CHOICES, HERE, KV_BITS, WEIGHTS, FormError, read, written
+from tokamac.app.chat.models import short_name
+from tokamac.app.chat.what_if_form import (
+    CHIP_CHOICES,
+    HERE,
+    KV_BITS,
+    WEIGHTS,
+    FormError,
+    kv_bits,
+    question_of,
+    texts_of,
+)
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.tui.screens.dialog import Dialog
 from tokamac.app.tui.theme import FAINT
 from tokamac.app.units import lowest
 from tokamac.app.verdict import BOUND
+
+# Tables -------------------------------------------------------------------------------------------------------------------
+
+CASES = ("change", "weights", "KV", "context", "memory", "fits", "ceiling", "expected", "TTFT")
+CHIPS = ("chip", "bandwidth", "fits", "ceiling", "expected", "TTFT")
+MODELS = ("model", "verdict", "expected", "TTFT", "memory", "download", "weights", "active")
+SHORTER = {"unknown whether it fits": "fit unknown", "fits, speed unknown": "fits"}
+"""Verdicts that the other columns complete."""
+
+NUMBERS = frozenset({"context", "memory", "ceiling", "expected", "TTFT", "bandwidth", "download", "active"})
+Row = tuple[Text, ...]
+
+
+def case_columns(*, narrow: bool) -> tuple[str, ...]:
+    """Return the columns of the cases. narrow: without the name of the change, whose own column is bold then."""
+    return CASES[1:] if narrow else CASES
+
+
+def head(column: str) -> Text:
+    """Return a column's head, flush right above numbers."""
+    return Text(column, justify="right" if column in NUMBERS else "left")
+
+
+def case_rows(lines: Iterable[CaseLine], *, narrow: bool = False) -> Iterator[Row]:
+    """Yield a row for each case; a change is named once for the rows that follow each other."""
+    before = ""
+    for line in lines:
+        change = "" if line.change == before else line.change
+        before = line.change
+        weights = "as it is" if line.bits is None else f"{line.bits} bits"
+        cells = [
+            _plain(weights, _weight(line.change, "weights", narrow=narrow)),
+            _plain(kv_bits(line.key_bits, line.value_bits), _weight(line.change, "keys and values", narrow=narrow)),
+            _number(f"{line.context:,}", _weight(line.change, "context", narrow=narrow)),
+        ]
+        named = () if narrow else (_plain(change, "dim"),)
+        yield (*named, *cells, *_memory(line.figures), *_speeds(line.figures))
+
+
+def _weight(changed: Change, column: Change, *, narrow: bool) -> str:
+    """Return the style of a cell: bold for the case as asked, and for the change where no column names it."""
+    return "bold" if changed == "as asked" or (narrow and changed == column) else ""
+
+
+def chip_rows(lines: Iterable[ChipLine]) -> Iterator[Row]:
+    """Yield a row for each chip."""
+    for line in lines:
+        name = line.chip if line.gpu_cores is None else f"{line.chip}, {line.gpu_cores}"
+        yield (_plain(name), _number(units.bandwidth(line.bandwidth_gbs)), _fits(line.figures), *_speeds(line.figures))
+
+
+def model_rows(lines: Iterable[ModelLine], *, narrow: bool = False) -> Iterator[Row]:
+    """Yield a row for each model. narrow: with the last part of its ID."""
+    styles = {"runs well": "green", "tight": "yellow", "slow": "yellow", "does not fit": "red"}
+    for line in lines:
+        yield (
+            _plain(short_name(line.model) if narrow else line.model),
+            _plain(SHORTER.get(line.verdict, line.verdict), styles.get(line.verdict, "dim")),
+            _number(units.rate(line.figures.expected_tps)),
+            _number(units.seconds(line.figures.ttft_s)),
+            _number(units.size(line.figures.memory_bytes)),
+            _number(units.size(line.download_bytes)),
+            _number(units.short(line.parameters)),
+            _number(units.short(line.active_parameters)),
+        )
+
+
+def _memory(figures: Figures) -> tuple[Text, Text]:
+    return _number(units.size(figures.memory_bytes)), _fits(figures)
+
+
+def _fits(figures: Figures) -> Text:
+    if figures.fits and figures.from_others:
+        return Text("tight", "yellow")
+    return {True: Text("yes", "green"), False: Text("no", "red"), None: Text(units.UNKNOWN, "dim")}[figures.fits]
+
+
+def _speeds(figures: Figures) -> tuple[Text, Text, Text]:
+    return (
+        _number(units.rate(figures.ceiling_tps)),
+        _number(units.rate(figures.expected_tps)),
+        _number(units.seconds(figures.ttft_s)),
+    )
+
+
+def _plain(text: str, style: str = "") -> Text:
+    return Text(sanitise_line(text), style)
+
+
+def _number(text: str, style: str = "") -> Text:
+    return Text(text, "dim" if text == units.UNKNOWN else style, justify="right")
+
+
+# Plots --------------------------------------------------------------------------------------------------------------------
 
 TICKS = 5
 FRAME = 4
@@ -53,10 +158,10 @@ Colour = tuple[int, int, int] | int | str
 
 
 class Plot(PlotextPlot):
-    """A plot that is drawn anew for the room there is, so that its legend never lies on a curve."""
+    """A plot that is drawn for its current size, so that its legend never covers a curve."""
 
     def render(self) -> RenderResult:
-        """Draw, or leave the room empty where nothing is known; the line below says why."""
+        """Draw, or stay empty where nothing is known; the line below says why."""
         self.plt.clear_figure()
         # Textual's plots know no colours of the terminal's own: they would draw black on black.
         self.set_reactive(PlotextPlot.theme, "clear" if self.app.native_ansi_color else "auto")
@@ -68,11 +173,11 @@ class Plot(PlotextPlot):
 
     @property
     def roomy(self) -> bool:
-        """Whether there is room for a legend; the line below the plot says the same."""
+        """Whether there is room for a legend; the line below the plot has the same text."""
         return self.size.height >= ROOMY
 
     def stretch(self, legend: int) -> float:
-        """Return how much higher than the highest point an axis must reach for a legend of so many rows."""
+        """Return the factor by which an axis must exceed the highest point, for a legend of ``legend`` rows."""
         rows = self.size.height - FRAME
         return rows / (rows - legend - 1) if self.roomy else 1.05
 
@@ -83,7 +188,7 @@ class Plot(PlotextPlot):
             plot.plot(list(xs), list(ys), marker=MARKER, label=label if self.roomy else None, color=colour)
 
     def colour(self, variable: str) -> Colour:
-        """Return a colour of the theme that is on, without transparency."""
+        """Return a colour of the current theme, without transparency."""
         variables = self.app.theme_variables
         # "ansi_default 50%": a share of the terminal's own colour is no colour by itself.
         named = Color.parse(variables.get(variable, variables["foreground"]).split()[0])
@@ -93,7 +198,7 @@ class Plot(PlotextPlot):
 
 
 class CurvePlot(Plot):
-    """Tokens a second over tokens of context: the ceiling, and what is expected."""
+    """Tokens a second over tokens of context: the ceiling, and the expected rate."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -105,7 +210,7 @@ class CurvePlot(Plot):
         self.refresh()
 
     def draw(self, plot: Any) -> bool:
-        """Draw both curves, as far as they are known."""
+        """Draw both curves, as far as known."""
         ceiling = [(at.context, at.ceiling_tps) for at in self._points if at.ceiling_tps is not None]
         expected = [(at.context, at.expected_tps) for at in self._points if at.expected_tps is not None]
         if not ceiling:
@@ -123,7 +228,7 @@ class CurvePlot(Plot):
 
 
 class RoofPlot(Plot):
-    """10^12 operations a second over operations a byte. A phase is where it is expected; where that is unknown, on the roof."""
+    """10^12 operations a second over operations a byte. A phase is at its expected rate; if that is unknown, on the roof."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -165,10 +270,10 @@ class RoofPlot(Plot):
 
 
 def curve_text(answer: Answer) -> str:
-    """Return in words what the curves begin and end with."""
+    """Return the ends of the curves in words."""
     known = [at for at in answer.curve if at.ceiling_tps is not None]
     if not known:
-        return "unknown, since the machine's bandwidth is, or what a step reads"
+        return "unknown: the machine's bandwidth or the bytes a step are unknown"
     first, last = known[0], known[-1]
     ceiling = (
         f"ceiling {units.rate(first.ceiling_tps)}, {units.rate(last.ceiling_tps)} at {units.short(last.context)} tokens"
@@ -177,9 +282,9 @@ def curve_text(answer: Answer) -> str:
 
 
 def roof_text(answer: Answer) -> str:
-    """Return in words what each phase under the roof waits for."""
+    """Return in words which limit each phase meets."""
     if answer.roof is None:
-        return "the roofline is unknown, since the machine's bandwidth or its peak arithmetic is"
+        return "the roofline is unknown: the machine's bandwidth or peak arithmetic is unknown"
     return "; ".join(f"{mark_of(spot)}: {spot_text(spot)}" for spot in answer.roof.spots)
 
 
@@ -197,12 +302,12 @@ def powers_of_ten(low: float, high: float) -> Iterator[float]:
 
 
 def mark_of(spot: Spot) -> str:
-    """Return the letter that a phase is drawn as."""
+    """Return the letter of a phase."""
     return spot.name[0].upper()
 
 
 def spot_text(spot: Spot) -> str:
-    """Return which phase a spot is, and what it waits for."""
+    """Return the phase of a spot, and its limit."""
     return spot.name if spot.bound is None else f"{spot.name}, {BOUND[spot.bound]}"
 
 
@@ -214,6 +319,8 @@ def _tick(value: float) -> str:
     return f"{value / 1e3:,.4g}k" if value >= 1e3 else f"{value:.4g}"
 
 
+# The screen ---------------------------------------------------------------------------------------------------------------
+
 REST_S = 0.4  # longer than the gaps of a typist within a number
 NARROW = 90
 WANTED: dict[str, Wanted] = {"cases": "table", "curve": "table", "roof": "table", "chips": "chips", "models": "models"}
@@ -221,7 +328,7 @@ Ask = Callable[[Question], int]
 
 
 class WhatIfScreen(Dialog[None]):
-    """Asks by ``ask``, which returns a number by which the answer is known, and is given answers by ``take``."""
+    """Asks by ``ask``, which returns the number of the question, and is given answers by ``take``."""
 
     BINDINGS = [Binding("f3", "leave", "Close", id="what_if.leave", show=False)]  # noqa: RUF012 (Textual's way)
 
@@ -238,7 +345,7 @@ class WhatIfScreen(Dialog[None]):
 
     def compose(self) -> ComposeResult:
         """Yield the form, the tabs, and a line about what is shown."""
-        values = written(self._start)
+        values = texts_of(self._start)
         with Vertical(classes="box") as box:
             box.border_title = "What if"
             with Container(id="form"):
@@ -252,25 +359,25 @@ class WhatIfScreen(Dialog[None]):
                 yield _pair("prompt", Input(values["prompt"], id="prompt", compact=True, type="integer"))
             with TabbedContent(id="tabs"):
                 with TabPane("Cases", id="cases"):
-                    yield _table("case-table", tables.CASES)
+                    yield _table("case-table", CASES)
                 with TabPane("Context", id="curve"):
                     yield CurvePlot(id="curve-plot")
                 with TabPane("Roofline", id="roof"):
                     yield RoofPlot(id="roof-plot")
                 with TabPane("Chips", id="chips"):
-                    yield _table("chip-table", tables.CHIPS)
+                    yield _table("chip-table", CHIPS)
                 with TabPane("Models", id="models"):
-                    yield _table("model-table", tables.MODELS)
+                    yield _table("model-table", MODELS)
             yield Static("", id="note", markup=False)
 
     def on_mount(self) -> None:
-        """Ask at once for the case there is."""
+        """Ask for the first case at once."""
         self.say_keys("Tab moves", "Esc closes")
         self.query_one(Tabs).focus()
         self.ask()
 
     def on_resize(self, event: Resize) -> None:
-        """Give the form as many rows as it needs, and the tables the columns that they have room for."""
+        """Fit the form's rows and the tables' columns to the window."""
         narrow = event.size.width < NARROW
         if narrow != self._narrow:
             self.set_class(narrow, "-narrow")
@@ -286,32 +393,32 @@ class WhatIfScreen(Dialog[None]):
     @on(Input.Changed)
     @on(Select.Changed)
     def changed(self) -> None:
-        """Ask once the user rests."""
+        """Ask once the user pauses."""
         if self._rest is not None:
             self._rest.stop()
         self._rest = self.set_timer(REST_S, self.ask)
 
     @on(TabbedContent.TabActivated)
     def turned(self) -> None:
-        """Ask for what the tab shows, unless that is known."""
+        """Ask for the tab's content, unless it is known."""
         self.ask()
         self._note()
 
     def ask(self, *, again: bool = False) -> None:
-        """Ask for what the open tab shows. again: even if it was asked before, since who was asked is no more."""
+        """Ask for the open tab's content. again: even if it was asked before, since the process is another."""
         if again:
             self._asked.clear()
             self._waiting.clear()
         wanted = WANTED[self.query_one("#tabs", TabbedContent).active or "cases"]
         try:
-            question = read(wanted, self._texts(), self._start.kv)
+            question = question_of(wanted, self._texts(), self._start.kv)
         except FormError as error:
             self._say(str(error), "$text-error")
             return
         if self._asked.get(wanted) != question:
             self._asked[wanted] = question
             self._waiting[self._ask(question)] = question
-            self._say("The engine is busy: this is computed after the reply." if self._busy() else "Computing …")
+            self._say("The engine is busy. This is computed after the reply." if self._busy() else "Computing …")
 
     def _texts(self) -> dict[str, str]:
         boxes = {box.id or "": box.value for box in self.query(Input)}
@@ -323,7 +430,7 @@ class WhatIfScreen(Dialog[None]):
     # Answers --------------------------------------------------------------------------------------------------------------
 
     def take(self, event: WhatIf) -> None:
-        """Show an answer, how far it has come, or why there is none; unless something else was asked meanwhile."""
+        """Show an answer, its progress, or why there is none; unless something else was asked meanwhile."""
         question = self._waiting.get(event.id)
         if question is None or self._asked.get(question.wanted) != question:
             self._waiting.pop(event.id, None)
@@ -337,37 +444,37 @@ class WhatIfScreen(Dialog[None]):
             del self._waiting[event.id]
             self._say(event.error, "$text-error")
         else:
-            self._say(f"Weighing the catalogue: {event.done} of {event.total} models …")
+            self._say(f"Estimating the catalogue: {event.done} of {event.total} models …")
 
     def _fill(self, wanted: Wanted, answer: Answer) -> None:
         narrow = self._narrow
         match wanted:
             case "table":
-                columns, rows = tables.case_columns(narrow=narrow), tables.case_rows(answer.cases, narrow=narrow)
+                columns, rows = case_columns(narrow=narrow), case_rows(answer.cases, narrow=narrow)
                 _refill(self.query_one("#case-table", DataTable), columns, rows)
                 self.query_one(CurvePlot).show(answer.curve)
                 self.query_one(RoofPlot).show(answer.roof)
             case "chips":
-                _refill(self.query_one("#chip-table", DataTable), tables.CHIPS, tables.chip_rows(answer.chips))
+                _refill(self.query_one("#chip-table", DataTable), CHIPS, chip_rows(answer.chips))
             case "models":
-                rows = tables.model_rows(answer.models, narrow=narrow)
-                _refill(self.query_one("#model-table", DataTable), tables.MODELS, rows)
+                rows = model_rows(answer.models, narrow=narrow)
+                _refill(self.query_one("#model-table", DataTable), MODELS, rows)
 
     @on(DataTable.RowHighlighted)
     def highlighted(self) -> None:
-        """Say what there is to say of the row."""
+        """Show the note of the row."""
         self._note()
 
     @on(DataTable.RowSelected, "#model-table")
     def chosen(self, event: DataTable.RowSelected) -> None:
-        """Ask about the model of the row."""
+        """Ask about the row's model."""
         self.query_one("#model", Input).value = self._answers["models"].models[event.cursor_row].model
         self.query_one("#tabs", TabbedContent).active = "cases"
 
     # The line below -------------------------------------------------------------------------------------------------------
 
     def _note(self) -> None:
-        """Say where the numbers hold, and what is to be known of the row that is pointed at."""
+        """Show which model and machine the numbers are for, and the note of the selected row."""
         tab = self.query_one("#tabs", TabbedContent).active
         answer = self._answers.get(WANTED.get(tab, "table"))
         if answer is None or any(question.wanted == WANTED[tab] for question in self._waiting.values()):
@@ -379,11 +486,11 @@ class WhatIfScreen(Dialog[None]):
                 said = roof_text(answer)
             case _:
                 said = self._reason(tab, answer) or " · ".join(each for each in (*answer.notes, answer.rule) if each)
-        closer = "Enter looks closer" if tab == "models" else ""
+        closer = "Enter shows its cases" if tab == "models" else ""
         self._say(" · ".join(part for part in (answer.model, answer.place, said, closer) if part))
 
     def _reason(self, tab: str, answer: Answer) -> str:
-        """Return what is to be known of the row that is pointed at."""
+        """Return the note of the selected row."""
         lines: Sequence[CaseLine | ChipLine | ModelLine] = answer.cases or answer.chips or answer.models
         row = self.query_one(f"#{tab} DataTable", DataTable).cursor_row
         return lines[min(row, len(lines) - 1)].figures.reason if lines else ""
@@ -398,15 +505,15 @@ def _pair(label: str, widget: Input | Select[str], classes: str = "") -> Horizon
 
 def _table(name: str, columns: Sequence[str]) -> DataTable[Any]:
     table: DataTable[Any] = DataTable(id=name, cursor_type="row", zebra_stripes=False)
-    table.add_columns(*map(tables.head, columns))
+    table.add_columns(*map(head, columns))
     return table
 
 
-def _refill(table: DataTable[Any], columns: Sequence[str], rows: Iterable[tables.Row]) -> None:
-    """Replace all there is; the cursor stays where it was."""
+def _refill(table: DataTable[Any], columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Replace the table's content; the cursor stays where it was."""
     row = table.cursor_row
     table.clear(columns=True)
-    table.add_columns(*map(tables.head, columns))
+    table.add_columns(*map(head, columns))
     for cells in rows:
         table.add_row(*cells)
     table.move_cursor(row=min(row, table.row_count - 1))

@@ -1,8 +1,7 @@
-"""The side panel. Only rows that changed are drawn again; no timer and no layout while a reply is written.
+"""The side panel: what the reply costs, beside what this machine allows.
 
-The side panel as rows of text: what the reply costs, beside what this machine allows. Pure: a session in, rows out.
-
-There are as many rows whatever is known, so that none of them moves while a reply is written.
+The number of rows never changes while a reply is written, so that none of them moves. Only rows that changed are drawn again,
+without a timer or a layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,20 +29,20 @@ from tokamac.engine import metrics as rates
 
 WIDTH = 30
 SENTENCE_ROWS = 6
-NONE_YET = "–"  # no reply, so nothing to measure; what a reply does not tell is "unknown"
+NONE_YET = "–"  # there is no reply to measure; what a reply does not tell is "unknown"
 CACHED, COMPUTED, WRITTEN = "$secondary", "$primary", "$success"
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeRow:
-    """One row, and the figure that it shows; None where it shows none."""
+    """A row, and the figure that it shows, if any."""
 
     content: Content
     figure: Figure | None = None
 
 
 def rows(session: Session, room: int) -> list[GaugeRow]:
-    """Return all rows, none wider than ``WIDTH``; with blank ones between the groups, if then all fit ``room`` rows."""
+    """Return all rows, none wider than ``WIDTH``; with blank ones between the groups, if all fit into ``room`` rows then."""
     parts = (_model, _first_token, _decode, _limits, _context, _memory, _diagnosis)
     groups = [list(part(session)) for part in parts]
     airy = sum(map(len, groups)) + len(groups) - 1 <= room
@@ -108,9 +107,9 @@ def _decode(session: Session) -> Iterator[GaugeRow]:
 
 
 def _slowest(session: Session) -> Iterator[GaugeRow]:
-    """Yield which gap of the reply stands out most, and why."""
+    """Yield the reply's worst outlier, and its cause."""
     if not session.outliers:
-        yield _row("slowest", "slowest gap", NONE_YET if session.metrics is None else "none stands out")
+        yield _row("slowest", "slowest gap", NONE_YET if session.metrics is None else "no outliers")
         yield GaugeRow(Content(""))
         return
     outlier = session.outliers[0]
@@ -208,11 +207,11 @@ def _diagnosis(session: Session) -> Iterator[GaugeRow]:
     yield from (GaugeRow(Content("")) for _ in range(SENTENCE_ROWS - len(lines)))
 
 
-POINTER = "◂"  # beside all rows of the figure that is pointed at
+POINTER = "◂"  # beside all rows of the selected figure
 
 
 class Gauges(Widget, can_focus=True):
-    """Figures of the running reply, or of the last one. What is not known says so. Up and Down choose one, Enter explains it."""
+    """Figures of the running reply, or of the last one. Up and Down select one, Enter explains it."""
 
     FOCUS_ON_CLICK = False
     BINDINGS = [  # noqa: RUF012 (Textual's way)
@@ -228,24 +227,24 @@ class Gauges(Widget, can_focus=True):
         self._session: Session | None = None
         self._rows: list[GaugeRow] = []
         self._drawn: list[Content] = []
-        self._chosen: Figure | None = None
+        self._selected: Figure | None = None
 
     def show(self, session: Session) -> None:
-        """Show where ``session`` is."""
+        """Show the figures of ``session``."""
         self._session = session
         self._rows = rows(session, self.container_size.height)
         self._draw()
 
     @property
-    def chosen(self) -> Figure | None:
-        """The figure that is pointed at."""
-        return self._chosen
+    def selected(self) -> Figure | None:
+        """The selected figure."""
+        return self._selected
 
     def _draw(self) -> None:
         first = next(
-            (y for y, row in enumerate(self._rows) if row.figure is not None and row.figure == self._chosen), -1
+            (y for y, row in enumerate(self._rows) if row.figure is not None and row.figure == self._selected), -1
         )
-        before, self._drawn = self._drawn, [self._pointed(row, y == first) for y, row in enumerate(self._rows)]
+        before, self._drawn = self._drawn, [self._marked(row, y == first) for y, row in enumerate(self._rows)]
         if len(before) != len(self._drawn):
             self.refresh(layout=True)
             return
@@ -253,48 +252,48 @@ class Gauges(Widget, can_focus=True):
         if changed:
             self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
-    def _pointed(self, row: GaugeRow, first: bool) -> Content:
-        """Return a row as it is drawn: of the figure that is pointed at the first is reversed, which needs no colours."""
-        if row.figure is None or row.figure != self._chosen:
+    def _marked(self, row: GaugeRow, first: bool) -> Content:
+        """Return a row as it is drawn: the first one of the selected figure is reversed, which needs no colours."""
+        if row.figure is None or row.figure != self._selected:
             return row.content
         pad = " " * (WIDTH - row.content.cell_length)
         whole = Content.styled(row.content.plain + pad, "reverse") if first else row.content + pad
         return whole + Content.styled(POINTER, "$primary")
 
-    # Pointing -------------------------------------------------------------------------------------------------------------
+    # Selecting ------------------------------------------------------------------------------------------------------------
 
     def on_focus(self) -> None:
-        """Point at the figure that was pointed at last, or the first."""
-        self._choose(self._chosen or "ttft")
+        """Select the figure that was selected last, or the first."""
+        self._select(self._selected or "ttft")
 
     def on_blur(self) -> None:
-        """Point at none, but remember which it was while a dialog explains it."""
+        """Select none, but remember which it was while a dialog explains it."""
         if self.screen.is_current:
-            self._choose(None)
+            self._select(None)
 
     def action_move(self, by: int) -> None:
-        """Point at another figure."""
-        index = FIGURES.index(self._chosen or "ttft") + by
-        self._choose(FIGURES[max(0, min(len(FIGURES) - 1, index))])
+        """Select another figure."""
+        index = FIGURES.index(self._selected or "ttft") + by
+        self._select(FIGURES[max(0, min(len(FIGURES) - 1, index))])
 
     def action_explain(self) -> None:
-        """Explain the figure that is pointed at."""
-        if self._chosen is not None:
-            self._open(self._chosen)
+        """Explain the selected figure."""
+        if self._selected is not None:
+            self._open(self._selected)
 
     def on_click(self, event: events.Click) -> None:
         """Explain the figure that was clicked."""
         if self.text_selection is None and 0 <= event.y < len(self._rows) and (figure := self._rows[event.y].figure):
             self._open(figure)
 
-    def _choose(self, figure: Figure | None) -> None:
-        self._chosen = figure
+    def _select(self, figure: Figure | None) -> None:
+        self._selected = figure
         self._draw()
         if figure is not None:
             self.call_after_refresh(self._bring_into_view, figure)  # the panel may be about to be shown
 
     def _bring_into_view(self, figure: Figure) -> None:
-        """Scroll the panel to a figure, with what stands above it: it may be its title."""
+        """Scroll the panel to a figure, with the row above it, which may be its title."""
         shown = [y for y, row in enumerate(self._rows) if row.figure == figure]
         if shown and isinstance(self.parent, Widget):
             top = max(0, shown[0] - 1)
@@ -308,9 +307,9 @@ class Gauges(Widget, can_focus=True):
             self.app.push_screen(FigureScreen(explained, FIGURES.index(figure)), self._explained)
 
     def _explained(self, index: int | None) -> None:
-        """Point at the figure that was read last."""
+        """Select the figure that was explained last."""
         if self.has_focus and index is not None:
-            self._choose(FIGURES[index])
+            self._select(FIGURES[index])
 
     # Drawing --------------------------------------------------------------------------------------------------------------
 
@@ -335,4 +334,4 @@ def _plain(shown: Sequence[GaugeRow]) -> list[str]:
     return [row.content.plain for row in shown]
 
 
-NARROW = 90  # below this many columns the gauges would take the room that the text needs
+NARROW = 90  # below this many columns, the gauges would leave too little for the text

@@ -1,9 +1,7 @@
-"""A page that scrolls. It follows the end until the reader scrolls away, and again when they come back to it.
+"""A page that scrolls. It follows the end until the reader scrolls away, and again when they return to it.
 
-One widget that draws its own rows: a layout of the screen for each new row, or a widget for each paragraph, would cost a model
-on the same cores a tenth of its speed.
-
-Rows of a page as strips, which is what Textual writes to the terminal; what has not changed is not painted again.
+It is one widget that draws its own rows, and paints only rows that changed: a layout of the screen for each new row, or a widget
+for each paragraph, would cost a model on the same cores a tenth of its speed.
 """
 
 from dataclasses import dataclass
@@ -23,11 +21,11 @@ from tokamac.app.tui.markdown.page import Page, PageRow
 MOST_STRIPS = 1000  # that are kept
 
 Selected = tuple[int, int, Style]
-"""From character, to character (exclusive; −1 is the end), and how they look."""
+"""From character, to character (exclusive; −1 is the end), and their style."""
 
 
 def segments(content: Content, base: Style) -> list[Segment]:
-    """Return ``content`` on ``base``, with colours of the theme that is on."""
+    """Return ``content`` on ``base``, with colours of the current theme."""
     drawn = content.render(base, end="", parse_style=_parse)
     return [Segment(text, (base + style).rich_style) for text, style in drawn if text]
 
@@ -45,7 +43,7 @@ def selected_in(widget: Widget, y: int) -> Selected | None:
 
 
 def select(content: Content, selected: Selected | None) -> Content:
-    """Return ``content`` with what is selected of it marked."""
+    """Return ``content`` with its selected part marked."""
     if selected is None:
         return content
     start, end, style = selected
@@ -65,7 +63,7 @@ class Painter:
     def strip(self, page_row: PageRow, selected: Selected | None = None) -> Strip:
         """Return ``page_row`` as it is shown."""
         before, text, after = self._parts(page_row, selected)
-        # Few segments are few bytes for the terminal. The margin stays one of its own: pictures place text by segments.
+        # Few segments are few bytes for the terminal. The margin stays a segment of its own: pictures place text by segments.
         strip = Strip([*Segment.simplify(before), *Segment.simplify([*text, *after])])
         return strip.adjust_cell_length(self.width, self.base.rich_style)
 
@@ -74,7 +72,7 @@ class Painter:
         return Strip.blank(self.width, self.base.rich_style)
 
     def located(self, page_row: PageRow, y: int) -> Strip:
-        """Return ``page_row`` as row ``y`` for Textual's selection, which asks segments which characters they are."""
+        """Return ``page_row`` as row ``y`` with the offsets of its characters, for Textual's selection."""
         before, text, after = self._parts(page_row, None)
         cells = sum(segment.cell_length for segment in before)
         start = RichStyle.from_meta({"offset": (0, y)})
@@ -93,7 +91,7 @@ class Painter:
 
 
 class Canvas:
-    """The strips of a page, by row. Each keeps the row it shows: another object there is another row."""
+    """The strips of a page, each with the row it shows: another object is another row."""
 
     def __init__(self) -> None:
         self._painter: Painter | None = None
@@ -114,7 +112,7 @@ class Canvas:
         return shown[1]
 
     def shows(self, page: Page, y: int) -> bool:
-        """Whether what was painted last at row ``y`` is still right."""
+        """Whether the last painting of row ``y`` is still right."""
         row, shown = page.row(y), self._strips.get(y)
         return shown is None if row is None else shown is not None and shown[0] is row
 
@@ -133,7 +131,7 @@ class PageView(ScrollView, can_focus=False):
 
     @property
     def growing(self) -> bool:
-        """Whether it is redrawn often, so that what the eye does not see is spared."""
+        """Whether it is redrawn often, so that invisible changes are skipped."""
         return False
 
     @property
@@ -142,7 +140,7 @@ class PageView(ScrollView, can_focus=False):
         return self.max_scroll_y == 0 or self._following
 
     def page(self, direction: int) -> None:
-        """Scroll a page up (−1) or down (1). Where all is in view there is nothing to scroll, and following goes on."""
+        """Scroll a page up (−1) or down (1). Where all is in view, following continues."""
         if self.max_scroll_y > 0:
             self.scroll_relative(y=direction * max(1, self.container_size.height - 1), animate=False)
 
@@ -154,7 +152,7 @@ class PageView(ScrollView, can_focus=False):
     # Place ----------------------------------------------------------------------------------------------------------------
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Scrolling away from the end stops following; scrolling to it follows on."""
+        """Scrolling away from the end stops following; scrolling to the end starts it again."""
         self._settle()
         self._following = round(self.scroll_y) >= self.max_scroll_y
         self._move_bar(exact=not (self.growing and self._following))
@@ -162,15 +160,12 @@ class PageView(ScrollView, can_focus=False):
             self.refresh()
 
     def release_anchor(self) -> None:
-        """The reader takes the scroll bar, and must have it where the page is."""
+        """Put the scroll bar where the page is, before the reader drags it."""
         super().release_anchor()
         self._move_bar(exact=True)
 
     def _move_bar(self, *, exact: bool) -> None:
-        """Set the scroll bar; unless ``exact``, only by steps that the eye sees, for it is drawn as a whole for the smallest.
-
-        Where it begins counts as well as its length: a layout of the screen tells the bar the height, and not the place.
-        """
+        """Set the scroll bar; unless ``exact``, only by visible steps, since any change redraws all of it."""
         bar, height, rows = self.vertical_scrollbar, self.container_size.height, self._page.height
         drawn = _thumb(height, bar.window_virtual_size, bar.position)
         thumb = _thumb(height, rows, self.scroll_y)
@@ -182,15 +177,15 @@ class PageView(ScrollView, can_focus=False):
         self.scroll_target_y = self.scroll_y = y
 
     def _settle(self) -> None:
-        """Have what comes into view laid out, and stay where the reader is: heights that were guessed are known now."""
+        """Lay out what comes into view, and stay at the reader's place as guessed heights become known."""
         top = self._page.settle(self.scroll_offset.y, self.size.height)
         self._set_height()
         if (top := min(top, self.max_scroll_y)) != self.scroll_offset.y:
-            self._let_go_of_selection()
+            self._clear_text_selection()
             self._scroll(top)
 
     def _set_height(self) -> None:
-        """Tell Textual how high the page is. Only when the scroll bar comes or goes need the screen be laid out for that."""
+        """Tell Textual the height of the page. The screen needs a layout only when the scroll bar appears or disappears."""
         size = Size(self.size.width, self._page.height)
         if (size.height > self.container_size.height) != self.show_vertical_scrollbar:
             self.virtual_size = size
@@ -198,7 +193,7 @@ class PageView(ScrollView, can_focus=False):
             self.set_reactive(Widget.virtual_size, size)
 
     def _show(self) -> None:
-        """Bring the page's height, the end and the rows that changed to the screen."""
+        """Update the height, and draw the rows that changed."""
         if self._following:
             self._page.settle_end(self.size.height)
             self._set_height()
@@ -214,7 +209,7 @@ class PageView(ScrollView, can_focus=False):
     # Drawing --------------------------------------------------------------------------------------------------------------
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the strips in ``crop``. What was painted before is taken as it is, its escape sequences included."""
+        """Return the strips in ``crop``, those painted before with their escape sequences."""
         painter, top = self._painter(), self.scroll_offset.y
         rows = range(top + crop.y, top + crop.bottom)
         strips = [self._canvas.strip(painter, self._page, y, selected_in(self, y)) for y in rows]
@@ -226,7 +221,7 @@ class PageView(ScrollView, can_focus=False):
         return [strip.crop(*crop.column_span) for strip in strips]
 
     def render_line(self, y: int) -> Strip:
-        """Return line ``y`` for Textual to find out which character is under the mouse."""
+        """Return line ``y`` with offsets, by which Textual finds the character under the mouse."""
         y += self.scroll_offset.y
         row = self._page.row(y)
         return self._painter().blank() if row is None else self._painter().located(row, y)
@@ -238,17 +233,16 @@ class PageView(ScrollView, can_focus=False):
     # Selection ------------------------------------------------------------------------------------------------------------
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """Return the selected text as it was written: rows that were only wrapped are joined again."""
+        """Return the selected text as it was written, with wrapped rows joined."""
         return self._page.copy(selection.get_span), "\n"
 
-    def _let_go_of_selection(self) -> None:
-        """Rows have moved: what was selected is elsewhere now."""
+    def _clear_text_selection(self) -> None:
+        """Rows have moved, so that the selection is no longer right."""
         if self.text_selection is not None:
             self.screen.clear_selection()
 
 
 def _thumb(height: int, rows: int, top: float) -> tuple[float, float]:
-    """Return the length of a scroll bar's thumb and where it begins, in cells of a bar of ``height``: ``top`` is the first of
-    ``height`` rows that are seen of ``rows``."""
+    """Return the length and start of a scroll bar's thumb in cells, with ``height`` of ``rows`` in view from row ``top``."""
     share = height / max(1, rows)
     return height * share, top * share

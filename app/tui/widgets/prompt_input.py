@@ -1,12 +1,7 @@
-"""Where the user writes: a box that grows with its text, and holds what goes with it.
+"""Where the user writes: the prompt, its completions below, and the queued prompts and attachments above.
 
-Below the prompt: what fits the word that is being written, the best first: files after @, commands after a slash.
-
-Finding a file by a part of its path, written after @. Looks at names only; nothing is opened.
-
-``@atch`` is looked for in all of the folder; ``@~/notes``, ``@../a`` and ``@/etc/h`` in the folder that they name.
-
-Above the prompt: the prompts that wait for their turn, and what goes with the one that is being written.
+The prompt grows with its text. Completions are files after @ and commands after a slash, the best first. A file is found by a part
+of its path, from names only: ``@atch`` looks in the whole folder; ``@~/notes``, ``@../a`` and ``@/etc/h`` in the folder they name.
 """
 
 import os
@@ -29,7 +24,7 @@ from textual.worker import get_current_worker
 
 from tokamac.app import units
 from tokamac.app.chat import actions
-from tokamac.app.chat.actions import Action, Calling, by_slash, calling, fitting
+from tokamac.app.chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
 from tokamac.app.chat.attachments import Draft, is_long, pasted
 from tokamac.app.chat.listing import excerpt
 from tokamac.app.chat.session import Session
@@ -40,7 +35,7 @@ from tokamac.app.tui.theme import FAINT
 MOST_OFFERED = 8
 MOST_FILES = 20_000
 WALK_S = 0.5
-"""Walking a folder ends after so many files or seconds: what lies deeper is reached by writing more of its path."""
+"""Limits, in files and seconds, of walking a folder: deeper files are reached by writing more of their path."""
 FRESH_S = 10.0
 _SKIPPED = frozenset({"__pycache__", "node_modules", "target", "venv"})
 _TOKEN = re.compile(r"(?:^|(?<=[\s(\[{\"']))@(\S*)$")
@@ -48,21 +43,21 @@ _PLACED = re.compile(r"(~[^/]*|\.{1,2})?/|~|\.{1,2}$")
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """A file that is being named: ``part`` of its path, after the @ in column ``start``."""
+class PartialPath:
+    """A path that is being typed: ``part`` of it, after the @ in column ``start``."""
 
     start: int
     part: str
 
 
-def naming(line: str, column: int) -> Naming | None:
-    """Return what is being named before the cursor in ``line``; None where no word there begins with @."""
+def path_at(line: str, column: int) -> PartialPath | None:
+    """Return the path that is being typed before the cursor in ``line``; None where no word there begins with @."""
     token = _TOKEN.search(line[:column])
-    return None if token is None else Naming(token.start(), token[1])
+    return None if token is None else PartialPath(token.start(), token[1])
 
 
 class Finder:
-    """Finds files for somebody who stands in ``folder``. What is below it is looked up anew after ``FRESH_S``."""
+    """Finds files from ``folder``. The files below it are listed again after ``FRESH_S``."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -71,7 +66,7 @@ class Finder:
         self._below: Sequence[str] = ()
 
     def find(self, part: str, most: int = MOST_OFFERED) -> list[str]:
-        """Return paths that fit ``part``, best first; those of folders end with a slash. May take ``WALK_S``."""
+        """Return paths that match ``part``, best first; folders end with a slash. May take ``WALK_S``."""
         if _PLACED.match(part) is None:
             return ranked(part, self._files(), most)
         before, slash, rest = part.rpartition("/")
@@ -86,9 +81,9 @@ class Finder:
 
 
 def ranked(part: str, paths: Iterable[str], most: int = MOST_OFFERED) -> list[str]:
-    """Return those of ``paths`` that hold the letters of ``part`` in their order, best first.
+    """Return those of ``paths`` that contain the letters of ``part`` in order, best first.
 
-    A name that begins with it goes before a name that holds it, then a path that does, then letters that are scattered.
+    The order: names that begin with it, names that contain it, paths that do, then scattered letters.
     """
     wanted = part.lower()
     fits = [(rank, len(path), path) for path in paths if (rank := _rank(wanted, path.lower())) is not None]
@@ -96,7 +91,7 @@ def ranked(part: str, paths: Iterable[str], most: int = MOST_OFFERED) -> list[st
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Yield the files below ``folder`` by their relative paths, nearest first; hidden ones and heaps of others' files left out."""
+    """Yield the relative paths of files below ``folder``, nearest first, without hidden files and folders of dependencies."""
     until_s = time.monotonic() + WALK_S
     waiting, seen = [""], 0
     while waiting:
@@ -113,7 +108,7 @@ def files_below(folder: Path) -> Iterator[str]:
 
 
 def _entries(folder: Path, typed: str, *, hidden: bool) -> list[str]:
-    """Return the names in a folder, those of folders with a slash; none where it can't be read."""
+    """Return the names in a folder, folders with a slash; none where it can't be read."""
     try:
         with os.scandir(folder / Path(typed).expanduser()) as entries:
             found = [each.name + ("/" if each.is_dir() else "") for each in entries if hidden or each.name[0] != "."]
@@ -136,47 +131,47 @@ def _scattered(part: str, text: str) -> bool:
 Pick = Callable[[str], None]
 
 
-class Offers(OptionList, can_focus=False):
-    """A list that is there while there is something to choose from. The prompt keeps the keyboard, and moves it."""
+class Completions(OptionList, can_focus=False):
+    """A list that is shown while there are completions. The prompt keeps the focus, and moves the cursor of the list."""
 
     def __init__(self, file: Pick, command: Pick) -> None:
-        """``file`` is called with the path that is chosen, a folder's with a slash at its end; ``command`` with a name."""
+        """``file`` is called with the chosen path, which ends with a slash for a folder; ``command`` with a name."""
         super().__init__(compact=True)
         self.display = False
         self._file = file
         self._command = command
-        self._named: Naming | Calling | None = None
+        self._named: PartialPath | PartialCommand | None = None
         self._finder = Finder(Path())
 
     @property
     def chosen(self) -> str:
-        """What is pointed at: a path, or a command's name; "" while nothing is offered."""
+        """The selected path or command name; "" while there is none."""
         option = self.highlighted_option if self.display else None
         return "" if option is None else str(option.id)
 
-    def offer(self, named: Naming | Calling | None) -> None:
-        """Offer what fits what is being named: commands now, files once they are found; nothing where nothing is."""
+    def complete(self, named: PartialPath | PartialCommand | None) -> None:
+        """Show the completions: of commands now, of files once they are found; None hides them."""
         if named == self._named:
             return
         self._named = named
         match named:
-            case Naming():
+            case PartialPath():
                 self.run_worker(lambda: self._find(named), thread=True, exclusive=True)
-            case Calling():
-                self._show(named, _rows(fitting(named.part)))
+            case PartialCommand():
+                self._show(named, _rows(matching(named.part)))
             case None:
                 self.display = False
 
     def withdraw(self) -> None:
-        """Offer nothing."""
-        self.offer(None)
+        """Hide the completions."""
+        self.complete(None)
 
-    def _find(self, named: Naming) -> None:
+    def _find(self, named: PartialPath) -> None:
         paths, worker = self._finder.find(named.part), get_current_worker()
         if not worker.is_cancelled:
             self.app.call_from_thread(self._show, named, [Option(Content(path), path) for path in paths])
 
-    def _show(self, named: Naming | Calling, options: Sequence[Option]) -> None:
+    def _show(self, named: PartialPath | PartialCommand, options: Sequence[Option]) -> None:
         if named != self._named:
             return
         self.clear_options()
@@ -187,12 +182,12 @@ class Offers(OptionList, can_focus=False):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Pass on what was chosen, by a key or the mouse."""
         event.stop()
-        pick = self._command if isinstance(self._named, Calling) else self._file
+        pick = self._command if isinstance(self._named, PartialCommand) else self._file
         pick(str(event.option_id))
 
 
 def _rows(actions: Sequence[Action]) -> list[Option]:
-    """Return a row for each command: its name, what may follow it, what it does."""
+    """Return a row for each command: its name, argument and help."""
     usages = [action.usage for action in actions]
     width = max(map(len, usages), default=0)
     return [
@@ -201,33 +196,32 @@ def _rows(actions: Sequence[Action]) -> list[Option]:
     ]
 
 
-NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 PAUSE_S = 0.4  # longer than the gaps of a typist within a sentence
-LONG_PASTE = 400  # characters, after which nobody need wait for a pause
+LONG_PASTE = 400  # characters that are read ahead without a pause
 
 
 class Prompt(TextArea):
     """Enter sends; Shift+Enter, Ctrl+J, Alt+Enter or a backslash at the end of the line make a new one.
 
-    attachments: what goes with the text. offers: the files that fit a word that begins with @, or the commands that fit one
-    that begins with a slash, to be shown below. obeys: whether a text can be a command; an edited message can't.
+    attachments: what goes with the text. completions: the list to be shown below. obeys: whether a text can be a command; an
+    edited message can't.
     """
 
     @dataclass
     class Submitted(Message):
-        """The user sent ``draft``, which the box no longer holds."""
+        """The user sent ``draft``, which is no longer in the box."""
 
         draft: Draft
 
     @dataclass
     class Paused(Message):
-        """The user rests; ``draft`` is what they have written so far."""
+        """The user pauses; ``draft`` is the text so far."""
 
         draft: Draft
 
     @dataclass
     class Picked(Message):
-        """The user chose the file at ``path`` to go with the text."""
+        """The user chose the file at ``path`` as an attachment."""
 
         path: str
 
@@ -242,23 +236,23 @@ class Prompt(TextArea):
         )
         self.attachments: tuple[Attachment, ...] = ()
         self.obeys = True
-        self.offers = Offers(self._pick_file, self._pick_command)
+        self.completions = Completions(self._pick_file, self._pick_command)
         self._typing = False
         self._rest: Timer | None = None
         self._restyled = True
 
     @property
     def draft(self) -> Draft:
-        """What is written, and what goes with it."""
+        """The text and its attachments."""
         return Draft(self.text, self.attachments)
 
     def notify_style_update(self) -> None:
-        """Note that the next drawing must look its colours up."""
+        """Note that the next drawing must look up its colours."""
         super().notify_style_update()
         self._restyled = True
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Draw; TextArea would look all its colours up each time, and Textual asks for each drawing of its neighbours."""
+        """Draw; TextArea would look up all its colours each time, and Textual draws it whenever a neighbour changes."""
         if self._restyled:
             self._restyled = False
             return super().render_lines(crop)
@@ -267,9 +261,9 @@ class Prompt(TextArea):
     # Keys -----------------------------------------------------------------------------------------------------------------
 
     async def on_key(self, event: events.Key) -> None:
-        """Send, break the line, choose an offer, go back in what was sent, or let go of an attachment; write everything else."""
+        """Send, break the line, choose a completion, recall a prompt, or remove an attachment; write everything else."""
         self._typing = True
-        if self.offers.display and self._choose(event.key):
+        if self.completions.display and self._choose(event.key):
             pass
         elif event.key == "enter":
             self._enter()
@@ -283,27 +277,27 @@ class Prompt(TextArea):
         event.prevent_default()
 
     def _choose(self, key: str) -> bool:
-        """Do what ``key`` does to what is offered; return whether it does anything."""
-        self._offer()  # for the text as it is now: who types fast is ahead of what is shown
+        """Do what ``key`` does to the completions; return whether it does anything."""
+        self._complete()  # for the text as it is now: a fast typist is ahead of the screen
         match key:
             case "escape":  # where that is not the key that stops
-                self.offers.withdraw()
+                self.completions.withdraw()
             case "enter" if self._is_whole():
                 return False
             case "up":
-                self.offers.action_cursor_up()
+                self.completions.action_cursor_up()
             case "down":
-                self.offers.action_cursor_down()
+                self.completions.action_cursor_down()
             case "enter" | "tab":
-                self.offers.action_select()
+                self.completions.action_select()
             case _:
                 return False
         return True
 
     def _is_whole(self) -> bool:
-        """Whether the command that is pointed at is written already, with all that it needs: Enter does it then."""
+        """Whether the selected command is written already, with its argument: Enter runs it then."""
         written = actions.parse(self.text)
-        return written is not None and written.is_whole and written.word.lower() == f"/{self.offers.chosen}"
+        return written is not None and written.is_whole and written.word.lower() == f"/{self.completions.chosen}"
 
     def _enter(self) -> None:
         if self._ends_in_backslash():
@@ -313,7 +307,7 @@ class Prompt(TextArea):
             self.submit()
 
     def _action_of(self, key: str) -> str | None:
-        """Return the action that ``key`` stands for where the cursor is; None where it is the text's."""
+        """Return the action of ``key`` at the cursor; None where the key edits the text."""
         match key:
             case "up" if self.navigator.is_first_wrapped_line(self.cursor_location):
                 return "earlier"
@@ -328,41 +322,41 @@ class Prompt(TextArea):
         line = self.document.get_line(row)
         return column == len(line) and line.endswith("\\")
 
-    # What the box holds ---------------------------------------------------------------------------------------------------
+    # What is in the box ---------------------------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Send what is written. The box is emptied here and now: what is typed next, however fast, is the next message."""
+        """Send the text. The box is cleared at once: what is typed next, however fast, is the next message."""
         draft = self.draft
         if draft.text.strip() or draft.attachments:
             self.put(Draft())
         self.post_message(self.Submitted(draft))
 
     def put(self, draft: Draft) -> None:
-        """Hold ``draft`` instead of what is there."""
+        """Put ``draft`` in place of the text."""
         self._typing = False
-        self.offers.withdraw()
+        self.completions.withdraw()
         self.text, self.attachments = sanitise(draft.text), draft.attachments
         self.move_cursor(self.document.end)
 
     def give_back(self, text: str, attachments: tuple[Attachment, ...] = ()) -> None:
-        """Put ``text``, and what goes with it, before what is written by now."""
+        """Put ``text`` and its attachments before what is written by now."""
         both = f"{text}\n{self.text}" if text and self.text.strip() and self.text != text else text or self.text
         mine = (each for each in self.attachments if each not in attachments)
         self.put(Draft(both, (*attachments, *mine)))
 
     def attach(self, attachment: Attachment) -> None:
-        """Let ``attachment`` go with the text, in place of an older one of the same name."""
+        """Add ``attachment``, in place of an older one of the same name."""
         others = (each for each in self.attachments if each.name != attachment.name)
         self.attachments = (*others, attachment)
         self._pause()
 
     def detach(self, attachment: Attachment) -> None:
-        """Let ``attachment`` go."""
+        """Remove ``attachment``."""
         self.attachments = tuple(each for each in self.attachments if each is not attachment)
         self.await_pause()
 
     def on_paste(self, event: events.Paste) -> None:
-        """Let no control character in: what stands in the box is written to the terminal as it is. A long text is attached."""
+        """Remove control characters: the text is written to the terminal as it is. A long text is attached."""
         self._typing = False
         event.text = sanitise(event.text)
         if is_long(event.text):
@@ -370,22 +364,22 @@ class Prompt(TextArea):
             event.prevent_default()
             self.attach(pasted(event.text, self.attachments))
         elif len(event.text) >= LONG_PASTE:
-            self.call_later(self._pause)  # once the text stands in the box
+            self.call_later(self._pause)  # once the text is in the box
 
     # Pauses, files and commands -------------------------------------------------------------------------------------------
 
     def on_text_area_changed(self) -> None:
-        """Begin to wait for a pause; offer files or commands where one is being named."""
+        """Begin to wait for a pause; complete paths and commands."""
         self.await_pause()
-        self._offer()
+        self._complete()
 
     def on_text_area_selection_changed(self) -> None:
         """Follow the cursor to another word."""
-        if self.offers.display:
-            self._offer()
+        if self.completions.display:
+            self._complete()
 
     def await_pause(self) -> None:
-        """Say ``Paused`` when nothing was written for a moment; called again, wait anew."""
+        """Post ``Paused`` when nothing was written for a moment; called again, wait anew."""
         if self._rest is not None:
             self._rest.stop()
         self._rest = self.set_timer(PAUSE_S, self._pause)
@@ -393,30 +387,30 @@ class Prompt(TextArea):
     def _pause(self) -> None:
         self.post_message(self.Paused(self.draft))
 
-    def _offer(self) -> None:
-        """Offer what fits the word at the cursor. Only what is typed is taken for a path or a command, not what was pasted."""
-        self.offers.offer((self._calling() or self._naming()) if self._typing else None)
+    def _complete(self) -> None:
+        """Complete the word at the cursor, if it was typed: a pasted word is no path or command."""
+        self.completions.complete((self._command_at_cursor() or self._path_at_cursor()) if self._typing else None)
 
-    def _naming(self) -> Naming | None:
+    def _path_at_cursor(self) -> PartialPath | None:
         row, column = self.cursor_location
-        return naming(self.document.get_line(row), column)
+        return path_at(self.document.get_line(row), column)
 
-    def _calling(self) -> Calling | None:
-        return calling(self.text, *self.cursor_location) if self.obeys else None
+    def _command_at_cursor(self) -> PartialCommand | None:
+        return command_at(self.text, *self.cursor_location) if self.obeys else None
 
     def name_file(self) -> None:
-        """Begin to name a file at the cursor."""
+        """Begin a path at the cursor."""
         row, column = self.cursor_location
         before = self.document.get_line(row)[:column]
         self._typing = True
         self.insert("@" if not before or before[-1].isspace() else " @")
 
     def _pick_file(self, path: str) -> None:
-        """Write ``path`` in place of the word at the cursor; a file is attached, a folder looked into."""
+        """Write ``path`` in place of the word at the cursor; a file is attached, a folder is completed further."""
         row, column = self.cursor_location
-        if (named := self._naming()) is None:
+        if (named := self._path_at_cursor()) is None:
             return
-        self.offers.withdraw()
+        self.completions.withdraw()
         if path.endswith("/"):
             self.replace(f"@{path}", (row, named.start), (row, column))
         else:
@@ -424,27 +418,27 @@ class Prompt(TextArea):
             self.post_message(self.Picked(path))
 
     def _pick_command(self, name: str) -> None:
-        """Write the command ``name`` in place of the first word, and a space where something may follow it."""
-        named, action = self._calling(), by_slash(name)
+        """Write the command ``name`` in place of the first word, and a space where it takes an argument."""
+        named, action = self._command_at_cursor(), by_slash(name)
         if named is None or action is None:
             return
-        self.offers.withdraw()
-        self._typing = False  # or it would be offered again
+        self.completions.withdraw()
+        self._typing = False  # or it would be completed again
         follows = " " if action.argument and not self.text[named.end :] else ""
         self.replace(f"/{name}{follows}", (0, 0), (0, named.end))
         self.move_cursor((0, len(name) + 1 + bool(action.argument)))
 
 
 MOST_WAITING = 3
-"""Lines for prompts that wait; more would take the room of the text."""
+"""Lines for queued prompts; more would leave too little room for the text."""
 ROOMY = 24
 """Rows of a window that has room for them; else one is shown."""
 OVER = "over the context of {} tokens"
-"""Said before it is sent, as the engine would refuse it."""
+"""Shown before the prompt is sent, as the engine would refuse it."""
 
 
 class Chips(Static):
-    """One line a prompt that waits, one for the attachments, and one where they are too much; not there where there are none."""
+    """A line for each queued prompt, one for the attachments, and one where they are too long; hidden where there are none."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
@@ -452,7 +446,7 @@ class Chips(Static):
         self._shown = Content("")
 
     def show(self, session: Session, attachments: Sequence[Attachment], reading: Sequence[str]) -> None:
-        """Show what waits, what is attached, and the files that are being read."""
+        """Show the queued prompts, the attachments, and the files that are being read."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
         over = session.counts.exceed(session.engine.info, session.engine.load.kv, attachments)
         lines = [*_waiting(session.queued, most), *_attached(attachments, reading, session.tokens, over=over)]
@@ -466,8 +460,8 @@ class Chips(Static):
 
 
 def _waiting(queued: Sequence[Draft], most: int) -> list[Content]:
-    """Return a line for each of the first prompts that wait. Up takes the last one back."""
-    lines = [Content.styled("waits  ", "$text-secondary") + Content.styled(_words(draft), FAINT) for draft in queued]
+    """Return a line for each of the first queued prompts. Up takes the last one back."""
+    lines = [Content.styled("queued ", "$text-secondary") + Content.styled(_words(draft), FAINT) for draft in queued]
     more = len(lines) - most
     return lines if more <= 0 else [*lines[:most], Content.styled(f"       and {more} more", FAINT)]
 

@@ -1,4 +1,4 @@
-"""Two lines: above the prompt what goes on now, below it the essentials and the keys."""
+"""Two lines: above the prompt the current activity, below it the model, its figures and the keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,45 +23,45 @@ LAMP = "● "
 GAP = 3  # cells between the two halves of the last line, at least
 LONGEST_NAME = 28  # cells
 SEPARATOR = Content.styled(" · ", FAINT)
-UNLOADED = "model unloaded; it loads again when you write"
+UNLOADED = "model unloaded; it reloads when you write"
 UNLOADED_SHORT = "model unloaded"
 ACTED = {
-    "again": "make again",
-    "continue": "go on",
+    "again": "regenerate",
+    "continue": "continue",
     "edit": "edit",
     "fork": "fork",
     "older": "older version",
     "newer": "newer version",
     "other": "other version",
 }
-"""What has a price, in a word or two, by the ids of questions."""
-POINTED = {
-    "again": "again",
+"""Actions that have a price, by the ids of price questions."""
+MESSAGE_KEYS = {
+    "again": "regenerate",
     "edit": "edit",
     "fork": "fork",
     "copy_message": "copy",
     "stop": "back",
     "older": "older",
     "newer": "newer",
-    "continue": "go on",
+    "continue": "continue",
     "copy_code": "copy code",
 }
-"""What the keys of a message do, in a word, by the ids of actions; those come first that stay where the line is short."""
+"""The keys of a selected message, by the ids of actions; the first stay longest where the line is short."""
 
 
 class Activity(Static):
-    """The line above the prompt: loading, reading, writing, a waiting prompt, what the draft takes, or how to follow again."""
+    """The line above the prompt: loading, reading, writing, queued prompts, the price of the draft, or how to follow again."""
 
     def __init__(self) -> None:
         super().__init__(markup=False)
         self._shown: Content | None = None
 
     def show(self, session: Session, now: float, *, following: bool, aside: str = "") -> None:
-        """Show where ``session`` is, and what goes on aside."""
+        """Show where ``session`` is, and what runs in the background."""
         width = self.content_size.width
-        pointed = _of_message(session, width, more=_more(session, following=following), aside=aside)
-        if pointed is not None:
-            self._draw(pointed)
+        prices = _of_message(session, width, more=_more(session, following=following), aside=aside)
+        if prices is not None:
+            self._draw(prices)
             return
         for rooms in ((width, width), (width, 0), (0, 0)):  # in fewer words; what is too long even so ends in dots
             content = self._said(session, now, rooms, following=following, aside=aside)
@@ -76,11 +76,11 @@ class Activity(Static):
 
     @staticmethod
     def _said(session: Session, now: float, rooms: tuple[int, int], *, following: bool, aside: str) -> Content:
-        """Return all that is to be said. rooms: the cells that there are for what waits, and for what goes on."""
+        """Return the whole line. rooms: the cells for the queue, and for the activity."""
         # What asks for the reader comes first: in a narrow window the rest is cut.
         parts = [_more(session, following=following)]
         if waiting := len(session.queued):
-            text, back = ("1 prompt waits", "it") if waiting == 1 else (f"{waiting} prompts wait", "the last")
+            text, back = ("1 prompt queued", "it") if waiting == 1 else (f"{waiting} prompts queued", "the last")
             text += f": Up takes {back} back" if rooms[0] >= ROOMY else ""
             parts.append(Content.styled(text, "$text-secondary"))
         parts.append(_doing(session, now, rooms[1]))
@@ -94,10 +94,7 @@ def _more(session: Session, *, following: bool) -> Content:
 
 
 def _of_message(session: Session, width: int, *, more: Content, aside: str) -> Content | None:
-    """Return what could be done with the message that is pointed at, if that is known and nothing else goes on.
-
-    That is what the reader looks for now: what else there is to say has the room that is left.
-    """
+    """Return the prices of the actions on the selected message, if they are known and the engine is idle."""
     known = [each for each in session.prices.known if each.question.id in ACTED]
     if not known or session.engine.phase is not EnginePhase.IDLE or session.queued:
         return None
@@ -137,7 +134,7 @@ def _doing(session: Session, now: float, width: int) -> Content:
 
 
 def _next(session: Session, width: int) -> Content:
-    """Say what the draft would take if it were sent now."""
+    """Return the price of sending the draft now."""
     price = session.warmup.price
     if price is None:
         return Content("")
@@ -148,28 +145,25 @@ def _next(session: Session, width: int) -> Content:
 
 
 def _prices(known: Sequence[KnownPrice], keymap: Keymap, width: int) -> str:
-    """Return actions and what they would take; in as few characters as it can be said where the line has no room for more.
-
-    At last an action is its key, which the last line has beside its name.
-    """
+    """Return actions and their prices in the longest form that fits; in the shortest, an action is its key."""
     said = [" · ".join(map(form, known)) for form in (_price, _short_price, partial(_keyed_price, keymap))]
     return next((each for each in said if len(each) <= width), said[-1])
 
 
 def _price(known: KnownPrice) -> str:
-    """Return an action and what it would take: ``edit: up to 240 tokens, about 0.4 s``, or ``fork: ready``."""
+    """Return an action and its price: ``edit: up to 240 tokens, about 0.4 s``, or ``fork: ready``."""
     question = known.question
     takes = amount(known.price) if question.key is None else of_path(known.price)
     return f"{ACTED[question.id]}: {'up to ' if question.most else ''}{takes}"
 
 
 def _short_price(known: KnownPrice) -> str:
-    """Return that in as few characters as it can be said: ``edit: ≤240``, or ``fork: 310 MB``, which come from the disk."""
+    """Return that in short: ``edit: ≤240``, or ``fork: 310 MB``, which come from the disk."""
     return f"{ACTED[known.question.id]}: {_short_amount(known)}"
 
 
 def _keyed_price(keymap: Keymap, known: KnownPrice) -> str:
-    """Return that with the action's key: ``e: ≤240``. Either of two versions is the other: ``[: ready``."""
+    """Return that with the action's key: ``e: ≤240``. Of two versions, either key shows the other: ``[: ready``."""
     action = known.question.id
     return f"{keymap.key('older' if action == 'other' else action)}: {_short_amount(known)}"
 
@@ -211,7 +205,7 @@ def _bar(width: int) -> int:
 class StatusLine(Static):
     """The last line: model and essentials at the left; the keys of ``actions`` at the right, as many as fit.
 
-    While a message is pointed at they are those of a message. unsaved: tells whether anything that was said is not kept.
+    While a message is selected, they are those of a message. unsaved: tells whether anything of the chat is not saved.
     """
 
     def __init__(self, actions: Sequence[Action] = ACTIONS) -> None:
@@ -219,13 +213,17 @@ class StatusLine(Static):
         self.unsaved: Callable[[], bool] = lambda: False
         self._actions = sorted((action for action in actions if action.footer), key=_importance)
         found = {action.id: action for action in actions}
-        self._pointed = [replace(found[name], label=word) for name, word in POINTED.items() if found[name].keys]
+        self._message_keys = [
+            replace(found[name], label=word) for name, word in MESSAGE_KEYS.items() if found[name].keys
+        ]
         self._shown: Content | None = None
 
-    def show(self, session: Session, *, essentials: bool, pointing: bool) -> None:
-        """Show ``session``'s model, and its figures if the panel does not. pointing: at a message, whose keys need the room."""
+    def show(self, session: Session, *, essentials: bool, selecting: bool) -> None:
+        """Show the model, and its figures if the panel does not. selecting: a message is selected, whose keys need the room."""
         actions = _useful(self._actions, session)
-        keys = [_key(action) for action in (_for_message(actions, self._pointed, session) if pointing else actions)]
+        keys = [
+            _key(action) for action in (_for_message(actions, self._message_keys, session) if selecting else actions)
+        ]
         width = self.content_size.width
         room = width - GAP - keys[0].cell_length  # the first key always stands there
         warning = Content.styled(" · not saved" if self.unsaved() else "", "$text-error")
@@ -233,7 +231,7 @@ class StatusLine(Static):
         left = Content.styled(LAMP, _lamp(session)) + Content.styled(name, FAINT) + warning
         if set_ := preferences.state(session.template):
             left += SEPARATOR + Content.styled(set_, FAINT)
-        for part in _essentials(session) if essentials and not pointing else ():
+        for part in _essentials(session) if essentials and not selecting else ():
             if left.cell_length + SEPARATOR.cell_length + len(part) <= room:
                 left += SEPARATOR + Content.styled(part, FAINT)
         content = _beside(left, keys, width)
@@ -256,7 +254,7 @@ def _name(session: Session, most: int) -> str:
 
 
 def _essentials(session: Session) -> list[str]:
-    """Return the figures of the reply, the first ones first where the line is short."""
+    """Return the figures of the reply, the most important first."""
     m, held = session.metrics, figures.context_held(session)
     parts = []
     if (rate := figures.decode_now(session) or (m.decode_tps if m else None)) is not None:
@@ -286,18 +284,18 @@ def _key(action: Action) -> Content:
 
 
 def _useful(actions: Sequence[Action], session: Session) -> list[Action]:
-    """Return those that do something now. While something runs, how to stop it is what nobody should have to look for."""
+    """Return the actions that do something now: stop only while something runs."""
     return [action for action in actions if action.id != "stop" or session.engine.busy]
 
 
-def _for_message(usual: Sequence[Action], pointed: Sequence[Action], session: Session) -> list[Action]:
-    """Return the keys of a message; of the ``usual`` ones the first, how to stop, while something runs."""
+def _for_message(usual: Sequence[Action], of_message: Sequence[Action], session: Session) -> list[Action]:
+    """Return the keys of a message; before them, while something runs, the key that stops it."""
     if session.engine.busy:
-        return [usual[0], *(action for action in pointed if action.id != usual[0].id)]
-    return list(pointed)
+        return [usual[0], *(action for action in of_message if action.id != usual[0].id)]
+    return list(of_message)
 
 
 def _importance(action: Action) -> int:
-    """Where the line is short, these come first."""
+    """Return the rank of an action; those of low rank stay where the line is short."""
     order = ("stop", "help", "choose_model", "new_chat", "chats", "explain", "regenerate", "palette", "send")
     return order.index(action.id)

@@ -1,0 +1,391 @@
+"""What the actions of the chat do that need no screen: both views call these, with themselves as the ``ChatView``.
+
+A function has the form of every command: it takes the view and the text after the slash command. What can't be done raises a
+``TokamacError``, which the view shows; the rest is told through the view. ``COMMANDS`` has them by the registry's ids.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+from tokamac.app.backend.protocol import Load
+from tokamac.app.chat.attachments import Draft
+from tokamac.app.chat.conversation import MessageNode
+from tokamac.app.chat.listing import excerpt
+from tokamac.app.chat.models import hub_cache, is_id, must_be_downloaded
+from tokamac.app.chat.preferences import Preferences, chosen, sentences
+from tokamac.app.chat.recording import LEFT, Recording
+from tokamac.app.chat.session import Session
+from tokamac.app.chat.steps import Step
+from tokamac.app.options import given_adapter
+from tokamac.app.sanitise import sanitise, sanitise_line
+from tokamac.app.settings import Settings, with_adapter
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoredChat
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.options import KVSpec
+
+Severity = Literal["information", "warning", "error"]
+NOT_SAVED = "Chats are not saved in this session; the reason was shown at the start."
+
+
+class RefusedError(TokamacError):
+    """An action can't be done now; the message says why."""
+
+
+class CodeCycle:
+    """Which code block ``copy_code`` takes: the last one first, then further back, and round again."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int] | None = None
+        self._back = 0
+
+    def next(self, key: int, count: int) -> int:
+        """Return how far back to go among the ``count`` blocks up to message ``key``: 1 is the last."""
+        self._back = self._back % count + 1 if self._of == (key, count) else 1
+        self._of = (key, count)
+        return self._back
+
+
+class LoadChoice:
+    """The model, KV settings and adapter that the user chose: the next start takes them, once they are known to load."""
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.kv: KVSpec | None = None
+        self.adapter: tuple[str, str | None] | None = None
+
+    def settings(self, load: Load, known: Settings) -> Settings:
+        """Return ``known`` with what was chosen of ``load``, which has loaded."""
+        adapters = known.adapters
+        if self.adapter == (load.model, load.adapter):
+            adapters = with_adapter(known, *self.adapter)
+        model = load.model if load.model == self.model else known.model
+        return replace(known, model=model, kv=load.kv if load.kv == self.kv else known.kv, adapters=adapters)
+
+
+class ChatView(Protocol):
+    """What a command needs of the view that runs it."""
+
+    shows_ids: bool
+    """Whether notices name chats by their IDs too."""
+    code_cycle: CodeCycle
+    chosen: LoadChoice
+
+    @property
+    def session(self) -> Session:
+        """The chat's state."""
+
+    @property
+    def preferences(self) -> Preferences:
+        """The settings."""
+
+    @property
+    def recording(self) -> Recording | None:
+        """What saves the chat; None where nothing does."""
+
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what the session asks."""
+
+    def tell(self, text: str, severity: Severity = "information") -> None:
+        """Tell the user something beside the text."""
+
+    def say(self, text: str) -> None:
+        """Show what was asked for."""
+
+    def selected(self) -> MessageNode | None:
+        """Return the selected message, or else the last one; None where there is none."""
+
+    def reply(self, make: Callable[[], list[Step]]) -> None:
+        """Perform what ``make`` returns, by which a reply may begin, once the engine is ready for one."""
+
+    def go(self, key: int) -> None:
+        """Switch to the path through the message ``key``, and show it."""
+
+    def begin_edit(self, key: int, draft: Draft, text: str) -> None:
+        """Edit the prompt ``key``, which was ``draft``; ``text``: send this in its place at once."""
+
+    def open_chat(self, chat: str) -> None:
+        """Open the stored chat of this ID. Raises StoreError."""
+
+    def find_chat(self, name: str) -> StoredChat:
+        """Return the stored chat that the user means by ``name``. Raises StoreError."""
+
+    def begin_new(self) -> bool:
+        """Leave the chat for a new one; return whether an unsent prompt stays with it."""
+
+    def copy(self, text: str) -> str:
+        """Copy ``text``; return a sentence that says how."""
+
+    def load(self, load: Load) -> None:
+        """Load a model, and keep ``chosen`` in the settings once it has loaded."""
+
+    def download(self, model: str) -> None:
+        """Download a model, which is not loaded."""
+
+
+Command = Callable[[ChatView, str], None]
+
+
+def recording_of(view: ChatView) -> Recording:
+    """Return what saves the chats. Raises RefusedError where nothing does."""
+    if view.recording is None:
+        raise RefusedError(NOT_SAVED)
+    return view.recording
+
+
+def save_settings(view: ChatView, settings: Settings) -> None:
+    """Apply and write the settings; tell why they could not be written."""
+    if problem := view.preferences.keep(settings):
+        view.tell(problem, "warning")
+
+
+def apply_choice(view: ChatView, problem: str) -> None:
+    """Apply what was chosen for the chat, save it with the chat, and tell the ``problem`` of writing it, if any."""
+    view.preferences.give(view.session)
+    if view.recording is not None:
+        view.recording.keep_own()
+    if problem:
+        view.tell(problem, "warning")
+
+
+def _titled(view: ChatView, chat: StoredChat) -> str:
+    """Return what a notice calls a chat."""
+    title = excerpt(chat.title or chat.draft) or "untitled"
+    return f"{title} ({chat.id})" if view.shows_ids else title
+
+
+# Conversations ------------------------------------------------------------------------------------------------------------
+
+
+def new_chat(view: ChatView, _: str) -> None:
+    """Start another conversation; this one is saved."""
+    if view.session.turns:
+        view.tell("New chat. The model stays loaded.")
+    if view.begin_new():
+        view.tell(LEFT)
+
+
+def title(view: ChatView, text: str) -> None:
+    """Give the conversation a title."""
+    recording = recording_of(view)
+    if recording.chat is None:
+        raise RefusedError("This chat has no messages yet, so it can't have a title.")
+    if not text:
+        raise RefusedError("Write the title after the command: /title Keys and values")
+    if recording.retitle(text):
+        view.tell("Chat renamed.")
+
+
+def delete_chat(view: ChatView, name: str) -> None:
+    """Delete the chat ``name``, or the open one."""
+    recording = recording_of(view)
+    if not (wanted := name or recording.chat):
+        raise RefusedError("There is nothing to delete yet.")
+    found = view.find_chat(wanted) if name else recording.store.chat(wanted)
+    delete(view, found, back=view.session.keymap.key("restore_chat"))
+
+
+def delete(view: ChatView, chat: StoredChat, *, back: str) -> None:
+    """Delete ``chat``; the open one once another has begun. back: what restores it. Raises TokamacError."""
+    recording = recording_of(view)
+    if chat.deleted_at is not None:
+        view.tell(f"This chat is already deleted. /restore {chat.id} restores it.")
+    elif chat.id != recording.chat:
+        recording.store.delete(chat.id)
+        view.tell(f"Deleted: {_titled(view, chat)}. {back} restores it.")
+    elif view.session.engine.replying:
+        raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then delete.")
+    elif recording.lacking():  # after another try
+        raise RefusedError("Part of this chat could not be saved. If you deleted it now, that part would be lost.")
+    else:
+        unsent = view.begin_new()  # before it is deleted: what is still to be written of a chat would restore it
+        recording.store.delete(chat.id)
+        draft = " with your unsent prompt" if unsent else ""
+        view.tell(f"Deleted: {_titled(view, chat)}. This is a new chat. {back} restores the old one{draft}.")
+
+
+def restore_chat(view: ChatView, name: str) -> None:
+    """Restore and open the chat ``name``, or the one deleted last."""
+    store = recording_of(view).store
+    found = view.find_chat(name) if name else store.last_deleted()
+    if found is None:
+        view.tell("No chat is deleted.")
+    elif found.deleted_at is None:
+        view.tell(f"This chat is not deleted. /open {found.id} opens it.")
+    else:
+        store.undelete(found.id)
+        view.open_chat(found.id)
+        view.tell(f"Restored: {_titled(view, found)}.")
+
+
+def fork(view: ChatView, _: str) -> None:
+    """Continue from the selected message in a copy; this chat stays as it is."""
+    recording, node = recording_of(view), view.selected()
+    stored = None if node is None else recording.stored(node.key)
+    if recording.chat is None or stored is None:
+        raise RefusedError("There is nothing to continue from yet.")
+    view.open_chat(recording.store.fork(recording.chat, stored).id)
+    view.tell("This is a copy. The original chat is unchanged.")
+
+
+def imported(file: Path, path: str) -> str:
+    """Create a chat in the store ``file`` from the file at ``path``; return its ID. For any thread. Raises StoreError."""
+    from tokamac.app.export.formats import bring
+
+    archive = bring(Path(path).expanduser(), now=time.time())
+    with Store.open(file) as store:
+        return store.adopt(archive).id
+
+
+def exported(view: ChatView) -> tuple[str, str]:
+    """Return the ID of the chat to export, and a sentence on turns that are missing from it, or "". Raises RefusedError."""
+    recording = recording_of(view)
+    if not view.session.turns:
+        raise RefusedError("There is nothing to export yet.")
+    if view.session.engine.replying:
+        raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then export.")
+    missing = recording.lacking()
+    if recording.chat is None:
+        raise RefusedError("Nothing of this chat could be saved, so there is nothing to export.")
+    return recording.chat, missing
+
+
+# Messages -----------------------------------------------------------------------------------------------------------------
+
+
+def regenerate(view: ChatView, _: str) -> None:
+    """Regenerate the last reply."""
+    view.reply(view.session.regenerate)
+
+
+def again(view: ChatView, _: str) -> None:
+    """Regenerate the selected reply."""
+    view.reply(lambda: view.session.regenerate(_selected_key(view)))
+
+
+def continue_(view: ChatView, _: str) -> None:
+    """Continue the selected reply."""
+    view.reply(lambda: view.session.continue_reply(_selected_key(view)))
+
+
+def _selected_key(view: ChatView) -> int | None:
+    node = view.selected()
+    return None if node is None else node.key
+
+
+def edit(view: ChatView, text: str) -> None:
+    """Edit the selected prompt, or the one that the selected reply answers."""
+    node = view.selected()
+    if node is None:
+        raise RefusedError("There is no message to edit yet.")
+    if (prompt := view.session.conversation.prompt_of(node.key)) is None:
+        raise RefusedError("There is no prompt to edit here.")
+    view.begin_edit(prompt.key, Draft(sanitise(prompt.prompt or ""), prompt.attachments), text)
+
+
+def older(view: ChatView, _: str) -> None:
+    """Show the previous version."""
+    _step(view, -1)
+
+
+def newer(view: ChatView, _: str) -> None:
+    """Show the next version."""
+    _step(view, 1)
+
+
+def _step(view: ChatView, by: int) -> None:
+    """Switch to another version of the selected message, or of the last one before it that has several."""
+    node = view.selected()
+    other = None if node is None else view.session.conversation.tree.beside(node.key, by)
+    if other is None:
+        raise RefusedError(one_version(view))
+    view.go(other)
+
+
+def one_version(view: ChatView) -> str:
+    """Return the sentence that there are no other versions."""
+    edits, regenerates = (view.session.keymap.key(action) for action in ("edit", "regenerate"))
+    return f"There is only one version. Editing ({edits}) or regenerating ({regenerates}) adds another."
+
+
+def copy_message(view: ChatView, _: str) -> None:
+    """Copy the selected message as it was written, but for control characters."""
+    node = view.selected()
+    text = "" if node is None else node.prompt or (node.reply.text if node.reply is not None else "")
+    if not text:
+        raise RefusedError("There is no message to copy yet.")
+    view.tell(view.copy(sanitise(text)))
+
+
+def copy_code(view: ChatView, _: str) -> None:
+    """Copy the last code block up to the selected message; again: the one before it."""
+    from tokamac.app.chat.code import code_blocks
+
+    node = view.selected()
+    path = [] if node is None else view.session.conversation.tree.path_to(node.key)
+    blocks = [block for each in path if each.reply is not None for block in code_blocks(each.reply.text)]
+    if node is None or not blocks:
+        raise RefusedError("There is no code block here.")
+    back = view.code_cycle.next(node.key, len(blocks))
+    which = f"Code block {len(blocks) - back + 1} of {len(blocks)}. " if len(blocks) > 1 else ""
+    view.tell(which + view.copy(sanitise(blocks[-back])))
+
+
+# Models and settings ------------------------------------------------------------------------------------------------------
+
+
+def adapter(view: ChatView, written: str) -> None:
+    """Load the model with another adapter, or without one, and keep that for this model; or say which it has."""
+    load = view.session.engine.load
+    if not written:
+        none = "This model has no adapter. /adapter and a folder or a Hugging Face ID adds one."
+        view.say(none if load.adapter is None else sanitise_line(load.adapter))
+        return
+    wanted = given_adapter(written) or None
+    view.chosen.adapter = load.model, wanted
+    view.load(replace(load, adapter=wanted))
+
+
+def pull(view: ChatView, model: str) -> None:
+    """Download a model; it is not loaded."""
+    if not is_id(model):
+        raise RefusedError("Write /pull and a Hugging Face ID, such as org/name.")
+    if must_be_downloaded(model, hub_cache()):
+        view.download(model)
+    else:
+        view.tell(f"{sanitise_line(model)} is already on this disk. /model {sanitise_line(model)} loads it.")
+
+
+def thinking(view: ChatView, text: str) -> None:
+    """Say what the chat template is told in this chat, or change it from the next message on."""
+    session = view.session
+    if not text:
+        view.say(sentences(session.template, session.engine.info))
+        return
+    template = chosen(text, session.template, session.engine.info)
+    apply_choice(view, view.preferences.choose_template(template, own=True))
+    view.tell(f"{sentences(template, None)} This applies to this chat, from the next message on.")
+
+
+COMMANDS: Mapping[str, Command] = {
+    "new_chat": new_chat,
+    "title": title,
+    "delete_chat": delete_chat,
+    "restore_chat": restore_chat,
+    "fork": fork,
+    "regenerate": regenerate,
+    "again": again,
+    "continue": continue_,
+    "edit": edit,
+    "older": older,
+    "newer": newer,
+    "copy_message": copy_message,
+    "copy_code": copy_code,
+    "adapter": adapter,
+    "pull": pull,
+    "thinking": thinking,
+}
+"""By the registry's ids."""

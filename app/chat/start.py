@@ -1,0 +1,124 @@
+"""How every chat starts, on a screen or without one: what the command line asked for, the session, the store of conversations."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokamac.app import keep_awake, settings
+from tokamac.app.keep_awake import KeepAwake
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+
+if TYPE_CHECKING:
+    from tokamac.app.chat.preferences import Preferences
+    from tokamac.app.chat.session import Session
+    from tokamac.app.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What the command line asked for; None takes what the settings say.
+
+    Attributes:
+        prompt_cache: False turns off the reuse of earlier turns.
+        memory: bytes that a model may take.
+        adapter: is added to the model; "" is none, whatever the settings have for it.
+        engine: the command that starts the engine's process, where it is not the usual one.
+        chat: the stored conversation to open, or the beginning of its ID.
+        resume: open the last conversation.
+        read: the settings, where they have been read already.
+        store_path, settings_path, log_path: default to the user's own folders.
+    """
+
+    model: str | None = None
+    sampling: Sampling | None = None
+    template: TemplateOptions | None = None
+    kv: KVSpec | None = None
+    prompt_cache: bool = True
+    memory: int | None = None
+    unchecked: bool = False
+    adapter: str | None = None
+    system: str | None = None
+    engine: Sequence[str] | None = None
+    chat: str | None = None
+    resume: bool = False
+    read: settings.LoadedSettings | None = None
+    store_path: Path | None = None
+    settings_path: Path | None = None
+    log_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStart:
+    """A chat about to start.
+
+    Attributes:
+        command: starts the engine's process, which writes to ``log``.
+        keep_awake: keeps the machine from sleeping while the engine works.
+        warnings: what was wrong with the settings.
+    """
+
+    session: "Session"
+    preferences: "Preferences"
+    command: tuple[str, ...]
+    log: Path
+    keep_awake: KeepAwake
+    warnings: tuple[str, ...]
+
+
+def begin(options: ChatOptions) -> ChatStart:
+    """Return what every chat starts with: its session, and the settings that apply to it."""
+    from tokamac.app.backend.client import CHILD_COMMAND
+    from tokamac.app.backend.protocol import Load
+    from tokamac.app.chat.models import lasting
+    from tokamac.app.chat.preferences import ChatOverrides, Preferences
+    from tokamac.app.chat.session import Session
+
+    path = options.settings_path or settings.default_path()
+    read = options.read or settings.load(path)
+    known = read.settings
+    limit = known.memory_bytes if options.memory is None else options.memory
+    model = lasting(options.model or known.model)
+    adapter = known.adapters.get(model) if options.adapter is None else options.adapter or None
+    load = Load(model, options.kv or known.kv, options.prompt_cache, limit, options.unchecked, adapter)
+    preferences = Preferences(
+        known, path, ChatOverrides(options.sampling, options.system, options.template), read.warnings
+    )
+    session = Session(load, preferences.sampling, preferences.system, time.monotonic)
+    session.template = preferences.template
+    session.idle.after_min, session.keymap = known.unload_after_min, preferences.keymap
+    command = tuple(options.engine or CHILD_COMMAND)
+    awake = KeepAwake(keep_awake.program(), lambda: preferences.settings.keep_awake)
+    return ChatStart(session, preferences, command, options.log_path or _default_log(), awake, tuple(read.warnings))
+
+
+def found(options: ChatOptions) -> ChatOptions:
+    """Return ``options`` with the whole ID of the chat to open, before a screen opens. Raises StoreError."""
+    if options.chat is None:
+        return options
+    store, chosen = open_store(options)
+    store.close()
+    return replace(options, chat=chosen)
+
+
+def open_store(options: ChatOptions) -> "tuple[Store, str | None]":
+    """Return the store of conversations, and the ID of the one to open; None: a new one. Raises StoreError."""
+    from tokamac.app.store.store import Store
+    from tokamac.app.store.values import StoreError
+
+    store = Store.open(options.store_path)
+    try:
+        chosen = store.chat(options.chat) if options.chat is not None else store.latest() if options.resume else None
+        if chosen is not None and chosen.deleted_at is not None:
+            raise StoreError(f"Chat {chosen.id} was deleted", "`tokamac chats` lists the others.")
+    except BaseException:
+        store.close()
+        raise
+    return store, None if chosen is None else chosen.id
+
+
+def _default_log() -> Path:
+    from platformdirs import user_log_path
+
+    return user_log_path("tokamac") / "engine.log"

@@ -1,0 +1,25 @@
+"""The registry's keys as Textual binds them."""
+
+from textual.binding import Binding, BindingType
+
+from tokamac.app.chat.actions import ACTIONS, Scope
+
+
+def bindings(scope: Scope = "chat") -> list[BindingType]:
+    """Return the key bindings of the chat screen, or those that work while a message is selected.
+
+    The screen's have priority, so that they work while the prompt has the focus; Esc, too, must reach a running reply at once.
+    """
+    return [
+        Binding(
+            action.bound_keys,
+            f"screen.do('{action.id}')",
+            action.label,
+            id=action.id,
+            priority=scope == "chat",
+            show=False,
+            tooltip=action.help,
+        )
+        for action in ACTIONS
+        if action.bound and action.scope == scope
+    ]
