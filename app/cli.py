@@ -175,16 +175,11 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
     if isinstance(error, TokamacError):
         message, hint = error.message, error.hint
     elif isinstance(error, OSError) and error.strerror:
-        message, hint = (
-            f"{error.filename or 'output'}: {error.strerror}",
-            access_hint(error, "Check the path, its permissions and the disk."),
-        )
+        message = f"{error.filename or 'output'}: {error.strerror}"
+        hint = access_hint(error, "Check the path, its permissions and the disk.")
     else:
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        message, hint = (
-            f"this should not happen: {reason}",
-            "Set TOKAMAC_DEBUG=1 for the traceback, and please report it.",
-        )
+        message = f"this should not happen: {type(error).__name__}: {error}".removesuffix(": ")
+        hint = "Set TOKAMAC_DEBUG=1 for the traceback, and please report it."
     note(f"tokamac: {TokamacError(message, hint).one_line()}")
     if json_wanted:
         try:
@@ -216,9 +211,7 @@ def _flush(status: int) -> int:
             with suppress(OSError, ValueError):  # not a file of the system: then nothing will complain
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if status == 0 and stream is sys.stdout and not isinstance(error, BrokenPipeError):
-                status = _failed(
-                    error, json_wanted=False
-                )  # the help of a command: argparse leaves before it is written
+                status = _failed(error, json_wanted=False)  # help: argparse leaves before it is written
             elif status == 0:
                 status = PIPE_CLOSED if isinstance(error, BrokenPipeError) else 1
     return status

@@ -159,22 +159,14 @@ TEMPLATE_FLAGS = {
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``-m MODEL``."""
-    parser.add_argument(
-        "-m",
-        "--model",
-        metavar="MODEL",
-        help="a folder, a Hugging Face id, or guide (the one picked last, at first guide)",
-    )
+    named = "a folder, a Hugging Face id, or guide (the one picked last, at first guide)"
+    parser.add_argument("-m", "--model", metavar="MODEL", help=named)
 
 
 def add_memory_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--memory``."""
-    parser.add_argument(
-        "--memory",
-        type=gigabytes,
-        metavar="GB",
-        help="what the model may take, in place of the system's limit, also beyond it (memory_gb of the settings)",
-    )
+    limit = "what the model may take, in place of the system's limit, also beyond it (memory_gb of the settings)"
+    parser.add_argument("--memory", type=gigabytes, metavar="GB", help=limit)
 
 
 def memory_limit(options: argparse.Namespace) -> int | None:

@@ -2,13 +2,10 @@
 
 Model text passes a gate on the way to stdout: the full sanitiser on a terminal, and in a pipe, since that may end on one. What it
 replaces is seen (``�``). Into a file it goes as the model wrote it, to the byte, as it does with ``--json``. Zero-width characters
-pass: scripts and emoji need them, and no terminal obeys them. Progress is one line rewritten in place on a terminal, a plain line
-every tenth elsewhere.
+pass: scripts and emoji need them, and no terminal obeys them.
 
 Where stdout can't be written any more, every command ends alike, and says nothing of the file or folder it was at: with status 141,
 in silence, where the reader of a pipe has left, and with status 1 and one line on stderr where the disk under it is full.
-
-Exit statuses that mean more than that a command failed: 0 is done, 1 failed.
 """
 
 import json
@@ -23,6 +20,13 @@ from typing import Any, TextIO
 from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
 from tokamac.app.units import seconds, size
 from tokamac.engine.errors import shortened
+
+WRONG_USAGE = 2
+"""What argparse ends with."""
+INTERRUPTED = 130
+"""128 + SIGINT: what a shell reports of a program that Ctrl-C ended."""
+PIPE_CLOSED = 141
+"""128 + SIGPIPE: what a shell reports of a program that SIGPIPE ended."""
 
 BAR_CELLS = 20
 
@@ -48,6 +52,11 @@ def note(text: str) -> None:
 def json_line(value: Any) -> None:
     """Write one line of JSON to stdout, at once. ASCII, so that model text can hold nothing a terminal obeys."""
     print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def picked(value: object, *names: str) -> dict[str, Any]:
+    """Return these attributes of a value, for JSON; of None, each is None."""
+    return {name: None if value is None else getattr(value, name) for name in names}
 
 
 def dim(text: str) -> str:
@@ -80,7 +89,7 @@ class ModelText:
 
 
 class Progress:
-    """How far long work has come, on stderr. ``plain`` lines are written only where no terminal is, and if wanted."""
+    """How far long work has come, on stderr: a line rewritten in place on a terminal, else a line every tenth if ``plain``."""
 
     def __init__(self, label: str, *, unit: str = "bytes", plain: bool = True) -> None:
         self._label, self._unit, self._plain = label, unit, plain
@@ -123,9 +132,8 @@ class Progress:
             return f"{self._label} {what}"
         filled = BAR_CELLS * done // total
         bar = "█" * filled + "░" * (BAR_CELLS - filled)
-        return (
-            f"{self._label} {bar} {100 * done // total} %  {self._amount(done, total)}{self._left(done, total)}  {what}"
-        )
+        left = self._left(done, total)
+        return f"{self._label} {bar} {100 * done // total} %  {self._amount(done, total)}{left}  {what}"
 
     def _amount(self, done: int, total: int) -> str:
         if self._unit == "bytes":
@@ -153,11 +161,3 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-WRONG_USAGE = 2
-"""What argparse ends with."""
-INTERRUPTED = 130
-"""128 + SIGINT: what a shell reports of a program that Ctrl-C ended."""
-PIPE_CLOSED = 141
-"""128 + SIGPIPE: what a shell reports of a program that SIGPIPE ended."""

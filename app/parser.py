@@ -1,8 +1,6 @@
 """The argument parser of every command: complaints of one line that name what was meant, and help that fits the terminal.
 
-The parser of a command that does one of several things: ``tokamac models pull ID``. Each has help of its own.
-
-A first word that is no command: what was probably meant.
+A command that does one of several things (``tokamac models pull ID``) has help for each of its actions.
 """
 
 import argparse
@@ -39,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"tokamac {command}",
             epilog=f"examples:\n{examples}\n\nmore: tokamac help {TOPICS[command]}",
-            formatter_class=_formatter,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=help_width()),
             allow_abbrev=False,
         )
         self.about = description
@@ -59,18 +57,15 @@ class Parser(argparse.ArgumentParser):
         """Parse; end with exit status 2 at what is not understood."""
         options, unknown = self._parse_known(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+            meant = did_you_mean(flag, [*self._option_string_actions, *self._also])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return options
 
     def _parse_known(
         self, args: Sequence[str] | None, namespace: argparse.Namespace | None
     ) -> tuple[argparse.Namespace, list[str]]:
         return self.parse_known_args(args, namespace)
-
-    def _meant(self, unknown: Iterable[str]) -> str:
-        """Return which flag the first unknown one was probably meant to be; nothing where there is none."""
-        flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
-        return did_you_mean(flag, [*self._option_string_actions, *self._also])
 
     def error(self, message: str) -> NoReturn:
         """End with exit status 2."""
@@ -84,7 +79,12 @@ class Parser(argparse.ArgumentParser):
 
     def describe(self) -> str:
         """Return what the command does, in lines."""
-        return textwrap.fill(self.about, help_width(), break_long_words=False, break_on_hyphens=False)
+        return _filled(self.about)
+
+
+def _filled(text: str, indent: int = 0) -> str:
+    after = " " * indent
+    return textwrap.fill(text, help_width(), subsequent_indent=after, break_long_words=False, break_on_hyphens=False)
 
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
@@ -96,10 +96,6 @@ def did_you_mean(written: str, known: Iterable[str]) -> str:
 def help_width() -> int:
     """Return the columns to write help in: as argparse does, two less than there are."""
     return max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST) - 2)
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, width=help_width())
 
 
 class ActionParser(Parser):
@@ -140,16 +136,7 @@ class ActionParser(Parser):
         if not self._listed:
             return super().describe()
         indent = max(map(len, self._does)) + 4
-        lines = [
-            textwrap.fill(
-                f"  {name.ljust(indent - 4)}  {does}",
-                help_width(),
-                subsequent_indent=" " * indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for name, does in self._does.items()
-        ]
+        lines = [_filled(f"  {name.ljust(indent - 4)}  {does}", indent) for name, does in self._does.items()]
         return "\n".join([super().describe(), "", "actions:", *lines])
 
     def _narrow(self, action: str) -> None:
@@ -194,14 +181,10 @@ ELSEWHERE = {
 
 def no_command(word: str, commands: Iterable[str]) -> str:
     """Return, for one line, that ``word`` is no command, and which was probably meant."""
-    meant = ELSEWHERE.get(word) or (f"tokamac chat {word}" if _is_model(word) else None)
+    meant = ELSEWHERE.get(word) or (f"tokamac chat {word}" if word == GUIDE or "/" in word else None)
     if meant is None and (near := nearest(word, commands)) is not None:
         meant = f"tokamac {near}"
     said = f"there is no command {word!r}"
     if meant is None:
         return f"{said}. See `tokamac --help`; to chat with a model: tokamac chat MODEL"
     return f"{said}; did you mean {meant}? See `tokamac --help`."
-
-
-def _is_model(word: str) -> bool:
-    return word == GUIDE or "/" in word

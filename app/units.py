@@ -1,7 +1,4 @@
-"""Numbers as the screen writes them. None is ``unknown``, never 0.
-
-Where the vertical axis of a roofline begins: for plotext's plots, in the shell and in the chat.
-"""
+"""Numbers as the screen writes them; None is ``unknown``, never 0. And where the logarithmic axis of a plot begins."""
 
 from collections.abc import Iterable
 

@@ -1,14 +1,7 @@
-"""A reply's diagnosis in words, for the chat and for the command line: one line, or one sentence. No rate is computed here.
+"""What was measured, in words: a reply's diagnosis, what was done where memory was short, how close a conversion came.
 
-Of what is unknown nothing is said, and nothing is promised that was not predicted.
-
-The whole of a diagnosis in words: each part of the time, each number with its formula and the numbers put in, each remedy.
-
-For ``ask -vv`` as lines; the chat's Explain screen takes the same pieces apart.
-
-One sentence for what was done where memory was short; the chat and the command line say it alike.
-
-How close a converted model is to its source, in a sentence that a person understands. No figure is computed here.
+The chat and the command line say it alike: in one line, in one sentence, or whole, each number with its formula and the numbers put
+in. No figure is computed here. What is unknown is left out, and nothing is promised that was not predicted.
 """
 
 import re
@@ -22,6 +15,8 @@ from tokamac.engine.metrics import Metrics, Throttle
 from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Unit, Waits
 from tokamac.engine.perf.memory import giving_way
 
+PLACE = re.compile(r"\{(\w+)\}")
+"""Another term's key in a formula."""
 BOUND: dict[Waits, str] = {
     "memory": "bound by memory",
     "compute": "bound by arithmetic",
@@ -81,39 +76,31 @@ def _took(part: TimePart, metrics: Metrics) -> str:
     time = seconds(part.seconds)
     if part.name == "wait":
         return f"{time} went by before the prompt was read"
-    doing = f"reading {_tokens(metrics.prefill_tokens, 'prompt token')}"
+    verb, noun, number = "reading", "prompt token", metrics.prefill_tokens
     if part.name == "decode":
-        doing = f"writing {_tokens(metrics.generated_tokens, 'token')}"
-    return f"{time} {doing} ({part.name}{_how(part)})"
-
-
-def _tokens(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
-
-
-def _how(part: TimePart) -> str:
-    """Return what a phase waited for and how near it came to what is possible, as far as that is known."""
-    said = [] if part.bound is None else [BOUND[part.bound]]
-    if reached := reached_text(part):
-        said.append(reached)
-    return "".join(f", {each}" for each in said[:1]) + "".join(f": {each}" for each in said[1:])
+        verb, noun, number = "writing", "token", metrics.generated_tokens
+    bound = "" if part.bound is None else BOUND[part.bound]
+    how = ": ".join(each for each in (bound, reached_text(part)) if each)
+    tokens = f"{count(number)} {noun}{'' if number == 1 else 's'}"
+    return f"{time} {verb} {tokens} ({part.name}{f', {how}' if how else ''})"
 
 
 def reached_text(part: TimePart) -> str:
     """Return how near a phase came to what the machine allows, and to what is expected there; empty where neither is known."""
-    allowed = "" if part.of_ceiling is None else f"{percent(part.of_ceiling)} of what this machine allows"
-    expected = "" if part.of_expected is None else f"{_only(part)}{percent(part.of_expected)} of what is expected"
-    return " and ".join(each for each in (allowed, expected) if each)
-
-
-def _only(part: TimePart) -> str:
-    few = part.of_expected is not None and part.of_expected < 0.01
-    return "only " if part.behind and not few else ""
+    said = [] if part.of_ceiling is None else [f"{percent(part.of_ceiling)} of what this machine allows"]
+    if part.of_expected is not None:
+        only = "only " if part.behind and part.of_expected >= 0.01 else ""
+        said.append(f"{only}{percent(part.of_expected)} of what is expected")
+    return " and ".join(said)
 
 
 def remedy_text(remedy: Remedy) -> str:
     """Return a change and what it is predicted to bring: ``4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less``."""
-    parts = [_prefill(remedy), _rates(remedy), f"{seconds(remedy.gain_s)} less"]
+    parts = ["", "", f"{seconds(remedy.gain_s)} less"]
+    if remedy.before_s is not None and remedy.after_s is not None:
+        parts[0] = f"prefill from {seconds(remedy.before_s)} to {seconds(remedy.after_s)}"
+    if remedy.before_tps is not None and remedy.after_tps is not None:
+        parts[1] = f"decode from {rate(remedy.before_tps).partition(' ')[0]} to {rate(remedy.after_tps)}"
     match remedy.name:
         case "packed keys and values":
             name = f"{remedy.to}-bit keys and values"
@@ -134,18 +121,6 @@ def remedy_text(remedy: Remedy) -> str:
     return f"{name}: {', '.join(part for part in parts if part)}"
 
 
-def _prefill(remedy: Remedy) -> str:
-    if remedy.before_s is None or remedy.after_s is None:
-        return ""
-    return f"prefill from {seconds(remedy.before_s)} to {seconds(remedy.after_s)}"
-
-
-def _rates(remedy: Remedy) -> str:
-    if remedy.before_tps is None or remedy.after_tps is None:
-        return ""
-    return f"decode from {rate(remedy.before_tps).partition(' ')[0]} to {rate(remedy.after_tps)}"
-
-
 HOW: dict[RemedyName, str] = {
     "packed keys and values": "--kv-bits 8; in the chat /settings",
     "packed weights": "tokamac convert MODEL --bits 4",
@@ -163,11 +138,11 @@ THROTTLED: dict[Throttle, str] = {
 }
 RELIEF: dict[Throttle, RemedyName] = {"thermal": "cool chip", "low power": "full power"}
 """What ends it."""
-
-
-PLACE = re.compile(r"\{(\w+)\}")
-WAITED = "before the prompt was read: its turn, tokenizing, restoring the prompt cache"
-DOING: dict[PartName, str] = {"wait": WAITED, "prefill": "reading the prompt", "decode": "writing the reply"}
+DOING: dict[PartName, str] = {
+    "wait": "before the prompt was read: its turn, tokenizing, restoring the prompt cache",
+    "prefill": "reading the prompt",
+    "decode": "writing the reply",
+}
 
 
 def value_text(value: float | None, unit: Unit) -> str:
@@ -285,32 +260,17 @@ class ModelComparison(Protocol):
 
 def closeness(found: ModelComparison | None, relative_error: float | None) -> str:
     """Return what was found, the plainest first: the same choices, perplexity, KL divergence, the error of the weights."""
-    said = [] if found is None else [_choices(found), _perplexity(found), _divergence(found)]
-    return "; ".join(part for part in (*said, _weights(relative_error)) if part) or UNKNOWN
-
-
-def _choices(found: ModelComparison) -> str:
-    if found.top1 is None:
-        return ""
-    return f"its likeliest next token is the source's at {100 * found.top1:.1f} % of {count(found.positions)} places of a text"
-
-
-def _perplexity(found: ModelComparison) -> str:
-    """Return by how much the text surprises the result more than the source."""
-    if found.perplexity_ratio is None:
-        return ""
-    percent = 100 * (found.perplexity_ratio - 1)
-    if abs(percent) < 0.05:
-        return "perplexity is the same"
-    return f"perplexity is {abs(percent):.1f} % {'higher' if percent > 0 else 'lower'}"
-
-
-def _divergence(found: ModelComparison) -> str:
-    if found.kl is None:
-        return ""
-    spread = "" if found.kl_se is None else f" ± {found.kl_se:.2g}"
-    return f"KL divergence {found.kl:.3g}{spread} nats a token"
-
-
-def _weights(relative_error: float | None) -> str:
-    return "" if relative_error is None else f"relative error of its weights {100 * relative_error:.2g} %"
+    said = []
+    if found is not None and found.top1 is not None:
+        places = f"{100 * found.top1:.1f} % of {count(found.positions)} places of a text"
+        said.append(f"its likeliest next token is the source's at {places}")
+    if found is not None and found.perplexity_ratio is not None:
+        more = 100 * (found.perplexity_ratio - 1)
+        by = f"{abs(more):.1f} % {'higher' if more > 0 else 'lower'}" if abs(more) >= 0.05 else "the same"
+        said.append(f"perplexity is {by}")
+    if found is not None and found.kl is not None:
+        spread = "" if found.kl_se is None else f" ± {found.kl_se:.2g}"
+        said.append(f"KL divergence {found.kl:.3g}{spread} nats a token")
+    if relative_error is not None:
+        said.append(f"relative error of its weights {100 * relative_error:.2g} %")
+    return "; ".join(said) or UNKNOWN

@@ -159,7 +159,7 @@ def load(
 def warm_up(runtime: Runtime, sampling: Sampling) -> None:
     """Read a few tokens, decode two with this resolved ``sampling``, and drop all of it: no cache, figure or seed knows of it.
 
-    What fails here fails again, and is told, when a prompt is sent.
+    What fails here fails again, and is reported, when a prompt is sent.
     """
     longest = runtime.room(0)
     tokens = TOKENS if longest is None else min(TOKENS, longest - STEPS)

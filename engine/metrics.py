@@ -149,7 +149,7 @@ LAUNCHED: frozenset[Cause] = frozenset({"kv growth", "pool cleared"})
 """What the host does while it launches a step. With decode one step ahead, the device may pay for it only in the gap after."""
 
 TIMES, LEAST_MS = 2.0, 1.0
-"""An outlier is longer than so many medians, and than the median by so much."""
+"""An outlier is longer than this multiple of the median, and than the median by this much."""
 
 MOST = 5
 """Outliers reported of a reply: the longest."""
@@ -157,7 +157,7 @@ MOST = 5
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A gap that stands out. token: the one that it came before, counted from 1; causes: none where they are not known."""
+    """A gap that stands out. token: the one that it came before, counted from 1; causes: empty where unknown."""
 
     token: int
     gap_ms: float

@@ -1,6 +1,6 @@
 """What a caller may ask for: frozen, checked when made. No MLX here: the screen and the command line use these too.
 
-Numbers of any library become plain ones. Beside the options stand the bytes of keys and values, so that a plan can be made from a
+Numbers of any library become plain ones. Beside the options are the bytes of keys and values, so that a plan can be made from a
 config alone: affine groups (https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html) take ``bits``
 per value, and a scale and a bias for each ``group_size`` neighbouring values of one head of one token.
 """
@@ -94,7 +94,7 @@ def _texts(given: object, name: str, what: str, example: str, why_not_empty: str
     hint = f"Use texts: {name}=({example!r},)."
     texts = _items(given)
     for text in texts:
-        _require(isinstance(text, str), f"{what} {text!r:.60} is no text", hint)
+        _require(isinstance(text, str), f"{what} {text!r:.60} is not a text", hint)
     _require(all(texts), f"an empty {what} {why_not_empty}", "Leave it out.")
     return texts
 
@@ -112,7 +112,7 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
     pairs = []
     for each in _items(given.items() if isinstance(given, Mapping) else given):
         pair = _items(each)
-        _require(len(pair) == 2, f"logit bias {each!r:.60} is no token id with a bias", hint)
+        _require(len(pair) == 2, f"logit bias {each!r:.60} is not a token id with a bias", hint)
         token, bias = whole(pair[0], "token id"), float(real(pair[1], "logit bias"))
         _require(token >= 0, f"token id {token} of a logit bias is negative", hint)
         _require(-100 <= bias <= 100, f"logit bias {bias:g} of token {token} is out of range", hint)
@@ -165,7 +165,7 @@ class Sampling:
     max_tokens: generated tokens at most; None fills the context.
     stop: texts that end the reply; they are never shown.
     stop_token_ids: tokens that end the reply, beside the model's own; they are not shown either.
-    min_tokens: so many are generated before anything ends the reply but the user and the context: until then the tokens that
+    min_tokens: this many are generated before anything ends the reply but the user and the context: until then the tokens that
     end it can't be drawn, and stop texts are text.
     logit_bias: what is added to the logits of single tokens before all else, {token_id: bias}, -100 to 100; kept as pairs.
     presence_penalty, frequency_penalty: taken from the logit of every token that was generated for this reply already, once, and
@@ -306,7 +306,7 @@ class KVSpec:
             f"Use one of {', '.join(ON_FULL)}.",
         )
         if isinstance(self.keep, str):
-            _require(self.keep == "system", f"keep {self.keep!r:.60} is no number of tokens", "Or use 'system'.")
+            _require(self.keep == "system", f"keep {self.keep!r:.60} is not a number of tokens", "Or use 'system'.")
         else:
             _set(self, "keep", whole(self.keep, "keep"))
             _require(self.keep >= 0, f"keep {self.keep} is negative", "Use 0 or more, or 'system'.")
@@ -377,7 +377,7 @@ class PromptCacheSpec:
         if isinstance(given, str | os.PathLike):
             _set(self, "folder", Path(given))
         elif given is not None:
-            raise OptionError(f"folder {given!r:.60} is no path", "Use a Path, or leave it out.")
+            raise OptionError(f"folder {given!r:.60} is not a path", "Use a Path, or leave it out.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +434,7 @@ def _keywords(given: object) -> tuple[str, ...]:
         named = [_keyword(item) for item in _items(given)]
     for name, _ in named:
         ok = isinstance(name, str) and KEYWORD.fullmatch(name) is not None
-        _require(ok, f"{name!r:.60} is no name of a template option", _KEYWORDS_HINT)
+        _require(ok, f"{name!r:.60} is not a name that a template option can have", _KEYWORDS_HINT)
         _require(name not in GIVEN, f"the conversation itself sets {name}", "Leave it out.")
         twice = sum(each == name for each, _ in named) > 1
         _require(not twice, f"the template option {name} is given twice", "Give it once.")
@@ -451,9 +451,9 @@ def _keyword(text: object) -> tuple[str, str]:
     _require(
         word not in ("True", "False", "None"),
         f"{word} is Python, not JSON",
-        "Write true, false or null; in quotes it is a text.",
+        "Write true, false or null; in quotes it is text.",
     )
-    _require(WORD.fullmatch(word) is not None, f"{value!r:.60} is no JSON value", _KEYWORDS_HINT)
+    _require(WORD.fullmatch(word) is not None, f"{value!r:.60} is not a JSON value", _KEYWORDS_HINT)
     return name.strip(), json.dumps(word)
 
 

@@ -18,8 +18,7 @@ from tokamac.engine.kv.probe import leaves
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.mitigation import Mitigation, offers, prompt_peak, refusal, relieving, steps
 from tokamac.engine.perf.peak_memory import ModelShape, Peak, predict_peak
-from tokamac.engine.prompt_cache.cache import CacheStore
-from tokamac.engine.prompt_cache.memory import CacheLease
+from tokamac.engine.prompt_cache.memory import CacheLease, CacheStore
 from tokamac.engine.runtime import Runtime
 
 

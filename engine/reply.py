@@ -16,8 +16,7 @@ from tokamac.engine.perf.diagnosis import Diagnosis, diagnose
 from tokamac.engine.perf.macos import ThrottleWatch
 from tokamac.engine.perf.mitigation import LEAST_CHUNK
 from tokamac.engine.prefill_budget import GrowthBudget, PrefillBudget, make_room
-from tokamac.engine.prompt_cache.cache import CacheStore
-from tokamac.engine.prompt_cache.memory import CacheLease
+from tokamac.engine.prompt_cache.memory import CacheLease, CacheStore
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler, Score, TokenSets
 from tokamac.engine.text.continuation import PartialReply
@@ -225,7 +224,7 @@ class ReplyTask:
             tokenizer,
             sampling.stop,
             in_thinking=request.in_thinking,
-            begun=request.partial,
+            partial=request.partial,
             unstopped=sampling.min_tokens,
         )
         came_from = TokenSources(tokenizer)

@@ -34,8 +34,9 @@ from tokamac.engine.perf.memory import Memory, snapshot
 from tokamac.engine.perf.mitigation import whole_chunks
 from tokamac.engine.perf.timing import LatencyProfiler
 from tokamac.engine.prefill_budget import make_room
-from tokamac.engine.prompt_cache.cache import CacheStore, Check, NoCache, check
+from tokamac.engine.prompt_cache.cache import Check, check
 from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
+from tokamac.engine.prompt_cache.memory import CacheStore
 from tokamac.engine.reply import ReplyTask, Request, check_context
 from tokamac.engine.runtime import MachineSpeed, Runtime
 from tokamac.engine.scoring import (
@@ -397,7 +398,7 @@ class Runner:
         self._store.flush(FLUSH_S)
         self._store.clear()
         self._profiler.end()
-        self._store = NoCache(lambda _: [])  # the other knows the model
+        self._store = CacheStore(lambda _: [])  # the other knows the model
         self._runtime = None  # a closed engine may be kept, its weights may not
         self._on_close.close()
         mx.clear_cache()

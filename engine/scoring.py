@@ -30,7 +30,7 @@ from tokamac.engine.options import KVSpec, Sampling
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.mitigation import gb, override, told_apart
 from tokamac.engine.perf.peak_memory import predict_peak
-from tokamac.engine.prompt_cache.cache import CacheStore
+from tokamac.engine.prompt_cache.memory import CacheStore
 from tokamac.engine.runtime import Runtime
 from tokamac.engine.sampling import Sampler
 
@@ -94,7 +94,7 @@ def score(runtime: Runtime, ids: list[int], chunk: int, *, keep: int | None) -> 
 def check_scored(
     runtime: Runtime, store: CacheStore, tokens: int, chunk: int, vocabulary: int, *, rows: int | None = None
 ) -> None:
-    """Raise ContextError where so many tokens do not fit the context, MemoryLimitError where their rows do not fit memory.
+    """Raise ContextError where ``tokens`` do not fit the context, MemoryLimitError where their rows do not fit memory.
 
     rows: held at once; None is all of them.
     """

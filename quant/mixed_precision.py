@@ -78,6 +78,57 @@ NOTES: Mapping[AlphaBasis, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of everything that could be written.
+
+    of: by module path and packing. fixed: what is never packed. parameters: of the whole model.
+    """
+
+    of: Mapping[str, Mapping[Packing | None, int]]
+    fixed: int
+    parameters: int
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the smallest model there is."""
+        return self.fixed + sum(min(sizes.values()) for sizes in self.of.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to store a tensor: its packing (None: unpacked), the bytes it takes, and its error, in any one unit."""
+
+    packing: Packing | None
+    nbytes: int
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """On the hull of one tensor, from one candidate to the next larger: what it costs, and the error that each byte saves."""
+
+    name: str
+    to: Candidate
+    nbytes: int
+    slope: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """Candidates for the first few tensors: the last one, and those before it."""
+
+    nbytes: int
+    error: float
+    regret: float
+    last: Candidate | None
+    before: "_Partial | None"
+
+
+Chosen = dict[str, Candidate]
+Sized = TypeVar("Sized", Candidate, _Partial)
+
+
 def plan_budget(
     source: Source, options: Options, quantizer: Quantizer, ids: Sequence[int] | None, progress: StageProgress
 ) -> tuple[Choices, tuple[str, ...]]:
@@ -119,7 +170,7 @@ def _rounded(error: float) -> float:
     return float(f"{error:.{DIGITS}g}")
 
 
-def _affordable(source: Source, options: Options, basis: AlphaBasis) -> tuple[Alternatives, "Sizes"]:
+def _affordable(source: Source, options: Options, basis: AlphaBasis) -> tuple[Alternatives, Sizes]:
     for least_bits in (BITS[0],) if basis == "measured" else (CAUTIOUS_BITS, BITS[0]):
         among = alternatives(source, options, least_bits)
         cost = sizes(source, options, among)
@@ -132,7 +183,7 @@ def _affordable(source: Source, options: Options, basis: AlphaBasis) -> tuple[Al
     )
 
 
-def _budget_bytes(options: Options, cost: "Sizes") -> int:
+def _budget_bytes(options: Options, cost: Sizes) -> int:
     """Return the bytes left for what can be packed."""
     assert options.target_bpw is not None
     return int(options.target_bpw * cost.parameters / 8) - cost.fixed
@@ -156,23 +207,6 @@ def _errors(trial: ErrorTrial, among: Alternatives) -> Errors:
         found[path] = {packing: measured.get(packing, 0.0) if packing else 0.0 for packing in packings}
         trial.progress(StageDone("measuring errors", done, len(among)))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of everything that could be written.
-
-    of: by module path and packing. fixed: what is never packed. parameters: of the whole model.
-    """
-
-    of: Mapping[str, Mapping[Packing | None, int]]
-    fixed: int
-    parameters: int
-
-    @property
-    def smallest(self) -> int:
-        """Bytes of the smallest model there is."""
-        return self.fixed + sum(min(sizes.values()) for sizes in self.of.values())
 
 
 def sizes(source: Source, options: Options, among: Alternatives) -> Sizes:
@@ -221,40 +255,6 @@ def _packings(source: Source, options: Options, path: str, module: Any, least_bi
         own = source.packed[path].packing if path in source.packed else None
         if own is not None and options.group_size in (None, own.group_size):
             yield own
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to store a tensor: its packing (None: unpacked), the bytes it takes, and its error, in any one unit."""
-
-    packing: Packing | None
-    nbytes: int
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """On the hull of one tensor, from one candidate to the next larger: what it costs, and the error that each byte saves."""
-
-    name: str
-    to: Candidate
-    nbytes: int
-    slope: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """Candidates for the first few tensors: the last one, and those before it."""
-
-    nbytes: int
-    error: float
-    regret: float
-    last: Candidate | None
-    before: "_Partial | None"
-
-
-Chosen = dict[str, Candidate]
-Sized = TypeVar("Sized", Candidate, _Partial)
 
 
 def spend(candidates: Mapping[str, Sequence[Candidate]], budget_bytes: int) -> Chosen:

@@ -108,7 +108,8 @@ def test_a_prompt_that_it_computed_is_not_computed_again(tmp_path: Path, monkeyp
         return made
 
     monkeypatch.setattr(cache, "identity", identity)
-    monkeypatch.setattr(folder, "_versions", lambda: FACTS["versions"])
+    now = folder.metadata.version
+    monkeypatch.setattr(folder.metadata, "version", lambda name: FACTS["versions"].get(name) or now(name))
     stored = tmp_path / "prompts"
     shutil.copytree(WRITTEN / "prompts", stored)
     tokens = [token for segment in segments(stored) for token in segment.tokens]

@@ -198,7 +198,7 @@ def delete(view: ChatView, chat: StoredChat, *, back: str) -> None:
         view.tell(f"Deleted: {_titled(view, chat)}. {back} restores it.")
     elif view.session.engine.replying:
         raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then delete.")
-    elif recording.lacking():  # after another try
+    elif recording.missing():  # after another try
         raise RefusedError("Part of this chat could not be saved. If you deleted it now, that part would be lost.")
     else:
         unsent = view.begin_new()  # before it is deleted: what is still to be written of a chat would restore it
@@ -247,7 +247,7 @@ def exported(view: ChatView) -> tuple[str, str]:
         raise RefusedError("There is nothing to export yet.")
     if view.session.engine.replying:
         raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then export.")
-    missing = recording.lacking()
+    missing = recording.missing()
     if recording.chat is None:
         raise RefusedError("Nothing of this chat could be saved, so there is nothing to export.")
     return recording.chat, missing

@@ -10,7 +10,7 @@ could not be written is tried again until it is:
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,15 @@ class ReplyRecord:
     thinking_ended_at: int | None = None
 
 
+_RECORDED = tuple(each.name for each in fields(ReplyRecord))
+
+
 def measured(reply: Reply) -> dict[str, Any]:
     """Return what is stored of ``reply`` beside its text, as plain values."""
-    figures = (reply.metrics, reply.outliers, reply.diagnosis)
-    kept = ReplyRecord(reply.ending, reply.thinking_s, *figures, reply.reason, reply.thinking_ended_at)
-    plain = asdict(kept)
-    if not kept.reason:
+    plain = asdict(ReplyRecord(**{name: getattr(reply, name) for name in _RECORDED}))
+    if not reply.reason:
         del plain["reason"]
-    if kept.thinking_ended_at is None:
+    if reply.thinking_ended_at is None:
         del plain["thinking_ended_at"]
     return {**plain, "outliers": [dict(each) for each in plain["outliers"]]}
 
@@ -81,19 +82,9 @@ def _node(message: StoredMessage) -> MessageNode:
 
 
 def _reply(message: StoredMessage) -> Reply:
-    kept = measured_of(message)
-    return Reply(
-        text=message.text,
-        thinking=message.thinking,
-        thinking_s=kept.thinking_s,
-        ending=kept.ending,
-        model=message.model,
-        metrics=kept.metrics,
-        outliers=kept.outliers,
-        diagnosis=kept.diagnosis,
-        reason=kept.reason,
-        thinking_ended_at=kept.thinking_ended_at,
-    )
+    record = measured_of(message)
+    known = {name: getattr(record, name) for name in _RECORDED}
+    return Reply(message.text, message.thinking, model=message.model, **known)
 
 
 def measured_of(message: StoredMessage) -> ReplyRecord:
@@ -166,11 +157,11 @@ class Ledger:
         """Return the ID in the store of a message of the open chat."""
         return self._ids.get(key)
 
-    def held(self, message: int) -> int | None:
+    def key_of(self, message: int) -> int | None:
         """Return the key in the open chat of a message of the store."""
         return next((key for key, stored in self._ids.items() if stored == message), None)
 
-    def lacks(self, turn: Turn) -> bool:
+    def is_missing(self, turn: Turn) -> bool:
         """Whether the turn is not in the store, or not whole."""
         return any(key and (key not in self._ids or key in self._open) for key in (turn.key, turn.reply_key))
 
@@ -357,7 +348,7 @@ class Recording:
 
     def read(self, chat: str) -> tuple[Tree, str]:
         """Return the conversation ``chat``, to be opened, and the draft that was left in it. Raises StoreError."""
-        if chat == self.chat and self.lacking():
+        if chat == self.chat and self.missing():
             raise StoreError("Part of this chat could not be saved", "Reopening it now would lose that part.")
         archive = self.store.archive(chat)
         if archive.chat.deleted_at is not None:
@@ -390,17 +381,17 @@ class Recording:
         """Return the ID in the store of a message of the open chat."""
         return self._ledger.stored(key)
 
-    def held(self, message: int) -> int | None:
+    def key_of(self, message: int) -> int | None:
         """Return the key in the open chat of a message of the store."""
-        return self._ledger.held(message)
+        return self._ledger.key_of(message)
 
-    def lacking(self) -> str:
+    def missing(self) -> str:
         """Try again to save; return a sentence on the turns of this path that are still missing, or ""."""
         if self.unsaved:
             self._save()
         turns = self._session.turns
-        lacking = sum(self._ledger.lacks(turn) for turn in turns)
-        return f"{lacking} of {len(turns)} turns are missing: they could not be saved." if lacking else ""
+        missing = sum(self._ledger.is_missing(turn) for turn in turns)
+        return f"{missing} of {len(turns)} turns are missing: they could not be saved." if missing else ""
 
     def retitle(self, title: str) -> bool:
         """Give the chat the user's title; return whether it is saved. An error of the store is told."""

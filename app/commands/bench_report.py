@@ -17,12 +17,12 @@ from xml.etree import ElementTree
 
 from tokamac.app.commands import peer
 from tokamac.app.commands.bench_runs import MeasuredPoint
-from tokamac.app.output import table
+from tokamac.app.output import picked, table
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.units import UNKNOWN, count, milliseconds, rate, seconds, size
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.files import to_disk
-from tokamac.engine.metrics import share
+from tokamac.engine.metrics import Metrics, share
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine
@@ -71,8 +71,8 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return middle
 
 
-RATES = ("ttft_s", "prefill_tps", "decode_tps")
-"""What is compared with a peer, by the names of both sides' fields."""
+SHOWN: dict[str, Callable[[float | None], str]] = {"ttft_s": seconds, "prefill_tps": rate, "decode_tps": rate}
+"""What is compared with a peer, by the names of both sides' fields, and how each is written."""
 
 
 def to_json(measured: Sequence[MeasuredPoint], peer_version: str | None) -> dict[str, Any]:
@@ -109,33 +109,28 @@ def warnings(measured: Sequence[MeasuredPoint]) -> list[str]:
         f"{each.point.label}: decode was measured above the ceiling: the bandwidth figure must be wrong "
         f"({rate(fastest)} measured, {rate(ceiling)} the ceiling)"
         for each in measured
-        if (fastest := _highest(each)) is not None
+        if (found := spreads(each.runs)["decode_tps"]) is not None
         and (ceiling := each.limits.ceiling_tps) is not None
-        and fastest > ceiling
+        and (fastest := found.high) > ceiling
     ]
 
 
-def decode_spread(each: MeasuredPoint) -> Spread | None:
-    """Return the spread of the decode rates at a point, in tokens a second."""
-    return spread(run.decode_tps for run in each.runs)
-
-
-def _highest(each: MeasuredPoint) -> float | None:
-    found = decode_spread(each)
-    return None if found is None else found.high
+def spreads(runs: Iterable[Metrics] | Iterable[peer.PeerRun]) -> dict[str, Spread | None]:
+    """Return the spread of each of the ``SHOWN`` fields."""
+    every = list(runs)
+    return {name: spread(getattr(run, name) for run in every) for name in SHOWN}
 
 
 def _point_json(each: MeasuredPoint, peer_version: str | None) -> dict[str, Any]:
-    middle = medians([asdict(run) for run in each.runs])
-    spreads = {name: spread(getattr(run, name) for run in each.runs) for name in RATES}
+    runs = [asdict(run) for run in each.runs]
+    middle = medians(runs)
     return {
         "prompt": each.point.tokens if each.point.as_prompt else None,
         "depth": each.point.tokens if each.point.as_depth else None,
-        "runs": [asdict(run) for run in each.runs],
+        "runs": runs,
         "median": middle,
-        "spread": {name: _json(found) for name, found in spreads.items()},
-        "ceiling_tps": each.limits.ceiling_tps,
-        "expected_tps": each.limits.expected_tps,
+        "spread": {name: _json(found) for name, found in spreads(each.runs).items()},
+        **picked(each.limits, "ceiling_tps", "expected_tps"),
         "share_of_ceiling": share(middle["decode_tps"], each.limits.ceiling_tps),
         "share_of_expected": share(middle["decode_tps"], each.limits.expected_tps),
         "peer": None if peer_version is None else _peer_json(each, peer_version),
@@ -145,13 +140,9 @@ def _point_json(each: MeasuredPoint, peer_version: str | None) -> dict[str, Any]
 def _peer_json(each: MeasuredPoint, version: str) -> dict[str, Any]:
     runs = [asdict(run) for run in each.peer_runs]
     middle = medians(runs)
-    return {
-        "name": peer.NAME,
-        "version": version,
-        "median": {name: middle[name] for name in RATES},
-        "ratio": {name: _json(_ratio(each, name)) for name in RATES},
-        "runs": runs,
-    }
+    ratios = {name: _json(_ratio(each, name)) for name in SHOWN}
+    median = {name: middle[name] for name in SHOWN}
+    return {"name": peer.NAME, "version": version, "median": median, "ratio": ratios, "runs": runs}
 
 
 def _json(found: Spread | None) -> dict[str, float] | None:
@@ -167,10 +158,9 @@ def _alone(model: str, each: MeasuredPoint) -> str:
     middle = medians([asdict(run) for run in each.runs])
     decode, gaps = middle["decode_tps"], middle["itl_ms"] or {}
     shown = [f"{name} {milliseconds(gaps.get(name))}" for name in ("p50", "p95", "p99")]
+    ranges = [_with_range(SHOWN[name], found) for name, found in spreads(each.runs).items()]
     rows = [
-        ["TTFT", _with_range(seconds, spread(run.ttft_s for run in each.runs))],
-        ["prefill", _with_range(rate, spread(run.prefill_tps for run in each.runs))],
-        ["decode", _with_range(rate, decode_spread(each))],
+        *map(list, zip(("TTFT", "prefill", "decode"), ranges, strict=True)),
         ["ceiling", _reached(decode, each.limits.ceiling_tps)],
         ["expected", _reached(decode, each.limits.expected_tps)],
         ["gaps", ", ".join(shown)],
@@ -187,39 +177,24 @@ def _reached(decode: float | None, limit: float | None) -> str:
 def _sweep(model: str, measured: Sequence[MeasuredPoint]) -> str:
     head = ["", "TTFT", "prefill", "decode", "min–max", "ceiling", "expected", "of ceiling"]
     new = count(measured[0].runs[0].generated_tokens)
-    rows = [_sweep_row(each) for each in measured]
+    rows = []
+    for each in measured:
+        decode, limits = spreads(each.runs)["decode_tps"], each.limits
+        reached = share(None if decode is None else decode.median, limits.ceiling_tps)
+        apart = UNKNOWN if decode is None else span(rate, decode.low, decode.high)
+        allowed = [rate(limits.ceiling_tps), rate(limits.expected_tps), _percent(reached)]
+        rows.append([each.point.label, *_medians_text(each.runs), apart, *allowed])
     title = f"{sanitise_line(model)}: {new} new tokens each; {_runs(measured[0])}"
     return f"{title}\n\n{table([head, *rows], right=range(1, len(head)))}"
-
-
-def _sweep_row(each: MeasuredPoint) -> list[str]:
-    decode = decode_spread(each)
-    middle = None if decode is None else decode.median
-    return [
-        each.point.label,
-        _median(seconds, (run.ttft_s for run in each.runs)),
-        _median(rate, (run.prefill_tps for run in each.runs)),
-        rate(middle),
-        UNKNOWN if decode is None else span(rate, decode.low, decode.high),
-        rate(each.limits.ceiling_tps),
-        rate(each.limits.expected_tps),
-        _percent(share(middle, each.limits.ceiling_tps)),
-    ]
 
 
 def _beside(measured: Sequence[MeasuredPoint], title: str) -> str:
     """Return the peer's medians, and how many times its figures ours are."""
     head = [title, "TTFT", "prefill", "decode", "TTFT ratio", "prefill ratio", "decode ratio"]
-    rows = [
-        [
-            each.point.label,
-            _median(seconds, (run.ttft_s for run in each.peer_runs)),
-            _median(rate, (run.prefill_tps for run in each.peer_runs)),
-            _median(rate, (run.decode_tps for run in each.peer_runs)),
-            *(_with_range(_ratio_text, _ratio(each, name)) for name in RATES),
-        ]
-        for each in measured
-    ]
+    rows = []
+    for each in measured:
+        ratios = [_with_range(_ratio_text, _ratio(each, name)) for name in SHOWN]
+        rows.append([each.point.label, *_medians_text(each.peer_runs), *ratios])
     told = "ratios are ours ÷ its, of pairs of runs taken in turn on the same prompt"
     return f"{table([head, *rows], right=range(1, len(head)))}\n{told}"
 
@@ -238,9 +213,8 @@ def _with_range(shown: Callable[[float | None], str], found: Spread | None) -> s
     return middle if found.low == found.high else f"{middle} ({span(shown, found.low, found.high)})"
 
 
-def _median(shown: Callable[[float | None], str], values: Iterable[float | None]) -> str:
-    found = spread(values)
-    return shown(None if found is None else found.median)
+def _medians_text(runs: Iterable[Metrics] | Iterable[peer.PeerRun]) -> list[str]:
+    return [SHOWN[name](None if found is None else found.median) for name, found in spreads(runs).items()]
 
 
 def span(shown: Callable[[float | None], str], low: float, high: float) -> str:
@@ -259,6 +233,35 @@ def _percent(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+SAMPLES = 64
+BEYOND = 1.1
+"""How far the limits' curves reach, in times of the deepest point; one point alone is drawn in the middle."""
+
+Curve = Sequence[tuple[float, float]]
+"""(context in tokens, tokens a second)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """Decode rates (tokens a second) around a context of so many tokens."""
+
+    context: int
+    tps: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What is drawn. An empty curve is unknown. ``peer`` is its name and version, None without one."""
+
+    title: str
+    subtitle: str
+    measured: Sequence[Dot]
+    ceiling: Curve
+    expected: Curve
+    peer: str | None = None
+    peer_measured: Sequence[Dot] = ()
 
 
 WIDTH, HEIGHT = 760, 460
@@ -319,7 +322,7 @@ def log_axis(lowest: float, highest: float, begin: float, end: float) -> Axis:
     return Axis(low, high, begin, end, tuple(tick for tick in ticks if low <= tick <= high), log=True)
 
 
-def render(chart: "Chart") -> bytes:
+def render(chart: Chart) -> bytes:
     """Return the picture as a file's bytes."""
     drawing = _Drawing(chart)
     drawing.draw()
@@ -331,7 +334,7 @@ def render(chart: "Chart") -> bytes:
 class _Drawing:
     """Turns a Chart into the elements below ``root``."""
 
-    def __init__(self, chart: "Chart") -> None:
+    def __init__(self, chart: Chart) -> None:
         self._chart = chart
         curves, dots = (*chart.ceiling, *chart.expected), (*chart.measured, *chart.peer_measured)
         contexts = [x for x, _ in curves] + [dot.context for dot in dots]
@@ -354,12 +357,10 @@ class _Drawing:
         self._axes()
         self._curve(chart.ceiling, "ceiling")
         self._curve(chart.expected, "expected")
-        for dot in chart.measured:
-            self._whisker(dot, "measured")
-            self._mark(self._x.at(dot.context), self._y.at(dot.tps.median), "measured")
-        for dot in chart.peer_measured:
-            self._whisker(dot, "peer")
-            self._mark(self._x.at(dot.context), self._y.at(dot.tps.median), "peer")
+        for kind, dots in (("measured", chart.measured), ("peer", chart.peer_measured)):
+            for dot in dots:
+                self._whisker(dot, kind)
+                self._mark(self._x.at(dot.context), self._y.at(dot.tps.median), kind)
 
     def _axes(self) -> None:
         bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
@@ -393,12 +394,12 @@ class _Drawing:
             self._write(x + 32, y, label)
             x += LEGEND_GAP + LETTER * len(label)
 
-    def _curve(self, curve: "Curve", kind: str) -> None:
+    def _curve(self, curve: Curve, kind: str) -> None:
         if curve:
             path = "L".join(f"{self._x.at(x):.1f} {self._y.at(y):.1f}" for x, y in curve)
             self._add("path", f"line {kind}", d=f"M{path}")
 
-    def _whisker(self, dot: "Dot", kind: str) -> None:
+    def _whisker(self, dot: Dot, kind: str) -> None:
         x, low, high = self._x.at(dot.context), self._y.at(dot.tps.low), self._y.at(dot.tps.high)
         self._line(x, low, x, high, kind)
         for y in (low, high):
@@ -434,35 +435,6 @@ def _safe(text: str) -> str:
     safe = sanitise_line(text).encode("utf-8", "replace").decode()
     safe = "".join(char for char in safe if char not in "\ufffe\uffff")
     return safe if len(safe) <= LONGEST_TEXT else f"{safe[: LONGEST_TEXT - 1]}…"
-
-
-SAMPLES = 64
-BEYOND = 1.1
-"""How far the limits' curves reach, in times of the deepest point; one point alone is drawn in the middle."""
-
-Curve = Sequence[tuple[float, float]]
-"""(context in tokens, tokens a second)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dot:
-    """Decode rates (tokens a second) around a context of so many tokens."""
-
-    context: int
-    tps: Spread
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """What is drawn. An empty curve is unknown. ``peer`` is its name and version, None without one."""
-
-    title: str
-    subtitle: str
-    measured: Sequence[Dot]
-    ceiling: Curve
-    expected: Curve
-    peer: str | None = None
-    peer_measured: Sequence[Dot] = ()
 
 
 def check_writable(path: Path) -> None:
@@ -531,6 +503,5 @@ def _contexts(engine: "Engine", measured: Sequence[MeasuredPoint]) -> list[int]:
 
 
 def _unwritable(path: Path, error: OSError) -> TokamacError:
-    return TokamacError(
-        f"--plot: {path} can't be written: {error.strerror}", access_hint(error, "Choose another path.")
-    )
+    hint = access_hint(error, "Choose another path.")
+    return TokamacError(f"--plot: {path} can't be written: {error.strerror}", hint)

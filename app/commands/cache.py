@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from tokamac.app.commands import loading
 from tokamac.app.commands.ask import compose
 from tokamac.app.options import (
-    adapter_of,
     add_adapter_flag,
     add_kv_flags,
     add_memory_flag,
@@ -23,7 +22,6 @@ from tokamac.app.options import (
     any_given,
     default_model,
     kv_spec,
-    memory_limit,
 )
 from tokamac.app.output import INTERRUPTED, Progress, json_line, note, table
 from tokamac.app.parser import ActionParser, Parser
@@ -139,15 +137,10 @@ def _show(*, json_wanted: bool) -> int:
 def _usage(folder: "Folder") -> dict[str, Any]:
     """Return what is stored, as the JSON has it."""
     models = [
-        {
-            "model": usage.label or None,
-            "fingerprint": usage.fingerprint,
-            "files": usage.files,
-            "bytes": usage.bytes,
-            "last_used": usage.used,
-        }
-        for usage in folder.models()
-        if usage.files
+        {"model": each.label or None, "fingerprint": each.fingerprint, "files": each.files, "bytes": each.bytes}
+        | {"last_used": each.used}
+        for each in folder.models()
+        if each.files
     ]
     return {
         "folder": str(folder.root),
@@ -187,7 +180,7 @@ def _clear(*, json_wanted: bool) -> int:
 def _check(options: argparse.Namespace, kv: KVSpec) -> int:
     _folder()  # one that can't be read is no empty one
     name, json_wanted = options.subject or default_model(), options.json
-    checks = _checks(name, kv, memory_limit(options), adapter_of(options, name), json_wanted=json_wanted)
+    checks = _checks(options, name, kv)
     worst = max((_size(check.difference) for check in checks), default=None)
     if json_wanted:
         json_line({"checks": [_json(check) for check in checks], "largest_difference": _finite(worst)})
@@ -205,25 +198,20 @@ def _check(options: argparse.Namespace, kv: KVSpec) -> int:
     return 1
 
 
-def _checks(name: str, kv: KVSpec, memory: int | None, adapter: str | None, *, json_wanted: bool) -> list["Check"]:
+def _checks(options: argparse.Namespace, name: str, kv: KVSpec) -> list["Check"]:
     """Return a check of each stored prefix; for people, each is a line as it comes."""
     checks, bar = [], Progress("computing what is stored again", plain=False)
-    with (
-        loading.load(name, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory, adapter=adapter) as engine,
-        closing(engine.check_cache()) as steps,
-    ):
+    with loading.load_for(options, name, kv, PromptCacheSpec()) as engine, closing(engine.check_cache()) as steps:
         try:
             bar.update(0, None)
             for check in steps:
                 checks.append(check)
-                if not json_wanted:
+                if not options.json:
                     bar.clear()
                     top = "the same likeliest token" if check.top_same else "another likeliest token"
                     rounding = f"up to {check.bound:.2g} is rounding"
-                    print(
-                        f"{count(check.tokens)} tokens: difference {check.difference:.2g} ({rounding}), {top}",
-                        flush=True,
-                    )
+                    found = f"difference {check.difference:.2g} ({rounding}), {top}"
+                    print(f"{count(check.tokens)} tokens: {found}", flush=True)
                     bar.update(0, None)
         finally:
             bar.clear()
@@ -288,16 +276,7 @@ def _export(parser: Parser, options: argparse.Namespace, file: Path, model: str)
         parser.error("there is nothing to compute: give a PROMPT, --system or -f")
     messages = [Message("system", options.system)] if options.system else []
     messages.append(Message("user", prompt))
-    with (
-        loading.load(
-            model,
-            kv=kv,
-            prompt_cache=PromptCacheSpec(),
-            memory=memory_limit(options),
-            adapter=adapter_of(options, model),
-        ) as engine,
-        loading.interrupting(engine.cancel),
-    ):
+    with loading.load_for(options, model, kv, PromptCacheSpec()) as engine, loading.interrupting(engine.cancel):
         return _computed(engine, messages, file, goes_on=options.prompt is None)
 
 
@@ -322,7 +301,5 @@ def _import(options: argparse.Namespace, file: Path, model: str) -> "Exchanged":
     from tokamac.engine.prompt_cache.portable import read_portable
 
     kv = read_portable(file).kv  # before seconds are spent on loading
-    with loading.load(
-        model, kv=kv, prompt_cache=PromptCacheSpec(), memory=memory_limit(options), adapter=adapter_of(options, model)
-    ) as engine:
+    with loading.load_for(options, model, kv, PromptCacheSpec()) as engine:
         return engine.import_prompt(file)

@@ -1,12 +1,9 @@
-"""``tokamac chats``: the conversations that are kept. List and search them, read one, take one out, bring one in, mend.
-
-``tokamac chats search``: the chats whose titles hold some words, and the messages in which they were said, newest first.
-"""
+"""``tokamac chats``: the conversations that are kept. List and search them, read one, take one out, bring one in, mend."""
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,7 @@ from tokamac.app.units import count
 
 if TYPE_CHECKING:
     from tokamac.app.store.store import Questions, Store
-    from tokamac.app.store.values import Archive, Hit, StoredChat
+    from tokamac.app.store.values import Archive, StoredChat
 
 
 TARGETS = {
@@ -165,10 +162,17 @@ def _list(store: "Questions", _: str, options: argparse.Namespace) -> Done:
 
 
 def _search(store: "Questions", words: str, _: argparse.Namespace) -> Done:
-
-    chats, hits = search(store, words)
-    plain = {"chats": [_plain(chat) for chat in chats], "messages": to_json(hits)}
-    return plain, text(chats, hits)
+    chats, hits = store.chats(words, limit=sys.maxsize), store.search(words, limit=sys.maxsize)
+    messages = [
+        {"chat": hit.chat, "title": hit.title, "role": hit.role, "text": hit.snippet, "marks": hit.marks}
+        for hit in hits
+    ]
+    rows = [["id", "when", "where", "text"]]
+    rows += [[chat.id, _day(chat.updated_at), "title", sanitise_line(chat.title)] for chat in chats]
+    rows += [[hit.chat, _day(hit.created_at), hit.role, part(hit)] for hit in hits]
+    places = f"{count(len(rows) - 1)} place{'' if len(rows) == 2 else 's'}"
+    text = f"{table(rows)}\n\n{places}; tokamac chats show ID prints a chat" if len(rows) > 1 else "nothing was found"
+    return {"chats": [_plain(chat) for chat in chats], "messages": messages}, text
 
 
 def _show(store: "Questions", target: str, _: argparse.Namespace) -> Done:
@@ -260,30 +264,6 @@ def _read(archive: "Archive") -> str:
         parts = (f"## {entry.who}", entry.text, *files, f"({entry.ending})" if entry.ending else "")
         said += (part for part in parts if part)
     return "\n\n".join(said)
-
-
-def search(store: "Questions", words: str) -> "tuple[list[StoredChat], list[Hit]]":
-    """Return all that is found. Raises StoreError."""
-    return store.chats(words, limit=sys.maxsize), store.search(words, limit=sys.maxsize)
-
-
-def to_json(hits: "Sequence[Hit]") -> list[dict[str, Any]]:
-    """Return the messages as the JSON has them: ``text`` is a part of each, and ``marks`` where in it the words are."""
-    return [
-        {"chat": hit.chat, "title": hit.title, "role": hit.role, "text": hit.snippet, "marks": hit.marks}
-        for hit in hits
-    ]
-
-
-def text(chats: "Sequence[StoredChat]", hits: "Sequence[Hit]") -> str:
-    """Return a row for each."""
-    if not chats and not hits:
-        return "nothing was found"
-    rows = [["id", "when", "where", "text"]]
-    rows += [[chat.id, _day(chat.updated_at), "title", sanitise_line(chat.title)] for chat in chats]
-    rows += [[hit.chat, _day(hit.created_at), hit.role, part(hit)] for hit in hits]
-    number = len(rows) - 1
-    return f"{table(rows)}\n\n{count(number)} place{'' if number == 1 else 's'}; tokamac chats show ID prints a chat"
 
 
 def _day(seconds: float) -> str:

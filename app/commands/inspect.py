@@ -1,12 +1,7 @@
 """``tokamac inspect``: what a model weighs, what a token costs, and what this machine, or another one, makes of it.
 
-What ``tokamac inspect`` prints for people: a model's parts, what a token costs, what a machine makes of it; what-if tables.
-
-How a speed that is only predicted can be measured, said at the end of why it is.
-
-Flags that name another machine, and the place they come to. Shared by ``inspect`` and ``models suggest``.
-
-Pictures in the terminal, no wider than it: decode rate over context, and the roofline with both phases on it.
+Tables for people, one object for programs, what-if tables, and pictures no wider than the terminal: decode rate over context, and
+the roofline with both phases on it. The flags that name another machine are shared with ``models suggest``.
 """
 
 import argparse
@@ -15,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +24,7 @@ from tokamac.app.options import (
     memory_limit,
     positive,
 )
-from tokamac.app.output import is_terminal, json_line, note, table
+from tokamac.app.output import is_terminal, json_line, note, picked, table
 from tokamac.app.parser import Parser
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
@@ -40,7 +35,6 @@ from tokamac.engine.options import GROUP_SIZES, KVSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tokamac.engine.options import KVSpec
     from tokamac.engine.perf.cost import Form
     from tokamac.engine.perf.footprint import KVRow, KVTable
     from tokamac.engine.perf.hardware import Chip
@@ -55,15 +49,10 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--chip``, ``--gpu-cores`` and ``--memory``."""
     group = parser.add_argument_group("another machine (what is left out is this one)")
     group.add_argument("--chip", metavar="NAME", help='a chip, such as "Apple M4 Max"')
-    group.add_argument(
-        "--gpu-cores", type=positive, metavar="N", help="its GPU cores, which tell bins of one name apart"
-    )
-    group.add_argument(
-        "--memory",
-        type=gigabytes,
-        metavar="GB",
-        help="its memory, as its maker says it; without --chip, what may be used of this machine's",
-    )
+    cores = "its GPU cores, which tell bins of one name apart"
+    group.add_argument("--gpu-cores", type=positive, metavar="N", help=cores)
+    memory = "its memory, as its maker says it; without --chip, what may be used of this machine's"
+    group.add_argument("--memory", type=gigabytes, metavar="GB", help=memory)
 
 
 def place_of(parser: Parser, options: argparse.Namespace) -> "Machine | None":
@@ -96,9 +85,7 @@ def measure_it(model: str, *, here: bool) -> str:
 
 
 CONTEXT = 4096
-
 BITS = (2, 3, 4, 5, 6, 8, 16)
-
 POINTS = 64
 """Contexts that a curve is drawn through."""
 
@@ -121,12 +108,9 @@ def parser() -> Parser:
         "  tokamac inspect ~/models/mine --context 32768 --kv-bits 8,4 --json",
     )
     made.add_argument("model", metavar="MODEL", help="a folder, a Hugging Face id, a name of the catalogue, or guide")
-    made.add_argument(
-        "--context", type=positive, metavar="N", help=f"tokens held while decoding ({CONTEXT}, or --prompt)"
-    )
-    made.add_argument(
-        "--prompt", type=positive, metavar="N", help="tokens to compute for the first one (the whole context)"
-    )
+    held, computed = f"tokens held while decoding ({CONTEXT}, or --prompt)", "tokens to compute for the first one"
+    made.add_argument("--context", type=positive, metavar="N", help=held)
+    made.add_argument("--prompt", type=positive, metavar="N", help=f"{computed} (the whole context)")
     group = made.add_argument_group("weights (what is left out is as they are)")
     group.add_argument("--bits", type=int, choices=BITS, help="as if packed with so many bits; 16 is not packed")
     group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share a scale (64)")
@@ -135,12 +119,10 @@ def parser() -> Parser:
     add_adapter_flag(made)
     shown = made.add_argument_group("what if")
     shown.add_argument("--table", action="store_true", help="also in other precisions, KV bits and contexts")
-    shown.add_argument(
-        "--chips", action="store_true", help="also on every chip of the table; --memory is then that of every Mac in it"
-    )
-    shown.add_argument(
-        "--plot", action="store_true", help="draw decode over context, and the roofline with both phases"
-    )
+    chips = "also on every chip of the table; --memory is then that of every Mac in it"
+    shown.add_argument("--chips", action="store_true", help=chips)
+    plot = "draw decode over context, and the roofline with both phases"
+    shown.add_argument("--plot", action="store_true", help=plot)
     made.add_argument("--json", action="store_true", help="one JSON object")
     return made
 
@@ -149,7 +131,9 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Inspect, and return the exit status."""
     kv = kv_spec(parser, options)
     _check(parser, options)
-    place = _place(parser, options)
+    # With --chips alone, --memory is of the table's machines, and not of this one.
+    of_table = options.chips and options.chip is None
+    place = place_of(parser, argparse.Namespace(**{**vars(options), "memory": None}) if of_table else options)
     case = _case(parser, options, kv)
     from tokamac.engine.perf.memory import LEAST_TO_INSPECT, check_address_space
 
@@ -157,18 +141,19 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     from tokamac.engine.perf.inspection import inspect, model_ref
 
     subject = model_ref(options.model)
-    if given_adapter(options.adapter or ""):
+    if name := given_adapter(options.adapter or ""):
         from tokamac.engine.hub import download
         from tokamac.engine.model.adapters import read_adapter
 
-        name = given_adapter(options.adapter)
         subject = replace(subject, adapter=read_adapter(loading.fetch(name, download.resolve_adapter), name))
     found = inspect(subject, case, place)
+    added = subject.adapter
     if options.json:
-        json_line({**_json(options, subject, found), **_adapter(subject)})
+        also = {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
+        json_line({**_json(options, subject, found), **also})
         return 0
     _print(options, subject, found)
-    if (added := subject.adapter) is not None:
+    if added is not None:
         note(f"note: with the adapter {added.name}, {added.parameters:,} numbers beside the model's own")
     _remarks(found)
     return 0
@@ -183,12 +168,6 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         for name in ("table", "chips", "plot"):
             if getattr(options, name):
                 parser.error(f"--{name} is of the model alone, so it does not go with --adapter")
-
-
-def _place(parser: Parser, options: argparse.Namespace) -> "Machine | None":
-    """Return the machine that is named; None is this one. With --chips alone, --memory is of the table's, and not of this one."""
-    of_table = options.chips and options.chip is None
-    return place_of(parser, argparse.Namespace(**{**vars(options), "memory": None}) if of_table else options)
 
 
 def _case(parser: Parser, options: argparse.Namespace, kv: KVSpec) -> "WhatIfCase":
@@ -214,12 +193,6 @@ def _json(options: argparse.Namespace, subject: "ModelRef", found: "Inspection")
     return everything
 
 
-def _adapter(subject: "ModelRef") -> dict[str, Any]:
-    """Return what is added to the model; nothing where nothing is."""
-    added = subject.adapter
-    return {} if added is None else {"adapter": {"name": added.name, "digest": added.digest}}
-
-
 def _quality(subject: "ModelRef") -> dict[str, Any] | None:
     """Return what was recorded of the model's quality when it was converted; None where nothing can be said."""
     from tokamac.quant.report import read_recorded
@@ -236,21 +209,14 @@ def _row(found: "WhatIfOutcome") -> dict[str, Any]:
         "value_bits": case.kv.value_bits,
         "context": case.context,
         "prompt": case.prompt,
-        "chip": {"name": chip.name, "gpu_cores": chip.gpu_cores},
-        "weight_bytes": found.weight_bytes,
-        "bits_per_weight": found.bits_per_weight,
-        "kv_bytes": found.kv_bytes,
+        "chip": picked(chip, "name", "gpu_cores"),
+        **picked(found, "weight_bytes", "bits_per_weight", "kv_bytes"),
         "memory": None if found.memory is None else asdict(found.memory),
-        "ceiling_tps": found.ceiling_tps,
-        "expected_tps": found.expected_tps,
-        "prefill_tps": found.prefill_tps,
-        "ttft_s": found.ttft_s,
-        "reason": found.reason,
+        **picked(found, "ceiling_tps", "expected_tps", "prefill_tps", "ttft_s", "reason"),
     }
 
 
 def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection") -> None:
-
     as_it_is = subject.folder if found.case.bits is None else None
     print(report(found, quality(as_it_is)))
     planned = found.kv_table
@@ -259,8 +225,7 @@ def _print(options: argparse.Namespace, subject: "ModelRef", found: "Inspection"
     if options.table:
         print(f"\n{cases_report(_table(subject, found), found.form)}")
     if options.chips:
-        of_table = _chips(options, subject, found)
-        print(f"\n{chips_report(of_table, memory=options.memory is not None)}")
+        print(f"\n{chips_report(_chips(options, subject, found), memory=options.memory is not None)}")
     if options.plot:
         _plot(subject, found)
 
@@ -284,10 +249,8 @@ def _remarks(found: "Inspection") -> None:
     if found.place.local and (said := advice()) is not None:
         note(f"note: {said}")
     elif not found.place.local and units_of(found.chip) == "neural":
-        needed = ".".join(map(str, FROM))
-        note(
-            f"note: prefill is that of neural accelerators, which takes macOS {needed} or later and MLX's wheel for it"
-        )
+        needed = f"macOS {'.'.join(map(str, FROM))} or later and MLX's wheel for it"
+        note(f"note: prefill is that of neural accelerators, which takes {needed}")
     if found.kv_reason is not None:
         note(f"note: KV bytes are counted from the config alone, since the caches can't be planned: {found.kv_reason}")
     if found.reason is not None and found.kv_reason is None:
@@ -414,17 +377,17 @@ def _figures(found: "Inspection") -> list[list[str]]:
     memory, prompt, phases = found.memory, found.case.prompt, found.prediction
     decode, prefill = (None, None) if phases is None else (phases.decode, phases.prefill)
     kept = f"{size(found.kv_bytes_per_token)} a token, {size(found.kv_bytes)} at {found.context:,} tokens"
+    chip = found.chip
+    speed = UNKNOWN if chip.bandwidth_gbs is None else f"{bandwidth(chip.bandwidth_gbs)} ({chip.source})"
+    first = f"after {seconds(found.ttft_s)}, for a prompt of {prompt:,} tokens" if found.ttft_s else UNKNOWN
     return [
         ["KV cache", kept],
         ["one decoded token", f"reads {size(found.bytes_per_step)} (weights {FORMS[found.form]})"],
-        ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {_source(found.chip)}"],
+        ["this machine" if found.place.local else "machine", f"{chip_name(found.chip)}, {speed}"],
         ["ceiling", f"{rate(found.ceiling_tps)}: no kernel can be faster"],
         ["expected", f"{rate(found.expected_tps)}{_bound(decode)}"],
         ["prefill", f"{rate(found.prefill_tps)}{_bound(prefill)}"],
-        [
-            "first token",
-            f"after {seconds(found.ttft_s)}, for a prompt of {prompt:,} tokens" if found.ttft_s else UNKNOWN,
-        ],
+        ["first token", first],
         ["memory", f"{size(memory.total)} of {size(memory.budget)}: {_verdict(memory, found.place)}"],
         ["", f"weights {size(memory.weights)}, KV cache {size(memory.kv)}, temporaries {size(memory.working)}"],
     ]
@@ -447,20 +410,13 @@ def _verdict(memory: "MemoryFit", place: "Machine") -> str:
     return f"unknown whether it fits{'' if place.budget_rule is None else f': {place.budget_rule}'}"
 
 
-def _source(chip: "Chip") -> str:
-    return UNKNOWN if chip.bandwidth_gbs is None else f"{bandwidth(chip.bandwidth_gbs)} ({chip.source})"
-
-
 def _case_row(found: "WhatIfOutcome") -> list[str]:
     case, memory = found.case, found.memory
     weights = "as it is" if case.bits is None else f"{case.bits} bits"
     speeds = [rate(found.ceiling_tps), rate(found.expected_tps), seconds(found.ttft_s)]
     taken = size(None if memory is None else memory.total)
-    return [weights, _kv_bits(case.kv), f"{case.context:,}", size(found.weight_bytes), taken, fits(memory), *speeds]
-
-
-def _kv_bits(kv: "KVSpec") -> str:
-    return str(kv.key_bits) if kv.key_bits == kv.value_bits else f"{kv.key_bits},{kv.value_bits}"
+    kv = str(case.kv.key_bits) if case.kv.key_bits == case.kv.value_bits else f"{case.kv.key_bits},{case.kv.value_bits}"
+    return [weights, kv, f"{case.context:,}", size(found.weight_bytes), taken, fits(memory), *speeds]
 
 
 def _kv_row(row: "KVRow") -> list[str]:
@@ -534,7 +490,9 @@ def roofline_plot(predicted: "Prediction", chip: "Chip") -> str | None:
         for (name, phase), colour in zip(phases, ("green", "magenta"), strict=False):
             _mark(plot, name, phase, colour)
         for set_ticks, begin, end in ((plot.xticks, left, right), (plot.yticks, low, peak_tflops)):
-            powers = list(_powers(begin, end))
+            powers = [
+                10.0**exponent for exponent in range(math.ceil(math.log10(begin)), math.floor(math.log10(end)) + 1)
+            ]
             set_ticks(powers, [f"{power:g}" for power in powers])
         # On a logarithmic axis plotext takes limits as exponents.
         plot.ylim(math.log10(low), math.log10(peak_tflops) + LEGEND_SHARE * math.log10(peak_tflops / low))
@@ -561,7 +519,8 @@ def _reached_tflops(phase: "Phase") -> float | None:
 
 def _line(plot: Any, points: Sequence[tuple[float, float]], label: str, colour: str, *, braille: bool) -> None:
     xs, ys = zip(*points, strict=True)
-    marker = "braille" if braille and _draws_braille() else "*" if braille else "."
+    solid = "braille" if "utf" in (sys.stdout.encoding or "").casefold() else "*"
+    marker = solid if braille else "."
     plot.plot(list(xs), list(ys), marker=marker, label=label, **_coloured(colour))
 
 
@@ -585,13 +544,3 @@ def _coloured(colour: str) -> dict[str, str]:
 
 def _colours() -> bool:
     return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
-
-
-def _draws_braille() -> bool:
-    return "utf" in (sys.stdout.encoding or "").casefold()
-
-
-def _powers(low: float, high: float) -> Iterator[float]:
-    """Yield the powers of ten within."""
-    for exponent in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1):
-        yield 10.0**exponent

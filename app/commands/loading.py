@@ -1,5 +1,6 @@
 """Find and load a model for a command that answers on the terminal, with progress on stderr and Ctrl-C at any time."""
 
+import argparse
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.app import settings
+from tokamac.app.options import adapter_of, memory_limit
 from tokamac.app.output import INTERRUPTED, Progress, note
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
@@ -70,6 +72,15 @@ def load(
     if (advice := engine.spec.advice) is not None and settings.is_new(advice):
         note(f"note: {advice}")
     return engine
+
+
+def load_for(
+    options: argparse.Namespace, model: str, kv: KVSpec, prompt_cache: PromptCacheSpec | None = None
+) -> "Engine":
+    """Return the engine for ``model`` as the command's flags have it. Raises TokamacError."""
+    added, unchecked = adapter_of(options, model), getattr(options, "unchecked", False)
+    limit = memory_limit(options)
+    return load(model, kv=kv, prompt_cache=prompt_cache, memory=limit, unchecked=unchecked, adapter=added)
 
 
 def on_disk(model: str) -> Path:

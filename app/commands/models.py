@@ -1,23 +1,18 @@
 """``tokamac models``: what is in the Hugging Face cache; bring a model there, take it away; which ones would run well.
 
-``tokamac models pull`` and ``remove``. With --json the chat's picker reads the lines (app/backend/subprocess.py).
-
-``tokamac models list``: what is on disk, and what this machine would make of it.
-
-``tokamac models suggest``: which models of the catalogue would run well here, or on another machine, best first.
+With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/subprocess.py).
 """
 
 import argparse
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokamac.app.commands import loading
 from tokamac.app.commands.inspect import add_place_flags, chip_name, measure_it, place_of
 from tokamac.app.keep_awake import awake
 from tokamac.app.options import any_given, limit_of_settings, positive
-from tokamac.app.output import Progress, json_line, note, table
+from tokamac.app.output import Progress, json_line, note, picked, table
 from tokamac.app.parser import ActionParser, Parser
 from tokamac.app.sanitise import sanitise_line
 from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size
@@ -30,8 +25,9 @@ if TYPE_CHECKING:
     from tokamac.engine.perf.what_if import Suggestion
 
 CONTEXT = 8192
-
-
+"""Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter."""
+LINES_APART_S = 0.25
+"""Lines of progress: a reader draws each, and needs no more of them."""
 ACTIONS = {
     "list": "how large each is, whether it fits and how fast it should be here",
     "pull": "download a model, or bring it up to date; an interrupted download goes on where it stopped",
@@ -92,10 +88,6 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
         parser.error(f"{action} needs an ID, such as mlx-community/Qwen3-4B-Instruct-2507-4bit")
 
 
-LINES_APART_S = 0.25
-"""Lines of progress: a reader draws each, and needs no more of them."""
-
-
 @awake
 def pull(model: str, *, json: bool) -> int:
     """Bring a model to disk, or up to date, which loading one never does by itself; return the exit status."""
@@ -108,7 +100,8 @@ def pull(model: str, *, json: bool) -> int:
         return 0
     lines = _Lines()
     folder = download.pull(model, progress=lambda at: lines.tell(at.done, at.total))
-    json_line({"event": "pulled", "id": model, "path": str(folder), "bytes": _bytes(folder)})
+    nbytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())  # links into the cache
+    json_line({"event": "pulled", "id": model, "path": str(folder), "bytes": nbytes})
     return 0
 
 
@@ -140,14 +133,6 @@ class _Lines:
             json_line(line)
 
 
-def _bytes(folder: Path) -> int:
-    """Return the bytes of a snapshot's files, which are links into the cache."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
-"""Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter."""
-
-
 def list_(*, json: bool) -> int:
     """Print the models in the Hugging Face cache; return the exit status."""
     from tokamac.engine.hub import download
@@ -157,15 +142,10 @@ def list_(*, json: bool) -> int:
     if json:
         json_line({"context": CONTEXT, "models": [_plain(*each) for each in weighed]})
     elif found:
-        print(
-            table(
-                [["model", "size", "bits", "", "expected", "last used"], *(_row(*each) for each in weighed)],
-                right=(1, 2, 4),
-            )
-        )
-        print(
-            f"\nFit and expected speed are for {count(CONTEXT)} tokens held, or all that a model's own context holds."
-        )
+        head = ["model", "size", "bits", "", "expected", "last used"]
+        print(table([head, *(_row(*each) for each in weighed)], right=(1, 2, 4)))
+        held = f"{count(CONTEXT)} tokens held, or all that a model's own context holds"
+        print(f"\nFit and expected speed are for {held}.")
     else:
         print("no models on disk; get one with: tokamac models pull ID")
     return 0
@@ -207,11 +187,10 @@ def _plain(model: "ModelOnDisk", found: "Prospect | None") -> dict[str, Any]:
         "bytes": model.nbytes,
         "whole": model.whole,
         "last_used_s": model.last_used_s,
-        "bits_per_weight": None if outcome is None else outcome.bits_per_weight,
+        **picked(outcome, "bits_per_weight"),
         "memory_bytes": None if memory is None else memory.total,
-        "fits": None if memory is None else memory.fits,
-        "ceiling_tps": None if outcome is None else outcome.ceiling_tps,
-        "expected_tps": None if outcome is None else outcome.expected_tps,
+        **picked(memory, "fits"),
+        **picked(outcome, "ceiling_tps", "expected_tps"),
         "verdict": None if found is None else found.verdict,
         "reason": "not whole on this disk" if found is None else found.reason,
     }
@@ -292,15 +271,9 @@ def _suggested_plain(each: "Suggestion") -> dict[str, Any]:
     return {
         "id": each.id,
         "model": each.name,
-        "download_bytes": each.download_bytes,
-        "parameters": each.parameters,
-        "active_parameters": each.active_parameters,
+        **picked(each, "download_bytes", "parameters", "active_parameters"),
         "weight_bytes": outcome.weight_bytes,
         "memory": None if outcome.memory is None else asdict(outcome.memory),
-        "ceiling_tps": outcome.ceiling_tps,
-        "expected_tps": outcome.expected_tps,
-        "prefill_tps": outcome.prefill_tps,
-        "ttft_s": outcome.ttft_s,
-        "verdict": each.verdict,
-        "reason": each.reason,
+        **picked(outcome, "ceiling_tps", "expected_tps", "prefill_tps", "ttft_s"),
+        **picked(each, "verdict", "reason"),
     }

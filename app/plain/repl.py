@@ -54,29 +54,6 @@ from tokamac.app.plain.processes import Rarely
 from tokamac.app.store.values import StoredChat, StoreError
 from tokamac.app.verdict import brief
 
-
-class Titling:
-    """allowed: whether the chat may have a title, as it was when the wait began."""
-
-    def __init__(self) -> None:
-        self.allowed = False
-        self._title = ""
-
-    def look(self, recording: Recording | None) -> None:
-        """Look whether the chat may have a title by the model."""
-        self.allowed = recording is not None and recording.may_be_entitled()
-
-    def heard(self, title: str) -> None:
-        """The model gave this title."""
-        self._title = title
-
-    def keep(self, recording: Recording | None) -> None:
-        """Write the title that was heard, if there is one."""
-        title, self._title = self._title, ""
-        if title and recording is not None:
-            recording.entitled(title)
-
-
 TICK_S = 1.0
 
 
@@ -100,7 +77,8 @@ class Driver:
         self._life = 0
         self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Interrupt] = queue.SimpleQueue()
         self._rarely = Rarely()
-        self._titling = Titling()
+        self._may_title = False  # as it was when the wait began
+        self._title = ""  # by the model, while a line was awaited
 
     @unbroken()
     def perform(self, steps: Sequence[Step]) -> None:
@@ -135,7 +113,7 @@ class Driver:
             case Opened():
                 self._record(lambda recording: recording.left())
             case Titled(title):
-                self._titling.heard(title)
+                self._title = title
             case DraftReturned(text, attachments):
                 self._give_back(Draft(text, attachments))
             case Notice(text, severity):
@@ -193,11 +171,13 @@ class Driver:
         """Take what the engine has said by now, and see what may be done while a line is waited for."""
         self._catch_up()
         self.after_wait()
-        self._titling.look(self.recording)
+        self._may_title = self.recording is not None and self.recording.may_be_entitled()
 
     def after_wait(self) -> None:
         """Keep what came of that."""
-        self._titling.keep(self.recording)
+        title, self._title = self._title, ""
+        if title and self.recording is not None:
+            self.recording.entitled(title)
 
     def _catch_up(self) -> None:
         while not self._events.empty():
@@ -215,7 +195,7 @@ class Driver:
         if steps := self.session.unload_if_idle():
             self.perform(steps)
             self._console.note("The model was idle and is unloaded now. It reloads when you send a prompt.")
-        elif self._titling.allowed:
+        elif self._may_title:
             self.perform(self.session.request_title())
 
     def another(self, on_event: Callable[[BackendEvent], object]) -> EngineProcess:

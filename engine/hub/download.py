@@ -262,7 +262,7 @@ def _disk(error: OSError, repo: Repo) -> DownloadError:
 
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Keep the client's log lines and warnings off the screen: what matters of them is said in our errors."""
+    """Keep the client's log lines and warnings off the screen: our errors say what matters of them."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +49,15 @@ _ours: set[Any] = set()
 _forced: ContextVar[AttentionDevice | None] = ContextVar("forced", default=None)
 """One for each thread: other engines' calls stay as they are."""
 _NUMBERS: dict[mx.Dtype, Number] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
+
+
+class Scoring(NamedTuple):
+    """How keys are weighed. sinks: one logit per query head that takes weight and gives nothing. softcap: bounds the scores."""
+
+    scale: float
+    mask: Mask
+    sinks: mx.array | None = None
+    softcap: float | None = None
 
 
 class AttendingCache(ABC):
@@ -164,20 +173,12 @@ def forcing_fused(device: AttentionDevice | None) -> Iterator[None]:
         _forced.reset(before)
 
 
-def fused(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    packed: bool = False,
-) -> mx.array:
-    """Attend by MLX's own attention, which is fused or not; on a plain CPU by NumPy.
+def fused(queries: mx.array, keys: mx.array, values: mx.array, by: Scoring, *, packed: bool = False) -> mx.array:
+    """Attend by MLX's own attention, which is fused or not, without a soft cap; on a plain CPU by NumPy.
 
     queries (B, H·R, N, D), keys, values (B, H, T, ·) → (B, H·R, N, ·). packed: whether keys or values are decoded from fewer bits.
     """
+    scale, mask, sinks, _ = by
     if prefers_numpy(queries, keys, packed=packed):
         return attend_in_numpy(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     device = _forced.get()
@@ -211,23 +212,13 @@ def _has_kernel(  # noqa: PLR0917
     return has_fused_kernel(call, device)
 
 
-def stepwise(
-    queries: mx.array,
-    keys: Encoded,
-    values: Encoded,
-    codecs: tuple[Codec, Codec],
-    *,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-    softcap: float | None,
-) -> mx.array:
+def stepwise(queries: mx.array, keys: Encoded, values: Encoded, codecs: tuple[Codec, Codec], by: Scoring) -> mx.array:
     """Attend by two products with encoded keys and values: for packed data, and for soft caps.
 
     queries (B, H·R, N, D) → (B, H·R, N, E). Queries that share a key head are stacked, (B, H, R·N, D), so that head's keys are read
-    once. sinks: one logit per query head that takes weight and gives nothing (gpt-oss): the softmax over [scores, sink] is that
-    over the scores, times sigmoid(logsumexp(scores) − sink).
+    once. With sinks (gpt-oss), the softmax over [scores, sink] is that over the scores, times sigmoid(logsumexp(scores) − sink).
     """
+    scale, mask, sinks, softcap = by
     batch, query_heads, count, dim = queries.shape
     heads, (key_codec, value_codec) = keys[0].shape[1], codecs
     scores = key_codec.dot((queries * scale).reshape(batch, heads, -1, dim), keys)

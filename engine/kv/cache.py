@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from tokamac.engine.device import device_kind
-from tokamac.engine.kv.attention import AttendingCache, fused, stepwise
+from tokamac.engine.kv.attention import AttendingCache, Scoring, fused, stepwise
 from tokamac.engine.kv.codec import Codec, Encoded, Plain
 from tokamac.engine.kv.compressed import CompressedCache
 from tokamac.engine.kv.layout import STEP, Layout, Mask, Ring, ShiftedSpan, Slots
@@ -33,7 +33,7 @@ of 4,096 slots, 4 bits 7.8 ms against 8.5."""
 
 
 def multiplies_packed(tokens: int) -> bool:
-    """Whether a call of so many tokens multiplies packed keys and values rather than decode them for the fused kernel.
+    """Whether a call of this many tokens multiplies packed keys and values rather than decode them for the fused kernel.
 
     Measured on a 2-core x86 CPU (MLX 0.32.4, float32, 8 heads on 4, D 64; in ms, packed / decoded): at depth 512 and 4,096 with
     8 bits 1 token 0.5 / 1.2 and 2.5 / 5.3; with 4 bits 0.5 / 1.3 and 2.8 / 9.2; 8 tokens at 4,096 20 / 23 and 21 / 23; 32 tokens
@@ -150,22 +150,19 @@ class Cache(AttendingCache):
         self.seam_calls += 1
         if self._own_mask or (self.layout.window is not None and not isinstance(mask, mx.array)):
             mask = self.layout.mask(self._offset - self._last, self._last)
+        by = Scoring(scale, mask, sinks, softcap)
         if self._in_slots:
             used, codecs = self.layout.used(self._offset), (self.key_codec, self.value_codec)
-            packed = self._keys.read(used), self._values.read(used)
-            return stepwise(queries, *packed, codecs, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+            return stepwise(queries, self._keys.read(used), self._values.read(used), codecs, by)
         if not self._parts:
-            return self._attend_decoded(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+            return self._attend_decoded(queries, keys, values, by)
         assert isinstance(mask, mx.array)  # something has left the window
         out = [
             self._attend_decoded(
                 queries[:, :, part.begin : part.stop],
                 self._with_pinned(keys, part.shift),
                 values,
-                scale=scale,
-                mask=mask[..., part.begin : part.stop, :],
-                sinks=sinks,
-                softcap=softcap,
+                by._replace(mask=mask[..., part.begin : part.stop, :]),
             )
             for part in self._parts
         ]
@@ -225,15 +222,15 @@ class Cache(AttendingCache):
         """All arrays of the slots, keys first: (B, H, slots, …) each; () while empty."""
         return (*self._keys.arrays, *self._values.arrays)
 
-    def append(self, arrays: Encoded, room: int = 0) -> None:
-        """Append encoded tokens, in the form of ``arrays``; ``room``: tokens that will be held soon. For layouts that grow."""
+    def append(self, arrays: Encoded, reserve: int = 0) -> None:
+        """Append encoded tokens, in the form of ``arrays``; ``reserve``: tokens that will be held soon. For layouts that grow."""
         if not arrays:
             return
         width = self.key_codec.width
         start, count = self._offset, arrays[0].shape[2]
         spans, used = self.layout.spans(start, count), self.layout.used(start + count)
-        self._keys.write(arrays[:width], spans, used, room)
-        self._values.write(arrays[width:], spans, used, room)
+        self._keys.write(arrays[:width], spans, used, reserve)
+        self._values.write(arrays[width:], spans, used, reserve)
         self._offset = start + count
         self._high = max(self._high, self._offset)
 
@@ -262,29 +259,17 @@ class Cache(AttendingCache):
         """Whether nothing was ever written (mlx-lm's name)."""
         return not self._keys.arrays
 
-    def _attend_decoded(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        softcap: float | None,
-    ) -> mx.array:
+    def _attend_decoded(self, queries: mx.array, keys: mx.array, values: mx.array, by: Scoring) -> mx.array:
         """Attend to decoded keys and values, which may still be as the codecs rotated them."""
         stay_rotated = self._rotated and queries.shape[1] * queries.shape[2] < keys.shape[1] * keys.shape[2]
         if stay_rotated:
             queries = self.key_codec.rotate(queries)
         elif self._rotated:
             keys, values = self.key_codec.rotate(keys), self.value_codec.rotate(values)
-        if softcap is None:
-            packed = self.key_codec.packed or self.value_codec.packed
-            out = fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks, packed=packed)
+        if by.softcap is None:
+            out = fused(queries, keys, values, by, packed=self.key_codec.packed or self.value_codec.packed)
         else:
-            codecs = Plain(), Plain()
-            out = stepwise(queries, (keys,), (values,), codecs, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+            out = stepwise(queries, (keys,), (values,), (Plain(), Plain()), by)
         return self.value_codec.rotate(out) if stay_rotated else out
 
     def _move_pinned(self, start: int, *, after: bool) -> list[ShiftedSpan]:

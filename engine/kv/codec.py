@@ -23,7 +23,7 @@ Encoded = tuple[mx.array, ...]
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 ROTATED_KEY_BITS = 4
-"""Keys of so many bits or fewer are rotated unless the caller says otherwise."""
+"""Keys of this many bits or fewer are rotated unless the caller says otherwise."""
 LEAST_BLOCK = 16
 """A Hadamard block of fewer channels spreads an outlier over too few others to be of use."""
 

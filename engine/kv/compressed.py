@@ -92,7 +92,7 @@ class CompressedCache:
         return None if entries is None or not count else entries[:, :count]
 
     def advance(self, tokens: int) -> None:
-        """Move on by so many tokens, which all were added."""
+        """Move on by ``tokens``, all of which were added."""
         self.offset += tokens
 
     @property

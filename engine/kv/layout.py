@@ -255,13 +255,13 @@ class Slots:
         """Number of slots."""
         return self.arrays[0].shape[2] if self.arrays else 0
 
-    def write(self, encoded: Encoded, spans: list[Span], used: int, room: int = 0) -> None:
-        """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use, and ``room`` soon.
+    def write(self, encoded: Encoded, spans: list[Span], used: int, reserve: int = 0) -> None:
+        """Copy tokens of ``encoded`` to their slots, of which ``used`` will then be in use, and ``reserve`` soon.
 
         In place where nobody else holds the arrays: nothing else is copied, however much is held.
         """
         if used > self.capacity:
-            self._grow(encoded, max(used, room))
+            self._grow(encoded, max(used, reserve))
         count = encoded[0].shape[2]
         for token, slot, length in spans:
             for array, new in zip(self.arrays, encoded, strict=True):

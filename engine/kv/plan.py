@@ -299,9 +299,8 @@ def _leaf(  # noqa: PLR0917
     if isinstance(cache, ArraysCache):
         return Leaf(path, "state", "its recurrent state stays as the model made it", fixed_bytes=int(cache.nbytes))
     if isinstance(cache, CompressedCache):
-        note = (
-            trouble or "it holds keys and values as one, compressed by the model itself, and stays as the model made it"
-        )
+        own = "it holds keys and values as one, compressed by the model itself, and stays as the model made it"
+        note = trouble or own
         if not cache.ratio:
             return Leaf(path, "window", note, slides=True, window=cache.window, fixed_bytes=cache.fixed_bytes)
         return Leaf(path, "compressed", note, bytes_per_token=cache.bytes_per_token, fixed_bytes=cache.fixed_bytes)
@@ -345,7 +344,7 @@ def _refuse(found: list[Leaf], spec: KVSpec, unbounded: str) -> None:
     grow = any(leaf.bytes_per_token > 0 and leaf.window is None and not leaf.ours for leaf in found)
     if spec.window is not None and (unbounded or grow or not ours):
         why = unbounded or reasons
-        raise OptionError(f"this model's cache can't be bounded by a window: {why}", "Give no window (--kv-window).")
+        raise OptionError(f"this model's cache can't have a window: {why}", "Leave out the window (--kv-window).")
 
 
 def _refuse_group(layers: tuple[LayerPlan, ...], spec: KVSpec) -> None:
@@ -355,7 +354,7 @@ def _refuse_group(layers: tuple[LayerPlan, ...], spec: KVSpec) -> None:
         return
     best = max(found)
     raise OptionError(
-        f"KV groups of {spec.group_size} can't be had: this model's head dimension is no multiple of it",
+        f"this model can't use KV groups of {spec.group_size}: its head dimension is not a multiple of it",
         f"Use groups of {best} (--kv-group-size {best}).",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv.attention import AttendingCache, fused, install_seam, recording
+from tokamac.engine.kv.attention import AttendingCache, Scoring, fused, install_seam, recording
 from tokamac.engine.kv.layout import Mask
 
 Path = tuple[int, ...]
@@ -100,7 +100,7 @@ class WatchingCache(AttendingCache):
         softcap: float | None = None,  # noqa: ARG002
     ) -> mx.array:
         """Attend as mlx-lm would: only the shape matters here."""
-        return fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return fused(queries, keys, values, Scoring(scale, mask, sinks))
 
     def note(self, keys: mx.array, values: mx.array, cache: Any) -> None:
         """Note an attention call anywhere in the model."""

@@ -9,8 +9,8 @@ the second, and keys that are changed after their rotation are not what it retur
 A ring's pinned keys move along with the window. At absolute positions they would be further from the query with every token,
 beyond what the model was trained for, however short the window. StreamingLLM (https://arxiv.org/abs/2309.17453) numbers positions
 inside the cache instead. Attention depends on differences of positions alone, so moving the pinned keys is enough; where to is
-``Ring.shift``. The keys are kept as the model made them, in its own type, beside the slots: what lies in the slots is rotated from
-them and encoded once, wherever it moves. That takes the bytes of a plain key for each pinned token.
+``Ring.shift``. The keys are kept as the model made them, in its own type, beside the slots: the slots hold what is rotated from
+them and encoded once, wherever they move. That takes the bytes of a plain key for each pinned token.
 """
 
 from collections.abc import Callable

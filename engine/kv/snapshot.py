@@ -77,15 +77,15 @@ def cut_off(caches: list[Any], bounds: Sequence[int]) -> list[KVSlice]:
     return [tuple(column[number] for column in columns) for number in range(len(bounds) - 1)]
 
 
-def extend(caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None = None, *, room: int = 0) -> None:
-    """Append the tokens start…stop of a slice to all caches that grow. room: tokens that they will soon hold.
+def extend(caches: list[Any], piece: KVSlice, start: int = 0, stop: int | None = None, *, reserve: int = 0) -> None:
+    """Append the tokens start…stop of a slice to all caches that grow. reserve: tokens that they will soon hold.
 
     Raises ValueError where the slice has another number of caches.
     """
     for cache, whole in zip(_growing(caches), piece, strict=True):
         arrays = whole if (start, stop) == (0, None) else tuple(array[..., start:stop, :] for array in whole)
         if isinstance(cache, Cache):
-            cache.append(arrays, room)
+            cache.append(arrays, reserve)
         elif arrays:
             cache.update_and_fetch(*arrays)
         mx.eval(cache.state)  # one cache at a time, so that the slices of the others may be freed

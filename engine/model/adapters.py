@@ -27,6 +27,7 @@ from tokamac.engine.errors import (
 )
 from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
 from tokamac.engine.model.safetensors import read_header
+from tokamac.engine.perf.cost import FLOATS
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -36,8 +37,6 @@ CONFIG = "adapter_config.json"
 MLX_WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
 PICKLED = ("adapter_model.bin", "adapters.npz")
 READ_BYTES = 8 << 20
-
-FLOATS = ("F64", "F32", "F16", "BF16")
 
 _PEFT_NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<path>.+?)\."

@@ -50,42 +50,6 @@ SIZES: dict[str, tuple[int, int]] = {
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "hybrid_override_pattern")
 """Keys that say something of each layer, and by their length how many there are."""
 
-
-def check_values(config: Config) -> None:
-    """Raise ModelDamagedError for a config with a value that no model has."""
-    for problem in _problems(config):
-        raise ModelDamagedError(f"config.json sets {problem}", "The file is damaged: download the model again.")
-
-
-def _problems(config: Config) -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            if not OTHER_PARTS.match(key):
-                yield from (f"{key}.{problem}" for problem in _problems(value))
-            continue
-        for each in value if isinstance(value, list) else (value,):
-            if (problem := _problem(key, each)) is not None:
-                yield problem
-        if key in PER_LAYER and isinstance(value, list | str) and len(value) > LAYERS:
-            yield f"{key} for {len(value):,} layers, and no model has more than {LAYERS:,}"
-
-
-def _problem(key: str, value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"{key} to {value!r:.40}, which is no number" if key in SIZES and isinstance(value, str) else None
-    if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT32 and not MAY_BE_INFINITE.search(key):
-        return f"{key} to {value}, which is no finite number"
-    if isinstance(value, float) and math.isnan(value):
-        return f"{key} to {value}, which is no number"
-    if (NEVER_NEGATIVE.search(key) and value < 0) or (ALWAYS_POSITIVE.search(key) and value <= 0):
-        return f"{key} to {value}, which is too small"
-    least, most = SIZES.get(key, (None, None))
-    if least is not None and most is not None and not least <= value <= most:
-        shown = f"{value:,}" if abs(value) < 10**15 else f"{value:.1e}" if abs(value) < 10**300 else "a huge number"
-        return f"{key} to {shown}, which is {f'less than {least}' if value < least else f'more than {most:,}'}"
-    return None
-
-
 ABSENT: dict[str, dict[str, Any]] = {
     # What a key means that a config does not have: transformers' default, where mlx-lm's class would take something else.
     # A checkpoint is made to be read by transformers, or by code that came with it. A test compares both libraries.
@@ -192,6 +156,11 @@ OTHER_TASKS = re.compile(
     r"For(?!CausalLM|ConditionalGeneration)\w*(Classification|Answering|MaskedLM|Choice|Detection|Segmentation)$"
 )
 
+TRAINED_FURTHER = frozenset({"cohere", "cohere2"})
+"""Families whose ``model_max_length`` is what they were made for, and ``max_position_embeddings`` a smaller number."""
+SWITCHED = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"})
+"""Families whose window counts only if ``use_sliding_window`` is on."""
+
 
 def read_config(folder: Path) -> Config:
     """Return the folder's ``config.json``, normalised, with what ModelOpt wrote beside it. Nothing else is read or run.
@@ -227,9 +196,9 @@ def _with_modelopt(folder: Path, config: Config) -> Config:
     mlx-lm looks into that file too, but knows one algorithm of it. Raises ModelDamagedError where it can't be read.
     """
     text = config.get("text_config")
-    said = config if not isinstance(text, dict) else {**text, **config}
+    whole = config if not isinstance(text, dict) else {**text, **config}
     path = folder / MODELOPT
-    if said.get("quantization") or said.get("quantization_config") or not path.exists():
+    if whole.get("quantization") or whole.get("quantization_config") or not path.exists():
         return config
     try:
         found = json.loads(read_bytes(path, CONFIG_BYTES))
@@ -491,6 +460,41 @@ def _window(config: Config) -> None:
         config["sliding_window"], config["sliding_window_size"] = named - 1, named
 
 
+def check_values(config: Config) -> None:
+    """Raise ModelDamagedError for a config with a value that no model has."""
+    for problem in _problems(config):
+        raise ModelDamagedError(f"config.json sets {problem}", "The file is damaged: download the model again.")
+
+
+def _problems(config: Config) -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if not OTHER_PARTS.match(key):
+                yield from (f"{key}.{problem}" for problem in _problems(value))
+            continue
+        for each in value if isinstance(value, list) else (value,):
+            if (problem := _problem(key, each)) is not None:
+                yield problem
+        if key in PER_LAYER and isinstance(value, list | str) and len(value) > LAYERS:
+            yield f"{key} for {len(value):,} layers, and no model has more than {LAYERS:,}"
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{key} to {value!r:.40}, which is not a number" if key in SIZES and isinstance(value, str) else None
+    if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT32 and not MAY_BE_INFINITE.search(key):
+        return f"{key} to {value}, which is not a finite number"
+    if isinstance(value, float) and math.isnan(value):
+        return f"{key} to {value}, which is not a number"
+    if (NEVER_NEGATIVE.search(key) and value < 0) or (ALWAYS_POSITIVE.search(key) and value <= 0):
+        return f"{key} to {value}, which is too small"
+    least, most = SIZES.get(key, (None, None))
+    if least is not None and most is not None and not least <= value <= most:
+        shown = f"{value:,}" if abs(value) < 10**15 else f"{value:.1e}" if abs(value) < 10**300 else "a huge number"
+        return f"{key} to {shown}, which is {f'less than {least}' if value < least else f'more than {most:,}'}"
+    return None
+
+
 def model_classes(config: Config) -> tuple[Callable[..., Any], type[Any]]:
     """Return what builds the model of a normalised config, and the ModelArgs for it, which are mlx-lm's or ours (architectures/).
 
@@ -535,10 +539,6 @@ def _refuse_other_tasks(config: Config, kind: str) -> None:
         raise ModelUnsupportedError(f"{kind} is an encoder-decoder model", "Choose a decoder language model.")
 
 
-TRAINED_FURTHER = frozenset({"cohere", "cohere2"})
-"""Families whose ``model_max_length`` is what they were made for, and ``max_position_embeddings`` a smaller number."""
-
-
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a model of this normalised config was made for; None where it does not say."""
     text = text_config(config)
@@ -554,10 +554,6 @@ def pretraining_length(config: Mapping[str, Any]) -> int | None:
     if isinstance(scaling, dict) and scaling.get("rope_type") == "longrope":
         return int(scaling["original_max_position_embeddings"])
     return None
-
-
-SWITCHED = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"})
-"""Families whose window counts only if ``use_sliding_window`` is on."""
 
 
 def ignored_windows(config: AnyConfig, layers: int) -> tuple[int | None, ...]:

@@ -29,7 +29,7 @@ REPLACED = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
 def stays_lazy(weights: int) -> bool:
-    """Return whether a matrix of so many weights multiplies one row in MLX's graph, rather than at once by NumPy."""
+    """Return whether a matrix of ``weights`` weights multiplies one row in MLX's graph, rather than at once by NumPy."""
     return weights <= LAZY_WEIGHTS
 
 

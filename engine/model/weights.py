@@ -20,10 +20,11 @@ Config = dict[str, Any]
 Weights = dict[str, "mx.array"]
 Step = Callable[["nn.Module", Config, Weights], Weights]
 
-OTHER_PARTS = re.compile(
-    r"^(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|vit_large_projector|patch_merge_mlp|audio_tower|embed_vision|embed_audio)\."
+OTHER_PARTS = (
+    "vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|vit_large_projector|"
+    "patch_merge_mlp|audio_tower|embed_vision|embed_audio"
 )
-"""What sees and hears in a checkpoint."""
+"""What sees and hears in a checkpoint, as alternatives of an expression."""
 
 MXFP8: Config = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 MXFP4: Config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -181,7 +182,7 @@ def _language_part(module: "nn.Module", config: Config, weights: Weights) -> Wei
     """Return the weights of the language model alone, under the names that mlx-lm's wrappers of one share."""
     if not isinstance(config.get("text_config"), dict):
         return weights
-    kept = {name: value for name, value in weights.items() if not OTHER_PARTS.match(name)}
+    kept = {name: value for name, value in weights.items() if not re.match(rf"(model\.)?({OTHER_PARTS})\.", name)}
     if "language_model" not in module:
         return kept
     named = {}

@@ -81,7 +81,7 @@ def believed(chip: Chip, achieved_gbs: float | None) -> Chip:
 
 
 def learn(chip: Chip, bytes_read: int) -> None:
-    """Keep what a reply that read so many bytes a step proved of a measured bandwidth (``believed``), for whoever asks next.
+    """Keep what a reply that read ``bytes_read`` a step proved of a measured bandwidth (``believed``), for the next engine.
 
     One that was disproved is forgotten, and measured again by the next who needs it.
     """

@@ -12,8 +12,8 @@ from importlib import resources
 from typing import Any
 
 from tokamac.engine.model.config import normalise
-from tokamac.engine.perf.config_cost import Packing, cost_of_config
-from tokamac.engine.perf.cost import Cost, text_config
+from tokamac.engine.perf.config_cost import Packing
+from tokamac.engine.perf.cost import text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,6 @@ class CatalogueEntry:
             config["quantization"] = _per_layer(repository.quantization, text_config(config)["num_hidden_layers"])
         return _untied(config) if repository.stores_head else config
 
-    def cost_of(self, repository: Repository) -> Cost | str:
-        """Return what a repository's model costs once loaded, or the reason why it can't be said."""
-        config = self.config_of(repository)
-        if config is None:
-            return f"the config of {self.name} is not known here"
-        return cost_of_config(config, packing=repository.packing)
-
     def repository(self, name: str) -> Repository | None:
         """Return the repository with this id, or with this id less its owner."""
         wanted = name.casefold()
@@ -90,14 +83,11 @@ def find(name: str) -> CatalogueEntry | None:
     return _by_name().get(name.casefold())
 
 
-def download_bytes(entry: CatalogueEntry, repository: Repository) -> int | None:
-    """Return the bytes of a repository's files, computed: weights, towers, tokenizer. None where any of them is unknown."""
-    cost = entry.cost_of(repository)
-    return None if isinstance(cost, str) else files_bytes(entry, repository, cost.weight_bytes)
-
-
 def files_bytes(entry: CatalogueEntry, repository: Repository, weight_bytes: int) -> int | None:
-    """Return the same where the text model's weights are known already."""
+    """Return the bytes of a repository's files: weights, towers, tokenizer; None where any of them is unknown.
+
+    weight_bytes: of the text model, computed.
+    """
     if entry.tokenizer_bytes is None:
         return None
     projector = 0.0

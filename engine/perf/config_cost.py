@@ -43,7 +43,7 @@ EMPTY = frozenset({"mlp", "moe"})
 STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm"})
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
-"""Layers with an entry for so many tokens (DeepSeek V4)."""
+"""Layers that compress several tokens into one entry (DeepSeek V4)."""
 
 KNOWN_LAYERS = FULL | SLIDING | STATE | EMPTY | COMPRESSED
 
@@ -143,10 +143,10 @@ def kv_bytes(
     value_bytes: int = 2,
     spare: Callable[[int], int] = no_spare,
 ) -> int:
-    """Return the bytes kept, and read by every step, at a context of so many tokens.
+    """Return the bytes kept, and read by every step, at ``context`` tokens.
 
-    The user's window bounds the layers that have no smaller one of their own. spare: the slots that a window of so many tokens has
-    beside it to rewind into (``kv.plan.spare_slots``).
+    The user's window bounds the layers that have no smaller one of their own. spare: the slots to rewind into that a window of N
+    tokens has beside it (``kv.plan.spare_slots``).
     """
     return sum(_kept(layer, spec, context, spare) * _layer_bytes(layer, spec, value_bytes) for layer in layers)
 
@@ -263,7 +263,7 @@ class Packing:
 
 
 def cost_of_config(config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored") -> Cost | str:
-    """Return the cost of the model that a normalised config (engine/model/config.py) describes, or the reason why it can't be said.
+    """Return the cost of the model that a normalised config (engine/model/config.py) describes, or the reason why it is unknown.
 
     packing: instead of the config's own, what mlx-lm's conversion of a 16-bit checkpoint would make: every layer whose rows
     the group size divides is packed, with more bits where the model's class asks for them. form: how weights lie in memory.

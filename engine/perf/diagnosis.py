@@ -46,6 +46,46 @@ if TYPE_CHECKING:
     from tokamac.engine.kv.plan import LayerPlan
 
 
+PartName = Literal["wait", "prefill", "decode"]
+Waits = Literal["memory", "compute", "host", "overhead", "not memory"]
+"""What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so what lies
+around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or overhead."""
+RemedyName = Literal[
+    "packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine", "full power", "cool chip",
+]  # fmt: skip
+
+MOST = 3
+WORTH_S = 0.1
+"""Seconds below which a change is not worth a sentence."""
+WORTH_SHARE = 0.03
+"""Share of the reply below which it is not either."""
+
+WEIGHT_BITS, WEIGHT_GROUP = 4, 64
+PACKED_BITS = WEIGHT_BITS + 32 / WEIGHT_GROUP
+"""Bits a weight of ``tokamac convert``'s default: a scale and a bias of 16 bits in each group."""
+
+LONG = 512
+"""Prompt tokens below which shortening is not worth it."""
+
+BEHIND = 0.8
+"""Share of the expected speed below which something holds the machine up; the errors of what is expected are smaller
+(assets/roofline.json)."""
+SOURCES: dict[Source, str] = {
+    "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
+}  # fmt: skip
+Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte"]
+Concern = Literal["machine", "decode", "prefill"]
+
+NEAR = 0.5
+"""Share of the roofline from which decode counts as waiting for a roof: all else that it does then takes less time."""
+
+FAR = 0.1
+"""Share of the roofline below which one pass over a prompt waits for neither roof: kernels reach more (assets/roofline.json).
+Of many passes, what lies around them is a small part."""
+
+TIMED = "the sum of its parts, each timed on this machine"
+UNTIMED = "not known for this machine"
+
 KV_BITS = 8
 """Bits that keep a reply the same to the eye (bench --kv-quality measures it for a model)."""
 
@@ -68,16 +108,104 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
-    """A reply as it was predicted: its prefill, and the step at its middle, after ``context`` tokens.
+class TimePart:
+    """One part of a reply's time.
 
-    chunk: prompt tokens computed at once.
+    of_ceiling, of_expected: how much it reached of the speed that physics allows, and of the one to expect: 1 is all, None unknown.
     """
 
-    prefill: Phase
-    decode: Phase
-    context: int
-    chunk: int
+    name: PartName
+    seconds: float
+    bound: Waits | None = None
+    of_ceiling: float | None = None
+    of_expected: float | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether it was much slower than this machine makes it as a rule. What waits for the host is expected at its least."""
+        return self.bound != "host" and self.of_expected is not None and self.of_expected < BEHIND
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change. gain_s: predicted seconds less for a reply alike. ``to``: bits, or tokens of prompt, where that says something.
+
+    before_tps, after_tps: the decode rate measured, and the one predicted with the change; None where decoding stays as it is.
+    before_s, after_s: the same for the seconds of prefill. gain_s is the difference of these, and of the steps at those rates.
+    """
+
+    name: RemedyName
+    gain_s: float
+    to: int | None = None
+    before_tps: float | None = None
+    after_tps: float | None = None
+    before_s: float | None = None
+    after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One number. key: what formulas call it. value: in ``unit``; None is unknown."""
+
+    key: str
+    concern: Concern
+    name: str
+    formula: str
+    value: float | None
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The verdict on a reply. parts: wait, prefill and decode. terms: the numbers it was computed from.
+
+    remedies: what would help a reply like this one, best first, three at most. throttles: what the system slowed the chip down for.
+    """
+
+    parts: tuple[TimePart, ...]
+    remedies: tuple[Remedy, ...]
+    terms: tuple[Term, ...]
+    throttles: tuple[Throttle, ...] = ()
+
+    @property
+    def slowest(self) -> TimePart:
+        """The part that took longest; of two alike, the later."""
+        return max(reversed(self.parts), key=lambda part: part.seconds)
+
+    def part(self, name: PartName) -> TimePart:
+        """Return a part by its name."""
+        return next(part for part in self.parts if part.name == name)
+
+
+def diagnose(
+    metrics: Metrics, work: Workload, chip: Chip, latency: LatencyModel | None, situation: Situation
+) -> Diagnosis | None:
+    """Return the verdict on a reply; None where no token came, so that there is nothing to explain."""
+    ttft_s, prefill_s, total_s = metrics.ttft_s, metrics.prefill_s, metrics.total_s
+    if ttft_s is None or prefill_s is None or total_s is None:
+        return None
+    context = metrics.prompt_tokens + metrics.generated_tokens // 2
+    tokens, cached = max(metrics.prefill_tokens, 1), metrics.cached_tokens
+    reply = _Reply(
+        metrics=metrics,
+        work=work,
+        chip=chip,
+        latency=latency,
+        situation=situation,
+        context=context,
+        prefill=prefill_phase(work, chip, latency, tokens, cached, chunk=situation.chunk),
+        decode=decode_phase(work, chip, latency, context),
+    )
+    parts = (
+        TimePart("wait", max(ttft_s - prefill_s, 0.0)),
+        reply.prefill_part(prefill_s),
+        reply.decode_part(max(total_s - ttft_s, 0.0)),
+    )
+    least = max(WORTH_S, WORTH_SHARE * total_s)
+    worth = [] if latency is None else [remedy for remedy in reply.remedies() if remedy.gain_s >= least]
+    best = tuple(sorted(worth, key=lambda remedy: -remedy.gain_s)[:MOST])
+    terms = (*reply.machine_terms(), *reply.decode_terms(), *reply.prefill_terms())
+    return Diagnosis(parts, best, terms, situation.throttles)
 
 
 def packed_layers(
@@ -105,143 +233,212 @@ def _packed(plan: "LayerPlan", layer: KVUse, group_size: int) -> KVUse:
     return replace(layer, bytes_per_token=total)
 
 
-RemedyName = Literal[
-    "packed keys and values", "packed weights", "prompt cache", "shorter context", "quiet machine", "full power", "cool chip",
-]  # fmt: skip
-
-MOST = 3
-WORTH_S = 0.1
-"""Seconds below which a change is not worth a sentence."""
-WORTH_SHARE = 0.03
-"""Share of the reply below which it is not either."""
-
-WEIGHT_BITS, WEIGHT_GROUP = 4, 64
-PACKED_BITS = WEIGHT_BITS + 32 / WEIGHT_GROUP
-"""Bits a weight of ``tokamac convert``'s default: a scale and a bias of 16 bits in each group."""
-
-LONG = 512
-"""Prompt tokens below which nobody would shorten it."""
-
-BEHIND = 0.8
-"""Share of the expected speed below which something holds the machine up; the errors of what is expected are smaller
-(assets/roofline.json)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """One change. gain_s: predicted seconds less for a reply alike. ``to``: bits, or tokens of prompt, where that says something.
-
-    before_tps, after_tps: the decode rate measured, and the one predicted with the change; None where decoding stays as it is.
-    before_s, after_s: the seconds of prefill, likewise. gain_s is the difference of these, and of the steps at those rates.
-    """
-
-    name: RemedyName
-    gain_s: float
-    to: int | None = None
-    before_tps: float | None = None
-    after_tps: float | None = None
-    before_s: float | None = None
-    after_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What a reply is predicted from: a model's work, the chip that does it, and how fast that really is."""
-
-    work: Workload
-    chip: Chip
-    pace: LatencyModel
-
-    def step(self, context: int) -> Phase:
-        """Predict a decode step."""
-        return decode_phase(self.work, self.chip, self.pace, context)
-
-    def reading(self, tokens: int, cached: int, chunk: int) -> Phase:
-        """Predict the reading of ``tokens``, one at least, after ``cached``."""
-        return prefill_phase(self.work, self.chip, self.pace, max(tokens, 1), cached, chunk=chunk)
-
-
-def remedies(metrics: Metrics, predicted: Predicted, machinery: Machinery, situation: Situation) -> tuple[Remedy, ...]:
-    """Return up to three changes worth their sentence, best first."""
-    if metrics.total_s is None:
-        return ()
-    least = max(WORTH_S, WORTH_SHARE * metrics.total_s)
-    found = _Reply(metrics, predicted, machinery, situation).remedies()
-    worth = [remedy for remedy in found if remedy.gain_s >= least]
-    return tuple(sorted(worth, key=lambda remedy: -remedy.gain_s)[:MOST])
-
-
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A reply, how it was predicted, and what predicts it with a change."""
+    """A reply and how it was predicted: its prefill, and the step at its middle, after ``context`` tokens."""
 
     metrics: Metrics
-    predicted: Predicted
-    machinery: Machinery
+    work: Workload
+    chip: Chip
+    latency: LatencyModel | None
     situation: Situation
+    context: int
+    prefill: Phase
+    decode: Phase
+
+    @property
+    def kernels(self) -> Fitted | None:
+        """The published fit, where that is what predicts."""
+        found = self.latency.device if isinstance(self.latency, HostLimited) else self.latency
+        return found if isinstance(found, Fitted) else None
+
+    @property
+    def host(self) -> Host | None:
+        """The host's share, where it was measured."""
+        return self.latency.host if isinstance(self.latency, HostLimited) else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, as measured."""
+        return None if self.metrics.decode_tps is None else 1 / self.metrics.decode_tps
+
+    @property
+    def launching_s(self) -> float | None:
+        """Seconds of launching a step's kernels: what is left of a step that reads nothing."""
+        idle = replace(self.work, shared_bytes=0, expert_bytes=0, kv=())
+        return None if self.kernels is None else self.kernels.decode_s(idle, self.context)
+
+    def prefill_part(self, seconds: float) -> TimePart:
+        """Return what prefill waited for."""
+        phase = self.prefill
+        of_least, of_expected = share(phase.ceiling_s, seconds), share(phase.expected_s, seconds)
+        if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
+            return TimePart("prefill", seconds, self._by_memory_alone(of_least), None, of_expected)
+        far = phase.tokens <= self.situation.chunk and of_least is not None and of_least < FAR
+        if phase.by_host and of_least is not None and of_least < NEAR:
+            return TimePart("prefill", seconds, "host", of_least, of_expected)
+        return TimePart("prefill", seconds, "overhead" if far else phase.bound, of_least, of_expected)
+
+    def decode_part(self, seconds: float) -> TimePart:
+        """Return what decode waited for."""
+        m, phase = self.metrics, self.decode
+        of_least = share(m.decode_tps, phase.ceiling_tps)
+        waits = self._by_memory_alone(of_least)
+        if phase.bound is not None and of_least is not None:
+            around: Waits = "host" if phase.by_host else "overhead"
+            waits = phase.bound if of_least >= NEAR else around
+        return TimePart(
+            "decode", seconds, waits, share(m.decode_tps, m.ceiling_tps), share(m.decode_tps, m.expected_tps)
+        )
+
+    def _by_memory_alone(self, of_least: float | None) -> Waits | None:
+        """What a phase waited for, by the bandwidth alone; None where that is unknown too."""
+        if of_least is None or self.chip.bandwidth_gbs is None:
+            return None
+        return "memory" if of_least >= NEAR else "not memory"
 
     def remedies(self) -> Iterator[Remedy]:
         """Yield every change there is, worth it or not."""
-        work, bits = self.machinery.work, self.situation.bits_per_weight
+        m, work, bits = self.metrics, self.work, self.situation.bits_per_weight
         if self.situation.packed_kv is not None:
             yield self._reading_less("packed keys and values", KV_BITS, replace(work, kv=self.situation.packed_kv))
         if bits is not None and bits > PACKED_BITS:
-            share = PACKED_BITS / bits
-            lighter = replace(
-                work, shared_bytes=round(work.shared_bytes * share), expert_bytes=round(work.expert_bytes * share)
-            )
+            part = PACKED_BITS / bits
+            shared, experts = round(work.shared_bytes * part), round(work.expert_bytes * part)
+            lighter = replace(work, shared_bytes=shared, expert_bytes=experts)
             yield self._reading_less("packed weights", WEIGHT_BITS, lighter)
-        if self.metrics.prompt_tokens >= LONG:
-            yield self._shorter()
-        if not self.situation.keeps_prompts and self.metrics.prompt_tokens > 1:
-            yield self._cached()
-        yield self._quiet()
+        if m.prompt_tokens >= LONG:  # half the prompt, as much of it cached in proportion
+            half = m.prompt_tokens // 2
+            sooner_s = self._prefill_saved_s(m.prefill_tokens // 2, m.cached_tokens // 2)
+            step_s = self._step_saved_s(self.work, self.context - half)
+            yield self._remedy("shorter context", half, prefill_s=sooner_s, step_s=step_s)
+        if not self.situation.keeps_prompts and m.prompt_tokens > 1:  # next time only its last token would be computed
+            yield self._remedy("prompt cache", prefill_s=self._prefill_saved_s(1, m.prompt_tokens - 1))
+        # What both phases lost to whatever else held the machine up, by the name of a cause that is known.
+        name: RemedyName = "quiet machine"
+        if self.situation.throttles:
+            name = "full power" if "low power" in self.situation.throttles else "cool chip"
+        lost_s = _behind_s(m.prefill_s, self.prefill), _behind_s(self.step_s, self.decode)
+        yield self._remedy(name, prefill_s=lost_s[0], step_s=lost_s[1])
 
     def _reading_less(self, name: RemedyName, to: int, work: Workload) -> Remedy:
-        after = replace(self.machinery, work=work).step(self.predicted.context)
-        return self._remedy(name, to, step_s=self._step_saved_s(after))
+        return self._remedy(name, to, step_s=self._step_saved_s(work, self.context))
 
-    def _shorter(self) -> Remedy:
-        """Half the prompt, as much of it cached in proportion."""
-        m, half = self.metrics, self.metrics.prompt_tokens // 2
-        prompt = self.machinery.reading(m.prefill_tokens // 2, m.cached_tokens // 2, self.predicted.chunk)
-        sooner_s = _saved_s(m.prefill_s, self.predicted.prefill, prompt)
-        after = self.machinery.step(self.predicted.context - half)
-        return self._remedy("shorter context", half, prefill_s=sooner_s, step_s=self._step_saved_s(after))
+    def _step_saved_s(self, work: Workload, context: int) -> float:
+        return _saved_s(self.step_s, self.decode, decode_phase(work, self.chip, self.latency, context))
 
-    def _cached(self) -> Remedy:
-        """The next time, or in the next turn, all but the last token of this prompt would be there already."""
-        last = self.machinery.reading(1, self.metrics.prompt_tokens - 1, self.predicted.chunk)
-        return self._remedy("prompt cache", prefill_s=_saved_s(self.metrics.prefill_s, self.predicted.prefill, last))
-
-    def _quiet(self) -> Remedy:
-        """What both phases lost to whatever else held the machine up, where that was much; by the name of a cause that is known."""
-        prefill_s = _behind_s(self.metrics.prefill_s, self.predicted.prefill)
-        step_s = _behind_s(_step_s(self.metrics), self.predicted.decode)
-        throttles = self.situation.throttles
-        name: RemedyName = "quiet machine"
-        if throttles:
-            name = "full power" if "low power" in throttles else "cool chip"
-        return self._remedy(name, prefill_s=prefill_s, step_s=step_s)
-
-    def _step_saved_s(self, after: Phase) -> float:
-        return _saved_s(_step_s(self.metrics), self.predicted.decode, after)
+    def _prefill_saved_s(self, tokens: int, cached: int) -> float:
+        chunk = self.situation.chunk
+        after = prefill_phase(self.work, self.chip, self.latency, max(tokens, 1), cached, chunk=chunk)
+        return _saved_s(self.metrics.prefill_s, self.prefill, after)
 
     def _remedy(
         self, name: RemedyName, to: int | None = None, *, prefill_s: float = 0.0, step_s: float = 0.0
     ) -> Remedy:
         """A change that saves ``prefill_s`` of the prefill and ``step_s`` of each step."""
-        m, before_s = self.metrics, _step_s(self.metrics)
+        m = self.metrics
         remedy = Remedy(name, prefill_s + max(m.generated_tokens - 1, 0) * step_s, to)
-        if step_s and before_s is not None:
-            remedy = replace(remedy, before_tps=m.decode_tps, after_tps=rate(1, before_s - step_s))
+        if step_s and self.step_s is not None:
+            remedy = replace(remedy, before_tps=m.decode_tps, after_tps=rate(1, self.step_s - step_s))
         if prefill_s and m.prefill_s is not None:
             remedy = replace(remedy, before_s=m.prefill_s, after_s=m.prefill_s - prefill_s)
         return remedy
 
+    def machine_terms(self) -> Iterator[Term]:
+        """Yield what the machine can do."""
+        chip, source = self.chip, SOURCES[self.chip.source]
+        bandwidth = f"{source} for another bin" if chip.other_bin else source
+        peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
+        ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
+        yield Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {bandwidth}", chip.bandwidth_gbs, "GB/s")
+        yield Term("peak", "machine", "peak arithmetic", f"{chip.name}, {kind}", peak, "TFLOP/s")
+        yield Term("ridge", "machine", "ridge point", "{peak} ÷ {bandwidth}", ridge, "FLOP/byte")
+        if self.kernels is not None:
+            launches = f"{self.work.launches:,} kernels a step"
+            yield Term("launching", "machine", "launching kernels", launches, self.launching_s, "s")
+        if self.host is not None:
+            building = "a step is built in Python: timed on this machine"
+            yield Term("host", "machine", "host", building, self.host.step_s, "s")
+            there_and_back = "to the device and back: timed on this machine"
+            yield Term("wait", "machine", "round trip", there_and_back, self.host.wait_s, "s")
 
-def _step_s(metrics: Metrics) -> float | None:
-    return None if metrics.decode_tps is None else 1 / metrics.decode_tps
+    def decode_terms(self) -> Iterator[Term]:
+        """Yield how fast decode is; of a mixture's weights, the two parts first."""
+        m, work, weights = self.metrics, self.work, self.work.weight_bytes()
+        all_weights = "all that a step reads"
+        if work.expert_bytes:
+            all_weights, active = "{shared} + {experts}", None if weights is None else weights - work.shared_bytes
+            yield Term("shared", "decode", "shared weights", "all that every step reads", work.shared_bytes, "bytes")
+            yield Term("experts", "decode", "active experts", f"of {work.expert_bytes / 1e9:,.1f} GB", active, "bytes")
+        yield Term("weights", "decode", "weights", all_weights, weights, "bytes")
+        between = None if m.total_s is None or m.ttft_s is None else m.total_s - m.ttft_s
+        held = f"those of {self.context:,} tokens, the middle of the reply"
+        yield Term("kv", "decode", "keys and values", held, work.kv_bytes(self.context), "bytes")
+        yield Term("step", "decode", "bytes a step", "{weights} + {kv}", self.decode.bytes_read, "bytes")
+        yield Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s")
+        yield Term("expected", "decode", "expected", self._expected_step(), m.expected_tps, "tok/s")
+        yield Term("writing", "decode", "time", "last token − first token", between, "s")
+        yield Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s")
+        yield Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s")
+
+    def prefill_terms(self) -> Iterator[Term]:
+        """Yield how fast prefill is."""
+        m, work, phase = self.metrics, self.work, self.prefill
+        after = f", after {m.cached_tokens:,} cached" if m.cached_tokens else ""
+        operations = f"2 × active parameters × {phase.tokens:,} tokens + attention{after}"
+        # Of an unknown peak, what reading the bytes takes is known: a bound, but not the one that a long prompt meets.
+        least = phase.ceiling_s if phase.bound is not None else None
+        weights = "{weights}"
+        if work.expert_bytes:
+            weights, chunk = (
+                "the weights that its tokens use",
+                work.weight_bytes(min(phase.tokens, self.situation.chunk)),
+            )
+            yield Term("chunk", "prefill", "weights of a chunk", "with all experts that its tokens use", chunk, "bytes")
+        held = f"those of {m.prompt_tokens:,} tokens"
+        roofs = "max({operations} ÷ {peak}, {read} ÷ {bandwidth})"
+        yield Term("operations", "prefill", "operations", operations, phase.operations, "FLOP")
+        yield Term("held", "prefill", "keys and values", held, work.kv_bytes(m.prompt_tokens), "bytes")
+        yield Term("read", "prefill", "bytes", f"{weights} + {{held}}", phase.bytes_read, "bytes")
+        yield Term("intensity", "prefill", "intensity", "{operations} ÷ {read}", phase.intensity, "FLOP/byte")
+        yield Term("least", "prefill", "at least", roofs, least, "s")
+        yield Term("wanted", "prefill", "expected", self._expected_prompt(), phase.expected_s, "s")
+        yield Term("reading", "prefill", "measured", "prefill begins → first token", m.prefill_s, "s")
+
+    def _expected_step(self) -> str:
+        """The reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
+        kernels, held = self.kernels, self.work.kv_bytes(self.context)
+        if kernels is None:
+            return UNTIMED if self.latency is None else TIMED
+        bandwidth = kernels.chip.bandwidth_gbs
+        device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
+        if held and bandwidth:
+            reached = held / (bandwidth * 1e9) / kernels.attention_s(self.work, self.context, bandwidth)
+            device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
+        device += " + {launching}"
+        return f"1 ÷ ({device})" if self.host is None else f"1 ÷ max({{host}}, {device})"
+
+    def _expected_prompt(self) -> str:
+        """The larger roof as kernels reach it, and the launches. All that roofline.py knows of kernels is one share here."""
+        kernels, phase, chunk = self.kernels, self.prefill, self.situation.chunk
+        if kernels is None:
+            return UNTIMED if self.latency is None else TIMED
+        peak, bandwidth, calls = peak_tflops(kernels.chip), kernels.chip.bandwidth_gbs, calls_of(phase.tokens, chunk)
+        if phase.by_host:
+            return f"{calls} × ({{host}} + {{wait}})"
+        if phase.expected_s is None or phase.operations is None or not peak or not bandwidth:
+            return UNTIMED
+        chunks = math.ceil(phase.tokens / chunk)
+        launched = chunks * (self.launching_s or 0.0)
+        waited = 0.0 if self.host is None else calls * self.host.wait_s
+        waits = "" if self.host is None else f" + {calls} × {{wait}}"
+        reached = phase.operations / (peak * 1e12) / (phase.expected_s - launched - waited)
+        weights, shared = self.work.weight_bytes(min(phase.tokens, chunk)) or 0, kernels.constants.shared
+        reading_s = chunks * weights / (shared * bandwidth * 1e9)
+        if math.isclose(reading_s + launched + waited, phase.expected_s, rel_tol=1e-6):
+            read = "{chunk}" if self.work.expert_bytes else "{weights}"
+            return f"{chunks} × {read} ÷ ({shared:.1%} × {{bandwidth}}) + {chunks} × {{launching}}{waits}"
+        return f"{{operations}} ÷ ({reached:.1%} × {{peak}}) + {chunks} × {{launching}}{waits}"
 
 
 def _saved_s(measured_s: float | None, before: Phase, after: Phase) -> float:
@@ -259,273 +456,3 @@ def _behind_s(measured_s: float | None, phase: Phase) -> float:
     if measured_s is None or expected_s is None or expected_s >= BEHIND * measured_s:
         return 0.0
     return measured_s - expected_s
-
-
-SOURCES: dict[Source, str] = {
-    "table": "its maker's figure", "measured": "measured on this machine", "unknown": "not known",
-}  # fmt: skip
-Unit = Literal["GB/s", "TFLOP/s", "bytes", "s", "tok/s", "FLOP", "FLOP/byte"]
-Concern = Literal["machine", "decode", "prefill"]
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One number. key: what formulas call it. value: in ``unit``; None is unknown."""
-
-    key: str
-    concern: Concern
-    name: str
-    formula: str
-    value: float | None
-    unit: Unit
-
-
-def terms_of(
-    metrics: Metrics, work: Workload, chip: Chip, pace: LatencyModel | None, predicted: Predicted
-) -> tuple[Term, ...]:
-    """Return the numbers of a reply, each after those it is computed from."""
-    return (
-        *_machine(work, chip, pace, predicted),
-        *_decode_terms(metrics, work, pace, predicted),
-        *_prefill_terms(metrics, work, pace, predicted),
-    )
-
-
-def _machine(work: Workload, chip: Chip, pace: LatencyModel | None, predicted: Predicted) -> tuple[Term, ...]:
-    source = SOURCES[chip.source]
-    bandwidth = f"{source} for another bin" if chip.other_bin else source
-    peak, kind = peak_tflops(chip), "half precision" if chip.source == "table" else source
-    ridge = None if peak is None or chip.bandwidth_gbs is None else ridge_point(chip.bandwidth_gbs, peak)
-    found: tuple[Term, ...] = (
-        Term("bandwidth", "machine", "bandwidth", f"{chip.name}, {bandwidth}", chip.bandwidth_gbs, "GB/s"),
-        Term("peak", "machine", "peak arithmetic", f"{chip.name}, {kind}", peak, "TFLOP/s"),
-        Term("ridge", "machine", "ridge point", "{peak} ÷ {bandwidth}", ridge, "FLOP/byte"),
-    )
-    if (kernels := _fitted(pace)) is None:
-        return found
-    idle = _launching_s(work, kernels, predicted)
-    found = (*found, Term("launching", "machine", "launching kernels", f"{work.launches:,} kernels a step", idle, "s"))
-    if (host := _host(pace)) is None:
-        return found
-    return (
-        *found,
-        Term("host", "machine", "host", "a step is built in Python: timed on this machine", host.step_s, "s"),
-        Term("wait", "machine", "round trip", "to the device and back: timed on this machine", host.wait_s, "s"),
-    )
-
-
-def _decode_terms(
-    metrics: Metrics, work: Workload, pace: LatencyModel | None, predicted: Predicted
-) -> tuple[Term, ...]:
-    step, m = predicted.decode, metrics
-    between = None if m.total_s is None or m.ttft_s is None else m.total_s - m.ttft_s
-    held = f"those of {predicted.context:,} tokens, the middle of the reply"
-    return (
-        *_weights(work),
-        Term("kv", "decode", "keys and values", held, work.kv_bytes(predicted.context), "bytes"),
-        Term("step", "decode", "bytes a step", "{weights} + {kv}", step.bytes_read, "bytes"),
-        Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", m.ceiling_tps, "tok/s"),
-        Term("expected", "decode", "expected", _expected_step(work, pace, predicted), m.expected_tps, "tok/s"),
-        Term("writing", "decode", "time", "last token − first token", between, "s"),
-        Term("rate", "decode", "measured", f"({m.generated_tokens:,} − 1) ÷ {{writing}}", m.decode_tps, "tok/s"),
-        Term("achieved", "decode", "achieved", "{step} × {rate}", m.achieved_gbs, "GB/s"),
-    )
-
-
-def _weights(work: Workload) -> tuple[Term, ...]:
-    """What a step reads of the weights: of a mixture, its two parts first."""
-    whole = work.weight_bytes()
-    if not work.expert_bytes:
-        return (Term("weights", "decode", "weights", "all that a step reads", whole, "bytes"),)
-    active = None if whole is None else whole - work.shared_bytes
-    return (
-        Term("shared", "decode", "shared weights", "all that every step reads", work.shared_bytes, "bytes"),
-        Term("experts", "decode", "active experts", f"of {work.expert_bytes / 1e9:,.1f} GB", active, "bytes"),
-        Term("weights", "decode", "weights", "{shared} + {experts}", whole, "bytes"),
-    )
-
-
-def _prefill_terms(
-    metrics: Metrics, work: Workload, pace: LatencyModel | None, predicted: Predicted
-) -> tuple[Term, ...]:
-    phase, m = predicted.prefill, metrics
-    after = f", after {m.cached_tokens:,} cached" if m.cached_tokens else ""
-    operations = f"2 × active parameters × {phase.tokens:,} tokens + attention{after}"
-    # Of an unknown peak, what reading the bytes takes is known: a bound, but not the one that a long prompt meets.
-    least = phase.ceiling_s if phase.bound is not None else None
-    chunk = work.weight_bytes(min(phase.tokens, predicted.chunk))
-    touched = Term("chunk", "prefill", "weights of a chunk", "with all experts that its tokens use", chunk, "bytes")
-    weights = "the weights that its tokens use" if work.expert_bytes else "{weights}"
-    held = f"those of {m.prompt_tokens:,} tokens"
-    return (
-        *((touched,) if work.expert_bytes else ()),
-        Term("operations", "prefill", "operations", operations, phase.operations, "FLOP"),
-        Term("held", "prefill", "keys and values", held, work.kv_bytes(m.prompt_tokens), "bytes"),
-        Term("read", "prefill", "bytes", f"{weights} + {{held}}", phase.bytes_read, "bytes"),
-        Term("intensity", "prefill", "intensity", "{operations} ÷ {read}", phase.intensity, "FLOP/byte"),
-        Term("least", "prefill", "at least", "max({operations} ÷ {peak}, {read} ÷ {bandwidth})", least, "s"),
-        Term("wanted", "prefill", "expected", _expected_prompt(work, pace, predicted), phase.expected_s, "s"),
-        Term("reading", "prefill", "measured", "prefill begins → first token", m.prefill_s, "s"),
-    )
-
-
-TIMED = "the sum of its parts, each timed on this machine"
-UNTIMED = "not known for this machine"
-
-
-def _expected_step(work: Workload, pace: LatencyModel | None, predicted: Predicted) -> str:
-    """The reading of weights, attention as the share of the bandwidth that it reaches here, and the launches."""
-    if (kernels := _fitted(pace)) is None:
-        return UNTIMED if pace is None else TIMED
-    bandwidth, held = kernels.chip.bandwidth_gbs, work.kv_bytes(predicted.context)
-    device = f"{{weights}} ÷ ({kernels.constants.shared:.1%} × {{bandwidth}})"
-    if held and bandwidth:
-        reached = held / (bandwidth * 1e9) / kernels.attention_s(work, predicted.context, bandwidth)
-        device += f" + {{kv}} ÷ ({reached:.1%} × {{bandwidth}})"
-    device += " + {launching}"
-    return f"1 ÷ max({{host}}, {device})" if _host(pace) is not None else f"1 ÷ ({device})"
-
-
-def _expected_prompt(work: Workload, pace: LatencyModel | None, predicted: Predicted) -> str:
-    """The larger roof as kernels reach it, and the launches. All that roofline.py knows of kernels is one share here."""
-    if (kernels := _fitted(pace)) is None:
-        return UNTIMED if pace is None else TIMED
-    phase, peak, bandwidth = predicted.prefill, peak_tflops(kernels.chip), kernels.chip.bandwidth_gbs
-    calls, host = calls_of(phase.tokens, predicted.chunk), _host(pace)
-    if phase.by_host:
-        return f"{calls} × ({{host}} + {{wait}})"
-    if phase.expected_s is None or phase.operations is None or not peak or not bandwidth:
-        return UNTIMED
-    chunks = math.ceil(phase.tokens / predicted.chunk)
-    launched = chunks * (_launching_s(work, kernels, predicted) or 0.0)
-    waited = 0.0 if host is None else calls * host.wait_s
-    waits = "" if host is None else f" + {calls} × {{wait}}"
-    reached = phase.operations / (peak * 1e12) / (phase.expected_s - launched - waited)
-    weights, share = work.weight_bytes(min(phase.tokens, predicted.chunk)) or 0, kernels.constants.shared
-    reading_s = chunks * weights / (share * bandwidth * 1e9)
-    if math.isclose(reading_s + launched + waited, phase.expected_s, rel_tol=1e-6):
-        read = "{chunk}" if work.expert_bytes else "{weights}"
-        return f"{chunks} × {read} ÷ ({share:.1%} × {{bandwidth}}) + {chunks} × {{launching}}{waits}"
-    return f"{{operations}} ÷ ({reached:.1%} × {{peak}}) + {chunks} × {{launching}}{waits}"
-
-
-def _fitted(pace: LatencyModel | None) -> Fitted | None:
-    return pace.device if isinstance(pace, HostLimited) else pace if isinstance(pace, Fitted) else None
-
-
-def _host(pace: LatencyModel | None) -> Host | None:
-    return pace.host if isinstance(pace, HostLimited) else None
-
-
-def _launching_s(work: Workload, pace: Fitted, predicted: Predicted) -> float | None:
-    """What launching a step's kernels takes: what is left of a step that reads nothing."""
-    return pace.decode_s(replace(work, shared_bytes=0, expert_bytes=0, kv=()), predicted.context)
-
-
-PartName = Literal["wait", "prefill", "decode"]
-Waits = Literal["memory", "compute", "host", "overhead", "not memory"]
-"""What a phase waited for. host: Python, which builds each step, and launching its kernels. overhead: neither roof, so what lies
-around the kernels. not memory: the peak of the arithmetic is not known, so it may have been that, or overhead."""
-
-NEAR = 0.5
-"""Share of the roofline from which decode is said to wait for a roof: all else that it does then takes less time."""
-
-FAR = 0.1
-"""Share of the roofline below which one pass over a prompt waits for neither roof: kernels reach more (assets/roofline.json).
-Of many passes, what lies around them is a small part."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimePart:
-    """One part of a reply's time.
-
-    of_ceiling, of_expected: how much it reached of the speed that physics allows, and of the one to expect: 1 is all, None unknown.
-    """
-
-    name: PartName
-    seconds: float
-    bound: Waits | None = None
-    of_ceiling: float | None = None
-    of_expected: float | None = None
-
-    @property
-    def behind(self) -> bool:
-        """Whether it was much slower than this machine makes it as a rule. What waits for the host is expected at its least."""
-        return self.bound != "host" and self.of_expected is not None and self.of_expected < BEHIND
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """The verdict on a reply. parts: wait, prefill and decode. terms: the numbers it was computed from.
-
-    remedies: what would help a reply like this one, best first, three at most. throttles: what the system slowed the chip down for.
-    """
-
-    parts: tuple[TimePart, ...]
-    remedies: tuple[Remedy, ...]
-    terms: tuple[Term, ...]
-    throttles: tuple[Throttle, ...] = ()
-
-    @property
-    def slowest(self) -> TimePart:
-        """The part that took longest; of two alike, the later."""
-        return max(reversed(self.parts), key=lambda part: part.seconds)
-
-    def part(self, name: PartName) -> TimePart:
-        """Return a part by its name."""
-        return next(part for part in self.parts if part.name == name)
-
-
-def diagnose(
-    metrics: Metrics, work: Workload, chip: Chip, pace: LatencyModel | None, situation: Situation
-) -> Diagnosis | None:
-    """Return the verdict on a reply; None where no token came, so that there is nothing to explain."""
-    ttft_s, prefill_s, total_s = metrics.ttft_s, metrics.prefill_s, metrics.total_s
-    if ttft_s is None or prefill_s is None or total_s is None:
-        return None
-    context = metrics.prompt_tokens + metrics.generated_tokens // 2
-    predicted = Predicted(
-        prefill=prefill_phase(
-            work, chip, pace, max(metrics.prefill_tokens, 1), metrics.cached_tokens, chunk=situation.chunk
-        ),
-        decode=decode_phase(work, chip, pace, context),
-        context=context,
-        chunk=situation.chunk,
-    )
-    parts = (
-        TimePart("wait", max(ttft_s - prefill_s, 0.0)),
-        _prefill(prefill_s, predicted, chip),
-        _decode(max(total_s - ttft_s, 0.0), metrics, predicted, chip),
-    )
-    found = () if pace is None else remedies(metrics, predicted, Machinery(work, chip, pace), situation)
-    return Diagnosis(parts, found, terms_of(metrics, work, chip, pace, predicted), situation.throttles)
-
-
-def _prefill(seconds: float, predicted: Predicted, chip: Chip) -> TimePart:
-    phase = predicted.prefill
-    of_least, of_expected = share(phase.ceiling_s, seconds), share(phase.expected_s, seconds)
-    if phase.bound is None:  # one roof is unknown, and then the other says little of a prompt
-        return TimePart("prefill", seconds, _by_memory_alone(of_least, chip), None, of_expected)
-    far = phase.tokens <= predicted.chunk and of_least is not None and of_least < FAR
-    if phase.by_host and of_least is not None and of_least < NEAR:
-        return TimePart("prefill", seconds, "host", of_least, of_expected)
-    return TimePart("prefill", seconds, "overhead" if far else phase.bound, of_least, of_expected)
-
-
-def _decode(seconds: float, metrics: Metrics, predicted: Predicted, chip: Chip) -> TimePart:
-    measured, phase = metrics.decode_tps, predicted.decode
-    of_least = share(measured, phase.ceiling_tps)
-    waits = _by_memory_alone(of_least, chip)
-    if phase.bound is not None and of_least is not None:
-        around: Waits = "host" if phase.by_host else "overhead"
-        waits = phase.bound if of_least >= NEAR else around
-    return TimePart(
-        "decode", seconds, waits, share(measured, metrics.ceiling_tps), share(measured, metrics.expected_tps)
-    )
-
-
-def _by_memory_alone(of_least: float | None, chip: Chip) -> Waits | None:
-    """What a phase waited for, by the bandwidth alone; None where that is unknown too."""
-    if of_least is None or chip.bandwidth_gbs is None:
-        return None
-    return "memory" if of_least >= NEAR else "not memory"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 MODELS_KEPT = 12
-"""Models that stay on the scales: one in all its packings, which are asked for again with each other context, cache or chip."""
+"""Footprints that are remembered: one model in all its packings, asked for again with each other context, cache or chip."""
 
 ORDERS: Mapping[Form, Order] = {"unpacked": "at once", "float32": "by layer", "stored": "ahead"}
 """In which order arrays are computed (peak_shape.Order), by the form of the weights."""
@@ -105,26 +105,25 @@ def weigh(
     packing: instead of the config's own. folder: has the model's files, whose headers say what is stored, unless it is repacked.
     adapter: added to it; raises ModelUnsupportedError where it does not fit.
     """
-    if folder is not None and packing is None:
-        return _weigh(config, device, memory_bytes, None, folder, adapter)  # files come and go
-    if adapter is not None:
-        return _weigh(config, device, memory_bytes, packing, None, adapter)
-    return _weigh_shape(_Shape(repr(config), config), device, memory_bytes, packing)
+    files = folder if packing is None else None
+    if files is not None or adapter is not None:  # files come and go
+        return _weigh(config, device, memory_bytes, packing, files, adapter)
+    return _weigh_again(_ConfigKey(repr(config), config), device, memory_bytes, packing)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """A config, known by all that is written in it."""
+class _ConfigKey:
+    """A config, hashed by its text."""
 
     text: str
     config: Mapping[str, Any] = field(compare=False)
 
 
 @lru_cache(maxsize=MODELS_KEPT)
-def _weigh_shape(
-    shape: _Shape, device: DeviceKind, memory_bytes: int | None, packing: Packing | None
+def _weigh_again(
+    key: _ConfigKey, device: DeviceKind, memory_bytes: int | None, packing: Packing | None
 ) -> Footprint | str:
-    return _weigh(shape.config, device, memory_bytes, packing, None)
+    return _weigh(key.config, device, memory_bytes, packing, None)
 
 
 def _weigh(  # noqa: PLR0917
@@ -185,7 +184,7 @@ def module_of(config: Mapping[str, Any], *, packing: Packing | None = None, form
 def work_of_config(
     config: Mapping[str, Any], *, packing: Packing | None = None, form: Form = "stored", kv: KVSpec | None = None
 ) -> Workload | str:
-    """Return the workload of a model that need not be on disk, or the reason why it can't be said.
+    """Return the workload of a model that need not be on disk, or the reason why it is unknown.
 
     packing: instead of the config's own. Raises OptionError for a KV flag that the model's caches can't take.
     """
@@ -310,8 +309,8 @@ def _with_smaller(error: MemoryLimitError, stored: Cost, budget: int, beyond: st
 class KVRow:
     """Layers whose caches are alike. Bytes are of all of them together; None is unknown.
 
-    kind: full (grows), window, state (of a fixed size), latent, compressed (an entry for so many tokens, which is what
-    ``bytes_per_token`` is the mean of), own (another cache of the model's). key_bits, value_bits: 16 is the
+    kind: full (grows), window, state (of a fixed size), latent, compressed (an entry for several tokens, so that
+    ``bytes_per_token`` is a mean), own (another cache of the model's). key_bits, value_bits: 16 is the
     model's own type; None for what is no keys and values. window, keep: None where it grows. free: whether flags apply to them.
     """
 
@@ -336,22 +335,6 @@ class KVTable:
     bytes_at_context: int | None
 
 
-def kv_table(config: Mapping[str, Any], spec: KVSpec, context: int, *, value_bytes: int) -> KVTable | str:
-    """Return what the engine would plan for the model of this normalised config, or the reason why that can't be said.
-
-    value_bytes: of a number in the type that the engine holds the model in. Raises OptionError for a flag that it can't honour.
-    """
-    if names_unknown_layers(config):
-        return "its config names kinds of layers that Tokamac does not know"
-    try:
-        model = skeleton_model(config, value_bytes)
-    except ModelError as error:
-        return error.message
-    from tokamac.engine.kv import plan_caches
-
-    return table_of_plan(plan_caches(model, config, spec), context)
-
-
 def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
     """Return the first and the last of each run of consecutive numbers: (0, 1, 2, 5) → [(0, 2), (5, 5)]."""
     found = []
@@ -362,7 +345,7 @@ def runs(layers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def table_of_plan(plan: "CachePlan", context: int) -> KVTable:
-    """Return a plan as a table, at a context of so many tokens."""
+    """Return a plan as a table, at ``context`` tokens."""
     alike: dict[tuple[Any, ...], list[LayerPlan]] = {}
     for layer in plan.layers:
         alike.setdefault(_signature(layer), []).append(layer)

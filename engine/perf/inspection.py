@@ -204,7 +204,7 @@ class Inspection:
 def inspect_model(
     folder: Path, context: int = 4096, kv: KVSpec | None = None, *, place: Machine | None = None
 ) -> Inspection:
-    """Return what the model in ``folder`` costs with a prompt that fills a context of so many tokens. Raises like ``inspect``."""
+    """Return what the model in ``folder`` costs with a prompt that fills ``context`` tokens. Raises like ``inspect``."""
     return inspect(model_ref_of_folder(folder), WhatIfCase(kv=kv or KVSpec(), context=context, prompt=context), place)
 
 

@@ -36,23 +36,22 @@ SURE_SHARE = 2 / 3
 class Machine:
     """A machine, as far as it is known. Bytes; None is unknown.
 
-    budget_bytes: what the model may use, read on this machine, else as much as is sure. pace: how fast kernels are on its chip,
-    where that was published. local: it is this machine, so that what was measured here applies. by_size: the chip's bandwidth was
-    measured for one size of model, and ``reading`` tells that of another. available_bytes: what no other program has to give way
-    for, on this machine and now.
+    budget_bytes: what the model may use: read on this machine, else what is certain. latency: how fast kernels are on its chip,
+    where that was published. local: it is this machine, so measurements made here apply. by_size: the chip's bandwidth was measured
+    for one size of model, and ``reading`` gives that for another. available_bytes: what no other program has to give way for now.
     """
 
     chip: Chip
     memory_bytes: int | None
     budget_bytes: int | None
-    pace: LatencyModel | None
+    latency: LatencyModel | None
     device: DeviceKind
     local: bool = False
     by_size: bool = False
     available_bytes: int | None = None
 
     def reading(self, bytes_read: int) -> "Machine":
-        """Return this machine with its bandwidth for a model that reads so many bytes a step.
+        """Return this machine with its bandwidth for a model that reads ``bytes_read`` a step.
 
         A table has one for all. A measured one is kept by size, and measured now where it was not (up to 1.5 s).
         """
@@ -61,20 +60,20 @@ class Machine:
         unmeasured = replace(self.chip, bandwidth_gbs=None, source="unknown")
         return replace(self, chip=with_bandwidth(unmeasured, bytes_read))
 
-    def pace_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
+    def latency_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
         """Return the latency of a model: as published, else as measured here and kept. Measures nothing."""
         from tokamac.engine.perf.timing import LatencyProfiler, TimedModel
 
-        if isinstance(self.pace, Fitted):
-            return HostLimited(self.pace)
-        if self.pace is not None or not self.local:
-            return self.pace
+        if isinstance(self.latency, Fitted):
+            return HostLimited(self.latency)
+        if self.latency is not None or not self.local:
+            return self.latency
         return LatencyProfiler(
             TimedModel(work, plan, unpacked, self.device, machine_key(self.chip, self.device))
         ).latency()
 
     def fit(self, *, weights: int, kv: int, working: int) -> MemoryFit:
-        """Return whether so many bytes fit. Between what is sure and all of a Mac's memory, it is unknown."""
+        """Return whether these bytes fit. Between what is sure and all of a Mac's memory, it is unknown."""
         budget, available = self.budget_bytes, self.available_bytes
         fit = memory.fit(weights=weights, kv=kv, working=working, budget=budget, available=available)
         unsure = self.memory_bytes is not None and fit.total <= self.memory_bytes and not self.local
@@ -94,7 +93,8 @@ class Machine:
 
 
 def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Machine:
-    """Return this machine. Where no table knows its bandwidth, it is measured once for models that read so many bytes a step.
+    """Return this machine. Where no table knows its bandwidth, it is measured once for models that read
+    ``bytes_read`` a step.
 
     For another model it is that of its own size: ``reading``. limit: bytes that may be used, where the user set them.
     """
@@ -103,12 +103,12 @@ def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Machine:
     device = device_kind()
     found = detect()
     chip = _with_peak(with_bandwidth(found, bytes_read), device)
-    pace, by_size = fitted(chip), found.bandwidth_gbs is None
+    latency, by_size = fitted(chip), found.bandwidth_gbs is None
     return Machine(
         chip,
         memory.device_total(),
         memory.array_budget() if limit is None else limit,
-        pace,
+        latency,
         device,
         local=True,
         by_size=by_size,
@@ -133,13 +133,13 @@ def elsewhere(chip_name: str, gpu_cores: int | None = None, memory_gb: float | N
     if chip.bandwidth_gbs is None:
         cores = " or ".join(map(str, bins))
         raise OptionError(f"{name} has several memory bandwidths", f"Say how many GPU cores it has: {cores}.")
-    return _place(chip, memory_gb)
+    return _machine(chip, memory_gb)
 
 
 def everywhere(memory_gb: float | None = None) -> tuple[Machine, ...]:
-    """Return a place for every chip of the table, in its order. memory_gb: of the Macs; cards have the memory that they have."""
+    """Return a machine for every chip of the table, in its order. memory_gb: of the Macs; a card comes with its own."""
     chips = [lookup(row["chip"], row["gpu_cores"]) for row in table()]
-    return tuple(_place(chip, memory_gb if _is_apple(chip) else None) for chip in chips)
+    return tuple(_machine(chip, memory_gb if _is_apple(chip) else None) for chip in chips)
 
 
 def _with_peak(chip: Chip, device: DeviceKind) -> Chip:
@@ -151,7 +151,7 @@ def _with_peak(chip: Chip, device: DeviceKind) -> Chip:
     return replace(chip, fp16_tflops=tflops, peak_source="measured")
 
 
-def _place(chip: Chip, memory_gb: float | None) -> Machine:
+def _machine(chip: Chip, memory_gb: float | None) -> Machine:
     apple = _is_apple(chip)
     gb = memory_gb if memory_gb is not None or apple else _card_memory_gb(chip.name)
     total = None if gb is None else round(gb * GIB)

@@ -7,7 +7,7 @@ answers through `System`.
 
 The chip is slowed down because of its heat, or by Low Power Mode. Heat counts from the thermal pressure "heavy" on: macOS's own
 load advisory calls "moderate" acceptable and what is above it bad (PowerManagement, SystemLoad.c). "nominal" proves nothing: chips
-were seen to slow down under it (angristan/MacThrottle#19), so a reply is only ever said to have been slowed, never the opposite.
+were seen to slow down under it (angristan/MacThrottle#19), so a reply can be known to have been slowed, never the opposite.
 """
 
 import ctypes
@@ -245,10 +245,7 @@ EVERY_S = 5.0
 
 
 class ThrottleWatch:
-    """Remembers for one reply what slowed the chip down. mac: whom to ask; None where nobody tells.
-
-    seen: all of it.
-    """
+    """Remembers for one reply what slowed the chip down (``seen``). mac: None where no system tells."""
 
     def __init__(self, mac: System | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.seen: tuple[Throttle, ...] = ()
@@ -261,10 +258,10 @@ class ThrottleWatch:
         """Ask, if the last time is long enough ago; or in any case."""
         if self._mac is None or (not now and self._due_s is not None and self._clock() < self._due_s):
             return
-        said = throttles(self._mac)
+        now_on = throttles(self._mac)
         if self._due_s is None:
-            self._from_start = said
-        self.seen += tuple(each for each in said if each not in self.seen)
+            self._from_start = now_on
+        self.seen += tuple(each for each in now_on if each not in self.seen)
         self._due_s = self._clock() + EVERY_S
 
     @property
@@ -275,8 +272,5 @@ class ThrottleWatch:
 
 def throttles(mac: System) -> tuple[Throttle, ...]:
     """Return what the system says now that it slows the chip down for; nothing where it does not tell."""
-    said: tuple[tuple[Throttle, bool | None], ...] = (
-        ("thermal", throttled(mac)),
-        ("low power", mac.low_power()),
-    )
-    return tuple(name for name, on in said if on)
+    states: dict[Throttle, bool | None] = {"thermal": throttled(mac), "low power": mac.low_power()}
+    return tuple(name for name, on in states.items() if on)

@@ -45,7 +45,7 @@ ALLOWANCE = 128 << 20
 """Bytes beyond what is allocated that are never refused: a short prompt of a loaded model, its keys and values and temporaries."""
 
 WORTH_SAYING = 256 << 20
-"""Bytes; where other programs have to give way by fewer, nobody notices."""
+"""Bytes; where other programs give way by fewer, it goes unnoticed."""
 
 PRESSURE = "kern.memorystatus_vm_pressure_level"
 """1 normal, 2 warning, 4 critical (sys/event.h, NOTE_MEMORYSTATUS_PRESSURE_*)."""
@@ -138,13 +138,13 @@ def fit(*, weights: int, kv: int, working: int, budget: int | None, available: i
 
 
 def taken_from_others(total: int, available: int | None) -> int:
-    """Return by how many bytes other programs have to give way for ``total``; 0 for what nobody notices, or is unknown."""
+    """Return by how many bytes other programs have to give way for ``total``; 0 where that goes unnoticed, or is unknown."""
     short = 0 if available is None else total - available
     return short if short >= WORTH_SAYING else 0
 
 
 def giving_way(nbytes: int) -> str:
-    """Return in a clause what happens to other programs that have to give way by so many bytes."""
+    """Return in a clause what happens to other programs that have to give way by ``nbytes``."""
     amount = f"about {nbytes / 1e9:.1f} GB of other programs"
     return f"macOS would have to compress {amount}" if macos.system() else f"the system would have to swap out {amount}"
 
@@ -461,7 +461,7 @@ LEAST = 288_000_000
 """Bytes that an engine's libraries and threads take before there is any model. Measured on 2-core x86 Linux: the guide answers
 where the process may have 400 MB in all, some 100 of them taken by then, and not with 300."""
 LEAST_TO_INSPECT = 180_000_000
-"""Bytes that are enough to weigh a model: likewise, ``inspect`` works with 300 MB in all, and not with 150."""
+"""Bytes that are enough to weigh a model: ``inspect`` works with 300 MB in all, and not with 150."""
 
 
 def space_left() -> int | None:

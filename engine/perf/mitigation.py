@@ -45,6 +45,34 @@ _WHERE = "In the chat that is /settings, in Python KVSpec."
 
 WINDOW_STEP = 256
 
+USUAL: dict[DeviceKind, int] = {"metal": 512, "cuda": 2048, "cpu": 256}
+"""Prompt tokens computed at once where nothing asks for more or fewer. To keep a GPU busy; not tuned on one here."""
+
+LARGEST = 4096
+LEAST = 64
+"""Tokens; every chunk reads all weights again, whatever it has of them."""
+
+PROMPT = 8192
+"""Tokens of the prompt by which chunks are compared."""
+
+TOLERANCE = 1.1
+"""What a prefill in smaller chunks may take of the time of one in mlx-lm's."""
+
+ROWS = 64
+"""Rows for each expert that are enough, where no published latency tells."""
+
+DENSE_S, MIXTURE_S = 2.0, 4.0
+"""What a chunk should take at most: a reply is cancelled between two. A mixture's may take longer, for what it saves."""
+
+DEEP = 1 << 16
+"""Tokens held from which chunks are small."""
+
+SHALLOW = 4096
+"""Tokens held up to which chunks are as at the first; from there on they are chosen anew at each power of two."""
+
+CPU_FLOPS = 1e11
+"""Float32 operations a second that a plain CPU is taken to do: two cores of a laptop, roughly. A chunk should take a second."""
+
 StepName = Literal["pool", "fused", "chunk", "prompt cache"]
 
 
@@ -89,7 +117,7 @@ def steps(
 ) -> Mitigation:
     """Return what to do so that a prefill fits ``budget`` bytes; nothing where it is unknown, or all fits.
 
-    peak_at: the peak of prefilling in chunks of so many tokens; fused_at: the same with fused attention asked for. pool: bytes of
+    peak_at: the peak of prefilling in chunks of N tokens; fused_at: the same with fused attention asked for. pool: bytes of
     unused buffers held for reuse. The prompt cache can give back at most what the peak counts of it.
     """
     peak = peak_at(chunk)
@@ -151,7 +179,7 @@ def offers(
 ) -> Iterator[FittingFlags]:
     """Yield flags with which the same prompt would fit: the first bits that do, and the largest window that does.
 
-    peak_of: the peak of the same prompt with another shape. spare: the slots beside a window of so many tokens. longest: the
+    peak_of: the peak of the same prompt with another shape. spare: the slots beside a window of N tokens. longest: the
     window is smaller than this.
     """
     for bits in OFFERS:
@@ -221,45 +249,16 @@ def _token_bytes(shape: ModelShape) -> int:
     return sum(layer.key_bytes + layer.value_token_bytes for layer in shape.layers)
 
 
-USUAL: dict[DeviceKind, int] = {"metal": 512, "cuda": 2048, "cpu": 256}
-"""Prompt tokens computed at once where nothing asks for more or fewer. To keep a GPU busy; not tuned on one here."""
-
-LARGEST = 4096
-LEAST = 64
-"""Tokens; every chunk reads all weights again, whatever it has of them."""
-
-PROMPT = 8192
-"""Tokens of the prompt by which chunks are compared."""
-
-TOLERANCE = 1.1
-"""What a prefill in smaller chunks may take of the time of one in mlx-lm's."""
-
-ROWS = 64
-"""Rows for each expert that are enough, where no published pace tells."""
-
-DENSE_S, MIXTURE_S = 2.0, 4.0
-"""What a chunk should take at most: a reply is cancelled between two. A mixture's may take longer, for what it saves."""
-
-DEEP = 1 << 16
-"""Tokens held from which chunks are small."""
-
-SHALLOW = 4096
-"""Tokens held up to which chunks are as at the first; from there on they are chosen anew at each power of two."""
-
-CPU_FLOPS = 1e11
-"""Float32 operations a second that a plain CPU is taken to do: two cores of a laptop, roughly. A chunk should take a second."""
-
-
 @dataclass(frozen=True, slots=True)
 class Chunking:
     """The chunks of a model's prompts on a device.
 
-    pace: as published for the chip, the same in every process; None where there is none.
+    latency: as published for the chip, the same in every process; None where there is none.
     """
 
     work: Workload
     device: DeviceKind
-    pace: LatencyModel | None
+    latency: LatencyModel | None
 
     def at(self, depth: int) -> int:
         """Return the tokens to compute at once after ``depth``: a power of two, never more than at a lesser depth."""
@@ -320,7 +319,7 @@ class Chunking:
         return size
 
     def _prefill_s(self, chunk: int, held: int) -> float | None:
-        return None if self.pace is None else self.pace.prefill_s(self.work, PROMPT, held, chunk)
+        return None if self.latency is None else self.latency.prefill_s(self.work, PROMPT, held, chunk)
 
 
 def whole_chunks(chunking: Chunking, tokens: int) -> int:

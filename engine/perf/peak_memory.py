@@ -24,7 +24,7 @@ Attention's scores, heads × N × T numbers, are written down unless MLX runs a 
 two products (soft caps, packed decoding) hold them once, and as float32 for sinks. On CUDA a mask that is an array is written out
 for all heads, from two arrays of that size. Attention that is the model's own is taken as not fused.
 
-Where work is launched ahead (see ``Order``), all arrays of a layer are there at once, or of two; scores once. That was measured on
+Where work is launched ahead (see ``Order``), all arrays of one layer or two exist at once; scores once. That was measured on
 a CPU: in float32 with scores written down it gives 0.9 to 1.15 of what MLX counts, in half precision 10 to 30 % too much beside
 the weights. On Metal and CUDA none of this was run. Models with layers of another kind (recurrent, latent) are taken by their
 widths.
@@ -43,7 +43,7 @@ from tokamac.engine.kv.attention_kernel import (
     kernel_of,
 )
 from tokamac.engine.options import group_for, token_bytes
-from tokamac.engine.perf.cost import first_of, text_config
+from tokamac.engine.perf.cost import active_share, first_of, text_config
 from tokamac.engine.perf.workload import chosen_entries
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 Order = Literal["at once", "by layer", "ahead"]
-"""When arrays are computed, and so how many of a layer's are there together.
+"""When arrays are computed, and so how many of a layer's exist together.
 
 at once: each product when it is asked for (a plain CPU with unpacked weights: NumPy multiplies). by layer: attention waits for
 all before it (a plain CPU in float32 with packed weights: NumPy attends, MLX multiplies). ahead: MLX launches work, and allocates
@@ -144,7 +144,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as it is held here. Widths in numbers a token; bytes as said.
+    """A model as it is held in memory. Widths in numbers a token.
 
     weights: bytes of all weights, in the form they are held. queries: of all heads of a layer. mlp: of the widest dense
     feed-forward layer, or of the shared experts. expert_mlp: of one expert, ``experts_used`` of which compute a token.
@@ -168,7 +168,7 @@ class ModelShape:
     force_fused: bool = False
 
     def packed(self, key_bits: int, value_bits: int) -> "ModelShape":
-        """Return the same model with keys and values of so many bits, where they can be packed."""
+        """Return the same model with keys and values of these bits, where they can be packed."""
         layers = tuple(
             replace(layer, key_bits=key_bits, value_bits=value_bits) if layer.packable() else layer
             for layer in self.layers
@@ -259,10 +259,9 @@ def _compressed(text: Mapping[str, Any], layer: "LayerPlan") -> Compressed | Non
 def _feed_forward(text: Mapping[str, Any], hidden: int) -> tuple[int, int, int, int, int]:
     """Return widths: a dense layer's, then of a mixture its experts, those used, an expert's, and that of the shared ones."""
     dense = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    used = _number(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
-    if not experts or not used:
+    if (share := active_share(text)) is None:
         return dense, 0, 0, 0, 0
+    used, experts = share
     own = _number(text, "moe_intermediate_size")
     width = own or dense
     shared = _number(text, "shared_expert_intermediate_size") or _number(text, "n_shared_experts") * width
@@ -276,13 +275,13 @@ def _number(text: Mapping[str, Any], *keys: str) -> int:
 
 
 STEP, GROWTH = 256, 16
-"""How caches grow: in multiples of so many slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
+"""How caches grow: in multiples of STEP slots, and by a sixteenth (engine/kv/layout.py; a test holds the two together)."""
 
 MOST_PARTS = 16
-"""Parts of a call whose keys are there at once. Seen on a CPU, where MLX launches some ten kernels ahead: 13 of 17."""
+"""Parts of a call whose keys exist at once. Seen on a CPU, where MLX launches some ten kernels ahead: 13 of 17."""
 
 LAYERS_AHEAD = 2
-"""Layers whose arrays are there at once where work is launched ahead. Seen in half precision on a plain CPU: 1.5 to 2."""
+"""Layers whose arrays exist at once where work is launched ahead. Seen in half precision on a plain CPU: 1.5 to 2."""
 
 NUMPY_SCORES, NUMPY_SCORES_PACKED = 1 << 14, 1 << 17
 """Queries times keys from which NumPy attends (engine/kv/attention.py); below, MLX writes the scores of all heads down."""
@@ -349,7 +348,7 @@ def predict_peak(
 
 
 def rounded(slots: int) -> int:
-    """Return the slots made for so many tokens at once."""
+    """Return the slots made for ``slots`` tokens at once."""
     return -(-slots // STEP) * STEP
 
 
@@ -382,7 +381,7 @@ def _high_calls(  # noqa: PLR0917
 
 
 def _distinct_calls(slots: int, held: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the calls among which the last of each kind is, in order: so many are they at any length of context.
+    """Yield (start, stop) of calls among which the last of each kind is, in order: a bounded number at any length of context.
 
     Between two calls that make caches grow the others differ in their scores alone, so the last of each number of scores will do.
     """
@@ -418,7 +417,7 @@ def _call_peak(shape: ModelShape, slots: int, call: ModelCall, prompt_cache: int
 
 
 def _slots(layer: LayerCache, slots: int, held: int) -> int:
-    """Return the slots that a layer has once so many tokens are held; of the model's own caches, those tokens."""
+    """The slots that a layer has once ``held`` tokens are in it; of the model's own caches, those tokens."""
     if not layer.ours:
         return held
     return min(grown(slots, held), layer.limit or grown(slots, held))

@@ -42,6 +42,7 @@ from tokamac.engine.perf.hardware import Chip, Source, generation_of, units_of
 from tokamac.engine.perf.workload import Heads, KVUse, Workload
 
 Kind = Literal["dense", "mixture", "hybrid"]
+Bound = Literal["memory", "compute"]
 
 SIMD_UNITS = 4
 """Parts of a GPU core that each run a SIMD group. Two-pass attention puts the query heads of a key head into one threadgroup, a
@@ -55,6 +56,28 @@ RECENT = 4
 
 SIZES = ("", "Pro", "Max", "Ultra")
 """Apple's sizes of a generation. Each has about twice the GPU of the one before, and reports name it more often than the cores."""
+
+CHUNK = 2048
+"""Prompt tokens computed at once in published measurements: mlx-lm's default."""
+
+BUDGET_S, LEAST_TRIES = 0.02, 3
+"""Seconds of trials, and how many at least: the quickest counts."""
+
+WAITS = 5
+"""Round trips to the device that are timed."""
+
+MATTERS_S = 0.02
+"""Seconds of a device's step above which no host is the slower of the two: a slow one builds the longest in less."""
+
+
+class LatencyModel(Protocol):
+    """How fast a machine really is. Seconds; None is unknown."""
+
+    def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:
+        """Seconds of a decode step at ``context`` tokens in each of ``batch`` sequences."""
+
+    def prefill_s(self, work: Workload, tokens: int, cached: int, chunk: int) -> float | None:
+        """Seconds of reading ``tokens``, one or more, after ``cached``, up to ``chunk`` at once, and of the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +113,7 @@ class FittedRange:
     longest_context: int
 
     def covers(self, work: Workload) -> bool | None:
-        """Whether a step reads as much as some published one: below that the host decides, of which the formula knows nothing. None
-        where the bytes are unknown."""
+        """Whether a step reads as much as some published one; below that the host decides. None where the bytes are unknown."""
         weights = work.weight_bytes()
         return None if weights is None else weights >= self.least_weight_bytes
 
@@ -226,16 +248,6 @@ def ridge_point(bandwidth_gbs: float, tflops: float) -> float:
     return tflops * 1e3 / bandwidth_gbs
 
 
-BUDGET_S, LEAST_TRIES = 0.02, 3
-"""Seconds of trials, and how many at least: the quickest counts."""
-
-WAITS = 5
-"""Round trips to the device that are timed."""
-
-MATTERS_S = 0.02
-"""Seconds of a device's step above which no host is the slower of the two: a slow one builds the longest in less."""
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
     """Seconds of the host's part. step_s: building one call of the model. wait_s: a round trip to the device that does nothing."""
@@ -244,7 +256,7 @@ class Host:
     wait_s: float = 0.0
 
     def reading_s(self, calls: int) -> float:
-        """Seconds of so many calls, each waited for."""
+        """Seconds of ``calls`` calls, each waited for."""
         return calls * (self.step_s + self.wait_s)
 
 
@@ -271,14 +283,14 @@ class HostLimited:
         return max(device_s + calls * self.host.wait_s, self.host.reading_s(calls))
 
 
-def decodes_by_host(pace: object, expected_s: float | None) -> bool:
+def decodes_by_host(latency: object, expected_s: float | None) -> bool:
     """Whether a step takes as long as it is expected to because the host does."""
-    return isinstance(pace, HostLimited) and pace.host is not None and expected_s == pace.host.step_s
+    return isinstance(latency, HostLimited) and latency.host is not None and expected_s == latency.host.step_s
 
 
-def reads_by_host(pace: object, expected_s: float | None, calls: int) -> bool:
-    """Whether a prompt of so many calls takes as long as it is expected to because the host does."""
-    return isinstance(pace, HostLimited) and pace.host is not None and expected_s == pace.host.reading_s(calls)
+def reads_by_host(latency: object, expected_s: float | None, calls: int) -> bool:
+    """Whether a prompt of ``calls`` calls takes as long as it is expected to because the host does."""
+    return isinstance(latency, HostLimited) and latency.host is not None and expected_s == latency.host.reading_s(calls)
 
 
 def calls_of(tokens: int, chunk: int) -> int:
@@ -315,22 +327,6 @@ def _wait_s() -> float:
     began = time.perf_counter()
     mx.eval(one + 1.0)
     return time.perf_counter() - began
-
-
-Bound = Literal["memory", "compute"]
-
-CHUNK = 2048
-"""Prompt tokens computed at once in published measurements: mlx-lm's default."""
-
-
-class LatencyModel(Protocol):
-    """How fast a machine really is. Seconds; None is unknown."""
-
-    def decode_s(self, work: Workload, context: int, batch: int = 1) -> float | None:
-        """Seconds of a decode step at ``context`` tokens in each of ``batch`` sequences."""
-
-    def prefill_s(self, work: Workload, tokens: int, cached: int, chunk: int) -> float | None:
-        """Seconds of reading ``tokens``, one or more, after ``cached``, up to ``chunk`` at once, and of the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +392,7 @@ class Prediction:
 def predict(
     work: Workload,
     chip: Chip,
-    pace: LatencyModel | None,
+    latency: LatencyModel | None,
     prompt: int,
     context: int,
     *,
@@ -404,7 +400,7 @@ def predict(
     batch: int = 1,
     chunk: int = CHUNK,
 ) -> Prediction:
-    """Return what ``chip`` makes of ``work``. pace: None leaves what is expected unknown, and the ceilings known.
+    """Return what ``chip`` makes of ``work``. latency: None leaves what is expected unknown, and the ceilings known.
 
     The last token of a prompt is always computed: a first token comes of nothing else.
     """
@@ -418,32 +414,32 @@ def predict(
         context=context,
         batch=batch,
         ridge=ridge,
-        prefill=prefill_phase(work, chip, pace, prompt - cached, cached, chunk=chunk),
-        decode=decode_phase(work, chip, pace, context, batch),
+        prefill=prefill_phase(work, chip, latency, prompt - cached, cached, chunk=chunk),
+        decode=decode_phase(work, chip, latency, context, batch),
     )
 
 
-def decode_phase(work: Workload, chip: Chip, pace: LatencyModel | None, context: int, batch: int = 1) -> Phase:
+def decode_phase(work: Workload, chip: Chip, latency: LatencyModel | None, context: int, batch: int = 1) -> Phase:
     """Return a decode step: one token for each of ``batch`` sequences."""
     operations = None
     if work.prefill_parameters is not None:
         attended = sum(layer.operations(1, max(context - 1, 0)) for layer in work.attention)
         operations = batch * (2 * (work.prefill_parameters + work.head_parameters) + attended)
-    expected = None if pace is None else pace.decode_s(work, context, batch)
+    expected = None if latency is None else latency.decode_s(work, context, batch)
     phase = _phase(chip, batch, work.step_bytes(context, batch), operations, expected)
-    return replace(phase, by_host=decodes_by_host(pace, phase.expected_s))
+    return replace(phase, by_host=decodes_by_host(latency, phase.expected_s))
 
 
 def prefill_phase(
-    work: Workload, chip: Chip, pace: LatencyModel | None, tokens: int, cached: int = 0, *, chunk: int = CHUNK
+    work: Workload, chip: Chip, latency: LatencyModel | None, tokens: int, cached: int = 0, *, chunk: int = CHUNK
 ) -> Phase:
     """Return the reading of ``tokens``, one or more, after ``cached``. Every chunk reads the weights; the ceiling counts them
     once."""
     weights, operations = work.weight_bytes(tokens), work.prefill_operations(tokens, cached)
     read = None if weights is None else weights + work.kv_bytes(cached + tokens)
-    expected = None if pace is None else pace.prefill_s(work, tokens, cached, chunk)
+    expected = None if latency is None else latency.prefill_s(work, tokens, cached, chunk)
     phase = _phase(chip, tokens, read, operations, expected)
-    return replace(phase, by_host=reads_by_host(pace, phase.expected_s, calls_of(tokens, chunk)))
+    return replace(phase, by_host=reads_by_host(latency, phase.expected_s, calls_of(tokens, chunk)))
 
 
 def _phase(chip: Chip, tokens: int, bytes_read: int | None, operations: int | None, expected_s: float | None) -> Phase:
@@ -484,9 +480,9 @@ class Limits:
     expected_tps: float | None = None
 
 
-def limits_of(context: int, work: Workload, chip: Chip, pace: LatencyModel | None) -> Limits:
-    """Return the limits of a model on a chip. pace: None leaves the expected speed unknown."""
-    expected = decode_phase(work, chip, pace, context).expected_tps
+def limits_of(context: int, work: Workload, chip: Chip, latency: LatencyModel | None) -> Limits:
+    """Return the limits of a model on a chip. latency: None leaves the expected speed unknown."""
+    expected = decode_phase(work, chip, latency, context).expected_tps
     known = limits_for(
         context, weight_bytes_per_token=work.weight_bytes(), kv_bytes_per_step=work.kv_bytes(context), chip=chip
     )

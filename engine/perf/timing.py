@@ -88,7 +88,7 @@ class PartLatency:
     rows_s: float
 
     def of(self, rows: int) -> float:
-        """Seconds for so many rows, in proportion."""
+        """Seconds for this many rows, in proportion."""
         return self.row_s + (self.rows_s - self.row_s) * (rows - 1) / (ROWS - 1)
 
 
@@ -102,7 +102,7 @@ class AttentionLatency:
     rows: Points
 
     def of(self, rows: int, depth: int) -> float:
-        """Seconds of all these layers for so many rows after ``depth`` tokens."""
+        """Seconds of all these layers for ``rows`` rows after ``depth`` tokens."""
         held = depth if self.limit is None else min(depth, self.limit)
         return self.layers * PartLatency(interpolate(self.row, held), interpolate(self.rows, held)).of(rows)
 
@@ -161,7 +161,7 @@ class MeasuredLatency:
         return sum(layers.of(rows, depth) for layers in self.attention) + self.other_kernels * self.kernel.of(rows)
 
     def _whole_chunks(self, start: int, chunks: int, chunk: int) -> float:
-        """Seconds of attention and kernels in so many chunks: sums over the straight stretches between timed depths."""
+        """Seconds of attention and kernels in whole chunks: sums over the straight stretches between timed depths."""
         bends = {depth for layers in self.attention for depth, _ in (*layers.row, *layers.rows)}
         bends |= {layers.limit for layers in self.attention if layers.limit is not None}
         total, done = 0.0, 0
@@ -176,7 +176,7 @@ class MeasuredLatency:
 
 def by_numpy(kind: Product, *, unpacked: bool) -> bool:
     """Whether NumPy multiplies a row with such a matrix, which needs its input evaluated (engine/model/cpu.py)."""
-    return _is_dense(kind, unpacked=unpacked) and not stays_lazy(kind.rows * kind.columns)
+    return unpacked and kind.stack == 1 and not stays_lazy(kind.rows * kind.columns)
 
 
 def time_product(kind: Product, rows: int, weight_bytes: int, *, unpacked: bool) -> float:
@@ -193,7 +193,8 @@ def time_attention(layer: "LayerPlan", heads: int, depth: int, rows: int, count:
 
     def step() -> None:
         mx.eval([attend(cache) for cache in caches])
-        _rewind(caches, rows)
+        for cache in caches:
+            cache.trim(min(rows, cache.rewindable))
 
     return typical_s(step) / count
 
@@ -229,7 +230,8 @@ def time_layer(model: "TimedModel", layer: "LayerPlan", depth: int, count: int) 
     def step() -> None:
         for run, cache in zip(layers, caches, strict=True):
             run(cache)
-        _rewind(caches, 1)
+        for cache in caches:
+            cache.trim(min(1, cache.rewindable))
 
     return typical_s(step, patience=LAYER_PATIENCE) / count
 
@@ -258,19 +260,12 @@ def filled_caches(layer: "LayerPlan", depth: int, count: int) -> "list[Cache]":
     return caches
 
 
-def _rewind(caches: "list[Cache]", rows: int) -> None:
-    for cache in caches:
-        cache.trim(min(rows, cache.rewindable))
-
-
 def _keys_and_values(layer: "LayerPlan", tokens: int) -> tuple[mx.array, mx.array]:
     """(1, H, tokens, D) each."""
     assert layer.ours is not None
     seen = layer.ours.seen
     dtype = _float_type() if seen.scale_bytes == 4 else mx.bfloat16
-    shapes = ((1, seen.heads, tokens, dim) for dim in (seen.key_dim, seen.value_dim))
-    keys, values = (_ones(*shape, dtype=dtype) * 0.1 for shape in shapes)
-    mx.eval(keys, values)
+    keys, values = (_ones(1, seen.heads, tokens, dim, dtype=dtype) for dim in (seen.key_dim, seen.value_dim))
     return keys, values
 
 
@@ -333,16 +328,15 @@ def _whole_layer(model: "TimedModel", layer: "LayerPlan") -> "Callable[[Cache], 
 
 def _multiplier(kind: Product, *, unpacked: bool) -> Callable[[mx.array], mx.array]:
     """What multiplies rows (1, N, columns) with a new matrix of this kind, or with a router's choice of its stack."""
-    if _is_dense(kind, unpacked=unpacked):
+    if unpacked and kind.stack == 1:
         return DenseLinear(_ones(kind.columns, kind.rows, dtype=mx.float32).T, None).__call__
-    operands: list[mx.array | None]
+    operands: list[mx.array | None] = []
     options: dict[str, Any] = {}
-    plain: Callable[..., mx.array] = mx.matmul
-    gather: Callable[..., mx.array] = mx.gather_mm
+    plain: Callable[..., mx.array] = mx.matmul if kind.bits is None else mx.quantized_matmul
+    gather: Callable[..., mx.array] = mx.gather_mm if kind.bits is None else mx.gather_qmm
     if kind.bits is None:
         operands = [_ones(kind.stack, kind.columns, kind.rows)]
     else:
-        plain, gather = mx.quantized_matmul, mx.gather_qmm
         options = {"group_size": kind.group_size, "bits": kind.bits, "mode": kind.mode, "transpose": True}
         affine, shape = kind.mode == "affine", (kind.stack, kind.rows)
         weight = _ones(*shape, kind.columns * kind.bits // 32, dtype=mx.uint32)
@@ -362,12 +356,7 @@ def _multiplier(kind: Product, *, unpacked: bool) -> Callable[[mx.array], mx.arr
 
 def _row_bytes(kind: Product, *, unpacked: bool) -> int:
     """Bytes that a row reads of one matrix, as it lies here."""
-    dense = _is_dense(kind, unpacked=unpacked)
-    return 4 * kind.rows * kind.columns if dense else kind.nbytes(_float_type().size)
-
-
-def _is_dense(kind: Product, *, unpacked: bool) -> bool:
-    return unpacked and kind.stack == 1
+    return 4 * kind.rows * kind.columns if unpacked and kind.stack == 1 else kind.nbytes(_float_type().size)
 
 
 def _ones(*shape: int, dtype: mx.Dtype | None = None) -> mx.array:

@@ -65,7 +65,7 @@ MARGIN = 0.9
 """Share of the budget that leaves room for the system, a longer context and other programs."""
 
 READABLE_TPS = 10.0
-"""Tokens a second that nobody waits for: adults read some 238 words a minute silently (Brysbaert 2019,
+"""Tokens a second that keep up with a reader: adults read some 238 words a minute silently (Brysbaert 2019,
 doi:10.1016/j.jml.2019.104047), about 5 tokens a second; twice that leaves room for skimming."""
 
 Verdict = Literal["runs well", "fits, speed unknown", "tight", "slow", "unknown whether it fits", "does not fit"]
@@ -148,28 +148,28 @@ class DecodePoint:
 class WeighedModel:
     """A weighed model with the caches of one KV spec, at one place: what every context has in common.
 
-    pace: how fast kernels are there, with this model; None is unknown. Made by ``load``.
+    latency: how fast kernels are there, with this model; None is unknown. Made by ``load``.
     """
 
     weighed: Footprint
     plan: "CachePlan"
     work: Workload
     place: Machine
-    pace: LatencyModel | None
+    latency: LatencyModel | None
 
     def at(self, place: Machine) -> "WeighedModel":
         """Return the same at another place that holds a model in the same form, with that place's bandwidth for this model."""
         place = place.reading(self.work.weight_bytes() or self.weighed.held.weight_bytes)
-        pace = place.pace_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
-        if place.local and isinstance(pace, HostLimited):
-            pace = replace(pace, host=self._host(pace))
-        return replace(self, place=place, pace=pace)
+        latency = place.latency_of(self.work, self.plan, unpacked=self.weighed.form == "unpacked")
+        if place.local and isinstance(latency, HostLimited):
+            latency = replace(latency, host=self._host(latency))
+        return replace(self, place=place, latency=latency)
 
-    def _host(self, pace: HostLimited) -> Host | None:
+    def _host(self, latency: HostLimited) -> Host | None:
         """Return what building a step takes here; None where that can't matter. Milliseconds."""
         from tokamac.engine.kv import install_seam
 
-        device_s = pace.device.decode_s(self.work, 1)
+        device_s = latency.device.decode_s(self.work, 1)
         if device_s is None or device_s > MATTERS_S:
             return None
         install_seam()
@@ -178,17 +178,17 @@ class WeighedModel:
     @property
     def chunking(self) -> Chunking:
         """How prompts are cut there."""
-        return Chunking(self.work, self.place.device, self.place.pace)
+        return Chunking(self.work, self.place.device, self.place.latency)
 
     def kv_table(self, context: int) -> KVTable:
-        """Return what each layer keeps at a context of so many tokens."""
+        """Return what each layer keeps at ``context`` tokens."""
         return table_of_plan(self.plan, context)
 
     def limits(self, context: int) -> Limits | None:
         """Return the bounds of decoding at a context; None where it is not known what the layers keep."""
         if self.kv_table(context).bytes_at_context is None:
             return None
-        return limits_of(context, self.work, self.place.chip, self.pace)
+        return limits_of(context, self.work, self.place.chip, self.latency)
 
     def fit(self, case: WhatIfCase) -> MemoryFit:
         """Return whether the case fits at the highest point of computing its prompt and then tokens until the context is reached.
@@ -256,7 +256,7 @@ def outcome_at(loaded: WeighedModel, case: WhatIfCase) -> WhatIfOutcome:
     if limits is None:
         return _without(loaded.weighed, case, place, KV_UNKNOWN)
     chunk = loaded.chunking.at(case.prompt // 2)
-    predicted = predict(loaded.work, place.chip, loaded.pace, case.prompt, case.context, chunk=chunk)
+    predicted = predict(loaded.work, place.chip, loaded.latency, case.prompt, case.context, chunk=chunk)
     return WhatIfOutcome(
         case=case,
         place=place,
@@ -287,7 +287,7 @@ def _unknown(loaded: WeighedModel, predicted: Prediction, kv: KVSpec) -> str | N
         return "its config does not say how many experts a token uses"
     if place.chip.bandwidth_gbs is None:
         return f"the memory bandwidth of {place.chip.name} is not known"
-    if loaded.pace is None:
+    if loaded.latency is None:
         if place.local:
             return UNMEASURED_KV if kv.quantized else UNMEASURED
         return f"no published measurement says what MLX reaches on {place.chip.name}"
@@ -326,7 +326,7 @@ def suggestions(
 ) -> tuple[Suggestion, ...]:
     """Return every repository of the catalogue, best first, as it would run with a prompt that fills ``context``.
 
-    Takes a tenth or two of a second for each. progress: told how many are done, and of how many.
+    Takes a tenth or two of a second for each. progress: called with how many are done, and of how many.
     """
     case, asked = WhatIfCase(None, 64, KVSpec(), context, context), list(repositories())
     found: list[Suggestion] = []
@@ -436,7 +436,7 @@ def table(
 ) -> tuple[WhatIfOutcome, ...]:
     """Return the base case, then it with one thing changed at a time: precision of weights, bits of keys and values, context.
 
-    Cases that the model can't take are there, with the reason. A prompt that fills the context does so in every one of them; any
+    Cases that the model can't take are listed with the reason. A prompt that fills the context does so in every one of them; any
     other stays as it is, unless the context is shorter. own: how the model is packed, where its config does not say.
     """
     found: list[WhatIfOutcome] = []
@@ -447,13 +447,13 @@ def table(
 
 
 def notes(found: Sequence[WhatIfOutcome], form: Form) -> tuple[str, ...]:
-    """Return what is to be known of a whole table, in clauses: why its rows are alike, and why speeds are unknown.
+    """Return notes on a whole table, in clauses: why its rows are alike, and why speeds are unknown.
 
     form: how the model's weights are held at the place.
     """
     unknown = dict.fromkeys(each.reason for each in found if each.reason and each.expected_tps is None)
-    said = [SAME_BITS] if form == "unpacked" else []
-    return (*said, *(f"unknown: {reason}" for reason in unknown))
+    same = [SAME_BITS] if form == "unpacked" else []
+    return (*same, *(f"unknown: {reason}" for reason in unknown))
 
 
 def on_chips(

@@ -22,6 +22,7 @@ from tokamac.engine.perf.cost import (
     active_share,
     added_matrices,
     cost_of_tensors,
+    experts_of,
     first_of,
     leaf_modules,
     part_named,
@@ -313,7 +314,7 @@ Trait = Literal[
     "dense", "mixture", "sliding window", "latent attention", "compressed attention", "hybrid", "state space"
 ]
 """dense: every weight is read for every token. mixture: of experts, only some are active. sliding window: some layers see only the
-last tokens. latent attention: keys and values are compressed together (MLA). compressed attention: so many tokens become one entry.
+last tokens. latent attention: keys and values are compressed together (MLA). compressed attention: several tokens become one entry.
 hybrid: some layers keep a state of fixed size instead of keys and values (linear attention, state space, convolution). state space:
 all of them do."""
 
@@ -332,7 +333,8 @@ HYBRID_MARKS = (
 def traits_of(config: Mapping[str, Any]) -> tuple[Trait, ...]:
     """Return the kinds a config belongs to, most telling first; a mixture may well slide, and a hybrid be dense."""
     text = text_config(config)
-    found: list[Trait] = ["mixture" if _is_mixture(text) else "dense"]
+    mixture = (experts_of(text) or 0) > 1 and text.get("enable_moe_block") is not False
+    found: list[Trait] = ["mixture" if mixture else "dense"]
     if str(text.get("model_type")) in STATELESS_KV:
         return (*found, "state space")
     if _is_hybrid(text):
@@ -349,11 +351,6 @@ def traits_of(config: Mapping[str, Any]) -> tuple[Trait, ...]:
 def leaves_out_senses(config: Mapping[str, Any]) -> bool:
     """Return whether a model sees or hears beside reading: of such a one, the language part alone is used."""
     return any(isinstance(config.get(part), dict) and config[part] for part in ("vision_config", "audio_config"))
-
-
-def _is_mixture(text: Mapping[str, Any]) -> bool:
-    experts = first_of(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return isinstance(experts, int) and experts > 1 and text.get("enable_moe_block") is not False
 
 
 def _is_hybrid(text: Mapping[str, Any]) -> bool:

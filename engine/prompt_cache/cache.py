@@ -1,4 +1,4 @@
-"""The prompt cache as requests see it: memory first, then the disk; and the idle work that fills the disk.
+"""The prompt cache with a disk: memory first, then stored segments; and the idle work that fills the disk.
 
 What is stored are runs of the live caches. Caches that grow are stored in blocks of 256 tokens, so that conversations with a common
 beginning share files, and a shorter last block, which the next turn replaces. Where some state can't be sliced, a segment reaches
@@ -18,9 +18,9 @@ from tokamac.engine.kv import snapshot
 from tokamac.engine.options import PromptCacheSpec
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.peak_memory import predict_peak
-from tokamac.engine.prompt_cache.disk import DiskStore, Link, Rates, to_bytes, to_host
+from tokamac.engine.prompt_cache.disk import DiskStore, Link, to_bytes, to_host
 from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root, identify, identity
-from tokamac.engine.prompt_cache.memory import CachedRun, CacheLease, MemoryStore
+from tokamac.engine.prompt_cache.memory import CachedRun, CacheLease, CacheStore, KnownPrefix, MemoryStore
 from tokamac.engine.prompt_cache.portable import Packet
 from tokamac.engine.prompt_cache.radix_tree import Node
 
@@ -47,180 +47,29 @@ STEPS = 8
 """Steps of the number type, at the size of the largest logit, that come on top: bfloat16 has few."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPrefix:
-    """How much of a prompt is known. tokens: computed already, in memory or on disk; disk_bytes: to read for that, in bytes."""
-
-    tokens: int
-    disk_bytes: int
-
-
-class CacheStore:
-    """Where requests get their caches from, and where these go afterwards. This base keeps nothing.
-
-    rates: measured speeds of prefill and disk. keeps: whether anything is ever reused. needs_checkpoints: whether requests can
-    continue only from checkpoints.
-    """
-
-    keeps = False
-    needs_checkpoints = False
-
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
-
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return caches that hold the longest known prefix of ``ids``, all but the last id at most; empty ones if none is.
-
-        Use them inside ``with lease:``, which gives them back. keep: tokens that they pin.
-        """
-        raise NotImplementedError
-
-    def anew(self) -> "CacheStore":
-        """Return a store with the same disk and nothing in memory."""
-        raise NotImplementedError
-
-    def suspend(self, lease: CacheLease) -> None:
-        """Take back a lease in use, for others to use its caches until ``resume``."""
-
-    def resume(self, lease: CacheLease, ids: list[int]) -> None:
-        """Put a suspended lease in use again: it then holds the longest prefix of ``ids`` that is still known."""
-
-    def checkpoint(self, lease: CacheLease) -> None:
-        """Make the end of what a lease holds a place to continue from."""
-
-    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:  # noqa: ARG002
-        """Return how much of ``ids`` ``acquire`` would find."""
-        return KnownPrefix(0, 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, those of leased caches included."""
-        return 0
-
-    @property
-    def aside(self) -> int:
-        """Bytes in memory beside the leased caches."""
-        return 0
-
-    def shrink(self, wanted: int) -> int:  # noqa: ARG002
-        """Evict so many of those bytes from memory; return how many were freed."""
-        return 0
-
-    def clear(self) -> None:
-        """Forget everything in memory."""
-
-    @property
-    def disk(self) -> DiskStore | None:
-        """The disk; None where there is none."""
-        return None
-
-    @property
-    def trouble(self) -> str | None:
-        """What the user should know about the disk; None while all is well."""
-        return None
-
-    def idle(self) -> float | None:
-        """Do a little of the work that can wait; return after how many seconds to call again, or None."""
-        return None
-
-    def flush(self, seconds: float) -> None:
-        """Do all work that can wait, in so many seconds at most."""
-
-    def stored(self) -> list[tuple[list[int], int | None]]:
-        """Return the prefixes on disk that no other continues, each with the number of tokens its caches pin."""
-        return []
-
-    def packets(self) -> Iterator[Packet]:
-        """Yield what the last leased caches hold, as segments of the disk in order."""
-        return iter(())
-
-
-class NoCache(CacheStore):
-    """Never reuses anything. make: makes empty caches with a number of pinned tokens."""
-
-    def __init__(self, make: Callable[[int | None], list[Any]]) -> None:
-        super().__init__(Rates())
-        self._make = make
-
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:  # noqa: ARG002
-        """Return empty caches."""
-        return CacheLease([], self._make(keep), keep)
-
-    def anew(self) -> CacheStore:
-        """Return itself: it holds nothing."""
-        return self
-
-
-class PromptCache(CacheStore):
-    """Computed prefixes in memory, and on disk where ``disk`` is given.
+class PromptCache(MemoryStore):
+    """Computed prefixes in memory, and on disk once ``use_disk`` is called. Takes what ``MemoryStore`` takes.
 
     identifying: the thread that works out which stored segments are this model's and then calls ``use_disk``.
     """
 
-    keeps = True
-
-    def __init__(self, memory: MemoryStore, disk: DiskStore | None, rates: Rates) -> None:
-        super().__init__(rates)
-        self.needs_checkpoints = not memory.all_grow
+    def __init__(
+        self,
+        make: Callable[[int | None], list[Any]],
+        budget: Callable[[], int],
+        *,
+        all_grow: bool,
+        beside: Callable[[int], int] = lambda _: 0,
+    ) -> None:
+        super().__init__(make, budget, all_grow=all_grow, beside=beside)
         self.identifying: Thread | None = None
-        self._memory = memory
-        self._disk = disk
+        self._disk: DiskStore | None = None
         self._replaced: tuple[str, list[int]] | None = None
-        self._written: set[str] = (
-            set()
-        )  # since the last request: what a small budget drops again is not written in circles
+        self._written = set[str]()  # since the last request, so that a small budget does not cause a cycle of writes
 
     def use_disk(self, disk: DiskStore) -> None:
         """From now on, store what is computed and look there for what was. Callable from any thread."""
         self._disk = disk
-
-    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
-        """Return the live caches, filled from memory and then from the disk."""
-        self._written.clear()
-        lease = self._memory.acquire(ids, keep)
-        links = self._links(ids, keep, len(lease.ids))
-        return self._restore(lease, links, ids) if links else lease
-
-    def anew(self) -> CacheStore:
-        """Return a store with the same disk and nothing in memory."""
-        return PromptCache(self._memory.anew(), self._disk, Rates())
-
-    def suspend(self, lease: CacheLease) -> None:
-        """Take the live caches back."""
-        self._memory.suspend(lease)
-
-    def resume(self, lease: CacheLease, ids: list[int]) -> None:
-        """Lease them again, filled as ``acquire`` fills them."""
-        self.acquire([*ids, 0], lease.keep)  # any last id will do: it is never held
-        self._memory.adopt(lease)
-
-    def checkpoint(self, lease: CacheLease) -> None:
-        """Freeze what can't be sliced."""
-        self._memory.checkpoint(lease)
-
-    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
-        """Return what is in memory, and what on disk beyond it is worth reading."""
-        held = self._memory.reachable(ids, keep)
-        links = self._links(ids, keep, held)
-        return KnownPrefix(links[-1].stop if links else held, sum(link.entry.size for link in links))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self._memory.nbytes
-
-    @property
-    def aside(self) -> int:
-        """Bytes in memory beside the live caches."""
-        return self._memory.aside
-
-    def shrink(self, wanted: int) -> int:
-        """Evict so many of those bytes; what is on disk stays there."""
-        return self._memory.shrink(wanted)
-
-    def clear(self) -> None:
-        """Forget everything in memory."""
-        self._memory.clear()
 
     @property
     def disk(self) -> DiskStore | None:
@@ -234,22 +83,42 @@ class PromptCache(CacheStore):
         """What went wrong with the disk, once something did."""
         return self._disk.trouble if self._disk else None
 
+    def acquire(self, ids: list[int], keep: int | None) -> CacheLease:
+        """Return the live caches, filled from memory and then from the disk."""
+        self._written.clear()
+        lease = super().acquire(ids, keep)
+        links = self._links(ids, keep, len(lease.ids))
+        return self._restore(lease, links, ids) if links else lease
+
+    def known(self, ids: list[int], keep: int | None) -> KnownPrefix:
+        """Return what is in memory, and what on disk beyond it is worth reading."""
+        known = super().known(ids, keep)
+        links = self._links(ids, keep, known.tokens)
+        return KnownPrefix(links[-1].stop, sum(link.entry.size for link in links)) if links else known
+
+    def anew(self) -> CacheStore:
+        """Return a store with the same disk and nothing in memory."""
+        other = super().anew()
+        if isinstance(other, PromptCache) and self._disk is not None:
+            other.use_disk(self._disk)
+        return other
+
     def stored(self) -> list[tuple[list[int], int | None]]:
         """Return the prefixes on disk that no other continues."""
         return self._disk.ends() if self._disk else []
 
     def packets(self) -> Iterator[Packet]:
         """Yield what the live caches hold as consecutive segments, named for the disk."""
-        disk, live, end = self.disk, self._memory.live, self._memory.end
+        disk, (live, end) = self.disk, self._current()
         assert disk is not None
-        ids, states = list(live.ids), self._memory.freeze()
+        ids, states = list(live.ids), self._freeze_end()
         bounds = [len(ids)] if self.needs_checkpoints else [*range(BLOCK, len(ids), BLOCK), len(ids)]
         for start, stop, parent, name in disk.parts(ids, bounds, live.keep):
-            piece = self._memory.cut(end, start, stop)
+            piece = self._cut(end, start, stop)
             yield Packet(parent, name, to_bytes(to_host(start, ids[start:stop], piece, states)))
 
     def flush(self, seconds: float) -> None:
-        """Store what is to be stored, in so many seconds at most."""
+        """Store what is to be stored, within ``seconds``."""
         if self._disk is None:
             return
         deadline = time.monotonic() + seconds
@@ -262,7 +131,7 @@ class PromptCache(CacheStore):
         disk = self._disk
         if disk is None:
             return AWAIT_S if self.identifying is not None else None
-        if self._memory.is_empty or self._memory.in_use:
+        if self._live is None or self.in_use:
             return None
         if disk.is_writing:
             return PAUSE_S
@@ -274,7 +143,7 @@ class PromptCache(CacheStore):
             disk.remove_shorter(*self._replaced)
             self._replaced = None
         try:
-            begun = any(self._write_next(disk, keep, leaf) for keep, leaf in self._memory.leaves())
+            begun = any(self._write_next(disk, keep, leaf) for keep, leaf in self._leaves())
         except (RuntimeError, ValueError) as error:  # MLX has no memory for the copy, say
             disk.fail(f"the prompt cache can't be written ({error}): it stays in memory")
             return disk.rest_s
@@ -289,7 +158,7 @@ class PromptCache(CacheStore):
             self._written.add(name)
             node, tokens = ends[stop], ids[start:stop]
             states = node.value.states if node else None
-            segment = to_host(start, tokens, self._memory.cut(leaf, start, stop), states)
+            segment = to_host(start, tokens, self._cut(leaf, start, stop), states)
             if not self.rates.is_worth(segment.nbytes, len(tokens) if node is None else stop):
                 return False
             disk.write(segment, parent, name)
@@ -307,8 +176,8 @@ class PromptCache(CacheStore):
         if not self.needs_checkpoints:
             whole = list(range(BLOCK, leaf.stop + 1, BLOCK))
             return dict.fromkeys([*whole, leaf.stop] if leaf.stop - whole[-1] >= LEAST_TAIL else whole)
-        if leaf is self._memory.end:
-            self._memory.freeze()
+        if leaf is self._end:
+            self._freeze_end()
         ends: dict[int, Node[CachedRun] | None] = {}
         last = LEAST_TOKENS - LEAST_TAIL
         for node in leaf.path():
@@ -343,15 +212,18 @@ class PromptCache(CacheStore):
                 break
             begin = len(lease.ids) - link.start
             try:
-                snapshot.extend(lease.caches, segment.piece, begin, link.tokens, room=links[-1].stop)
+                snapshot.extend(lease.caches, segment.piece, begin, link.tokens, reserve=links[-1].stop)
                 if fixed and link is links[-1]:
                     snapshot.thaw(lease.caches, segment.states or ())
             except (ValueError, TypeError, IndexError, RuntimeError):  # arrays of another model's shapes
                 disk.discard(link.entry)
-                return self._memory.restart(lease.keep)
+                self._drop_live()  # nobody knows what it holds now
+                return self._renew(lease.keep)
             lease.ids.extend(segment.tokens[begin : link.tokens])
-            node = self._memory.follow(list(lease.ids), segment.states if fixed else None)
-            node.value.stored = fixed
+            run = self._follow(lease.ids).value
+            run.stored = fixed
+            if fixed:
+                run.states = segment.states
             size += link.entry.size
         self.rates.saw_read(size, time.perf_counter() - began)
         return lease
@@ -360,13 +232,12 @@ class PromptCache(CacheStore):
 def open_cache(
     spec: PromptCacheSpec | None, runtime: "Runtime", *, folder: Path, name: str, **more: object
 ) -> CacheStore:
-    """Return the prompt cache of the model in ``folder``, called ``name``; one that keeps nothing where ``spec`` is None.
+    """Return the prompt cache of the model in ``folder``, called ``name``; one that reuses nothing where ``spec`` is None.
 
     more: what else, beside files and KV settings, decides what its keys and values look like.
     """
     if spec is None:
-        return NoCache(runtime.new_caches)
-    rates = Rates()
+        return CacheStore(runtime.new_caches)
     most = spec.memory_bytes
 
     def budget() -> int:
@@ -376,13 +247,13 @@ def open_cache(
         return 0 if most is not None else _free_beside(runtime, cache, held)
 
     grow = snapshot.all_grow(runtime.new_caches(0))
-    cache = PromptCache(MemoryStore(runtime.new_caches, budget, all_grow=grow, beside=beside), None, rates)
+    cache = PromptCache(runtime.new_caches, budget, all_grow=grow, beside=beside)
     if spec.disk:
         stored = Folder(spec.folder or default_root(), Budgets(spec.disk_bytes, spec.daily_write_bytes))
 
         def identified(weights: str) -> None:
             model = identity(folder, runtime.kv, weights, device=runtime.device, **more)
-            cache.use_disk(DiskStore(stored, model.fingerprint, name, rates, identity=model))
+            cache.use_disk(DiskStore(stored, model.fingerprint, name, cache.rates, identity=model))
 
         cache.identifying = identify(folder, stored.root, identified)
     return cache

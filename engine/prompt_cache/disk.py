@@ -40,7 +40,7 @@ SURE_TOKENS = 64
 """A prefill of fewer tokens says nothing about the device's speed."""
 
 MOST_PINNED = 1 << 14
-"""Up to so many pinned tokens, a stored prefix is recognised without knowing their number."""
+"""Up to this many pinned tokens, a stored prefix is recognised without knowing their number."""
 
 
 class DamagedError(ValueError):
@@ -159,16 +159,16 @@ class Rates:
         self.write_bps = _learn(self.write_bps, count, seconds, SURE_BYTES)
 
     def prefill_s(self, tokens: int) -> float | None:
-        """Return the seconds that computing so many tokens takes; None is unknown."""
+        """Return the seconds that computing ``tokens`` tokens takes; None is unknown."""
         return None if self.prefill_tps is None else tokens / self.prefill_tps
 
     def read_s(self, count: int) -> float | None:
-        """Return the seconds that reading so many bytes takes. Writing is slower, and stands in while no read was measured."""
+        """Return the seconds that reading ``count`` bytes takes, or writing while no read was measured: that is slower."""
         rate = self.read_bps or self.write_bps
         return None if rate is None else count / rate
 
     def is_worth(self, count: int, tokens: int) -> bool:
-        """Whether reading so many bytes takes less time than computing so many tokens; True while either is unknown."""
+        """Whether reading ``count`` bytes takes less time than computing ``tokens`` tokens; True while either is unknown."""
         read, prefill = self.read_s(count), self.prefill_s(tokens)
         return read is None or prefill is None or read < prefill
 
@@ -306,7 +306,7 @@ class DiskStore:
 
     @property
     def rest_s(self) -> float:
-        """Seconds until the next write may be tried: after a failure, a full disk is not asked again at once."""
+        """Seconds until the next write may be tried: a full disk is not tried again at once."""
         return 0.0 if self.trouble is None else max(0.0, self._again_s - self._clock())
 
     def fail(self, trouble: str) -> None:
@@ -314,7 +314,7 @@ class DiskStore:
         self.trouble, self._again_s = trouble, self._clock() + AGAIN_S
 
     def wait(self, seconds: float) -> None:
-        """Wait for a write in progress, so long at most."""
+        """Wait for a write in progress, ``seconds`` at most."""
         if self._writer is not None:
             self._writer.join(seconds)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv import snapshot
-from tokamac.engine.prompt_cache.cache import CacheStore
 from tokamac.engine.prompt_cache.disk import DamagedError, DiskStore, Segment, from_bytes
 from tokamac.engine.prompt_cache.folder import Identity, SegmentEntry, child_name, root_name
+from tokamac.engine.prompt_cache.memory import CacheStore
 from tokamac.engine.prompt_cache.portable import (
     Packet,
     Portable,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 33
 """Shorter prompts are never read from the disk: they are computed in a moment."""
-FOREIGN = "a part of it holds no keys and values of this model"
+FOREIGN = "a segment does not hold this model's keys and values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _disk_of(store: CacheStore) -> tuple[DiskStore, Identity]:
     disk = store.disk
     if disk is None or disk.identity is None:
         raise OptionError(
-            "the prompt cache has no disk here, so no prompt can be exported or imported",
+            "the prompt cache has no disk here, so prompts can be neither exported nor imported",
             "Load with a PromptCacheSpec whose disk is on, from files that can be read.",
         )
     return disk, disk.identity
@@ -103,13 +103,13 @@ def _check(runtime: "Runtime", file: Path, of: Portable, vocabulary: int) -> Non
         except DamagedError as error:
             raise damaged(file, FOREIGN) from error
         if not _continues(packet, segment, parent, at):
-            raise damaged(file, "its parts are not consecutive")
+            raise damaged(file, "its segments are not consecutive")
         found = list(_shapes(segment))
         if min(segment.tokens, default=-1) < 0 or max(segment.tokens) >= vocabulary or shapes not in (None, found):
             raise damaged(file, FOREIGN)
         if shapes is None:  # try the first one in empty caches, as a prompt would
             try:
-                snapshot.extend(caches, segment.piece, room=len(segment.tokens))
+                snapshot.extend(caches, segment.piece, reserve=len(segment.tokens))
                 if segment.states is not None:
                     snapshot.thaw(caches, segment.states)
             except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:

@@ -49,13 +49,13 @@ LEAST_AGE_S = 60.0
 """A file being written is left alone for so long, locked or not."""
 
 TOTAL_BYTES, TOTAL_SHARE = 8 << 30, 10
-"""All segments at most: so many bytes, and a tenth of the disk."""
+"""All segments at most: the smaller of these bytes and a tenth of the disk."""
 DAILY_BYTES = 16 << 30
 """Written in a day at most: a disk of 1 TB that may be written 600 times over lasts a hundred years of such days."""
 MORE_ROOM = 50
 """Where room must be made, a fiftieth of the total is freed beyond it."""
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 20
-"""Left free on the disk: so many bytes, or a twentieth of a small disk."""
+"""Left free on the disk: these bytes, or a twentieth of a small disk."""
 
 FORMAT = 2
 """Version of the stored files. It is part of the fingerprint, so files of another version are never found."""
@@ -261,7 +261,7 @@ class Folder:
         if disk.free - size < min(RESERVE_BYTES, disk.total // RESERVE_SHARE):
             raise FullError("the disk is nearly full")
         if size > budget:
-            raise FullError("the prompt cache on disk may not grow so large")
+            raise FullError("it would exceed the size limit of the prompt cache on disk")
         entries = self._all_entries()
         surplus = sum(entry.size for entry in entries) + size - budget
         if surplus <= 0:

@@ -3,7 +3,7 @@
     magic (16) | segment | segment | … | footer: JSON | its length, 8 bytes | checksum of magic, footer and length, 16 bytes
 
 Segments are the bytes that the prompt cache's folder holds (disk.py). The footer has each one's name and checksum, so every byte
-of the file is covered, and says what computed the keys and values: they are right for nothing else. Such a file may come from
+of the file is covered, and says what computed the keys and values: they are valid for nothing else. Such a file may come from
 anybody: nothing of it is used before all of it is checked, and nothing in it is run.
 """
 
@@ -99,24 +99,24 @@ def read_portable(file: Path) -> Portable:
         size = file.stat().st_size
         with open_regular(file) as opened:
             if size < len(MAGIC) + TAIL_BYTES or opened.read(len(MAGIC)) != MAGIC:
-                raise PortableError(f"{file} is no computed prompt", hint)
+                raise PortableError(f"{file} is not a computed prompt", hint)
             opened.seek(size - TAIL_BYTES)
             tail = opened.read(TAIL_BYTES)
             length = int.from_bytes(tail[:8], "little")
             if length > min(MOST_FOOTER_BYTES, size - len(MAGIC) - TAIL_BYTES):
-                raise damaged(file, "its end is not what was written")
+                raise damaged(file, "its footer is corrupt")
             opened.seek(size - TAIL_BYTES - length)
             footer = opened.read(length)
     except OSError as error:
         raise _unreadable(file, error) from error
     if xxhash.xxh3_128_digest(MAGIC + footer + tail[:8]) != tail[8:]:
-        raise damaged(file, "its end is not what was written")
+        raise damaged(file, "its footer is corrupt")
     try:
         found = _portable(json.loads(footer))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OptionError) as error:
-        raise damaged(file, "what it says about itself can't be read") from error
+        raise damaged(file, "its footer can't be read") from error
     if len(MAGIC) + sum(each[2] for each in found.segments) + length + TAIL_BYTES != size:
-        raise damaged(file, "it is not as long as it says")
+        raise damaged(file, "its length is wrong")
     return found
 
 
@@ -128,7 +128,7 @@ def packets_of(file: Path, of: Portable) -> Iterator[Packet]:
             for parent, name, size, checksum in of.segments:
                 data = opened.read(size)
                 if xxhash.xxh3_128_hexdigest(data) != checksum:
-                    raise damaged(file, "a part of it is not what was written")
+                    raise damaged(file, "a segment is corrupt")
                 yield Packet(parent, name, data)
     except OSError as error:
         raise _unreadable(file, error) from error

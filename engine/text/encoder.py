@@ -1,7 +1,7 @@
 """Encode texts by segments, and remember these: of a conversation that grew, only what is new is encoded.
 
-A tokenizer splits a text at its added tokens before anything else, so what stands before ``<|im_start|>`` and what begins with it
-are encoded apart anyway. A rendered conversation is cut there: its ids are those of its segments in order, and each segment is
+A tokenizer splits a text at its added tokens before anything else, so the text before ``<|im_start|>`` and the text from it on are
+encoded apart anyway. A rendered conversation is cut there: its ids are those of its segments in order, and each segment is
 encoded once, however often the conversation is rendered. So an edit, a branch and a truncated prompt find the segments that they
 share with any other.
 

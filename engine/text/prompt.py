@@ -164,7 +164,7 @@ class Prompting:
 
         if messages:
             text = render(before)
-            # What opens thinking stands at the end, which truncation keeps.
+            # Thinking opens at the end of the prompt, which truncation keeps.
             in_thinking = (
                 tokenizer.opens_thinking(text) if reply is None else continuation.continues_thinking(tokenizer, reply)
             )

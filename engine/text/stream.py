@@ -1,4 +1,4 @@
-"""From tokens to what the reader sees: whole characters, no stop texts, thinking told apart from the answer."""
+"""From tokens to what the reader sees: whole characters, no stop texts, thinking kept apart from the answer."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -52,8 +52,8 @@ class ReplyText:
         tokenizer: The model's.
         stops: Stop texts.
         in_thinking: Whether the reply begins inside thinking.
-        begun: What a continued reply began with.
-        unstopped: Of so many first tokens, no stop text is looked for.
+        partial: What a continued reply began with.
+        unstopped: Number of first tokens that no stop text applies to.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class ReplyText:
         stops: tuple[str, ...] = (),
         *,
         in_thinking: bool = False,
-        begun: PartialReply | None = None,
+        partial: PartialReply | None = None,
         unstopped: int = 0,
     ) -> None:
-        self.answer = "" if begun is None else begun.message.content
-        self.thinking = "" if begun is None else begun.message.thinking
+        self.answer = "" if partial is None else partial.message.content
+        self.thinking = "" if partial is None else partial.message.thinking
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(() if begun is None else begun.ids)
+        self._detokenizer = tokenizer.detokenizer(() if partial is None else partial.ids)
         self._stops = () if unstopped else stops
         self._later_stops, self._unstopped = stops, unstopped
         self._in_thinking = in_thinking
         self._in_header = False  # between a channel's marks: not text
-        self._fresh = begun is None  # nothing shown since the kind last changed: leading blank lines there are padding
+        self._fresh = partial is None  # nothing of this kind is shown yet: leading blank lines are padding
         self._pending = ""
 
     @property
@@ -223,7 +223,7 @@ class TokenSources:
 
 
 class ThinkingBudget:
-    """Ends a reply's thinking after so many tokens of it, as the model would.
+    """Ends a reply's thinking after a number of tokens, as the model would.
 
     It waits until the character, and what may be a mark, is complete: a few tokens more at most.
 

@@ -193,7 +193,7 @@ def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
 def _locals(parsed: nodes.Template) -> set[str]:
     """Return the names that a template sets for itself: in one block, say, to be read in another.
 
-    Names that may be set from outside are told by ``is defined``, a default, or by being set to what they were.
+    A name that may be set from outside is tested by ``is defined``, has a default, or is set to itself.
     """
     stored = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
     asking = [
@@ -250,7 +250,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a template may not name {name!r}")
+        raise SecurityError(f"a template may not use the name {name!r}")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -275,7 +275,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def spending(self, budget: int, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns; it may make and look through so many characters and items."""
+        """Return what ``work`` returns; it may make and look through ``budget`` characters and items."""
         self._left.budget = budget
         return work()
 
@@ -443,7 +443,7 @@ def _check_numbers(given: Iterable[Any]) -> None:
 
 def _check_format(text: str) -> None:
     if WIDTH.search(text) or NESTED.search(text):
-        raise SecurityError("a template may not write so wide")
+        raise SecurityError("a template may not use so wide a format")
 
 
 def _product_size(left: Any, right: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a chat template can be told about thinking, found from the template itself; and templates of models published without one.
+"""How to switch a chat template's thinking, found from the template itself; and templates of models published without one.
 
 Families differ in the name (``enable_thinking``, ``thinking``, ``reasoning_effort``, ``thinking_budget``), in its values, and some
 read a word in the system message instead. So whatever name a template reads is tried on a short conversation: one that changes
@@ -50,7 +50,7 @@ Switches = dict[Thinking, TemplateArguments]
 
 
 def find_switches(names: Iterable[str], words: Iterable[str], render: Render) -> Switches:
-    """Return what tells a template each mode of thinking that it knows.
+    """Return the arguments for each mode of thinking that a template has.
 
     Args:
         names: What it reads beside the messages.

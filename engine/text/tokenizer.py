@@ -79,7 +79,7 @@ LATER_SYSTEM = (
 """Tried on a chat template: does it write a system message that follows others, in its place?"""
 
 TRIED = (Message("system", "Be brief."), Message("user", "What is prefill?"))
-"""Tried on a chat template: what can it be told about thinking?"""
+"""Tried on a chat template: how can its thinking be switched?"""
 
 THOUGHT, SAID = "It reads the prompt, I think", "Prefill reads the prompt"
 """Tried on a chat template: how does thinking end?"""
@@ -267,7 +267,8 @@ class Tokenizer:
         """
         if options.thinking_budget is not None and self.thinking is None:
             raise OptionError(
-                f"{self._name} marks no thinking, so a thinking budget has nothing to end", "Leave the budget out."
+                f"{self._name} does not mark its thinking, so a thinking budget has nothing to end",
+                "Leave the budget out.",
             )
         arguments = self._arguments_for(options)
         if arguments == self._arguments:
@@ -385,7 +386,7 @@ class Tokenizer:
 
     @cached_property
     def _thinking_ends(self) -> str:
-        """What stands between thinking and answer: as the template writes it, else the mark alone."""
+        """The text between thinking and answer: as the template writes it, else the mark alone."""
         if self.thinking is None:
             return ""
         mark = self.thinking[1]
@@ -412,7 +413,7 @@ class Tokenizer:
         names = self.template_names
         for name in keywords:
             if name not in names:
-                raise OptionError(f"the chat template of {self._name} reads no {name}", self._what_it_reads())
+                raise OptionError(f"the chat template of {self._name} does not read {name}", self._what_it_reads())
         if options.thinking is not None:
             if (switch := self._switches.get(options.thinking)) is None:
                 raise self._no_switch(options.thinking)
@@ -428,8 +429,8 @@ class Tokenizer:
 
     def _no_switch(self, mode: str) -> OptionError:
         if modes := ", ".join(self._switches):
-            return OptionError(f"the chat template of {self._name} knows no thinking {mode}", f"It knows: {modes}.")
-        does = "thinks or not as it was trained" if self.thinking is not None else "marks no thinking"
+            return OptionError(f"the chat template of {self._name} has no thinking mode {mode}", f"It knows: {modes}.")
+        does = "thinks or not as it was trained" if self.thinking is not None else "does not mark thinking"
         why = f"the chat template of {self._name} has no switch for thinking: the model {does}"
         return OptionError(why, self._what_it_reads())
 

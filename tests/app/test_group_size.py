@@ -21,7 +21,8 @@ def test_a_stored_group_size_gives_way_with_a_note(tmp_path: Path) -> None:
     folder = str(make_tiny(tmp_path / "model"))
     first, *_ = notes_of(Load(folder, KVSpec(8, 8, group_size=128), prompt_cache=False))
     assert (
-        first == "KV groups of 128 can't be had: this model's head dimension is no multiple of it; the default is used"
+        first
+        == "this model can't use KV groups of 128: its head dimension is not a multiple of it; the default is used"
     )
     assert not any("KV groups" in note for note in notes_of(Load(folder, KVSpec(8, 8, 64), prompt_cache=False)))
 

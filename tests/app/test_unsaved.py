@@ -97,7 +97,7 @@ def test_what_a_failure_left_out_is_stored_with_the_next_prompt(desk: Desk) -> N
     assert desk.texts() == whole("one")
     assert len(desk.told) == 2, "once for each prompt"
     assert all("Not saved" in told and "may not be written" in told for told in desk.told)
-    assert desk.recording.lacking() == "2 of 3 turns are not in it: they could not be saved."
+    assert desk.recording.missing() == "2 of 3 turns are not in it: they could not be saved."
     desk.fail(failing=False)
     desk.ask("four")
     assert not desk.recording.unsaved
@@ -107,7 +107,7 @@ def test_what_a_failure_left_out_is_stored_with_the_next_prompt(desk: Desk) -> N
     assert all(message.state == "complete" and message.siblings == 1 for message in desk.path())
     replies = [message for message in desk.path() if message.role == "assistant"]
     assert all(reply.model == "org/model" and reply.settings["sampling"] and reply.metrics for reply in replies)
-    assert desk.recording.lacking() == ""
+    assert desk.recording.missing() == ""
 
 
 def test_a_reply_that_could_not_be_ended_is_ended_where_it_was_begun(desk: Desk) -> None:
@@ -115,7 +115,7 @@ def test_a_reply_that_could_not_be_ended_is_ended_where_it_was_begun(desk: Desk)
     (_, begun) = desk.path()
     desk.fail(failing=True)
     desk.reply()
-    assert desk.recording.lacking() == "1 of 1 turns are not in it: they could not be saved."
+    assert desk.recording.missing() == "1 of 1 turns are not in it: they could not be saved."
     desk.fail(failing=False)
     desk.say("two")
     assert desk.texts() == whole("one", "two")

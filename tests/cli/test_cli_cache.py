@@ -235,4 +235,4 @@ def test_wrong_usage_of_files(tokamac: Run, arguments: str, said: str) -> None:
 
 def test_a_file_that_is_none_is_said_before_a_model_is_loaded(tokamac: Run, tmp_path: Path) -> None:
     (tmp_path / "x.kv").write_bytes(b"nothing")
-    assert failed(tokamac("cache", "import", tmp_path / "x.kv", "-m", "org/nowhere"), 1, "is no computed prompt")
+    assert failed(tokamac("cache", "import", tmp_path / "x.kv", "-m", "org/nowhere"), 1, "is not a computed prompt")

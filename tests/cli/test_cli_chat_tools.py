@@ -278,7 +278,7 @@ def test_the_engine_is_heard_while_a_command_runs(tmp_path: Path, monkeypatch: p
 
 
 EDITOR = """#!/bin/sh
-engine() { pgrep -P $PPID -f backend.child; }
+engine() { pgrep -P $PPID -f scripted_engine; }
 engine > "$0.first"
 looks=0
 while engine > /dev/null && [ $looks -lt 300 ]; do sleep 0.1; looks=$((looks + 1)); done

@@ -163,7 +163,7 @@ def test_a_roofline_that_is_not_known_is_said_not_drawn(tokamac: Run) -> None:
 def weighed_once() -> Iterator[None]:
     """The whole catalogue is weighed by the first test that asks for it, and stays on the scales."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(footprint, "_weigh_shape", cache(footprint._weigh_shape.__wrapped__))
+        patch.setattr(footprint, "_weigh_again", cache(footprint._weigh_again.__wrapped__))
         yield
 
 

@@ -62,8 +62,8 @@ def test_a_budget_ends_thinking_and_is_said(tokamac: Run, thinks: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "why"),
     [
-        (("--thinking", "low"), 1, "knows no thinking low"),
-        (("--template-option", "colour=red"), 1, "reads no colour"),
+        (("--thinking", "low"), 1, "has no thinking mode low"),
+        (("--template-option", "colour=red"), 1, "does not read colour"),
         (("--template-option", "colour"), 2, "--template-option: template option 'colour' has no value"),
         (("--template-option", "a=1", "--template-option", "a=2"), 2, "given twice"),
         (("--thinking", "loud"), 2, "invalid choice"),
@@ -82,8 +82,8 @@ def test_what_can_not_be_had_is_an_error(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--thinking", "off"), "has no switch for thinking: the model marks no thinking"),
-        (("--thinking-budget", "5"), "marks no thinking, so a thinking budget has nothing to end"),
+        (("--thinking", "off"), "has no switch for thinking: the model does not mark thinking"),
+        (("--thinking-budget", "5"), "does not mark its thinking, so a thinking budget has nothing to end"),
     ],
 )
 def test_a_model_that_does_not_think_says_so(tokamac: Run, tiny: Path, flags: tuple[str, ...], why: str) -> None:

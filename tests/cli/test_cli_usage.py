@@ -86,6 +86,8 @@ def test_the_general_help_lists_every_command(tokamac: Run) -> None:
         (["inspect"], "MODEL"),
         (["inspect", "guide", "--context", "0"], "--context"),
         (["bench", "--runs", "0"], "--runs"),
+        (["bench", "--machine", "--temp", "0"], "--temp has no effect with --machine"),
+        (["bench", "--kv-quality", "--plot", "a.svg"], "--plot has no effect with --kv-quality"),
         (["bench", "--prompt", "many"], "--prompt"),
         (["models", "eat"], "'eat'"),
         (["models", "pull"], "needs an ID"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import _get_classes
 
+from tests.limits.tables import kv_table
 from tokamac.engine.architectures import PREFIX, SAME_CLASS, loads_in_mlx_lm, own_architectures
 from tokamac.engine.errors import ModelError, ModelUnsupportedError
 from tokamac.engine.kv import plan_caches
@@ -17,7 +18,7 @@ from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.config_cost import Packing, cost_of_config, kv_layers, pack
 from tokamac.engine.perf.cost import Cost
-from tokamac.engine.perf.footprint import KVTable, kv_table, weigh
+from tokamac.engine.perf.footprint import KVTable, weigh
 from tokamac.engine.perf.workload import query_heads
 
 GOLDEN = Path(__file__).parents[1] / "golden"

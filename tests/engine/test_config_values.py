@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 INFINITE, NAN = float("inf"), float("nan")
 HOSTILE = [
-    ({"rms_norm_eps": INFINITE}, "rms_norm_eps to inf, which is no finite number"),
+    ({"rms_norm_eps": INFINITE}, "rms_norm_eps to inf, which is not a finite number"),
     ({"rms_norm_eps": NAN}, "rms_norm_eps to nan"),
     ({"rms_norm_eps": {"__float__": "Infinity"}}, "rms_norm_eps to inf"),
     ({"rms_norm_eps": 1e39}, "rms_norm_eps to 1e"),
@@ -27,7 +27,7 @@ HOSTILE = [
     ({"num_hidden_layers": 3_000_000}, "num_hidden_layers to 3,000,000, which is more than 4,096"),
     ({"num_hidden_layers": 10**400}, "num_hidden_layers to a huge number"),
     ({"num_hidden_layers": 0}, "num_hidden_layers to 0, which is less than 1"),
-    ({"num_hidden_layers": "many"}, "num_hidden_layers to 'many', which is no number"),
+    ({"num_hidden_layers": "many"}, "num_hidden_layers to 'many', which is not a number"),
     ({"layer_types": ["full_attention"] * (LAYERS + 1)}, "layer_types for 4,097 layers"),
     ({"hybrid_override_pattern": "M" * 100_000}, "hybrid_override_pattern for 100,000 layers"),
     ({"vocab_size": 10**12}, "vocab_size to 1,000,000,000,000"),

@@ -114,7 +114,7 @@ def test_thinking_that_was_cut_goes_on_as_thinking(tmp_path: Path) -> None:
     begun = Message("assistant", "", "let me see ")
     text = render(thinks, [Message("user", "u")], begun)
     assert text == "<user>u<end><assistant><think>\nlet me see "
-    reply = ReplyText(thinks, in_thinking=True, begun=PartialReply(begun, tuple(thinks.encode(text))))
+    reply = ReplyText(thinks, in_thinking=True, partial=PartialReply(begun, tuple(thinks.encode(text))))
     chunks = [c for token in thinks.encode("again</think>\n\nyes") for c in reply.add(token)]
     assert "".join(c.text for c in chunks if c.kind == "thinking") == "again"
     assert (reply.thinking, reply.answer) == ("let me see again", "yes")
@@ -145,7 +145,7 @@ def test_a_model_that_does_not_think_goes_on_with_an_answer_but_not_with_thinkin
 def test_blank_lines_that_go_on_an_answer_are_shown(tmp_path: Path) -> None:
     thinks = tokenizer(tmp_path, THINKS, thinking=True)
     begun = PartialReply(Message("assistant", "one"), tuple(thinks.encode("one")))
-    reply = ReplyText(thinks, begun=begun)
+    reply = ReplyText(thinks, partial=begun)
     assert [c.text for token in thinks.encode("\n\ntwo") for c in reply.add(token)] == ["\n", "\n", "t", "w", "o"]
     assert reply.answer == "one\n\ntwo"
 

@@ -18,6 +18,7 @@ from mlx_lm.chat_templates import deepseek_v32
 from tests.engine.test_golden import GOLDEN, build, golden
 from tests.golden.weights import tensor
 from tests.kv.models import offset, trim
+from tests.limits.tables import kv_table
 from tests.quant.packed_models import write_source
 from tokamac.engine import Engine, Finished, KVSpec, Message, PromptCacheSpec, Sampling
 from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
@@ -30,7 +31,7 @@ from tokamac.engine.model.safetensors import find_shards, read_header
 from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf.config_cost import cost_of_config
 from tokamac.engine.perf.cost import cost_of_folder
-from tokamac.engine.perf.footprint import kv_table, work_of_config
+from tokamac.engine.perf.footprint import work_of_config
 from tokamac.engine.perf.workload import Attention
 from tokamac.engine.scoring import log_probabilities
 from tokamac.engine.text.template import ChatTemplate
@@ -244,7 +245,7 @@ def test_names_that_transformers_has_in_memory_are_read_too(tmp_path: Path) -> N
     ("kv", "named"),
     [
         (KVSpec(key_bits=8, value_bits=8), "can't be quantized.*compressed by the model itself"),
-        (KVSpec(window=64), "can't be bounded by a window.*compressed by the model itself"),
+        (KVSpec(window=64), "can't have a window.*compressed by the model itself"),
     ],
 )
 def test_flags_that_its_caches_can_not_take_are_errors_that_say_why(kv: KVSpec, named: str) -> None:

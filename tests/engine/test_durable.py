@@ -74,8 +74,8 @@ def test_a_download_is_on_the_disk_before_it_has_its_name(
         def run(self) -> None: ...
 
     monkeypatch.setattr(download, "_Transfer", Arrived)
-    monkeypatch.setattr(download, "_partial", lambda *_: tmp_path / "blob.incomplete")
-    monkeypatch.setattr(download, "_blob", lambda *_: tmp_path / "blob")
+    monkeypatch.setattr(download.RemoteFile, "partial", lambda *_: tmp_path / "blob.incomplete")
+    monkeypatch.setattr(download.RemoteFile, "blob", lambda *_: tmp_path / "blob")
     file = download.RemoteFile("model.safetensors", 0, "etag", large=True)
     download._fetch_blob(Repo("org/name", "main"), "commit", file, meter=None)
     assert order == [("full", ""), ("rename", "blob")]

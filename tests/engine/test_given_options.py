@@ -90,7 +90,7 @@ def test_a_bias_is_a_mapping_or_pairs_and_ids_come_in_any_list_or_as_one() -> No
 
 @pytest.mark.parametrize("value", [None, [1], 5, b"end", ["a", None]], ids=repr)
 def test_what_is_no_stop_text_is_refused(value: Any) -> None:
-    with pytest.raises(OptionError, match="is no text"):
+    with pytest.raises(OptionError, match="is not a text"):
         Sampling(stop=value)
 
 
@@ -105,7 +105,7 @@ def test_a_folder_may_be_a_text(tiny: Path, tmp_path: Path) -> None:
     assert spec == PromptCacheSpec(folder=tmp_path / "kept")
     with Engine.load(tiny, prompt_cache=spec) as engine:
         assert engine.cache_trouble() is None
-    with pytest.raises(OptionError, match="is no path"):
+    with pytest.raises(OptionError, match="is not a path"):
         PromptCacheSpec(folder=5)  # type: ignore[arg-type]
 
 

@@ -149,7 +149,7 @@ def test_dense_layers_say_what_the_packed_ones_say(bits: int | None, rows: int, 
 
 
 def test_weights_that_do_not_fit_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.engine.model.cpu._memory_bytes", lambda: 1000)
+    monkeypatch.setattr("tokamac.engine.model.cpu.machine_total", lambda: 1000)
     toy = Toy(64)
     assert unpack(toy) is False
     assert type(toy.layers[0]) is nn.Linear

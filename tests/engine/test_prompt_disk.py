@@ -23,24 +23,22 @@ LONG = [(7 * number + number // 9) % VOCABULARY for number in range(700)]
 
 
 def opened(bench: Bench, root: Path, budgets: Budgets | None = None) -> PromptCache:
-    """A cache as a fresh process has it."""
-    rates = Rates()
-    return PromptCache(bench.store(LARGE), DiskStore(Folder(root, budgets or Budgets()), MODEL, "m", rates), rates)
+    return bench.cache(Folder(root, budgets or Budgets()), MODEL)
 
 
 def ask(bench: Bench, cache: PromptCache, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does, and what can wait after it; check the logits; return how many tokens were found computed."""
-    slot = cache.acquire(prompt, None)
-    cached = len(slot.ids)
-    assert slot.ids == prompt[:cached]
-    with slot:
+    lease = cache.acquire(prompt, None)
+    cached = len(lease.ids)
+    assert lease.ids == prompt[:cached]
+    with lease:
         if cached < len(prompt) - 1:
-            compute(bench.model, slot, prompt[:-1])
-        cache.checkpoint(slot)
-        found = compute(bench.model, slot, prompt)
+            compute(bench.model, lease, prompt[:-1])
+        cache.checkpoint(lease)
+        found = compute(bench.model, lease, prompt)
         assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
         if reply:
-            compute(bench.model, slot, prompt + reply)
+            compute(bench.model, lease, prompt + reply)
     cache.flush(20)
     assert cache.trouble is None
     return cached
@@ -135,9 +133,9 @@ def entries_root() -> str:
 def filled(bench: Bench) -> list[Any]:
     from tokamac.engine.prompt_cache.memory import CacheLease
 
-    slot = CacheLease([], bench.plan.make(None), None)
-    compute(bench.model, slot, [9] * 256)
-    return slot.caches
+    lease = CacheLease([], bench.plan.make(None), None)
+    compute(bench.model, lease, [9] * 256)
+    return lease.caches
 
 
 def test_segments_of_another_shape_are_a_miss(tmp_path: Path) -> None:
@@ -175,9 +173,9 @@ def test_a_full_disk_is_said_once_and_the_chat_goes_on(small_disk: Path) -> None
     bench = BENCHES["full"]
     (small_disk / "filler").write_bytes(b"x" * 150_000)
     cache = opened(bench, small_disk / "cache", Budgets(total=LARGE))
-    slot = cache.acquire(LONG, None)
-    with slot:
-        compute(bench.model, slot, LONG)
+    lease = cache.acquire(LONG, None)
+    with lease:
+        compute(bench.model, lease, LONG)
     cache.flush(20)
     assert cache.trouble is not None
     assert "stored" in cache.trouble or "written" in cache.trouble
@@ -191,10 +189,10 @@ def test_a_read_only_disk_is_read_and_said_once(small_disk: Path) -> None:
     ask(bench, opened(bench, root, Budgets(total=LARGE)), LONG[:300], [])
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     cache = opened(bench, root, Budgets(total=LARGE))
-    slot = cache.acquire(LONG, None)
-    with slot:
-        assert len(slot.ids) == 300
-        compute(bench.model, slot, LONG)
+    lease = cache.acquire(LONG, None)
+    with lease:
+        assert len(lease.ids) == 300
+        compute(bench.model, lease, LONG)
     cache.flush(20)
     assert cache.trouble is not None
     assert "Read-only" in cache.trouble
@@ -205,9 +203,9 @@ def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Pa
     bench = BENCHES["full"]
     (tmp_path / "file").write_text("not a folder")
     cache = opened(bench, tmp_path / "file")
-    slot = cache.acquire(LONG, None)
-    with slot:
-        compute(bench.model, slot, LONG)
+    lease = cache.acquire(LONG, None)
+    with lease:
+        compute(bench.model, lease, LONG)
     cache.flush(20)
     assert cache.trouble is not None
     assert "can't be written" in cache.trouble
@@ -220,12 +218,11 @@ def test_a_folder_that_can_not_be_made_is_said_and_the_chat_goes_on(tmp_path: Pa
 def test_trouble_passes_once_there_is_room(tmp_path: Path) -> None:
     bench, now, day = BENCHES["full"], [0.0], [datetime.date(2026, 1, 1)]
     folder = Folder(tmp_path, Budgets(daily=4_000_000), today=lambda: day[0])
-    rates = Rates()
-    cache = PromptCache(bench.store(LARGE), DiskStore(folder, MODEL, "m", rates, clock=lambda: now[0]), rates)
+    cache = bench.cache(folder, MODEL, clock=lambda: now[0])
     folder.write("ef" * 16, "other", MODEL, MODEL, b"x" * 3_999_000)
-    slot = cache.acquire(LONG, None)
-    with slot:
-        compute(bench.model, slot, LONG)
+    lease = cache.acquire(LONG, None)
+    with lease:
+        compute(bench.model, lease, LONG)
     cache.flush(20)
     assert cache.trouble is not None
     assert "daily budget" in cache.trouble
@@ -244,12 +241,12 @@ def test_all_that_is_in_memory_reaches_the_disk_not_the_last_prompt_alone(kind: 
     prompts = [[*LONG[:300], number, *LONG[: 280 + number]] for number in range(4)]
     grows = kind in ("full", "packed")  # else it goes on where its state was frozen: at the end of the prompt
     for prompt in prompts:
-        slot = cache.acquire(prompt, None)
-        with slot:
-            if len(slot.ids) < len(prompt) - 1:
-                compute(bench.model, slot, prompt[:-1])
-            cache.checkpoint(slot)
-            compute(bench.model, slot, prompt)
+        lease = cache.acquire(prompt, None)
+        with lease:
+            if len(lease.ids) < len(prompt) - 1:
+                compute(bench.model, lease, prompt[:-1])
+            cache.checkpoint(lease)
+            compute(bench.model, lease, prompt)
     cache.flush(20)
     assert cache.trouble is None
     for prompt in prompts:

@@ -95,11 +95,11 @@ def test_any_byte_that_is_not_as_written_is_refused_and_nothing_is_stored(tiny: 
     with engine(tiny, tmp_path / "importing") as one:
         for at in (0, len(MAGIC) + 100, len(whole) // 2, len(whole) - 500, len(whole) - TAIL_BYTES, len(whole) - 1):
             copy.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-            with pytest.raises(TokamacError, match=r"damaged|no computed prompt"):
+            with pytest.raises(TokamacError, match=r"damaged|not a computed prompt"):
                 one.import_prompt(copy)
         for data in (b"", MAGIC, whole[:-1], whole + b"x", whole[: len(whole) // 2], b"\x80\x04." * 50):
             copy.write_bytes(data)
-            with pytest.raises(TokamacError, match=r"damaged|no computed prompt"):
+            with pytest.raises(TokamacError, match=r"damaged|not a computed prompt"):
                 one.import_prompt(copy)
         with pytest.raises(TokamacError, match="no file"):
             one.import_prompt(tmp_path / "nothing")

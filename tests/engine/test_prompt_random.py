@@ -11,8 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.engine.test_prompt_store import BENCHES, KINDS, LARGE, ask, compute
 from tokamac.engine.kv import snapshot
 from tokamac.engine.prompt_cache import cache
-from tokamac.engine.prompt_cache.cache import PromptCache
-from tokamac.engine.prompt_cache.disk import DiskStore, Rates
 from tokamac.engine.prompt_cache.folder import Budgets, Folder
 
 
@@ -54,18 +52,15 @@ class Conversations(RuleBasedStateMachine):
     def cancel(self, which: int, pieces: int) -> None:
         """Stop in the middle of a prefill."""
         prompt = [*self.said[which % len(self.said)], 3, 2, 1, 0, 3, 2, 1]
-        slot = self.store.acquire(prompt, None)
-        with slot:
-            compute(self.bench.model, slot, prompt[: len(slot.ids) + pieces])
+        lease = self.store.acquire(prompt, None)
+        with lease:
+            compute(self.bench.model, lease, prompt[: len(lease.ids) + pieces])
         self.said.append(prompt)
 
     @rule()
     def restart(self) -> None:
         """End the process, and begin another."""
-        rates = Rates()
-        disk = DiskStore(Folder(Path(self.folder.name), self.budgets), "ef" * 16, "m", rates)
-        self.memory = self.bench.store(self.budget)
-        self.store = PromptCache(self.memory, disk, rates)
+        self.store = self.bench.cache(Folder(Path(self.folder.name), self.budgets), "ef" * 16, self.budget)
 
     @rule(which=st.integers(0, 40), new=st.lists(st.integers(0, 3), min_size=1, max_size=9))
     def resume(self, which: int, new: list[int]) -> None:
@@ -81,7 +76,7 @@ class Conversations(RuleBasedStateMachine):
         """Have nothing else to do."""
         self.store.flush(10)
         told = self.store.trouble  # one state of some models is larger than the smallest folder: that is said
-        assert told is None or (self.budgets.total < 1 << 20 and "may not grow so large" in told)
+        assert told is None or (self.budgets.total < 1 << 20 and "exceed the size limit" in told)
 
     @rule(which=st.integers(0, 40), at=st.integers(0, 1 << 20))
     def damage(self, which: int, at: int) -> None:
@@ -101,14 +96,14 @@ class Conversations(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        if not hasattr(self, "memory") or self.memory._end is None:
+        if not hasattr(self, "store") or self.store._end is None:
             return
-        live, end = self.memory._live, self.memory._end
+        live, end = self.store._live, self.store._end
         assert live is not None
         assert live.ids == end.ids()
         on_path = set(map(id, end.path()))
         growing = any(snapshot.grows(cache) for cache in live.caches)
-        for node in self.memory._nodes():
+        for node in self.store._nodes():
             assert (node.value.piece is None) == (id(node) in on_path) or not growing
 
 

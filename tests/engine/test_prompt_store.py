@@ -17,6 +17,8 @@ from tokamac.engine.kv.plan import CachePlan, plan_caches
 from tokamac.engine.model.config import model_classes, normalise
 from tokamac.engine.options import KVSpec
 from tokamac.engine.prompt_cache.cache import PromptCache
+from tokamac.engine.prompt_cache.disk import DiskStore
+from tokamac.engine.prompt_cache.folder import Folder
 from tokamac.engine.prompt_cache.memory import CacheLease, MemoryStore
 
 LARGE = 1 << 40
@@ -70,12 +72,12 @@ KINDS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], KVSpec, float]]
 }
 
 
-def compute(model: Any, slot: CacheLease, ids: list[int]) -> np.ndarray:
+def compute(model: Any, lease: CacheLease, ids: list[int]) -> np.ndarray:
     """Compute what is missing of ``ids`` and return the logits of the last."""
-    new = ids[len(slot.ids) :]
-    logits = model(mx.array([new]), cache=slot.caches)[0, -1]
-    mx.eval(logits, [cache.state for cache in slot.caches])
-    slot.ids.extend(new)
+    new = ids[len(lease.ids) :]
+    logits = model(mx.array([new]), cache=lease.caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in lease.caches])
+    lease.ids.extend(new)
     return np.array(logits.astype(mx.float32))  # a copy: a view would hold all of the logits
 
 
@@ -91,6 +93,12 @@ class Bench:
     def store(self, budget: int = LARGE) -> MemoryStore:
         return MemoryStore(self.plan.make, lambda: budget, all_grow=snapshot.all_grow(self.plan.make(None)))
 
+    def cache(self, folder: Folder, model: str, budget: int = LARGE, **more: Any) -> PromptCache:
+        """A cache as a fresh process has it."""
+        cache = PromptCache(self.plan.make, lambda: budget, all_grow=snapshot.all_grow(self.plan.make(None)))
+        cache.use_disk(DiskStore(folder, model, "m", cache.rates, **more))
+        return cache
+
     def cold(self, ids: list[int]) -> np.ndarray:
         if tuple(ids) not in self._cold:
             self._cold[tuple(ids)] = compute(self.model, CacheLease([], self.plan.make(None), None), ids)
@@ -100,20 +108,20 @@ class Bench:
 BENCHES = {kind: Bench(kind) for kind in KINDS}
 
 
-def ask(bench: Bench, store: MemoryStore | PromptCache, prompt: list[int], reply: list[int]) -> int:
+def ask(bench: Bench, store: MemoryStore, prompt: list[int], reply: list[int]) -> int:
     """Do as a request does: take, prefill, mark, decode; check the logits; return how many tokens were found computed."""
-    slot = store.acquire(prompt, None)
-    cached = len(slot.ids)
-    assert slot.ids == prompt[:cached]
+    lease = store.acquire(prompt, None)
+    cached = len(lease.ids)
+    assert lease.ids == prompt[:cached]
     assert cached < len(prompt)
-    with slot:
-        if len(slot.ids) < len(prompt) - 1:
-            compute(bench.model, slot, prompt[:-1])
-        store.checkpoint(slot)
-        found = compute(bench.model, slot, prompt)
+    with lease:
+        if len(lease.ids) < len(prompt) - 1:
+            compute(bench.model, lease, prompt[:-1])
+        store.checkpoint(lease)
+        found = compute(bench.model, lease, prompt)
         assert np.abs(found - bench.cold(prompt)).max() < bench.tolerance
         if reply:
-            compute(bench.model, slot, prompt + reply)
+            compute(bench.model, lease, prompt + reply)
     return cached
 
 
@@ -191,13 +199,13 @@ def test_the_least_recently_used_goes_first() -> None:
     prompts = [[first, *counting(100)] for first in (1, 2, 3, 4)]
     for prompt in prompts:
         ask(bench, store, prompt, [])
-    assert [store.reachable(prompt, None) for prompt in prompts] == [0, 100, 100, 100]
+    assert [store.known(prompt, None).tokens for prompt in prompts] == [0, 100, 100, 100]
 
 
 def filled(bench: Bench, tokens: int) -> list[Any]:
-    slot = CacheLease([], bench.plan.make(None), None)
-    compute(bench.model, slot, counting(tokens))
-    return slot.caches
+    lease = CacheLease([], bench.plan.make(None), None)
+    compute(bench.model, lease, counting(tokens))
+    return lease.caches
 
 
 def counting(tokens: int) -> list[int]:
@@ -209,8 +217,8 @@ def test_after_a_failure_nothing_of_it_is_used() -> None:
     bench = BENCHES["full"]
     store = bench.store()
     ask(bench, store, [1, 2, 3, 4], [])
-    slot = store.acquire([1, 2, 3, 9], None)
-    with pytest.raises(RuntimeError, match="halfway"), slot:
+    lease = store.acquire([1, 2, 3, 9], None)
+    with pytest.raises(RuntimeError, match="halfway"), lease:
         raise RuntimeError("halfway")
     assert store.nbytes == 0
     assert ask(bench, store, [1, 2, 3, 4], []) == 0
@@ -219,9 +227,9 @@ def test_after_a_failure_nothing_of_it_is_used() -> None:
 def test_caches_with_other_pinned_tokens_are_other_caches() -> None:
     bench, ids = BENCHES["window"], list(range(12))
     store = bench.store()
-    slot = store.acquire(ids, 2)
-    with slot:
-        compute(bench.model, slot, ids)
+    lease = store.acquire(ids, 2)
+    with lease:
+        compute(bench.model, lease, ids)
     assert store.acquire([*ids, 5], 3).ids == []
     assert store.acquire([*ids, 5], 2).ids == ids
 
@@ -232,17 +240,17 @@ def test_crumbs_are_not_kept() -> None:
     ask(bench, store, list(range(40)), [3, 3, 3])
     ask(bench, store, [*range(40), 5, 6], [])
     assert sum(node.value.nbytes for node in store._nodes()) == 0
-    assert store.reachable([*range(40), 5, 6, 7], None) == 42
+    assert store.known([*range(40), 5, 6, 7], None).tokens == 42
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_put_back_is_the_state_it_was(kind: str) -> None:
     bench = BENCHES[kind]
     ids = [number % VOCABULARY for number in range(60)]
-    slot = CacheLease([], bench.plan.make(None), None)
-    compute(bench.model, slot, ids)
-    whole, states = snapshot.cut(slot.caches, 0, 60), snapshot.freeze(slot.caches)
-    compute(bench.model, slot, [*ids, 1, 2, 3])  # writes over what was frozen, were it not a copy
+    lease = CacheLease([], bench.plan.make(None), None)
+    compute(bench.model, lease, ids)
+    whole, states = snapshot.cut(lease.caches, 0, 60), snapshot.freeze(lease.caches)
+    compute(bench.model, lease, [*ids, 1, 2, 3])  # writes over what was frozen, were it not a copy
     fresh = CacheLease(list(ids), bench.plan.make(None), None)
     snapshot.extend(fresh.caches, whole)
     snapshot.thaw(fresh.caches, states)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.limits.tables import kv_table
 from tokamac.engine.options import KVSpec
-from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, download_bytes, find
+from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes, find
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
 from tokamac.engine.perf.cost import Cost, text_config
-from tokamac.engine.perf.footprint import KVTable, kv_table, work_of_config
+from tokamac.engine.perf.footprint import KVTable, work_of_config
 
 MODELS = list(csv.DictReader((Path(__file__).parent / "models.csv").read_text(encoding="utf-8").splitlines()))
 KNOWN = [entry for entry in catalogue() if entry.config is not None]
@@ -43,6 +44,12 @@ AUDIO = 304_824_608
 """Parameters of Gemma 4's audio tower, counted in transformers' class."""
 RMS, LAYER = 1, 2
 """Vectors of a norm: a weight, or a weight and a bias."""
+
+
+def cost_of(entry: CatalogueEntry, repository: Repository) -> Cost | str:
+    config = entry.config_of(repository)
+    assert config is not None
+    return cost_of_config(config, packing=repository.packing)
 
 
 def said(cost: Cost | str) -> Cost:
@@ -87,7 +94,7 @@ def test_every_row_says_where_it_was_read(entry: CatalogueEntry) -> None:
 
 @pytest.mark.parametrize(("entry", "repository"), PUBLISHED, ids=name_of)
 def test_published_sizes_come_out_of_configs(entry: CatalogueEntry, repository: Repository) -> None:
-    computed = download_bytes(entry, repository)
+    computed = files_bytes(entry, repository, said(cost_of(entry, repository)).weight_bytes)
     assert computed is not None
     tolerance = TOLERANCE if repository.id in NOT_CLOSE else CLOSE
     assert computed == pytest.approx(repository.published_bytes, rel=tolerance)
@@ -153,7 +160,7 @@ def test_a_star_stands_for_every_layer() -> None:
     assert config is not None
     modules = [value for value in config["quantization"].values() if isinstance(value, dict)]
     assert len(modules) == 24 * 5 + 2  # four projections and a router a layer, the embedding, the head
-    parts = said(entry.cost_of(repository)).parts
+    parts = said(cost_of(entry, repository)).parts
     biases = 24 * 32 * 3 * 2880  # of each expert's three matrices, in 16 bits
     assert parts["experts"].nbytes == (parts["experts"].parameters - biases) * 4.25 / 8 + 2 * biases
     assert parts["embedding"].bits_per_weight == parts["head"].bits_per_weight == 8.5
@@ -161,7 +168,7 @@ def test_a_star_stands_for_every_layer() -> None:
 
 def test_a_head_stored_twice_takes_room_and_no_time() -> None:
     entry = named("gemma-3-1b")
-    stored = said(entry.cost_of(entry.repositories[0]))
+    stored = said(cost_of(entry, entry.repositories[0]))
     assert entry.config is not None
     tied = said(cost_of_config(entry.config, packing=Packing(4)))
     assert stored.weight_bytes - tied.weight_bytes == 262_144 * 1152 * 4.5 / 8
@@ -170,7 +177,7 @@ def test_a_head_stored_twice_takes_room_and_no_time() -> None:
 
 def test_routers_without_an_entry_are_packed_like_the_rest() -> None:
     entry = named("Qwen3.5-122B-A10B")
-    cost = said(entry.cost_of(entry.repositories[0]))
+    cost = said(cost_of(entry, entry.repositories[0]))
     published = 69_593_314_272  # of weights alone, as a public model card has it
     as_float32 = 36 * 64 * 2  # the decay of every linear layer's heads, two bytes more each
     assert cost.weight_bytes + 2 * entry.tower_parameters + as_float32 == published
@@ -179,7 +186,9 @@ def test_routers_without_an_entry_are_packed_like_the_rest() -> None:
 @pytest.mark.parametrize(("name", "repository", "gigabytes"), [("gemma-4-12b", 0, 6.70), ("Qwen3.8-27B", 0, 15.13)])
 def test_weights_are_those_of_public_reports(name: str, repository: int, gigabytes: float) -> None:
     entry = named(name)
-    assert said(entry.cost_of(entry.repositories[repository])).weight_bytes / 1e9 == pytest.approx(gigabytes, abs=0.005)
+    assert said(cost_of(entry, entry.repositories[repository])).weight_bytes / 1e9 == pytest.approx(
+        gigabytes, abs=0.005
+    )
 
 
 def layers_of(count: int, hidden: int, attention: int, mlp: int, vectors: int) -> int:

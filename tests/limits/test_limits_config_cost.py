@@ -4,7 +4,7 @@ import importlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import pytest
@@ -18,7 +18,7 @@ from tests.limits.test_limits_cost import CONFIGS, GEMMA, LLAMA, QWEN3_MOE
 from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.perf.config_cost import Packing, cost_of_config
-from tokamac.engine.perf.cost import FORMS, Cost, cost_of_folder, cost_of_model, part_of, tensors_of
+from tokamac.engine.perf.cost import Cost, Form, cost_of_folder, cost_of_model, part_of, tensors_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 GOLDEN_FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
@@ -169,7 +169,7 @@ def test_entries_of_single_modules_count(tmp_path: Path) -> None:
     assert said(config).parts["head"].bits_per_weight == 9
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", get_args(Form))
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5"])
 def test_every_form_of_a_packed_config_is_that_of_its_folder(tmp_path: Path, family: str, form: Any) -> None:
     config = {**normalise(FAMILIES[family]), "quantization": {"group_size": 64, "bits": 4}}

@@ -202,6 +202,6 @@ def test_what_was_measured_here_is_found_again_without_loading_the_model(
     assert after.prediction.ridge is not None
     packed = inspect(model_ref(folder), WhatIfCase(kv=KVSpec(8, 8), context=256, prompt=128))
     if (
-        before.place.pace is None
+        before.place.latency is None
     ):  # no published pace: nothing is known before, and nothing of caches that were not measured
         assert (before.expected_tps, packed.expected_tps) == (None, None)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.kv.models import seeded
+from tests.limits.tables import kv_table
 from tests.limits.test_limits_cost import CONFIGS, LLAMA, build, save
 from tokamac.engine.errors import OptionError
 from tokamac.engine.kv.plan import plan_caches, spare_slots
@@ -15,7 +16,7 @@ from tokamac.engine.model.config import model_classes, normalise, read_config
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import inspection
 from tokamac.engine.perf.config_cost import kv_bytes, kv_bytes_per_token, kv_layers, pinned_bytes
-from tokamac.engine.perf.footprint import KVRow, KVTable, kv_table, runs
+from tokamac.engine.perf.footprint import KVRow, KVTable, runs, weigh
 from tokamac.engine.perf.hardware import Chip
 from tokamac.engine.perf.inspection import inspect_model
 from tokamac.engine.perf.machine import Machine
@@ -147,7 +148,7 @@ def test_flags_that_the_config_alone_rules_out_are_errors(tmp_path: Path, monkey
 
 
 def test_a_config_of_unknown_layers_is_not_planned() -> None:
-    reason = kv_table({**LLAMA, "layer_types": ["something_new"] * 2}, KVSpec(), CONTEXT, value_bytes=2)
+    reason = weigh({**LLAMA, "layer_types": ["something_new"] * 2}, "metal", None)
     assert reason == "its config names kinds of layers that Tokamac does not know"
 
 

@@ -13,7 +13,7 @@ from tokamac.engine.perf.what_if import WhatIfCase, outcome
 def test_a_place_elsewhere_is_what_the_table_says() -> None:
     assert M4_MAX.chip.bandwidth_gbs == 546
     assert M4_MAX.memory_bytes == 64 * GIB
-    assert M4_MAX.pace is not None
+    assert M4_MAX.latency is not None
     assert (M4_MAX.device, M4_MAX.local) == ("metal", False)
 
 

@@ -134,7 +134,7 @@ def test_on_a_plain_cpu_the_speed_is_unknown_until_it_was_measured(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = replace(M4_MAX, device="cpu", pace=None, local=True, budget_bytes=M4_MAX.memory_bytes)
+    place = replace(M4_MAX, device="cpu", latency=None, local=True, budget_bytes=M4_MAX.memory_bytes)
     found = outcome(LLAMA, WhatIfCase(4), place)
     assert (found.expected_tps, found.prefill_tps, found.ttft_s) == (None, None, None)
     assert "not measured" in (found.reason or "")
@@ -200,7 +200,7 @@ def test_more_bandwidth_is_never_slower(name: str, place: Machine, kv: KVSpec, c
     faster = replace(chip, bandwidth_gbs=chip.bandwidth_gbs * times)
     case = WhatIfCase(4, kv=kv, context=context, prompt=context)
     slow, fast = (
-        outcome_at(model.at(replace(place, chip=each, pace=Fitted(each, constants_of()))), case)
+        outcome_at(model.at(replace(place, chip=each, latency=Fitted(each, constants_of()))), case)
         for each in (chip, faster)
     )
     assert slow.ceiling_tps is not None
@@ -221,7 +221,7 @@ def test_expected_is_never_above_the_ceiling(name: str, place: Machine, kv: KVSp
         return
     found = outcome_at(model.at(place), WhatIfCase(bits, kv=kv, context=context, prompt=min(context, 4096)))
     if found.expected_tps is None:
-        assert place.pace is None or "was not measured" in (found.reason or "")
+        assert place.latency is None or "was not measured" in (found.reason or "")
         return
     assert found.ceiling_tps is not None
     assert found.expected_tps <= found.ceiling_tps

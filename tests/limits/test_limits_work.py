@@ -285,7 +285,7 @@ def test_a_config_asks_what_its_loaded_model_asks(family):
 
 @pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - {"seeded"}))
 def test_a_packed_config_asks_what_its_loaded_model_asks_in_every_form(family, monkeypatch):
-    monkeypatch.setattr(cpu, "_memory_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(cpu, "machine_total", lambda: 1 << 40)
     config = normalise(ALL_FAMILIES[family])
     model, converted = quantize_model(built(config), config, 64, 4)
     packed = dict(converted)

@@ -194,7 +194,7 @@ def test_a_limit_that_is_set_holds_below_and_above_the_recommended_one(folder: P
 
 def test_the_prompt_cache_follows_the_limit(folder: Path, metal: MetalDevice) -> None:
     with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
-        budget = engine._runner._store._memory._budget  # type: ignore[attr-defined]
+        budget = engine._runner._store._budget  # type: ignore[attr-defined]
         assert budget() == int(11.84e9) // 10
         metal.info["max_recommended_working_set_size"] = 8 * GIB
         assert budget() == 8 * GIB // 10

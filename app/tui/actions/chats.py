@@ -169,7 +169,7 @@ def open_chat(chat: "ChatScreen", wanted: str, message: int | None = None, *, le
     if message is None:
         chat.query_one(Prompt).focus()
     else:
-        jump(chat, recording.held(message) if is_open else message)
+        jump(chat, recording.key_of(message) if is_open else message)
 
 
 def jump(chat: "ChatScreen", key: int | None) -> None:
