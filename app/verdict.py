@@ -212,7 +212,7 @@ def _scaled(operations: float) -> str:
     return f"{operations:,.0f} FLOP"
 
 
-def squeezed_sentence(event: MemoryPressure) -> str:
+def pressure_sentence(event: MemoryPressure) -> str:
     """Return what was done, what it costs other programs, and the memory that is expected now, beside what may be used."""
     done = ["a piece of the prompt did not fit and is computed again"] if event.failed else []
     if event.pool_bytes:

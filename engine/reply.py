@@ -57,7 +57,7 @@ class ReplyTask:
     """A request being answered."""
 
     def __init__(self, runtime: Runtime, store: CacheStore, request: Request, cancelled: Callable[[], bool]) -> None:
-        self._generationtime = runtime
+        self._runtime = runtime
         self._store = store
         self._request = request
         self._cancelled = cancelled
@@ -88,9 +88,9 @@ class ReplyTask:
                 break
             except FAILURES as error:
                 most = self._smaller(error)  # the caches went with the failure, and what they held may not be believed
-        if self._cut_off and not self._ended_by_memory and self._generationtime.kv.when_full == "error":
+        if self._cut_off and not self._ended_by_memory and self._runtime.kv.when_full == "error":
             raise ContextError(
-                f"the context of {self._generationtime.capacity:,} tokens is full, and the reply was cut off",
+                f"the context of {self._runtime.capacity:,} tokens is full, and the reply was cut off",
                 f"Start a new chat, or let the oldest go: {_LETS_GO}.",
             )
 
@@ -117,12 +117,12 @@ class ReplyTask:
             mx.clear_cache()
         lease = self._lease = self._store.acquire(self._request.ids, self._request.keep)
         budget = self._budget = make_room(
-            self._generationtime, self._store, lease, len(self._request.ids), most=most, may_force=self._may_force
+            self._runtime, self._store, lease, len(self._request.ids), most=most, may_force=self._may_force
         )
         if budget.pressure is not None:
             yield budget.pressure
         self._request.recorder.begin_prefill(len(self._request.ids), len(lease.ids))
-        runtime = self._generationtime
+        runtime = self._runtime
         growth = GrowthBudget(runtime, self._store, lease)
         generation = self._generation = Generation(
             runtime.model,
@@ -155,12 +155,10 @@ class ReplyTask:
         self._suspended_ids = None
         mx.reset_peak_memory()
         if missing := cached_ids[len(lease.ids) :]:
-            budget = make_room(self._generationtime, self._store, lease, len(cached_ids) + 1, may_force=self._may_force)
+            budget = make_room(self._runtime, self._store, lease, len(cached_ids) + 1, may_force=self._may_force)
             if budget.pressure is not None:
                 yield budget.pressure
-            chunker = PrefillChunker(
-                self._generationtime.chunking, budget.chunk, len(lease.ids), stopped=self._cancelled
-            )
+            chunker = PrefillChunker(self._runtime.chunking, budget.chunk, len(lease.ids), stopped=self._cancelled)
             for _ in chunker.compute(generation, missing):
                 if self._cancelled():
                     return
@@ -171,20 +169,20 @@ class ReplyTask:
         recorder = self._request.recorder
         metrics, context = self.metrics(), recorder.context_tokens
         gaps = gaps_ms(recorder.token_times[-LIVE_GAPS - 1 :])
-        step = self._generationtime.step_cost(context).bytes_per_step
+        step = self._runtime.step_cost(context).bytes_per_step
         return Live(metrics, context, gaps, step, achieved_gbs(step, recent_rate(gaps)), self._outliers())
 
     def metrics(self) -> Metrics:
         """Return the reply's metrics so far."""
         metrics = self._measured()
-        return self._measured() if self._generationtime.machine.observe(metrics) else metrics
+        return self._measured() if self._runtime.machine.observe(metrics) else metrics
 
     def _measured(self) -> Metrics:
         recorder = self._request.recorder
         # The cost of the middle step stands for all: the context grows by one token a step.
         context = recorder.prompt_tokens + len(recorder.token_times) // 2
         return recorder.metrics(
-            self._generationtime.step_cost(context),
+            self._runtime.step_cost(context),
             kv_bytes=self._kv_bytes(),
             peak_memory_bytes=max(self._earlier_peak, mx.get_peak_memory()) or None,
         )
@@ -195,9 +193,7 @@ class ReplyTask:
         return kv.nbytes(self._lease.caches) if self._suspended_ids is None else self._suspended_bytes
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        return self._request.recorder.outliers(
-            ahead=self._generationtime.ahead, throttled=self._throttled.explains_gaps
-        )
+        return self._request.recorder.outliers(ahead=self._runtime.ahead, throttled=self._throttled.explains_gaps)
 
     def _predicted_peak(self) -> int | None:
         """Return the peak that was to be expected of the whole prompt and the tokens of this reply; None if it has none."""
@@ -219,7 +215,7 @@ class ReplyTask:
     def _decode(self, generation: Generation, growth: GrowthBudget) -> Iterator[Event]:
         request = self._request
         self._decoding = True
-        tokenizer, sampling = self._generationtime.tokenizer, request.sampling
+        tokenizer, sampling = self._runtime.tokenizer, request.sampling
         text = ReplyText(
             tokenizer,
             sampling.stop,
@@ -237,7 +233,7 @@ class ReplyTask:
             generation.force(thinking.ending())
             sets = token_sets(tokenizer, sampling)
             sampler = Sampler(sampling, request.ids, sets)
-            watch = ProcessWatch(request.recorder.mark, computes=self._generationtime.device == "cpu")
+            watch = ProcessWatch(request.recorder.mark, computes=self._runtime.device == "cpu")
             for token in generation.decode(request.ids[-1], sampler, self._token_limit()):
                 watch.look()
                 request.recorder.token()
@@ -276,7 +272,7 @@ class ReplyTask:
             metrics,
             text.thinking,
             *measured,
-            doubts=self._generationtime.doubts,
+            doubts=self._runtime.doubts,
             stopped_by=text.stopped_by if ended_by is None else ended_by[0],
             ids=ids,
             logprobs=logprobs,
@@ -284,7 +280,7 @@ class ReplyTask:
         )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:
-        runtime, machine = self._generationtime, self._generationtime.machine
+        runtime, machine = self._runtime, self._runtime.machine
         chunk = runtime.prefill_chunk if self._chunker is None else self._chunker.largest
         situation = runtime.situation(keeps_prompts=self._store.keeps, chunk=chunk)
         throttled = replace(situation, throttles=self._throttled.seen)
@@ -293,7 +289,7 @@ class ReplyTask:
     def _token_limit(self) -> int | None:
         """Return how many tokens may be written at most; None where nothing bounds them (a rotating cache)."""
         asked = self._request.sampling.max_tokens
-        room = self._generationtime.room(len(self._request.ids))
+        room = self._runtime.room(len(self._request.ids))
         return min((value for value in (asked, room) if value is not None), default=None)
 
 

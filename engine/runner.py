@@ -374,7 +374,7 @@ class Runner:
         depths: Sequence[int],
         cancelled: Callable[[], bool],
     ) -> Generator[TrialProgress | Trial, None, None]:
-        """Try other KV settings on the loaded weights; see ``kv_trial.compare``."""
+        """Try other KV settings on the loaded weights; see ``scoring.compare``."""
         self._prompting().check_ids(ids)
         config = read_config(self.spec.path)
         yield from compare(self.runtime, config, ids, bits=bits, base=kv, depths=depths, cancelled=cancelled)

@@ -46,12 +46,16 @@ class MachineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Immutable parts of a loaded engine. ``context_length`` is the model's, in tokens; None is unknown.
+    """Immutable parts of a loaded engine.
 
-    positions: how many it has learned one by one: no token is ever beyond them. None where positions are worked out.
-
-    chunking: how its prompts are cut. packed_kv, bits_per_weight: see limits.situation. memory_limit: bytes that the user
-    lets arrays take; None is the system's limit. doubts: see ``ModelSpec``.
+    Attributes:
+        ahead: whether the next decode step is launched before a token is read.
+        context_length: the model's, in tokens; None is unknown.
+        chunking: how its prompts are cut.
+        packed_kv, bits_per_weight: see ``Situation`` (perf/diagnosis.py).
+        memory_limit: bytes that the user lets arrays take; None is the system's limit.
+        doubts: see ``ModelSpec``.
+        positions: how many positions the model has learned one by one: no token is ever beyond them. None where they are computed.
     """
 
     model: Any

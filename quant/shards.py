@@ -124,7 +124,7 @@ class Extent:
     complete: bool
 
 
-class Writer:
+class ShardWriter:
     """Appends arrays to the shards of a folder, in the order they were laid out.
 
     written: how many of the arrays are there already, at the ends of files that hold nothing else.

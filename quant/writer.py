@@ -15,7 +15,7 @@ from tokamac.quant.plan import Plan, TensorPlan
 from tokamac.quant.report import WeightError
 from tokamac.quant.resume import TensorEntry, WorkDir
 from tokamac.quant.search import squared_error
-from tokamac.quant.shards import FLOATS, INDEX, Writer
+from tokamac.quant.shards import FLOATS, INDEX, ShardWriter
 from tokamac.quant.source import Packed, Source
 
 
@@ -52,7 +52,7 @@ def write(
     work.cut(_as_planned(plan, work))
     total, total_bytes, done_bytes = len(plan.tensors), sum(tensor.source_bytes for tensor in plan.tensors), 0
     arrays_there = sum(len(tensor.outputs) for tensor in plan.tensors[: work.resumed])
-    with Writer(work.folder, plan.shards, arrays_there) as writer:
+    with ShardWriter(work.folder, plan.shards, arrays_there) as writer:
         for done, tensor in enumerate(plan.tensors, start=1):
             if done <= work.resumed:
                 _pop(tensor, source)
@@ -87,7 +87,7 @@ def _begins_with(file: Path, header: bytes) -> bool:
         return opened.read(len(header)) == header
 
 
-def _write(tensor: TensorPlan, packed: PackedTensor, writer: Writer, work: WorkDir) -> None:
+def _write(tensor: TensorPlan, packed: PackedTensor, writer: ShardWriter, work: WorkDir) -> None:
     for output, array in zip(tensor.outputs, packed.arrays, strict=True):
         writer.append(output.name, array)
     at = writer.mark()

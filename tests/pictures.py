@@ -1,6 +1,6 @@
 """Take the documents' pictures: ``python -m tests.pictures`` writes assets/pictures/*.svg.
 
-The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine, and, for ``mac*.svg``,
+The real app and its real child process, driven by Textual's pilot: with the embedded model on this machine, and, for ``mac.svg``,
 with a scripted engine that plays a Mac. What it plays is arithmetic, and the documents say so beneath the picture.
 """
 
@@ -28,7 +28,7 @@ from tokamac.app.tui.run import build
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0
 """How long an idle engine may take to measure this machine's pace with the model, and how often it is asked for it."""
-SCREENS = (("f1", "help", 0.5), ("f2", "explain", 0.5), ("f3", "whatif", 6.0), ("ctrl+o", "models", 20.0))
+DRAWN_S = 0.5
 THEME = "tokamac-dark"
 """The theme that a terminal's own colours don't change: the pictures look the same whoever takes them."""
 QUESTIONS = ("Why is decode memory-bound?", "What does --kv-bits 8,4 do?")
@@ -101,21 +101,14 @@ async def chatting(questions: Sequence[str], **options: Any) -> AsyncIterator[tu
 
 
 async def take() -> None:
-    """Chat with the embedded model here, and with a Mac that is played; save what the screen shows."""
+    """Explain a reply of the embedded model here, chat with a Mac that is played, and save what the screen shows."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     async with chatting(QUESTIONS) as (app, pilot):
-        save(app, "chat")
-        for key, name, wait_s in SCREENS:
-            await pilot.press(key)
-            await asyncio.sleep(wait_s)
-            save(app, name)
-            await pilot.press("escape")
-            await pilot.pause()
-    async with chatting(QUESTIONS[:1], model=MAC_MODEL, engine=SCRIPTED) as (app, pilot):
-        save(app, "mac")
         await pilot.press("f2")
-        await asyncio.sleep(0.5)
-        save(app, "mac_explain")
+        await asyncio.sleep(DRAWN_S)
+        save(app, "explain")
+    async with chatting(QUESTIONS[:1], model=MAC_MODEL, engine=SCRIPTED) as (app, _):
+        save(app, "mac")
 
 
 def save(app: TokamacApp, name: str) -> None:

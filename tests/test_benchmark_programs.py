@@ -8,9 +8,9 @@ from tokamac.engine.options import Sampling
 
 
 def test_the_child_of_long_replies_recites_as_many_tokens_as_are_asked_for() -> None:
-    engine = long_child.load(Load("guide", prompt_cache=False), lambda _: None)
+    engine, _ = long_child.load(Load("guide", prompt_cache=False), lambda _: None)
     try:
-        *_, finished = engine.reply([Message("user", "What is decode?")], Sampling(temperature=0.0, max_tokens=300))
+        *_, finished = engine.generate([Message("user", "What is decode?")], Sampling(temperature=0.0, max_tokens=300))
     finally:
         engine.close()
     assert isinstance(finished, Finished)

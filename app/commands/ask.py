@@ -225,9 +225,9 @@ class TextWriter:
 
     def squeezed(self, event: MemoryPressure) -> None:
         """Say what was done where memory was short."""
-        from tokamac.app.verdict import squeezed_sentence
+        from tokamac.app.verdict import pressure_sentence
 
-        note(f"note: {squeezed_sentence(event)}")
+        note(f"note: {pressure_sentence(event)}")
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""

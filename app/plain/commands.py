@@ -31,6 +31,7 @@ from tokamac.app.chat.preferences import (
     whole_number,
     write,
 )
+from tokamac.app.chat.recording import LEFT
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.options import given_adapter
 from tokamac.app.plain import processes
@@ -46,6 +47,13 @@ MOST_LISTED = 20
 RELOADING = "The model is reloading with it."
 
 # Conversations ------------------------------------------------------------------------------------------------------------
+
+
+def new_chat(repl: "Repl", _: str) -> None:
+    """Start another conversation, and say so even where this one is empty."""
+    if repl.begin_new():
+        repl.tell(LEFT)
+    repl.tell("New chat. The model stays loaded.")
 
 
 def chats(repl: "Repl", words: str) -> None:
@@ -402,6 +410,7 @@ def leave(repl: "Repl", _: str) -> None:
 COMMANDS: Mapping[str, PlainCommand] = {
     **commands.COMMANDS,
     "stop": stop,
+    "new_chat": new_chat,
     "chats": chats,
     "open": open_,
     "export": export,

@@ -221,8 +221,9 @@ class Store(Questions):
     def open(cls, path: Path | None = None, *, clock: Clock = time.time) -> Self:
         """Open the file, made where it is missing; replies that a process left that died are ended as stopped.
 
-        path: None is the user's own (``files.default_path``). clock: seconds since 1970. Raises StoreError where the file is of a
-        newer version, of another program, or can't be used; StoreDamagedError where it is broken.
+        path: None is the user's own (``database.default_path``). clock: seconds since 1970.
+        Raises StoreError where the file is of a newer version, of another program, or can't be used; StoreDamagedError where it is
+        broken.
         """
         store = cls(Database(path or database.default_path()), clock)
         try:

@@ -10,7 +10,7 @@ The steps, from what costs nothing to refusing:
 
 Fused attention goes before smaller chunks: it does the same arithmetic at a lower rate, in attention alone, while each halving
 of the chunk reads all weights twice as often. The context that the user set is never changed here. All of it is pure: the engine
-acts on it (engine/generation.py).
+acts on it (engine/prefill_budget.py).
 
 Chunks depend on model, chip and depth, never on a clock, and a prompt is cut at multiples of the chunk, counted from its first
 token. So it is cut alike on a busy machine and on an idle one, and rounding (of packed keys and values above all: a key at the edge

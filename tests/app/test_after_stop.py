@@ -4,7 +4,8 @@ import pytest
 
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Cancel, Generate, Load, Loaded, ModelInfo, ReplyEvent
-from tokamac.app.chat.session import CancelWatchdog, Session
+from tokamac.app.chat.connection import CancelWatchdog
+from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, DraftReturned, EnginePhase, ReplyEnded, StartEngine, Step, TurnBegun
 from tokamac.engine.events import Finished, TextChunk
 from tokamac.engine.metrics import Metrics

@@ -90,12 +90,12 @@ def test_a_hostile_file_is_made_safe_in_its_text_and_its_name(tmp_path: Path) ->
         ("folder", "folder is a folder"),
         ("picture.png", "picture.png is a binary file"),
         ("latin.txt", "latin.txt is no UTF-8 text"),
-        ("pipe", "pipe is no plain file"),
-        ("socket", "socket is no plain file"),
-        ("large.txt", "large.txt has 4.0 MB, more than 4"),
+        ("pipe", "pipe is not a regular file"),
+        ("socket", "socket is not a regular file"),
+        ("large.txt", "large.txt has 4.0 MB; the limit is 4"),
         ("a\0b", "a�b can't be read"),
         ("~nobody-of-that-name/x", "~nobody-of-that-name/x can't be read"),
-        ("/dev/zero", "/dev/zero is no plain file"),
+        ("/dev/zero", "/dev/zero is not a regular file"),
     ],
 )
 def test_what_is_no_text_is_refused_by_name_and_at_once(tmp_path: Path, name: str, said: str) -> None:

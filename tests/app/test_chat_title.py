@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.app.conftest import Chat
 from tests.app.terminal_output import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
-from tokamac.app.chat.listing import Library
-from tokamac.app.tui.app import RESTORE, SAVE, entitled
+from tokamac.app.chat.listing import ChatSearch
+from tokamac.app.tui.app import RESTORE, SAVE, terminal_title
 from tokamac.app.tui.screens.chats import ChatsScreen
 
 Start = Callable[..., Any]
@@ -49,7 +49,7 @@ async def test_a_title_that_was_given_in_the_list_is_shown_once_that_closes(chat
         await c.ask("one")
         await c.pilot.press("ctrl+l")
         await c.until(lambda: isinstance(c.app.screen, ChatsScreen), "the list")
-        Library(c.recording.store.file).rename(c.held, "another")
+        ChatSearch(c.recording.store.file).rename(c.held, "another")
         await c.pilot.press("escape")
         await c.until(lambda: first_row(c) == "another", "the other title")
 
@@ -73,14 +73,14 @@ async def test_the_terminal_is_named_after_the_chat_and_has_its_title_back_at_th
     written = recorder(monkeypatch)
     async with chat("fast") as c:
         await c.ready()
-        assert SAVE + entitled("") in written()
+        assert SAVE + terminal_title("") in written()
         await c.ask("Why is decode slow?")
         await c.until(lambda: "\x1b]2;Why is decode slow? · tokamac\a" in written(), "the chat's name")
         c.app.chat.do("new_chat")
-        await c.until(lambda: written().rindex(entitled("")) > written().rindex("slow? ·"), "the app's alone")
+        await c.until(lambda: written().rindex(terminal_title("")) > written().rindex("slow? ·"), "the app's alone")
     stream = written()
     assert stream.count(SAVE) == stream.count(RESTORE) == 1
-    assert stream.rindex(RESTORE) > stream.rindex(entitled(""))
+    assert stream.rindex(RESTORE) > stream.rindex(terminal_title(""))
     assert foreign(stream) == []
 
 
@@ -90,7 +90,7 @@ async def test_the_terminal_is_named_after_the_chat_and_has_its_title_back_at_th
     )
 )
 def test_nothing_in_a_title_ends_the_sequence(texts: list[str]) -> None:
-    sequence = entitled("".join(texts))
+    sequence = terminal_title("".join(texts))
     inside = sequence.removeprefix("\x1b]2;").removesuffix("\a")
     assert len(inside) == len(sequence) - len("\x1b]2;\a")
     assert not CONTROL.search(inside)
@@ -98,7 +98,7 @@ def test_nothing_in_a_title_ends_the_sequence(texts: list[str]) -> None:
 
 
 def test_a_title_that_a_model_made_hostile_is_text_and_short() -> None:
-    sequence = entitled("a\x07b\x1b]52;c;c2VjcmV0\x07\x9c" + "c" * 200)
+    sequence = terminal_title("a\x07b\x1b]52;c;c2VjcmV0\x07\x9c" + "c" * 200)
     assert sequence.count("\x1b") == 1
     assert sequence.count("\a") == 1
     assert len(sequence) < 80

@@ -104,7 +104,7 @@ async def test_while_a_reply_is_written_to_it_it_stays_and_it_is_told_why(chat: 
         c.app.chat.do("chats")
         await c.until(lambda: len(rows(c)) == 1)
         c.app.screen.action_delete()
-        await c.until(lambda: "A reply is being written: wait, or stop it with Esc, then delete." in c.notices)
+        await c.until(lambda: "A reply is running: wait, or stop it with Esc, then delete." in c.notices)
         assert (deleted(c), c.prompts, len(rows(c))) == ([], ["about pears"], 1)
         c.app.chat.do("stop")
 

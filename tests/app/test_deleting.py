@@ -51,7 +51,11 @@ async def test_what_was_not_sent_goes_with_the_chat_and_comes_back_with_it(chat:
         await c.type("a thought about")
         c.app.chat.do("delete_chat")  # as the palette has it done
         assert (c.prompt.text, deleted(c)) == ("", ["about apples"])
-        await c.until(lambda: "about apples. /restore brings it back, with what was not sent." in c.notices)
+        await c.until(
+            lambda: (
+                "about apples. This is a new chat. /restore restores the old one with your unsent prompt." in c.notices
+            )
+        )
         assert LEFT not in c.notices
         c.app.chat.do("restore_chat")
         assert (c.prompt.text, c.prompts) == ("a thought about", ["about apples"])
@@ -67,7 +71,7 @@ async def test_another_chat_is_deleted_and_brought_back_by_its_id(chat: Start) -
         second = c.held
         await c.send(f"/delete {first}")
         await c.until(lambda: deleted(c) == ["about apples"])
-        assert "Deleted: about apples. /restore brings it back." in c.notices
+        assert "Deleted: about apples. /restore restores it." in c.notices
         assert c.prompts == ["about pears"]
         await c.send(f"/delete {first}")
         await c.until(lambda: f"This chat is already deleted. /restore {first} restores it." in c.notices)
@@ -112,7 +116,7 @@ async def test_while_a_reply_runs_its_chat_is_not_deleted_and_another_is(chat: S
         await c.send("about pears")
         await c.phase(EnginePhase.DECODING)
         await c.send("/delete")
-        await c.until(lambda: "A reply is being written: wait, or stop it with Esc, then delete." in c.notices)
+        await c.until(lambda: "A reply is running: wait, or stop it with Esc, then delete." in c.notices)
         await c.send(f"/delete {first}")
         await c.until(lambda: deleted(c) == ["about apples"])
         assert c.prompts == ["about pears"]  # what runs goes on

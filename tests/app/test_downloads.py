@@ -149,7 +149,7 @@ async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     async with chat("fast") as c:
         c.app.chat.library.downloads.cancel("org/empty")
-        await c.until(lambda: "empty is not downloaded: nothing had arrived." in c.notices, "the notice")
+        await c.until(lambda: "Download of empty cancelled: nothing had arrived." in c.notices, "the notice")
 
 
 async def test_one_that_waits_is_called_off_and_nothing_is_deleted(bench: Bench) -> None:

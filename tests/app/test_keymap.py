@@ -245,7 +245,7 @@ async def test_what_is_shown_names_the_keys_that_hold(chat: Start, tmp_path: Pat
         await c.phase(EnginePhase.IDLE)
         c.app.chat.do("help")
         await c.until(lambda: isinstance(c.app.screen, HelpScreen))
-        assert "Alt+E takes it up again" in help_text(c.app.chat.preferences.keymap.actions).plain
+        assert "Alt+E follows again" in help_text(c.app.chat.preferences.keymap.actions).plain
 
 
 def test_no_text_names_a_key_that_can_be_changed() -> None:

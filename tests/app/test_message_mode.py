@@ -149,7 +149,7 @@ async def test_prices_come_when_the_reply_that_is_pointed_at_has_ended(chat: Sta
         await c.pilot.press("tab")
         await c.until(lambda: c.transcript.selected is not None, "the pointer")
         await c.phase(EnginePhase.IDLE)
-        await c.until(lambda: "make again: " in c.screen_text(), "the prices")
+        await c.until(lambda: "regenerate: " in c.screen_text(), "the prices")
 
 
 @pytest.mark.parametrize("size", [(40, 12), (80, 24)])
@@ -159,4 +159,4 @@ async def test_the_welcome_names_the_key_that_points_at_messages(chat: Start, tm
         await c.ready()
         await c.pilot.pause()
         lines = [line.strip() for line in c.screen_text().splitlines()]
-        assert "Tab  points at a message" in lines
+        assert "Tab  selects a message" in lines

@@ -189,7 +189,7 @@ async def test_a_download_is_paused_and_goes_on_where_it_was_and_the_chat_goes_o
         hub.stall_at = None
         hub.resume.set()
         await p.press("f5")
-        await c.until(lambda: "tiny is here" in c.notices, "the model")
+        await c.until(lambda: "tiny is downloaded" in c.notices, "the model")
         assert hub.gets("model.safetensors")[-1] == f"bytes={arrived}-"
         await p.until(lambda: p.pointed == "disk:org/tiny", "its place on the disk")
 
@@ -235,7 +235,7 @@ async def test_what_was_wanted_earlier_does_not_replace_what_was_chosen_since(
         await c.phase(EnginePhase.IDLE)
         hub.stall_at = None
         hub.resume.set()
-        await c.until(lambda: "tiny is here" in c.notices, "the model")
+        await c.until(lambda: "tiny is downloaded" in c.notices, "the model")
         assert c.session.engine.load.model == "steady"
 
 
@@ -246,7 +246,7 @@ async def test_what_has_arrived_waits_for_a_reply_and_not_for_another_choice(cha
         await c.until(lambda: c.session.engine.replying, "a reply")
         c.app.chat.library._ended(Download("org/tiny", loads=True))
         take_model(c.app.chat, "steady")
-        await c.until(lambda: "tiny is here" in c.notices, "a notice")
+        await c.until(lambda: "tiny is downloaded" in c.notices, "a notice")
         await c.phase(EnginePhase.IDLE)
         assert c.session.engine.load.model == "steady"
 
@@ -273,13 +273,13 @@ async def test_removing_asks_once_with_the_size_and_esc_keeps_it(chat: Start, ca
         await p.until(lambda: "mine" in p.text, "the disk")
         await p.type("mine")
         await p.press("ctrl+d")
-        assert "Remove 1.5" in p.detail
+        assert "Delete 1.5" in p.detail
         await p.press("escape")
         assert isinstance(c.app.screen, ModelScreen)
         assert "Remove" not in p.detail
         await p.press("ctrl+d", "ctrl+d")
         await p.until(lambda: not (cache / "models--org--mine").exists(), "the removal")
-        await c.until(lambda: "mine is removed: 1.5" in c.notices, "what was freed")
+        await c.until(lambda: "mine is removed; 1.5" in c.notices, "what was freed")
 
 
 async def test_the_loaded_and_the_embedded_model_stay_and_a_folder_only_leaves_the_list(
@@ -323,7 +323,7 @@ async def test_commands_of_the_prompt_do_the_same(chat: Start) -> None:
         c.app.chat.do("pull", "org/mine")
         await c.until(lambda: "already on this disk" in c.notices, "a notice")
         c.app.chat.do("pull", "org/tiny")
-        await c.until(lambda: "tiny is here" in c.notices, "the model")
+        await c.until(lambda: "tiny is downloaded" in c.notices, "the model")
 
 
 # The arithmetic behind it -------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ async def test_where_there_is_little_room_what_comes_from_the_disk_does_not_look
             KnownPrice(PriceQuestion("edit", (), most=True), SOME),
             KnownPrice(PriceQuestion("fork", (), key=2), DISK),
         )
-        assert "make again: 1.24k · edit: ≤310 MB · fork: 310 MB" in await drawn(c)
+        assert "regenerate: 1.24k · edit: ≤310 MB · fork: 310 MB" in await drawn(c)
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])

@@ -207,7 +207,7 @@ async def test_prompts_wait_in_their_order_and_up_takes_the_last_back(chat: Star
         await c.phase(EnginePhase.DECODING)
         for text in ("two", "three"):
             await c.send(text)
-        await c.until(lambda: "2 prompts wait" in c.screen_text())
+        await c.until(lambda: "2 prompts queued" in c.screen_text())
         assert "waits  two" in c.screen_text()
         await c.pilot.press("up")
         await c.until(lambda: c.prompt.text == "three")

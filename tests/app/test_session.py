@@ -19,8 +19,9 @@ from tokamac.app.backend.protocol import (
     ReplyEvent,
 )
 from tokamac.app.chat import figures
+from tokamac.app.chat.connection import CancelWatchdog
 from tokamac.app.chat.conversation import Reply, Tree, Turn
-from tokamac.app.chat.session import CancelWatchdog, Session
+from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,

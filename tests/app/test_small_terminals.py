@@ -197,7 +197,7 @@ async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
         assert box.max_scroll_y == 0
         written = c.app.screen.query_one(TextArea).region
         assert written.height >= 3
-        assert "Ctrl+S uses it · Esc closes" in c.screen_text()
+        assert "Ctrl+S applies · Esc closes" in c.screen_text()
         assert "Empty means" in c.screen_text()
 
 

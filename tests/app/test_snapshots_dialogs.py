@@ -56,14 +56,14 @@ async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_agai
         screen = c.app.screen
         screen.query_one(Input).value = "Why is decode slow?"
         await c.pilot.press("enter")
-        await c.until(lambda: screen.guidance.said and screen.guidance.said[-1].over, "an answer")
+        await c.until(lambda: screen.guide_chat.said and screen.guide_chat.said[-1].over, "an answer")
         await album.take_at(c, "guide-answer")
         screen.on_engine_said(EngineSaid(Died("killed by signal 9", ""), screen._bridge.life))
         await album.take_at(c, "guide-gone")
         screen.query_one(Input).value = "And now?"
         await c.pilot.press("enter")
-        await c.until(lambda: screen.guidance.said[-1].over, "an answer of the one that was started again")
-        assert not screen.guidance.problem
+        await c.until(lambda: screen.guide_chat.said[-1].over, "an answer of the one that was started again")
+        assert not screen.guide_chat.problem
     album.check()
 
 
@@ -235,7 +235,7 @@ def weighed(c: Chat) -> None:
 async def test_the_picker_is_drawn_as_before_with_all_its_kinds_of_rows(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theme: str
 ) -> None:
-    monkeypatch.setattr("tokamac.app.tui.model_library.look", lambda *_: DISK)
+    monkeypatch.setattr("tokamac.app.tui.model_library.models_on_disk", lambda *_: DISK)
     written(theme, tmp_path / "settings.toml")
     album = Album(theme)
     async with chat("guide") as c:

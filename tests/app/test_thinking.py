@@ -106,9 +106,9 @@ def test_what_a_model_can_not_be_told_is_left_out_and_said_once() -> None:
     steps = held.submit("hi")
     assert requests(steps, Generate)[0].template == TemplateOptions()
     assert notices(steps) == [
-        "Thinking off can't be had: the chat template of guide has no switch for it.",
-        "A thinking budget can't be had: guide marks no thinking.",
-        "The template option style can't be had: the chat template of guide does not read it.",
+        "Thinking off is not available: the chat template of guide has no switch for it.",
+        "A thinking budget is not available: guide does not mark its thinking.",
+        "The template option style is not available: the chat template of guide does not read it.",
     ]
     held.on_event(ReplyEvent(1, Finished("stop", "yes", Metrics(*[None] * 17))))
     assert notices(held.submit("again")) == []

@@ -13,7 +13,7 @@ from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import Ask, DraftReturned, EndEngine, EnginePhase, Notice, StartEngine
 from tokamac.app.settings import Settings
 from tokamac.app.tui.screens.settings import SettingsScreen
-from tokamac.app.verdict import squeezed_sentence
+from tokamac.app.verdict import pressure_sentence
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import MemoryPressure
 from tokamac.engine.options import Sampling
@@ -154,14 +154,14 @@ def test_loading_that_is_stopped_gives_the_prompt_back(resting: Session, clock: 
     ],
 )
 def test_what_was_done_in_one_sentence(event: MemoryPressure, words: tuple[str, ...]) -> None:
-    said = squeezed_sentence(event)
+    said = pressure_sentence(event)
     assert said.startswith("memory is short: ")
     assert all(word in said for word in words), said
 
 
 def test_memory_that_was_short_is_told(resting: Session) -> None:
     resting.submit("a question")
-    assert resting.on_event(ReplyEvent(1, SQUEEZED)) == [Notice(squeezed_sentence(SQUEEZED), "warning")]
+    assert resting.on_event(ReplyEvent(1, SQUEEZED)) == [Notice(pressure_sentence(SQUEEZED), "warning")]
     assert resting.on_event(ReplyEvent(7, SQUEEZED)) == []  # of a reply that is over
 
 
@@ -195,7 +195,7 @@ async def test_the_whole_way(chat: Start, tmp_path: Path) -> None:
         box = it.app.screen.query_one("#unload_after_min")
         box.value = "soon"  # type: ignore[attr-defined]
         it.app.screen.action_save()  # type: ignore[attr-defined]
-        await it.until(lambda: "is no number" in it.screen_text())
+        await it.until(lambda: "is not valid" in it.screen_text())
         box.value = "5"  # type: ignore[attr-defined]
         it.app.screen.action_save()  # type: ignore[attr-defined]
         await it.until(lambda: it.session.idle.after_min == 5)

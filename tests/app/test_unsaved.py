@@ -97,7 +97,7 @@ def test_what_a_failure_left_out_is_stored_with_the_next_prompt(desk: Desk) -> N
     assert desk.texts() == whole("one")
     assert len(desk.told) == 2, "once for each prompt"
     assert all("Not saved" in told and "may not be written" in told for told in desk.told)
-    assert desk.recording.missing() == "2 of 3 turns are not in it: they could not be saved."
+    assert desk.recording.missing() == "2 of 3 turns are missing: they could not be saved."
     desk.fail(failing=False)
     desk.ask("four")
     assert not desk.recording.unsaved
@@ -115,7 +115,7 @@ def test_a_reply_that_could_not_be_ended_is_ended_where_it_was_begun(desk: Desk)
     (_, begun) = desk.path()
     desk.fail(failing=True)
     desk.reply()
-    assert desk.recording.missing() == "1 of 1 turns are not in it: they could not be saved."
+    assert desk.recording.missing() == "1 of 1 turns are missing: they could not be saved."
     desk.fail(failing=False)
     desk.say("two")
     assert desk.texts() == whole("one", "two")
@@ -273,7 +273,7 @@ async def test_a_sign_stands_while_something_is_unsaved_and_an_export_says_what_
         await c.ask("two")
         await c.until(lambda: "not saved" in c.screen_text())
         c.app.chat.do("export", str(tmp_path / "out.md"))
-        await c.until(lambda: "1 of 2 turns are not in it" in c.notices)
+        await c.until(lambda: "1 of 2 turns are missing" in c.notices)
         assert "two" not in (tmp_path / "out.md").read_text()
         c.app.chat.do("new_chat")
         await c.ask("three")

@@ -43,7 +43,7 @@ async def test_it_is_said_of_the_guide_and_of_no_other_model(chat: Start) -> Non
     async with chat("guide", size=(40, 13)) as c:
         await c.phase(EnginePhase.IDLE)
         await c.until(lambda: ALONE in lines(c), "what the guide is for")
-        assert "Ctrl+O a model for more than help" in lines(c)
+        assert "Ctrl+O get a model for real chats" in lines(c)
         c.session.engine.load = replace(c.session.engine.load, model="fast")  # as when another is chosen
         c.app.chat.show()
         await c.until(lambda: ALONE not in lines(c), "the welcome of another model")

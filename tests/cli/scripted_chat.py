@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokamac.app import cli, settings
 from tokamac.app.backend import client
-from tokamac.app.chat.session import Idle
+from tokamac.app.chat.connection import Idle
 from tokamac.app.plain import repl
 
 client.CHILD_COMMAND = (sys.executable, str(Path(__file__).parents[1] / "scripted_engine.py"))

@@ -114,7 +114,7 @@ def test_gauges_are_lines_with_names_and_units_and_each_is_explained() -> None:
 
 def test_without_a_reply_a_figure_says_why_it_is_unknown() -> None:
     _, out, _ = piped("/gauges\n", "fast")
-    assert "decode rate: unknown (no reply has been made yet)\n" in out
+    assert "decode rate: unknown (there is no reply yet)\n" in out
 
 
 # The model --------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_unload_gives_the_memory_back_and_the_next_prompt_loads_again() -> None:
 def test_the_minutes_until_it_gives_its_memory_back_are_a_setting(home: Path) -> None:
     _, out, err = piped("/settings unload_after_min 7\n/settings unload_after_min soon\n/settings\n", "fast")
     assert "unload_after_min: 7 (minutes;" in out
-    assert "'soon' is no number" in err
+    assert "'soon' is not valid" in err
     assert "unload_after_min = 7" in (home / "settings.toml").read_text()
 
 
@@ -210,7 +210,7 @@ def test_convert_plans_and_alone_does_it(tiny: Path, tmp_path: Path) -> None:
 def test_what_needs_the_screen_says_so_and_what_does_the_same() -> None:
     _, out, err = piped("/panel\nhi\n/end\n", "fast")
     assert (
-        err == "/panel needs the full screen: leave, and open it with tokamac chat. Here: /gauges says the figures.\n"
+        err == "/panel needs the full screen: quit, and open it with tokamac chat. Here, /gauges prints the figures.\n"
     )
     assert out.count("every weight once per token") == 2
     assert "you: hi\nfast: Decode reads" in out

@@ -228,7 +228,7 @@ def test_a_number_of_thousands_of_digits_is_refused_and_the_chat_goes_on(data: P
 
 def test_what_is_attached_is_deleted_with_the_chat_and_comes_back_with_it(data: Path, notes: Path) -> None:
     _, _, err = piped(f"apples\n/attach {notes}\n/delete\npears\n/restore\nand these?\n", "fast")
-    assert "). /restore brings it back, with what was not sent.\n" in err
+    assert "). This is a new chat. /restore restores the old one with your unsent prompt.\n" in err
     assert err.count(LEFT) == 0
     assert prompts(data) == [("apples", []), ("and these?", ["keys and values"])]
 

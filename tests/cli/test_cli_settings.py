@@ -85,7 +85,7 @@ def test_a_plain_chat_says_what_a_setting_is_now_or_is_already(tmp_path: Path, m
     assert err.splitlines() == [
         "unload_after_min is 7 now.",
         "It is 7 already.",
-        f"Unload after: '{'1' * 59} is no number (minutes; 0 never, auto 30 if large).",
+        f"Unload after: '{'1' * 59} is not valid (minutes; 0 never, auto 30 if large).",
         "The model is reloading with it.",
         "It is 8 already.",
         "It is not set already.",

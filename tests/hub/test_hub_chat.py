@@ -41,7 +41,7 @@ def test_ctrl_c_stops_a_download_and_the_chat_goes_on(hub: Hub, own: dict[str, s
         chat.type("/pull org/tiny\n")
         assert hub.stalled.wait(PATIENCE_S)
         chat.type("\x03")
-        chat.until("Stopped: /pull org/tiny goes on from there.")
+        chat.until("Stopped. /pull org/tiny resumes it.")
         hub.stall_at = None
         hub.resume.set()
         chat.until("you> ")
@@ -49,7 +49,7 @@ def test_ctrl_c_stops_a_download_and_the_chat_goes_on(hub: Hub, own: dict[str, s
         chat.until("every weight once per token")
         chat.until("you> ")
         chat.type("/pull org/tiny\n")
-        chat.until("org/tiny is here, ")
+        chat.until("org/tiny is downloaded, ")
         chat.until("you> ")
         chat.type("\x04")
         assert chat.left() == 0

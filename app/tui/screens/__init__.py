@@ -1,1 +1,1 @@
-"""One file a screen: the chat, and what opens over it."""
+"""One file for screens that belong together: the chat, and what opens over it."""

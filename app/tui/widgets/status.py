@@ -36,7 +36,7 @@ ACTED = {
 }
 """Actions that have a price, by the ids of price questions."""
 MESSAGE_KEYS = {
-    "again": "regenerate",
+    "again": "again",
     "edit": "edit",
     "fork": "fork",
     "copy_message": "copy",
