@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from tokamac.app.output import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
+from .output import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
 
 HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
@@ -76,7 +76,7 @@ def _run(arguments: list[str]) -> int:
     if not first or first.startswith("-"):
         return _do("chat", arguments, named=False)
     if first not in COMMANDS:
-        from tokamac.app.parser import no_command
+        from .parser import no_command
 
         return _refuse(no_command(first, COMMANDS))
     return _do(first, rest)
@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
 
 def _explain(words: list[str]) -> int:
     """Print the help on a command or a topic, or both where they share a name; without words, what there is help on."""
-    from tokamac.app import help as texts
+    from . import help as texts
 
     topics = texts.topics()
     if not words or words[0] in HELP:
@@ -117,7 +117,7 @@ def _do(name: str, arguments: list[str], *, named: bool = True) -> int:
 
 
 def _refuse(problem: str) -> int:
-    from tokamac.app.output import note
+    from .output import note
 
     note(f"tokamac: {problem}")
     return WRONG_USAGE
@@ -162,10 +162,11 @@ def _failed(error: Exception, *, json_wanted: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    from tokamac.app.output import json_line, note
     from tokamac.engine.device import cannot_import
     from tokamac.engine.errors import TokamacError, access_hint, engine_error
     from tokamac.engine.perf.memory import LEAST, space_left, too_little
+
+    from .output import json_line, note
 
     if not isinstance(error, TokamacError) and (left := space_left()) is not None and left < LEAST // 4:
         error = too_little(left)  # whatever it was that could not be loaded or started

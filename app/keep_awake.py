@@ -132,7 +132,7 @@ def awake(run: Callable[Given, Made]) -> Callable[Given, Made]:
 
 def _in_settings() -> bool:
     """Return what the settings say. What is wrong with them is told by who needs them."""
-    from tokamac.app import settings
+    from . import settings
 
     try:
         return settings.read(settings.default_path()).settings.keep_awake

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tokamac.app import settings
-from tokamac.app.output import note
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import (
     GROUP_SIZES,
@@ -23,6 +21,9 @@ from tokamac.engine.options import (
     Sampling,
     TemplateOptions,
 )
+
+from . import settings
+from .output import note
 
 
 class Flag(NamedTuple):

@@ -17,9 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
-from tokamac.app.units import seconds, size
 from tokamac.engine.errors import shortened
+
+from .sanitise import Sanitiser, sanitise, sanitise_line
+from .units import seconds, size
 
 WRONG_USAGE = 2
 """What argparse ends with."""

@@ -9,9 +9,10 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from tokamac.app.sanitise import sanitise_line
 from tokamac.engine.errors import shortened
 from tokamac.engine.hub.cache import GUIDE, nearest
+
+from .sanitise import sanitise_line
 
 HELP_FLAGS = frozenset({"-h", "--help"})
 WIDEST, NARROWEST = 100, 20

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from tokamac.app.backend.protocol import ShapeError, build
 from tokamac.engine.errors import OptionError
 from tokamac.engine.files import read_text, to_disk
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 from tokamac.engine.perf import measurement_store
+
+from .backend.protocol import ShapeError, build
 
 T = TypeVar("T")
 

@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from tokamac.app import units
-from tokamac.app.units import UNKNOWN, count, percent, rate, seconds
 from tokamac.engine.events import MemoryPressure
 from tokamac.engine.metrics import Metrics, Throttle
 from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Unit, Waits
 from tokamac.engine.perf.memory import giving_way
+
+from . import units
+from .units import UNKNOWN, count, percent, rate, seconds
 
 PLACE = re.compile(r"\{(\w+)\}")
 """Another term's key in a formula."""

@@ -12,7 +12,7 @@ Importing this package does no work: MLX and mlx-lm are loaded by ``Engine.load`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.errors import (
+from .errors import (
     ContextError,
     ConversionError,
     DeviceError,
@@ -27,7 +27,7 @@ from tokamac.engine.errors import (
     TemplateError,
     TokamacError,
 )
-from tokamac.engine.events import (
+from .events import (
     Action,
     Alternative,
     Branch,
@@ -47,21 +47,21 @@ from tokamac.engine.events import (
     TokenLogprob,
     Truncated,
 )
-from tokamac.engine.metrics import Gaps, Metrics
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from .metrics import Gaps, Metrics
+from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
-    from tokamac.engine.chat import Chat
-    from tokamac.engine.engine import Engine
-    from tokamac.engine.kv.divergence import Trial, TrialProgress
-    from tokamac.engine.perf.memory import Memory
-    from tokamac.engine.perf.roofline import Limits, Prediction
-    from tokamac.engine.prompt_cache.cache import Check
-    from tokamac.engine.prompt_cache.exchange import Exchanged
-    from tokamac.engine.runner import ModelSpec
-    from tokamac.engine.scoring import Perplexity
-    from tokamac.engine.text.tokenizer import Tokenizer
-    from tokamac.engine.worker import ReplyStream
+    from .chat import Chat
+    from .engine import Engine
+    from .kv.divergence import Trial, TrialProgress
+    from .perf.memory import Memory
+    from .perf.roofline import Limits, Prediction
+    from .prompt_cache.cache import Check
+    from .prompt_cache.exchange import Exchanged
+    from .runner import ModelSpec
+    from .scoring import Perplexity
+    from .text.tokenizer import Tokenizer
+    from .worker import ReplyStream
 
 __all__ = [
     "Action",

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tokamac.engine.errors import EngineClosedError, OptionError
-from tokamac.engine.events import (
+from .errors import EngineClosedError, OptionError
+from .events import (
     Action,
     Branch,
     Continue,
@@ -25,12 +25,12 @@ from tokamac.engine.events import (
     Send,
     TextChunk,
 )
-from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions, index
-from tokamac.engine.text.continuation import unfinished
-from tokamac.engine.worker import ReplyStream
+from .options import NOTHING_TOLD, Sampling, TemplateOptions, index
+from .text.continuation import unfinished
+from .worker import ReplyStream
 
 if TYPE_CHECKING:
-    from tokamac.engine.engine import Engine
+    from .engine import Engine
 
 
 def given_prompt(prompt: object) -> list[Message] | list[int]:

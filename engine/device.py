@@ -7,8 +7,8 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Literal
 
-from tokamac.engine.errors import DeviceError
-from tokamac.engine.requirements import unmet_here
+from .errors import DeviceError
+from .requirements import unmet_here
 
 DeviceKind = Literal["metal", "cuda", "cpu"]
 

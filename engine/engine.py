@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from tokamac.engine.chat import (
+from .chat import (
     Chat,
     given_count,
     given_ids,
@@ -22,26 +22,26 @@ from tokamac.engine.chat import (
     given_sampling,
     given_template,
 )
-from tokamac.engine.device import cannot_import, check_backends, installed_backends, leave_thread
-from tokamac.engine.errors import EngineClosedError, OptionError
-from tokamac.engine.events import Event, Finished, Live, LoadProgress, Message, Price, TextChunk, TokenLogprob
-from tokamac.engine.metrics import Recorder
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
-from tokamac.engine.perf.memory import check_address_space
-from tokamac.engine.worker import EventStream, ReplyHandle, ReplyScheduler, ReplyStream, UnpacedReply, Worker
+from .device import cannot_import, check_backends, installed_backends, leave_thread
+from .errors import EngineClosedError, OptionError
+from .events import Event, Finished, Live, LoadProgress, Message, Price, TextChunk, TokenLogprob
+from .metrics import Recorder
+from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from .perf.memory import check_address_space
+from .worker import EventStream, ReplyHandle, ReplyScheduler, ReplyStream, UnpacedReply, Worker
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from tokamac.engine.kv.divergence import Trial, TrialProgress
-    from tokamac.engine.perf.memory import Memory
-    from tokamac.engine.perf.roofline import Limits, Prediction
-    from tokamac.engine.prompt_cache.cache import Check
-    from tokamac.engine.prompt_cache.exchange import Exchanged
-    from tokamac.engine.reply import ReplyTask
-    from tokamac.engine.runner import ModelSpec, Runner
-    from tokamac.engine.scoring import Perplexity
-    from tokamac.engine.text.tokenizer import Tokenizer
+    from .kv.divergence import Trial, TrialProgress
+    from .perf.memory import Memory
+    from .perf.roofline import Limits, Prediction
+    from .prompt_cache.cache import Check
+    from .prompt_cache.exchange import Exchanged
+    from .reply import ReplyTask
+    from .runner import ModelSpec, Runner
+    from .scoring import Perplexity
+    from .text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Engine:
             check_backends(installed_backends())
             check_address_space()
             try:
-                from tokamac.engine.loading import load
+                from .loading import load
             except ImportError as error:
                 if (explained := cannot_import(error)) is None:
                     raise
@@ -273,7 +273,7 @@ class Engine:
 
         Each window waits for a reply in progress. Raises OptionError, and ContextError for a window that the context can't hold.
         """
-        from tokamac.engine.scoring import PerplexityProgress
+        from .scoring import PerplexityProgress
 
         given = text if isinstance(text, str) else given_ids(text, "perplexity")
         size = None if window is None else given_count(window, "a window", least=2)

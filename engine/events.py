@@ -6,9 +6,9 @@ What an action on a conversation would cost, before it is taken.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tokamac.engine.errors import OptionError
-from tokamac.engine.metrics import Metrics, Outlier
-from tokamac.engine.perf.diagnosis import Diagnosis
+from .errors import OptionError
+from .metrics import Metrics, Outlier
+from .perf.diagnosis import Diagnosis
 
 Role = Literal["system", "user", "assistant"]
 TextKind = Literal["answer", "thinking"]

@@ -22,7 +22,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from tokamac.engine.errors import DeviceError
+from .errors import DeviceError
 
 CONFIG_BYTES = 16 << 20
 """A config or another small JSON file at most: the largest published ones have some hundred kilobytes."""

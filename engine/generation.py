@@ -9,15 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.errors import ModelDamagedError
-from tokamac.engine.kv.attention import forcing_fused
-from tokamac.engine.kv.attention_kernel import AttentionDevice
-from tokamac.engine.kv.cache import Cache, GrowthWatcher
-from tokamac.engine.kv.probe import leaves
-from tokamac.engine.kv.snapshot import freeze, grows, thaw
-from tokamac.engine.metrics import Cause
-from tokamac.engine.perf.mitigation import Chunking
-from tokamac.engine.sampling import Sampler
+from .errors import ModelDamagedError
+from .kv.attention import forcing_fused
+from .kv.attention_kernel import AttentionDevice
+from .kv.cache import Cache, GrowthWatcher
+from .kv.probe import leaves
+from .kv.snapshot import freeze, grows, thaw
+from .metrics import Cause
+from .perf.mitigation import Chunking
+from .sampling import Sampler
 
 CHECK_STEPS = 16
 """Decoded tokens between looks at whether logits are numbers still: what spoils one step stays in the caches."""

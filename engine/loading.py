@@ -13,35 +13,35 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.device import DeviceKind, device_kind
-from tokamac.engine.errors import OptionError, TokamacError
-from tokamac.engine.events import LoadProgress
-from tokamac.engine.generation import Generation
-from tokamac.engine.hub import download
-from tokamac.engine.kv import install_seam, plan_caches
-from tokamac.engine.model.adapters import Adapter, Change, attach, changes_of, read_adapter
-from tokamac.engine.model.config import context_length, pretraining_length
-from tokamac.engine.model.corrections import use_short_factors
-from tokamac.engine.model.cpu import is_unpacked
-from tokamac.engine.model.loader import DTYPES, LoadedModel, load_model, position_rows
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling
-from tokamac.engine.perf.bandwidth import with_bandwidth
-from tokamac.engine.perf.cost import cost_of_model, text_config
-from tokamac.engine.perf.diagnosis import packed_layers
-from tokamac.engine.perf.footprint import check_fits, context_notes, order_of, planned_bytes, value_bytes
-from tokamac.engine.perf.hardware import advice, attention_device, detect
-from tokamac.engine.perf.measurement_store import machine_key
-from tokamac.engine.perf.memory import wired
-from tokamac.engine.perf.mitigation import Chunking
-from tokamac.engine.perf.peak_memory import shape_of
-from tokamac.engine.perf.roofline import Fitted, HostLimited, fitted, measure_host
-from tokamac.engine.perf.timing import LatencyProfiler, TimedModel, can_measure
-from tokamac.engine.perf.workload import leaves_out_senses, work_of
-from tokamac.engine.prompt_cache.cache import open_cache
-from tokamac.engine.runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
-from tokamac.engine.runtime import MachineSpeed, Runtime
-from tokamac.engine.sampling import Sampler
-from tokamac.engine.text.tokenizer import Tokenizer, generation_config, load_tokenizer
+from .device import DeviceKind, device_kind
+from .errors import OptionError, TokamacError
+from .events import LoadProgress
+from .generation import Generation
+from .hub import download
+from .kv import install_seam, plan_caches
+from .model.adapters import Adapter, Change, attach, changes_of, read_adapter
+from .model.config import context_length, pretraining_length
+from .model.corrections import use_short_factors
+from .model.cpu import is_unpacked
+from .model.loader import DTYPES, LoadedModel, load_model, position_rows
+from .options import KVSpec, PromptCacheSpec, Sampling
+from .perf.bandwidth import with_bandwidth
+from .perf.cost import cost_of_model, text_config
+from .perf.diagnosis import packed_layers
+from .perf.footprint import check_fits, context_notes, order_of, planned_bytes, value_bytes
+from .perf.hardware import advice, attention_device, detect
+from .perf.measurement_store import machine_key
+from .perf.memory import wired
+from .perf.mitigation import Chunking
+from .perf.peak_memory import shape_of
+from .perf.roofline import Fitted, HostLimited, fitted, measure_host
+from .perf.timing import LatencyProfiler, TimedModel, can_measure
+from .perf.workload import leaves_out_senses, work_of
+from .prompt_cache.cache import open_cache
+from .runner import IdleProfiler, ModelSpec, Runner, recommended_sampling
+from .runtime import MachineSpeed, Runtime
+from .sampling import Sampler
+from .text.tokenizer import Tokenizer, generation_config, load_tokenizer
 
 Progress = Callable[[LoadProgress], None]
 

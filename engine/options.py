@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tokamac.engine.errors import OptionError
+from .errors import OptionError
 
 OnFull = Literal["roll", "stop", "truncate-middle", "error"]
 ON_FULL: tuple[OnFull, ...] = get_args(OnFull)

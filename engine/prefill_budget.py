@@ -10,16 +10,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.events import MemoryPressure
-from tokamac.engine.kv.cache import Cache
-from tokamac.engine.kv.cache import nbytes as kv_bytes
-from tokamac.engine.kv.plan import spare_slots
-from tokamac.engine.kv.probe import leaves
-from tokamac.engine.perf import memory
-from tokamac.engine.perf.mitigation import Mitigation, offers, prompt_peak, refusal, relieving, steps
-from tokamac.engine.perf.peak_memory import ModelShape, Peak, predict_peak
-from tokamac.engine.prompt_cache.memory import CacheLease, CacheStore
-from tokamac.engine.runtime import Runtime
+from .events import MemoryPressure
+from .kv.cache import Cache
+from .kv.cache import nbytes as kv_bytes
+from .kv.plan import spare_slots
+from .kv.probe import leaves
+from .perf import memory
+from .perf.mitigation import Mitigation, offers, prompt_peak, refusal, relieving, steps
+from .perf.peak_memory import ModelShape, Peak, predict_peak
+from .prompt_cache.memory import CacheLease, CacheStore
+from .runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,23 +5,23 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from tokamac.engine import kv
-from tokamac.engine.errors import FAILURES, ContextError, DeviceError, computing_error
-from tokamac.engine.events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
-from tokamac.engine.generation import Generation, PrefillChunker
-from tokamac.engine.metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate
-from tokamac.engine.options import Sampling
-from tokamac.engine.perf import macos
-from tokamac.engine.perf.diagnosis import Diagnosis, diagnose
-from tokamac.engine.perf.macos import ThrottleWatch
-from tokamac.engine.perf.mitigation import LEAST_CHUNK
-from tokamac.engine.prefill_budget import GrowthBudget, PrefillBudget, make_room
-from tokamac.engine.prompt_cache.memory import CacheLease, CacheStore
-from tokamac.engine.runtime import Runtime
-from tokamac.engine.sampling import Sampler, Score, TokenSets
-from tokamac.engine.text.continuation import PartialReply
-from tokamac.engine.text.stream import ReplyText, ThinkingBudget, TokenSources
-from tokamac.engine.text.tokenizer import Tokenizer
+from . import kv
+from .errors import FAILURES, ContextError, DeviceError, computing_error
+from .events import Event, Finished, FinishReason, Live, PrefillProgress, Truncated
+from .generation import Generation, PrefillChunker
+from .metrics import Metrics, Outlier, ProcessWatch, Recorder, achieved_gbs, gaps_ms, recent_rate
+from .options import Sampling
+from .perf import macos
+from .perf.diagnosis import Diagnosis, diagnose
+from .perf.macos import ThrottleWatch
+from .perf.mitigation import LEAST_CHUNK
+from .prefill_budget import GrowthBudget, PrefillBudget, make_room
+from .prompt_cache.memory import CacheLease, CacheStore
+from .runtime import Runtime
+from .sampling import Sampler, Score, TokenSets
+from .text.continuation import PartialReply
+from .text.stream import ReplyText, ThinkingBudget, TokenSources
+from .text.tokenizer import Tokenizer
 
 LIVE_GAPS = 64
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import (
+from .device import DeviceKind
+from .errors import (
     ContextError,
     DeviceError,
     EngineClosedError,
@@ -22,24 +22,24 @@ from tokamac.engine.errors import (
     TemplateError,
     computing,
 )
-from tokamac.engine.events import Event, MemoryPressure, Message, PrefillProgress, Price
-from tokamac.engine.files import FLUSH_S
-from tokamac.engine.generation import STAGE_S, Generation, PrefillChunker
-from tokamac.engine.kv.divergence import Trial, TrialProgress
-from tokamac.engine.metrics import Recorder
-from tokamac.engine.model.config import read_config
-from tokamac.engine.options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions, Thinking
-from tokamac.engine.perf.bandwidth import is_busy
-from tokamac.engine.perf.memory import Memory, snapshot
-from tokamac.engine.perf.mitigation import whole_chunks
-from tokamac.engine.perf.timing import LatencyProfiler
-from tokamac.engine.prefill_budget import make_room
-from tokamac.engine.prompt_cache.cache import Check, check
-from tokamac.engine.prompt_cache.exchange import Exchanged, check_worth, export, take_in
-from tokamac.engine.prompt_cache.memory import CacheStore
-from tokamac.engine.reply import ReplyTask, Request, check_context
-from tokamac.engine.runtime import MachineSpeed, Runtime
-from tokamac.engine.scoring import (
+from .events import Event, MemoryPressure, Message, PrefillProgress, Price
+from .files import FLUSH_S
+from .generation import STAGE_S, Generation, PrefillChunker
+from .kv.divergence import Trial, TrialProgress
+from .metrics import Recorder
+from .model.config import read_config
+from .options import NOTHING_TOLD, KVSpec, Sampling, TemplateOptions, Thinking
+from .perf.bandwidth import is_busy
+from .perf.memory import Memory, snapshot
+from .perf.mitigation import whole_chunks
+from .perf.timing import LatencyProfiler
+from .prefill_budget import make_room
+from .prompt_cache.cache import Check, check
+from .prompt_cache.exchange import Exchanged, check_worth, export, take_in
+from .prompt_cache.memory import CacheStore
+from .reply import ReplyTask, Request, check_context
+from .runtime import MachineSpeed, Runtime
+from .scoring import (
     CHUNK,
     LOGPROBS_CHUNK,
     WINDOW,
@@ -51,8 +51,8 @@ from tokamac.engine.scoring import (
     perplexity,
     score,
 )
-from tokamac.engine.text.prompt import Prompt, Prompting, Turn
-from tokamac.engine.text.tokenizer import opening
+from .text.prompt import Prompt, Prompting, Turn
+from .text.tokenizer import opening
 
 QUIET_S = 3.0
 """Seconds without a request before measuring begins, so that the next prompt does not wait for it."""

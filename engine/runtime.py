@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.kv import CachePlan
-from tokamac.engine.metrics import Metrics, StepCost
-from tokamac.engine.options import KVSpec
-from tokamac.engine.perf import memory
-from tokamac.engine.perf.bandwidth import believed, learn
-from tokamac.engine.perf.diagnosis import Situation
-from tokamac.engine.perf.hardware import Chip
-from tokamac.engine.perf.mitigation import Chunking
-from tokamac.engine.perf.peak_memory import ModelShape
-from tokamac.engine.perf.roofline import LatencyModel, Limits, Prediction, decode_phase, limits_of, predict
-from tokamac.engine.perf.workload import KVUse, Workload
-from tokamac.engine.text.tokenizer import Tokenizer
+from .device import DeviceKind
+from .kv import CachePlan
+from .metrics import Metrics, StepCost
+from .options import KVSpec
+from .perf import memory
+from .perf.bandwidth import believed, learn
+from .perf.diagnosis import Situation
+from .perf.hardware import Chip
+from .perf.mitigation import Chunking
+from .perf.peak_memory import ModelShape
+from .perf.roofline import LatencyModel, Limits, Prediction, decode_phase, limits_of, predict
+from .perf.workload import KVUse, Workload
+from .text.tokenizer import Tokenizer
 
 SETTLED_TOKENS = 16
 """Tokens after which a decode rate says something of the machine."""

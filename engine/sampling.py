@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from tokamac.engine.options import Sampling, Stage
+from .options import Sampling, Stage
 
 PENALTY_WINDOW = 64
 """Tokens looked back at by the repetition penalty."""

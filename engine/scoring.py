@@ -21,18 +21,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.errors import ContextError, MemoryLimitError, OptionError
-from tokamac.engine.generation import Generation
-from tokamac.engine.kv import CachePlan, plan_caches
-from tokamac.engine.kv.divergence import KVDivergence, Speed, Tally, Trial, TrialProgress, differences, fit_depths
-from tokamac.engine.metrics import decode_rate
-from tokamac.engine.options import KVSpec, Sampling
-from tokamac.engine.perf import memory
-from tokamac.engine.perf.mitigation import gb, override, told_apart
-from tokamac.engine.perf.peak_memory import predict_peak
-from tokamac.engine.prompt_cache.memory import CacheStore
-from tokamac.engine.runtime import Runtime
-from tokamac.engine.sampling import Sampler
+from .errors import ContextError, MemoryLimitError, OptionError
+from .generation import Generation
+from .kv import CachePlan, plan_caches
+from .kv.divergence import KVDivergence, Speed, Tally, Trial, TrialProgress, differences, fit_depths
+from .metrics import decode_rate
+from .options import KVSpec, Sampling
+from .perf import memory
+from .perf.mitigation import gb, override, told_apart
+from .perf.peak_memory import predict_peak
+from .prompt_cache.memory import CacheStore
+from .runtime import Runtime
+from .sampling import Sampler
 
 CHUNK = 256
 """Tokens compared at once, at most: two of a chunk's log-probabilities of 150,000 words take 300 MB."""

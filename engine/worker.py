@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from tokamac.engine.errors import EngineClosedError, OptionError, computing_error, engine_error
-from tokamac.engine.events import Event, Live, TextChunk
+from .errors import EngineClosedError, OptionError, computing_error, engine_error
+from .events import Event, Live, TextChunk
 
 T = TypeVar("T")
 

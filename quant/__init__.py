@@ -13,12 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokamac.quant.conversion import Conversion, convert
-    from tokamac.quant.evaluation import quality
-    from tokamac.quant.options import Options
-    from tokamac.quant.plan import Plan, TensorPlan
-    from tokamac.quant.report import Outcome, Quality, StageDone
-    from tokamac.quant.writer import TensorDone
+    from .conversion import Conversion, convert
+    from .evaluation import quality
+    from .options import Options
+    from .plan import Plan, TensorPlan
+    from .report import Outcome, Quality, StageDone
+    from .writer import TensorDone
 
 __all__ = [
     "Conversion",

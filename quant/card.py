@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 from tokamac.engine.architectures import loads_in_mlx_lm
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.options import SHIPPED, Options
-from tokamac.quant.plan import Plan
-from tokamac.quant.provenance import Provenance
-from tokamac.quant.report import RECORD, Outcome, by_part, with_error
+
+from .options import SHIPPED, Options
+from .plan import Plan
+from .provenance import Provenance
+from .report import RECORD, Outcome, by_part, with_error
 
 CARD = "README.md"
 

@@ -15,9 +15,10 @@ import mlx.core as mx
 from tokamac.engine.errors import OptionError
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import PartName, Tensor, part_of
-from tokamac.quant.modules import leaves
-from tokamac.quant.options import DEFAULT_GROUP_SIZE, UNQUANTIZED, Options
-from tokamac.quant.source import Source
+
+from .modules import leaves
+from .options import DEFAULT_GROUP_SIZE, UNQUANTIZED, Options
+from .source import Source
 
 Choices = dict[str, Packing | None]
 """By path, of every module that could be packed: how it is, or None where it is not."""

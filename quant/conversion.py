@@ -41,15 +41,16 @@ from tokamac.engine.model.safetensors import find_shards
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.memory import check_address_space, device_total
 from tokamac.engine.text.tokenizer import load_tokenizer
-from tokamac.quant import calibration
-from tokamac.quant.card import card
-from tokamac.quant.choices import Choices, choose
-from tokamac.quant.evaluation import sample, verify
-from tokamac.quant.methods import Quantizer, Round, Search
-from tokamac.quant.options import BITS, Method, Options, Shipped
-from tokamac.quant.plan import CALIBRATED_METHODS, SEQUENCES, Plan, make_plan
-from tokamac.quant.provenance import CARD, provenance, source_id
-from tokamac.quant.report import (
+
+from . import calibration
+from .card import card
+from .choices import Choices, choose
+from .evaluation import sample, verify
+from .methods import Quantizer, Round, Search
+from .options import BITS, Method, Options, Shipped
+from .plan import CALIBRATED_METHODS, SEQUENCES, Plan, make_plan
+from .provenance import CARD, provenance, source_id
+from .report import (
     RECORD,
     Outcome,
     StageDone,
@@ -60,7 +61,7 @@ from tokamac.quant.report import (
     record,
     relative_error,
 )
-from tokamac.quant.resume import (
+from .resume import (
     WorkDir,
     check_space,
     check_target,
@@ -71,9 +72,9 @@ from tokamac.quant.resume import (
     remove_partial,
     writing_to,
 )
-from tokamac.quant.source import Source, locate, open_adapter, open_source
-from tokamac.quant.streaming import Streamed, activation_statistics, streamable_folder, streamable_source
-from tokamac.quant.writer import TensorDone, write
+from .source import Source, locate, open_adapter, open_source
+from .streaming import Streamed, activation_statistics, streamable_folder, streamable_source
+from .writer import TensorDone, write
 
 FINISHED = "this conversion had finished before: there was nothing to do"
 
@@ -377,7 +378,7 @@ def _quantizer(source: Source, options: Options, work: WorkDir, tell: StageProgr
 def _budgeted(
     source: Source, options: Options, quantizer: Quantizer, work: WorkDir, tell: StageProgress
 ) -> tuple[Choices, tuple[str, ...]]:
-    from tokamac.quant.mixed_precision import plan_budget
+    from .mixed_precision import plan_budget
 
     def spent() -> bytes:
         try:

@@ -10,11 +10,12 @@ from tokamac.engine.model.config import context_length, read_config
 from tokamac.engine.perf.cost import text_config
 from tokamac.engine.scoring import check_windows, windows
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer, opening
-from tokamac.quant.calibration import first_ids, verification_ids
-from tokamac.quant.calibration import text as read_text
-from tokamac.quant.report import TOKENS, Quality, TokenComparison, compare
-from tokamac.quant.source import locate
-from tokamac.quant.streaming import Streamed, streamable_folder
+
+from .calibration import first_ids, verification_ids
+from .calibration import text as read_text
+from .report import TOKENS, Quality, TokenComparison, compare
+from .source import locate
+from .streaming import Streamed, streamable_folder
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokamac.engine.errors import OptionError
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.choices import Choices, model_rule, out_of_groups, packable, part
-from tokamac.quant.methods import Quantizer
-from tokamac.quant.options import BITS, GROUP_SIZES, UNQUANTIZED, Options
-from tokamac.quant.plan import make_plan
-from tokamac.quant.report import StageDone, StageProgress
-from tokamac.quant.sensitivity import (
+
+from .choices import Choices, model_rule, out_of_groups, packable, part
+from .methods import Quantizer
+from .options import BITS, GROUP_SIZES, UNQUANTIZED, Options
+from .plan import make_plan
+from .report import StageDone, StageProgress
+from .sensitivity import (
     AlphaBasis,
     Errors,
     ErrorTrial,
@@ -43,8 +44,8 @@ from tokamac.quant.sensitivity import (
     relative_errors,
     sample,
 )
-from tokamac.quant.source import Source, fresh
-from tokamac.quant.streaming import Streamed, activation_statistics, streamable_source
+from .source import Source, fresh
+from .streaming import Streamed, activation_statistics, streamable_source
 
 if TYPE_CHECKING:
     import numpy as np

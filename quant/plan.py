@@ -22,17 +22,18 @@ from tokamac.engine.metrics import rate
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import Tensor, text_config
 from tokamac.engine.text.tokenizer import TOKENIZER_FILES
-from tokamac.quant import sensitivity
-from tokamac.quant.calibration import LENGTH
-from tokamac.quant.choices import Choices, left_out
-from tokamac.quant.evaluation import CHECKED_TOKENS
-from tokamac.quant.methods import BLOCK_WEIGHTS, Quantizer, Round, Search, awq, gptq
-from tokamac.quant.modules import layer_paths
-from tokamac.quant.options import SEARCHED, Method, Options
-from tokamac.quant.report import in_vain
-from tokamac.quant.search import implementation, on_mlx
-from tokamac.quant.shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
-from tokamac.quant.source import Source, open_source
+
+from . import sensitivity
+from .calibration import LENGTH
+from .choices import Choices, left_out
+from .evaluation import CHECKED_TOKENS
+from .methods import BLOCK_WEIGHTS, Quantizer, Round, Search, awq, gptq
+from .modules import layer_paths
+from .options import SEARCHED, Method, Options
+from .report import in_vain
+from .search import implementation, on_mlx
+from .shards import FLOATS, Shard, index_json, lay_out, type_bytes, type_name
+from .source import Source, open_source
 
 CALIBRATED_METHODS: Mapping[str, ModuleType] = {"gptq": gptq, "awq": awq}
 """Methods that pack by what goes through the model; each module has ``check``, ``pack``, ``peak_bytes`` and ``SEQUENCES``."""

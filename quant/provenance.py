@@ -17,7 +17,8 @@ from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
 from tokamac.engine.hub.cache import id_of
 from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.model.safetensors import find_shards
-from tokamac.quant.options import Options
+
+from .options import Options
 
 PACKAGES = ("tokamac", "mlx", "mlx-lm")
 

@@ -22,15 +22,17 @@ from tokamac.engine.errors import OptionError
 from tokamac.engine.files import TooLargeError, read_bytes
 from tokamac.engine.kv.divergence import differences
 from tokamac.engine.perf.cost import PARTS, PartName, Tensor, part_of
-from tokamac.quant.options import CALIBRATED
+
+from .options import CALIBRATED
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from tokamac.engine.perf.config_cost import Packing
-    from tokamac.quant.options import Options
-    from tokamac.quant.plan import Plan, TensorPlan
-    from tokamac.quant.provenance import Provenance
+
+    from .options import Options
+    from .plan import Plan, TensorPlan
+    from .provenance import Provenance
 
 
 TYPICAL_KL = (

@@ -45,9 +45,10 @@ from tokamac.engine.files import open_regular, path_to_disk, read_bytes, sync
 from tokamac.engine.model.adapters import Adapter
 from tokamac.engine.perf import measurement_store
 from tokamac.engine.perf.mitigation import told_apart
-from tokamac.quant.options import Options
-from tokamac.quant.provenance import PACKAGES, version_of
-from tokamac.quant.report import WeightError
+
+from .options import Options
+from .provenance import PACKAGES, version_of
+from .report import WeightError
 
 SPARE_BYTES = 16 << 20
 """Left free on the disk: folders and the file system's own bookkeeping."""

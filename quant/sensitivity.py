@@ -28,13 +28,14 @@ from tokamac.engine.model.cpu import MEMORY_SHARE, DenseEmbedding, DenseLinear, 
 from tokamac.engine.perf import memory
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import text_config
-from tokamac.quant.choices import packable, part
-from tokamac.quant.methods import FLOAT_BYTES, Quantizer, dequantized
-from tokamac.quant.modules import check_finite, clone, leaves, not_finite, override
-from tokamac.quant.options import Options
-from tokamac.quant.report import StageDone, StageProgress
-from tokamac.quant.source import Source, fresh
-from tokamac.quant.streaming import Streamed, streamable_source
+
+from .choices import packable, part
+from .methods import FLOAT_BYTES, Quantizer, dequantized
+from .modules import check_finite, clone, leaves, not_finite, override
+from .options import Options
+from .report import StageDone, StageProgress
+from .source import Source, fresh
+from .streaming import Streamed, streamable_source
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,7 +21,8 @@ import xxhash
 
 from tokamac.engine.errors import ConversionError
 from tokamac.engine.perf.cost import Tensor
-from tokamac.quant.resume import append
+
+from .resume import append
 
 SHARD_BYTES = 1_000_000_000
 INDEX = "model.safetensors.index.json"

@@ -26,9 +26,10 @@ from tokamac.engine.model.skeleton import skeleton_model
 from tokamac.engine.model.weights import without_fp8
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import text_config
-from tokamac.quant.modules import leaves
-from tokamac.quant.provenance import adapter_name
-from tokamac.quant.report import WeightError
+
+from .modules import leaves
+from .provenance import adapter_name
+from .report import WeightError
 
 READ_ERRORS = (*BUILD_ERRORS, NameError)
 """What mlx-lm's loader raises for a folder that it can't read; NameError where a config says AWQ and no weight is packed so."""

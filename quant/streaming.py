@@ -34,8 +34,9 @@ from tokamac.engine.model.config import read_config
 from tokamac.engine.model.cpu import DenseEmbedding, DenseLinear, unpack
 from tokamac.engine.model.loader import build_model
 from tokamac.engine.model.safetensors import find_shards
-from tokamac.quant.modules import Method, clone, override
-from tokamac.quant.source import Source, fresh
+
+from .modules import Method, clone, override
+from .source import Source, fresh
 
 LONGEST_S = 0.25
 """What one product may take, about: a display is then redrawn some times a second."""

@@ -9,14 +9,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from tokamac.engine.errors import ConversionError
-from tokamac.quant.methods import Quantizer
-from tokamac.quant.modules import AGAIN, check_finite, not_finite
-from tokamac.quant.plan import Plan, TensorPlan
-from tokamac.quant.report import WeightError
-from tokamac.quant.resume import TensorEntry, WorkDir
-from tokamac.quant.search import squared_error
-from tokamac.quant.shards import FLOATS, INDEX, ShardWriter
-from tokamac.quant.source import Packed, Source
+
+from .methods import Quantizer
+from .modules import AGAIN, check_finite, not_finite
+from .plan import Plan, TensorPlan
+from .report import WeightError
+from .resume import TensorEntry, WorkDir
+from .search import squared_error
+from .shards import FLOATS, INDEX, ShardWriter
+from .source import Packed, Source
 
 
 @dataclass(frozen=True, slots=True)

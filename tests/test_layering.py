@@ -35,14 +35,36 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def named(node: ast.AST, file: Path) -> set[str]:
+    """What an import statement of ``file`` names, in full: modules, and what is taken from them."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    parts = ("tokamac", *file.relative_to(ROOT).parent.parts)
+    base = parts[: len(parts) - node.level + 1] if node.level else ()
+    module = ".".join((*base, *([node.module] if node.module else [])))
+    return {module} | {f"{module}.{alias.name}" for alias in node.names}
+
+
 def imports(file: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return {name for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for name in named(node, file)}
+
+
+def test_relative_imports_are_told_in_full() -> None:
+    (node,) = ast.parse("from ..kv.cache import Cache").body
+    assert named(node, ROOT / "engine/perf/memory.py") == {"tokamac.engine.kv.cache", "tokamac.engine.kv.cache.Cache"}
+    (node,) = ast.parse("from . import memory").body
+    assert named(node, ROOT / "engine/perf/__init__.py") == {"tokamac.engine.perf", "tokamac.engine.perf.memory"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_are_relative_inside_a_package_and_absolute_across(package: str) -> None:
+    for file in sources(package):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                inside = f"tokamac.{package}" in {".".join(name.split(".")[:2]) for name in named(node, file)}
+                assert inside == (node.level > 0), f"{file.relative_to(ROOT)}:{node.lineno}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -109,13 +131,7 @@ def imported_at_runtime(file: Path) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in typed:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import) and id(node) not in typed:
-            found |= {alias.name for alias in node.names}
-    return found
+    return {name for node in ast.walk(tree) if id(node) not in typed for name in named(node, file)}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:

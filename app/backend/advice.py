@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, get_args
 
-from tokamac.app.backend.outbox import Outbox
-from tokamac.app.backend.protocol import (
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.metrics import rate
+
+from .outbox import Outbox
+from .protocol import (
     Answer,
     AskWhatIf,
     CaseLine,
@@ -31,8 +34,6 @@ from tokamac.app.backend.protocol import (
     WhatIf,
     Where,
 )
-from tokamac.engine.errors import TokamacError
-from tokamac.engine.metrics import rate
 
 if TYPE_CHECKING:
     from tokamac.engine.perf.hardware import Chip

@@ -18,10 +18,16 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
-from tokamac.app import settings
-from tokamac.app.backend.advice import Advisor
-from tokamac.app.backend.outbox import Outbox, Pulse
-from tokamac.app.backend.protocol import (
+from tokamac.engine.errors import OptionError, TokamacError, panic_error
+from tokamac.engine.events import Finished, LoadProgress, Message, Price
+from tokamac.engine.files import FLUSH_S, raise_open_files
+from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from tokamac.engine.perf.memory import SOURCES
+
+from .. import settings
+from .advice import Advisor
+from .outbox import Outbox, Pulse
+from .protocol import (
     LONGEST_LINE,
     AskCount,
     AskPrice,
@@ -47,11 +53,6 @@ from tokamac.app.backend.protocol import (
     WireError,
     decode_request,
 )
-from tokamac.engine.errors import OptionError, TokamacError, panic_error
-from tokamac.engine.events import Finished, LoadProgress, Message, Price
-from tokamac.engine.files import FLUSH_S, raise_open_files
-from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
-from tokamac.engine.perf.memory import SOURCES
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tokamac.app.backend.protocol import (
+from tokamac.engine.files import FLUSH_S
+
+from ..sanitise import sanitise_line
+from .protocol import (
     LONGEST_LINE,
     EngineNotice,
     Quit,
@@ -30,9 +33,7 @@ from tokamac.app.backend.protocol import (
     decode_reply,
     encode,
 )
-from tokamac.app.backend.subprocess import killed_by
-from tokamac.app.sanitise import sanitise_line
-from tokamac.engine.files import FLUSH_S
+from .subprocess import killed_by
 
 SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
 GRACE_S = FLUSH_S + 3.0

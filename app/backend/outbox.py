@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from itertools import chain
 
-from tokamac.app.backend.protocol import Heartbeat, Reply, ReplyEvent, encode
 from tokamac.engine.events import TextChunk
+
+from .protocol import Heartbeat, Reply, ReplyEvent, encode
 
 FLUSH_S = 1 / 15
 FLUSH_BESIDE_S: dict[str, float] = {"cpu": 0.2}

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from tokamac.app.backend.protocol import ShapeError, build
-from tokamac.app.sanitise import sanitise_line
 from tokamac.engine.errors import TokamacError
+
+from ..sanitise import sanitise_line
+from .protocol import ShapeError, build
 
 LONGEST_LINE = 16 * 2**20
 GRACE_S = 10.0

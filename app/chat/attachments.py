@@ -23,10 +23,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.store.values import Attachment
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.files import NotRegularError, TooLargeError, read_bytes
+
+from ..sanitise import sanitise, sanitise_line
+from ..store.values import Attachment
 
 DEADLINE_S = 60.0
 LARGEST_CHARACTERS = 4_000_000

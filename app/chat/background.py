@@ -13,15 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from tokamac.app import units
-from tokamac.app.backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, ModelInfo, Priced, Warm, Warmed
-from tokamac.app.chat.attachments import whole
-from tokamac.app.chat.conversation import Conversation, Reply, Turn, cut_here, messages
-from tokamac.app.chat.steps import Ask, Step, Titled
-from tokamac.app.sanitise import REPLACEMENT, sanitise
-from tokamac.app.store.values import Attachment
 from tokamac.engine.events import Event, Finished, Live, Message, Price
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+
+from .. import units
+from ..backend.protocol import AskCount, AskPrice, Cancel, Counted, Generate, ModelInfo, Priced, Warm, Warmed
+from ..sanitise import REPLACEMENT, sanitise
+from ..store.values import Attachment
+from .attachments import whole
+from .conversation import Conversation, Reply, Turn, cut_here, messages
+from .steps import Ask, Step, Titled
 
 LEAST_CHARACTERS = 200  # some fifty tokens: fewer are read in a moment once they are sent
 READY_TOKENS = 32  # a template's end, and last words that may still change, can't be read ahead

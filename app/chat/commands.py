@@ -10,22 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from tokamac.app.backend.protocol import Load
-from tokamac.app.chat.attachments import Draft
-from tokamac.app.chat.conversation import MessageNode
-from tokamac.app.chat.listing import excerpt
-from tokamac.app.chat.models import hub_cache, is_id, must_be_downloaded
-from tokamac.app.chat.preferences import Preferences, chosen, sentences
-from tokamac.app.chat.recording import LEFT, Recording
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import Step
-from tokamac.app.options import given_adapter
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.settings import Settings, with_adapter
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import StoredChat
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.options import KVSpec
+
+from ..backend.protocol import Load
+from ..options import given_adapter
+from ..sanitise import sanitise, sanitise_line
+from ..settings import Settings, with_adapter
+from ..store.store import Store
+from ..store.values import StoredChat
+from .attachments import Draft
+from .conversation import MessageNode
+from .listing import excerpt
+from .models import hub_cache, is_id, must_be_downloaded
+from .preferences import Preferences, chosen, sentences
+from .recording import LEFT, Recording
+from .session import Session
+from .steps import Step
 
 Severity = Literal["information", "warning", "error"]
 NOT_SAVED = "Chats are not saved in this session; the reason was shown at the start."
@@ -233,7 +234,7 @@ def fork(view: ChatView, _: str) -> None:
 
 def imported(file: Path, path: str) -> str:
     """Create a chat in the store ``file`` from the file at ``path``; return its ID. For any thread. Raises StoreError."""
-    from tokamac.app.export.formats import bring
+    from ..export.formats import bring
 
     archive = bring(Path(path).expanduser(), now=time.time())
     with Store.open(file) as store:
@@ -322,7 +323,7 @@ def copy_message(view: ChatView, _: str) -> None:
 
 def copy_code(view: ChatView, _: str) -> None:
     """Copy the last code block up to the selected message; again: the one before it."""
-    from tokamac.app.chat.code import code_blocks
+    from .code import code_blocks
 
     node = view.selected()
     path = [] if node is None else view.session.conversation.tree.path_to(node.key)

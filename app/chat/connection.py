@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo
-from tokamac.app.chat.steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
-from tokamac.app.settings import CHAT_KV
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import KVSpec
+
+from ..backend.protocol import Load, Loaded, MemoryUse, ModelInfo
+from ..settings import CHAT_KV
+from .steps import Ask, EndEngine, EnginePhase, Notice, StartEngine, Step
 
 
 def sentence(text: str) -> str:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokamac.app.chat.attachments import Draft, whole
-from tokamac.app.store.values import Attachment
 from tokamac.engine.events import Finished, Message, TextKind
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.perf.diagnosis import Diagnosis
 from tokamac.engine.text.continuation import whole_characters
+
+from ..store.values import Attachment
+from .attachments import Draft, whole
 
 Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
 

@@ -13,9 +13,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tokamac.app.backend.subprocess import how_ended
-from tokamac.app.sanitise import sanitise
 from tokamac.engine.files import read_bytes, read_text
+
+from ..backend.subprocess import how_ended
+from ..sanitise import sanitise
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))
 FILE = "copied.txt"

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from tokamac.app import units
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.verdict import BOUND, sentence, value_text, words
 from tokamac.engine import metrics as rates
 from tokamac.engine.metrics import RECENT_GAPS, Metrics, Outlier
+
+from .. import units
+from ..sanitise import sanitise_line
+from ..verdict import BOUND, sentence, value_text, words
+from .session import Session
+from .steps import EnginePhase
 
 
 def decode_now(session: Session) -> float | None:

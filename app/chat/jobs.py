@@ -22,9 +22,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from tokamac.app.backend.client import BackendEvent, Died, Garbled
-from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
-from tokamac.app.backend.subprocess import (
+from tokamac.engine import metrics as rates
+from tokamac.engine.events import Finished, Message, TextChunk
+from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.hub.download import ADVICE
+from tokamac.engine.options import Sampling
+
+from ..backend.client import BackendEvent, Died, Garbled
+from ..backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
+from ..backend.subprocess import (
     ConversionLine,
     ConvertedLine,
     Ended,
@@ -43,15 +49,10 @@ from tokamac.app.backend.subprocess import (
     pull_arguments,
     remove_arguments,
 )
-from tokamac.app.output import INTERRUPTED, table
-from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
-from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size
-from tokamac.app.verdict import closeness
-from tokamac.engine import metrics as rates
-from tokamac.engine.events import Finished, Message, TextChunk
-from tokamac.engine.hub.cache import GUIDE
-from tokamac.engine.hub.download import ADVICE
-from tokamac.engine.options import Sampling
+from ..output import INTERRUPTED, table
+from ..sanitise import Sanitiser, sanitise, sanitise_line
+from ..units import UNKNOWN, count, rate, seconds, short, size
+from ..verdict import closeness
 
 BITS = ("2", "3", "4", "5", "6", "8")
 

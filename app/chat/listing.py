@@ -6,11 +6,11 @@ The texts are foreign and made safe here. ``ChatSearch`` opens a store of its ow
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokamac.app.chat.conversation import ENDINGS, Ending, MessageNode
-from tokamac.app.chat.models import short_name
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import Hit, StoredChat
+from ..sanitise import sanitise_line
+from ..store.store import Store
+from ..store.values import Hit, StoredChat
+from .conversation import ENDINGS, Ending, MessageNode
+from .models import short_name
 
 MOST_CHATS = 200
 MOST_HITS = 50

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tokamac.app.backend.protocol import ModelLine, Question, WhatIf
-from tokamac.app.chat.jobs import Download, DownloadStage
-from tokamac.app.sanitise import sanitise_line
 from tokamac.engine.files import read_text
 from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
 from tokamac.engine.options import KVSpec
+
+from ..backend.protocol import ModelLine, Question, WhatIf
+from ..sanitise import sanitise_line
+from .jobs import Download, DownloadStage
 
 Home = Literal["embedded", "folder", "cache"]
 """Where a model is, which decides what can be done with it. A folder is the user's own."""

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokamac.app import units
-from tokamac.app.backend.protocol import ModelInfo, ShapeError, build
-from tokamac.app.chat.actions import keymap
-from tokamac.app.settings import DAMAGED, Settings, change, merged, read
-from tokamac.app.store.values import Json
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.engine.options import STAGES, THINKING, KVSpec, Sampling, TemplateOptions
 
+from .. import units
+from ..backend.protocol import ModelInfo, ShapeError, build
+from ..settings import DAMAGED, Settings, change, merged, read
+from ..store.values import Json
+from .actions import keymap
+
 if TYPE_CHECKING:
-    from tokamac.app.chat.session import Session
+    from .session import Session
 
 
 T = TypeVar("T")

@@ -14,16 +14,17 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tokamac.app.backend.protocol import ShapeError, build
-from tokamac.app.chat.conversation import Ending, MessageNode, Reply, Tree, Turn
-from tokamac.app.chat.preferences import ChatOverrides, Preferences, as_settings, own_of
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import Step
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import FinalState, Json, StoredMessage, StoreError, TitleOrigin
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import NOTHING_TOLD
 from tokamac.engine.perf.diagnosis import Diagnosis
+
+from ..backend.protocol import ShapeError, build
+from ..store.store import Store
+from ..store.values import FinalState, Json, StoredMessage, StoreError, TitleOrigin
+from .conversation import Ending, MessageNode, Reply, Tree, Turn
+from .preferences import ChatOverrides, Preferences, as_settings, own_of
+from .session import Session
+from .steps import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,53 +11,6 @@ Every event of a reply carries the reply's id; events of a reply that is over ar
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tokamac.app.backend.client import BackendEvent, Died, Garbled
-from tokamac.app.backend.protocol import (
-    Cancel,
-    Counted,
-    EngineNotice,
-    Failed,
-    Generate,
-    Heartbeat,
-    Load,
-    Loaded,
-    MemoryUse,
-    Priced,
-    ReplyEvent,
-    Unloaded,
-    Warmed,
-    WhatIf,
-)
-from tokamac.app.chat import preferences
-from tokamac.app.chat.actions import Keymap
-from tokamac.app.chat.attachments import Draft, joined
-from tokamac.app.chat.background import (
-    IDLE_S,
-    ActionPrices,
-    DraftWarmup,
-    TitleRequest,
-    TokenCounts,
-    path,
-    questions,
-    why_whole,
-)
-from tokamac.app.chat.connection import CancelWatchdog, EngineConnection, Idle, sentence
-from tokamac.app.chat.conversation import Conversation, Ending, MessageNode, Reply, Tree, Turn, cut_here
-from tokamac.app.chat.steps import (
-    Ask,
-    DraftReturned,
-    EnginePhase,
-    Moved,
-    Notice,
-    Opened,
-    ReplyEnded,
-    ReplyGrew,
-    Step,
-    TurnBegun,
-)
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.store.values import Attachment
-from tokamac.app.verdict import pressure_sentence
 from tokamac.engine.events import (
     Event,
     Finished,
@@ -73,6 +26,54 @@ from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import Sampling, TemplateOptions
 from tokamac.engine.perf.diagnosis import Diagnosis
+
+from ..backend.client import BackendEvent, Died, Garbled
+from ..backend.protocol import (
+    Cancel,
+    Counted,
+    EngineNotice,
+    Failed,
+    Generate,
+    Heartbeat,
+    Load,
+    Loaded,
+    MemoryUse,
+    Priced,
+    ReplyEvent,
+    Unloaded,
+    Warmed,
+    WhatIf,
+)
+from ..sanitise import sanitise_line
+from ..store.values import Attachment
+from ..verdict import pressure_sentence
+from . import preferences
+from .actions import Keymap
+from .attachments import Draft, joined
+from .background import (
+    IDLE_S,
+    ActionPrices,
+    DraftWarmup,
+    TitleRequest,
+    TokenCounts,
+    path,
+    questions,
+    why_whole,
+)
+from .connection import CancelWatchdog, EngineConnection, Idle, sentence
+from .conversation import Conversation, Ending, MessageNode, Reply, Tree, Turn, cut_here
+from .steps import (
+    Ask,
+    DraftReturned,
+    EnginePhase,
+    Moved,
+    Notice,
+    Opened,
+    ReplyEnded,
+    ReplyGrew,
+    Step,
+    TurnBegun,
+)
 
 LONGEST_REASON = 600
 """Characters: a reason is stored, and what a model's own code says may have no end."""

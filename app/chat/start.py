@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app import keep_awake, settings
-from tokamac.app.keep_awake import KeepAwake
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
 
+from .. import keep_awake, settings
+from ..keep_awake import KeepAwake
+
 if TYPE_CHECKING:
-    from tokamac.app.chat.preferences import Preferences
-    from tokamac.app.chat.session import Session
-    from tokamac.app.store.store import Store
+    from ..store.store import Store
+    from .preferences import Preferences
+    from .session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,11 @@ class ChatStart:
 
 def begin(options: ChatOptions) -> ChatStart:
     """Return what every chat starts with: its session, and the settings that apply to it."""
-    from tokamac.app.backend.client import CHILD_COMMAND
-    from tokamac.app.backend.protocol import Load
-    from tokamac.app.chat.models import lasting
-    from tokamac.app.chat.preferences import ChatOverrides, Preferences
-    from tokamac.app.chat.session import Session
+    from ..backend.client import CHILD_COMMAND
+    from ..backend.protocol import Load
+    from .models import lasting
+    from .preferences import ChatOverrides, Preferences
+    from .session import Session
 
     path = options.settings_path or settings.default_path()
     read = options.read or settings.load(path)
@@ -104,8 +105,8 @@ def found(options: ChatOptions) -> ChatOptions:
 
 def open_store(options: ChatOptions) -> "tuple[Store, str | None]":
     """Return the store of conversations, and the ID of the one to open; None: a new one. Raises StoreError."""
-    from tokamac.app.store.store import Store
-    from tokamac.app.store.values import StoreError
+    from ..store.store import Store
+    from ..store.values import StoreError
 
     store = Store.open(options.store_path)
     try:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from tokamac.app.backend.protocol import Request
-from tokamac.app.chat.conversation import Reply, Turn
-from tokamac.app.store.values import Attachment
 from tokamac.engine.events import TextKind
+
+from ..backend.protocol import Request
+from ..store.values import Attachment
+from .conversation import Reply, Turn
 
 
 @dataclass(frozen=True, slots=True)

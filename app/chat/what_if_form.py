@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tokamac.app.backend.protocol import Question, Wanted, Where
-from tokamac.app.chat import figures
-from tokamac.app.chat.models import hub_cache, names_on_disk
-from tokamac.app.chat.preferences import whole_number
-from tokamac.app.chat.session import Session
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf.catalogue import catalogue
 from tokamac.engine.perf.hardware import plain_name, table
+
+from ..backend.protocol import Question, Wanted, Where
+from . import figures
+from .models import hub_cache, names_on_disk
+from .preferences import whole_number
+from .session import Session
 
 HERE = ""
 """The chip that means this machine."""

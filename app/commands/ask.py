@@ -15,10 +15,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from tokamac.app.chat.attachments import fence_for
-from tokamac.app.commands import loading
-from tokamac.app.keep_awake import awake
-from tokamac.app.options import (
+from tokamac.engine.errors import TokamacError, access_hint
+from tokamac.engine.events import Event, Finished, MemoryPressure, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.files import NotRegularError, open_regular
+from tokamac.engine.metrics import Metrics, Outlier
+
+from ..chat.attachments import fence_for
+from ..keep_awake import awake
+from ..options import (
     adapter_of,
     add_adapter_flag,
     add_kv_flags,
@@ -36,13 +40,10 @@ from tokamac.app.options import (
     template_options,
     with_logprobs,
 )
-from tokamac.app.output import INTERRUPTED, ModelText, Progress, dim, is_terminal, json_line, note
-from tokamac.app.parser import Parser
-from tokamac.app.sanitise import Sanitiser
-from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.events import Event, Finished, MemoryPressure, Message, PrefillProgress, TextChunk, Truncated
-from tokamac.engine.files import NotRegularError, open_regular
-from tokamac.engine.metrics import Metrics, Outlier
+from ..output import INTERRUPTED, ModelText, Progress, dim, is_terminal, json_line, note
+from ..parser import Parser
+from ..sanitise import Sanitiser
+from . import loading
 
 STDIN = "-"
 
@@ -225,7 +226,7 @@ class TextWriter:
 
     def squeezed(self, event: MemoryPressure) -> None:
         """Say what was done where memory was short."""
-        from tokamac.app.verdict import pressure_sentence
+        from ..verdict import pressure_sentence
 
         note(f"note: {pressure_sentence(event)}")
 
@@ -246,7 +247,7 @@ class TextWriter:
         for doubt in event.doubts:
             note(f"unchecked: {doubt}; this text may be wrong")
         if event.thinking_ended_at is not None:
-            from tokamac.app.chat.preferences import budget_spent
+            from ..chat.preferences import budget_spent
 
             note(f"note: thinking {budget_spent(event.thinking_ended_at)}")
         if self._verbose:
@@ -328,8 +329,8 @@ def _tokens(event: TextChunk | Finished) -> dict[str, Any]:
 
 def report(event: Finished, *, whole: bool) -> Iterator[str]:
     """Yield what was measured, the gaps that stand out, the diagnosis in one sentence, and where it is wanted the whole of it."""
-    from tokamac.app import verdict
-    from tokamac.app.units import size
+    from .. import verdict
+    from ..units import size
 
     yield from describe(event.metrics)
     yield f"expected  a peak of {size(event.predicted_peak_bytes)}"
@@ -341,14 +342,14 @@ def report(event: Finished, *, whole: bool) -> Iterator[str]:
 
 def describe_gaps(outliers: Sequence[Outlier]) -> list[str]:
     """Return the gaps between tokens that stand out, in lines."""
-    from tokamac.app.chat.figures import gap_and_cause
+    from ..chat.figures import gap_and_cause
 
     return [f"slow gap  {gap_and_cause(outlier)}" for outlier in outliers]
 
 
 def describe(metrics: Metrics) -> list[str]:
     """Return what was measured, in lines."""
-    from tokamac.app.units import count, milliseconds, rate, seconds, size
+    from ..units import count, milliseconds, rate, seconds, size
 
     gaps = metrics.itl_ms
     p50, p95 = (gaps.p50, gaps.p95) if gaps else (None, None)

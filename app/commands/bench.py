@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app import settings
-from tokamac.app.commands import bench_report, kv_quality, loading, peer
-from tokamac.app.commands.bench_runs import BenchPoint, MeasuredPoint, check_room, measure, points
-from tokamac.app.keep_awake import awake
-from tokamac.app.options import (
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+
+from .. import settings
+from ..keep_awake import awake
+from ..options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
     adapter_of,
@@ -28,10 +28,11 @@ from tokamac.app.options import (
     sampling,
     template_options,
 )
-from tokamac.app.output import json_line, note, picked, table
-from tokamac.app.parser import Parser
-from tokamac.app.units import bandwidth, count, rate, seconds, tflops
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from ..output import json_line, note, picked, table
+from ..parser import Parser
+from ..units import bandwidth, count, rate, seconds, tflops
+from . import bench_report, kv_quality, loading, peer
+from .bench_runs import BenchPoint, MeasuredPoint, check_room, measure, points
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

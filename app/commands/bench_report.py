@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from tokamac.app.commands import peer
-from tokamac.app.commands.bench_runs import MeasuredPoint
-from tokamac.app.output import picked, table
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import UNKNOWN, count, milliseconds, rate, seconds, size
 from tokamac.engine.errors import TokamacError, access_hint
 from tokamac.engine.files import to_disk
 from tokamac.engine.metrics import Metrics, share
+
+from ..output import picked, table
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, count, milliseconds, rate, seconds, size
+from . import peer
+from .bench_runs import MeasuredPoint
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

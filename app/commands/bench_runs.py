@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Protocol
 
-from tokamac.app.commands.peer import PeerRun
-from tokamac.app.output import note
-from tokamac.app.units import rate
 from tokamac.engine.errors import ContextError, OptionError
 from tokamac.engine.events import Finished, Message
 from tokamac.engine.metrics import Metrics
 from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
 from tokamac.engine.perf.roofline import Limits
+
+from ..output import note
+from ..units import rate
+from .peer import PeerRun
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

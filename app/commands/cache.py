@@ -12,9 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
-from tokamac.app.commands.ask import compose
-from tokamac.app.options import (
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import Message, PrefillProgress
+from tokamac.engine.options import KVSpec, PromptCacheSpec
+
+from ..options import (
     add_adapter_flag,
     add_kv_flags,
     add_memory_flag,
@@ -23,13 +25,12 @@ from tokamac.app.options import (
     default_model,
     kv_spec,
 )
-from tokamac.app.output import INTERRUPTED, Progress, json_line, note, table
-from tokamac.app.parser import ActionParser, Parser
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import UNKNOWN, count, size
-from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Message, PrefillProgress
-from tokamac.engine.options import KVSpec, PromptCacheSpec
+from ..output import INTERRUPTED, Progress, json_line, note, table
+from ..parser import ActionParser, Parser
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, count, size
+from . import loading
+from .ask import compose
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokamac.app import settings
-from tokamac.app.options import (
+from tokamac.engine.errors import TokamacError
+
+from .. import settings
+from ..options import (
     SAMPLING_FLAGS,
     TEMPLATE_FLAGS,
     add_reply_flags,
@@ -17,8 +19,7 @@ from tokamac.app.options import (
     template_options,
     warn,
 )
-from tokamac.app.parser import Parser
-from tokamac.engine.errors import TokamacError
+from ..parser import Parser
 
 _KV_FIELDS = ("kv_bits", "kv_group_size", "kv_window", "kv_keep", "on_full")
 
@@ -55,8 +56,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     # Flags change what the settings remember, one by one; they are checked before the screen opens.
     read = settings.load(settings.default_path()) if sampling_given or kv_given or template_given else None
     plain = options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
-    from tokamac.app.chat.start import ChatOptions, found
-    from tokamac.app.tui.run import run_chat
+    from ..chat.start import ChatOptions, found
+    from ..tui.run import run_chat
 
     with _warned(read):
         chosen = ChatOptions(
@@ -74,7 +75,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         )
         chosen = chosen if plain else found(chosen)
     if plain:
-        from tokamac.app.plain.repl import run_plain
+        from ..plain.repl import run_plain
 
         return run_plain(chosen)
     return run_chat(chosen)

@@ -8,15 +8,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.chat.listing import part
-from tokamac.app.output import ModelText, json_line, note, table
-from tokamac.app.parser import ActionParser, Parser
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import count
+from ..chat.listing import part
+from ..output import ModelText, json_line, note, table
+from ..parser import ActionParser, Parser
+from ..sanitise import sanitise_line
+from ..units import count
 
 if TYPE_CHECKING:
-    from tokamac.app.store.store import Questions, Store
-    from tokamac.app.store.values import Archive, StoredChat
+    from ..store.store import Questions, Store
+    from ..store.values import Archive, StoredChat
 
 
 TARGETS = {
@@ -97,7 +97,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def _on_store(options: argparse.Namespace, target: str) -> Done:
-    from tokamac.app.store.store import Store
+    from ..store.store import Store
 
     if options.action in READ:
         with closing(_to_read()) as questions:
@@ -110,9 +110,9 @@ def _on_store(options: argparse.Namespace, target: str) -> Done:
 
 def _to_read() -> "Questions":
     """Return the chats, as they are where nothing may be written there. Raises StoreError."""
-    from tokamac.app.store.database import default_path
-    from tokamac.app.store.store import Questions, Store
-    from tokamac.app.store.values import StoreDamagedError, StoreError
+    from ..store.database import default_path
+    from ..store.store import Questions, Store
+    from ..store.values import StoreDamagedError, StoreError
 
     try:
         return Store.open()
@@ -129,7 +129,7 @@ def _to_read() -> "Questions":
 
 def _purge(store: "Store") -> None:
     """Remove what was deleted long ago; what was asked for is done, whether that fails or not."""
-    from tokamac.app.store.values import StoreError
+    from ..store.values import StoreError
 
     try:
         store.purge()
@@ -139,9 +139,9 @@ def _purge(store: "Store") -> None:
 
 def _repair(*, set_aside: bool) -> Done:
     """Mend a file that may be too broken to be opened as it is. set_aside: one that is beyond that is moved away."""
-    from tokamac.app.store.database import default_path
-    from tokamac.app.store.store import Store
-    from tokamac.app.store.values import StoreDamagedError
+    from ..store.database import default_path
+    from ..store.store import Store
+    from ..store.values import StoreDamagedError
 
     path = default_path()
     try:
@@ -176,14 +176,14 @@ def _search(store: "Questions", words: str, _: argparse.Namespace) -> Done:
 
 
 def _show(store: "Questions", target: str, _: argparse.Namespace) -> Done:
-    from tokamac.app.store.export import loads, to_json
+    from ..store.export import loads, to_json
 
     archive = store.archive(_chat(store, target).id)
     return {"id": archive.chat.id, **loads(to_json(archive))}, _read(archive)
 
 
 def _export(store: "Questions", target: str, options: argparse.Namespace) -> Done:
-    from tokamac.app.export.formats import export_chat, free_name
+    from ..export.formats import export_chat, free_name
 
     chat = _chat(store, target)
     path = Path(options.output).expanduser() if options.output else free_name(chat.title, Path.cwd())
@@ -192,7 +192,7 @@ def _export(store: "Questions", target: str, options: argparse.Namespace) -> Don
 
 
 def _import(store: "Store", target: str, _: argparse.Namespace) -> Done:
-    from tokamac.app.export.formats import bring
+    from ..export.formats import bring
 
     chat = store.adopt(bring(Path(target).expanduser(), now=time.time()))
     return _plain(chat), f"imported as {chat.id}: {_title(chat)}"
@@ -210,7 +210,7 @@ def _restore(store: "Store", target: str, _: argparse.Namespace) -> Done:
 
 def _chat(store: "Questions", target: str, lists: str = "tokamac chats") -> "StoredChat":
     """Return the chat that an id, or its beginning, names. lists: what shows such ids. Raises StoreError."""
-    from tokamac.app.store.values import NoChatError
+    from ..store.values import NoChatError
 
     try:
         return store.chat(target)
@@ -234,7 +234,7 @@ WRITE: "dict[str, Callable[[Store, str, argparse.Namespace], Done]]" = {
 
 def _plain(chat: "StoredChat") -> dict[str, Any]:
     """Return a chat as the JSON has it."""
-    from tokamac.app.store.export import chat_record
+    from ..store.export import chat_record
 
     record = chat_record(chat)
     return {"id": chat.id, **{key: record[key] for key in ("title", "created", "updated", "model")}}
@@ -256,7 +256,7 @@ def _title(chat: "StoredChat") -> str:
 
 def _read(archive: "Archive") -> str:
     """Return the branch on which the chat stands, to be read."""
-    from tokamac.app.export.html import entries, title_of
+    from ..export.html import entries, title_of
 
     said = [f"# {title_of(archive)}"]
     for entry in entries(archive):

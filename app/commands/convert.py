@@ -13,17 +13,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
-from tokamac.app.keep_awake import awake
-from tokamac.app.options import add_unchecked_flag
-from tokamac.app.output import Progress, json_line, note, table
-from tokamac.app.parser import Parser
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size, sizes
-from tokamac.app.verdict import closeness
 from tokamac.engine.device import multiply_in_float32
 from tokamac.engine.errors import OptionError, TokamacError
 from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES, METHODS, MODES, SHIPPED, UNQUANTIZED, Options
+
+from ..keep_awake import awake
+from ..options import add_unchecked_flag
+from ..output import Progress, json_line, note, table
+from ..parser import Parser
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, count, rate, seconds, short, size, sizes
+from ..verdict import closeness
+from . import loading
 
 if TYPE_CHECKING:
     from tokamac.quant import Conversion, Plan, TensorDone

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
-from tokamac.app.options import (
+from tokamac.engine import metrics
+from tokamac.engine.options import GROUP_SIZES, KVSpec
+
+from ..options import (
     add_adapter_flag,
     add_kv_flags,
     gigabytes,
@@ -24,13 +26,12 @@ from tokamac.app.options import (
     memory_limit,
     positive,
 )
-from tokamac.app.output import is_terminal, json_line, note, picked, table
-from tokamac.app.parser import Parser
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
-from tokamac.app.verdict import closeness
-from tokamac.engine import metrics
-from tokamac.engine.options import GROUP_SIZES, KVSpec
+from ..output import is_terminal, json_line, note, picked, table
+from ..parser import Parser
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, bandwidth, lowest, rate, seconds, short, size
+from ..verdict import closeness
+from . import loading
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,12 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
-from tokamac.app.commands.ask import LONGEST_INPUT, InputError
-from tokamac.app.options import SAMPLING_FLAGS, adapter_of, default_model, kv_spec, memory_limit, positive
-from tokamac.app.output import Progress, json_line, note, table
-from tokamac.app.parser import Parser
-from tokamac.app.units import UNKNOWN, count, rate, size
 from tokamac.assets import asset_path
 from tokamac.engine.errors import access_hint
 from tokamac.engine.files import read_text
@@ -32,6 +26,13 @@ from tokamac.engine.kv.divergence import (
     recommend,
 )
 from tokamac.engine.options import KVSpec
+
+from ..options import SAMPLING_FLAGS, adapter_of, default_model, kv_spec, memory_limit, positive
+from ..output import Progress, json_line, note, table
+from ..parser import Parser
+from ..units import UNKNOWN, count, rate, size
+from . import loading
+from .ask import LONGEST_INPUT, InputError
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app import settings
-from tokamac.app.options import adapter_of, memory_limit
-from tokamac.app.output import INTERRUPTED, Progress, note
 from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import KVSpec, PromptCacheSpec
+
+from .. import settings
+from ..options import adapter_of, memory_limit
+from ..output import INTERRUPTED, Progress, note
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -8,15 +8,16 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
-from tokamac.app.commands.inspect import add_place_flags, chip_name, measure_it, place_of
-from tokamac.app.keep_awake import awake
-from tokamac.app.options import any_given, limit_of_settings, positive
-from tokamac.app.output import Progress, json_line, note, picked, table
-from tokamac.app.parser import ActionParser, Parser
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import UNKNOWN, count, rate, seconds, short, size
 from tokamac.engine.perf.memory import giving_way
+
+from ..keep_awake import awake
+from ..options import any_given, limit_of_settings, positive
+from ..output import Progress, json_line, note, picked, table
+from ..parser import ActionParser, Parser
+from ..sanitise import sanitise_line
+from ..units import UNKNOWN, count, rate, seconds, short, size
+from . import loading
+from .inspect import add_place_flags, chip_name, measure_it, place_of
 
 if TYPE_CHECKING:
     from tokamac.engine.hub.download import ModelOnDisk

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tokamac.app.backend.subprocess import how_ended
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import size
 from tokamac.engine import metrics
 from tokamac.engine.errors import TokamacError
+
+from ..backend.subprocess import how_ended
+from ..sanitise import sanitise_line
+from ..units import size
 
 NAME = "mlx-lm"
 GRACE_S = 3.0

@@ -6,15 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.app.commands import loading
-from tokamac.app.keep_awake import awake
-from tokamac.app.options import limit_of_settings, positive
-from tokamac.app.output import Progress, json_line, note, table
-from tokamac.app.parser import Parser
-from tokamac.app.units import UNKNOWN, count
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec
 from tokamac.quant.report import TOKENS, with_error
+
+from ..keep_awake import awake
+from ..options import limit_of_settings, positive
+from ..output import Progress, json_line, note, table
+from ..parser import Parser
+from ..units import UNKNOWN, count
+from . import loading
 
 if TYPE_CHECKING:
     from tokamac.quant.evaluation import ComparedModels, Comparison

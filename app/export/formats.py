@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tokamac.app.store import export
-from tokamac.app.store.export import to_json, to_markdown, write
-from tokamac.app.store.values import Archive, StoreError
+from ..store import export
+from ..store.export import to_json, to_markdown, write
+from ..store.values import Archive, StoreError
 
 MOST_CHARACTERS = 60
 _NOT_IN_NAMES = re.compile(r"[\W_]+")
@@ -43,13 +43,13 @@ def _format(path: Path) -> Callable[[Archive], str]:
 
 
 def _html(archive: Archive) -> str:
-    from tokamac.app.export.html import to_html
+    from .html import to_html
 
     return to_html(archive)
 
 
 def _svg(archive: Archive) -> str:
-    from tokamac.app.export.svg import to_svg
+    from .svg import to_svg
 
     return to_svg(archive)
 

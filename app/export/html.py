@@ -19,16 +19,17 @@ from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 
-from tokamac.app.chat.listing import ending_text
-from tokamac.app.chat.preferences import budget_spent
-from tokamac.app.chat.recording import ReplyRecord, measured_of
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.store.export import branch
-from tokamac.app.store.values import Archive, StoredMessage
-from tokamac.app.units import count, rate, seconds
-from tokamac.app.verdict import sentence
 from tokamac.engine.events import Role
 from tokamac.engine.metrics import Metrics
+
+from ..chat.listing import ending_text
+from ..chat.preferences import budget_spent
+from ..chat.recording import ReplyRecord, measured_of
+from ..sanitise import sanitise, sanitise_line
+from ..store.export import branch
+from ..store.values import Archive, StoredMessage
+from ..units import count, rate, seconds
+from ..verdict import sentence
 
 WHO: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "Assistant"}
 

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from tokamac.app.chat.code import tokens
-from tokamac.app.export.html import ExportEntry, entries, title_of
-from tokamac.app.store.values import Archive
+from ..chat.code import tokens
+from ..store.values import Archive
+from .html import ExportEntry, entries, title_of
 
 COLUMNS = 88
 _FRAME = """\

@@ -52,7 +52,7 @@ def nearest_topic(word: str, names: list[str]) -> str | None:
 
 
 def _actions() -> str:
-    from tokamac.app.chat.actions import ACTIONS
+    from ..chat.actions import ACTIONS
 
     lines = []
     for action in ACTIONS:
@@ -64,7 +64,7 @@ def _actions() -> str:
 
 
 def _ids() -> str:
-    from tokamac.app.chat.actions import ACTIONS
+    from ..chat.actions import ACTIONS
 
     return _wrapped("Ids: " + ", ".join(action.id for action in ACTIONS if action.bound), 0).removeprefix("Ids: ")
 
@@ -73,7 +73,7 @@ def _options(name: str, first: str) -> Callable[[], str]:
     """Return what lists the options of a table, but the first, which the text has."""
 
     def listed() -> str:
-        from tokamac.app.settings import Settings
+        from ..settings import Settings
 
         names = [field.name for field in fields(getattr(Settings(), name)) if field.name != first]
         return _wrapped(f"{'':26}# also {', '.join(names)}", 26, "# ").lstrip()

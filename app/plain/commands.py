@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app.chat import actions, commands
-from tokamac.app.chat.actions import ACTIONS
-from tokamac.app.chat.attachments import Draft, read_file
-from tokamac.app.chat.commands import RefusedError, recording_of, save_settings
-from tokamac.app.chat.conversation import Reply, Tree, Turn
-from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
-from tokamac.app.chat.figures import FIGURES, Explained, Figure, explain
-from tokamac.app.chat.listing import EXCERPT, ago, ending_text, part, said_in
-from tokamac.app.chat.models import lasting
-from tokamac.app.chat.preferences import (
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+
+from ..chat import actions, commands
+from ..chat.actions import ACTIONS
+from ..chat.attachments import Draft, read_file
+from ..chat.commands import RefusedError, recording_of, save_settings
+from ..chat.conversation import Reply, Tree, Turn
+from ..chat.external_programs import EditorError, edit_text, editor_command
+from ..chat.figures import FIGURES, Explained, Figure, explain
+from ..chat.listing import EXCERPT, ago, ending_text, part, said_in
+from ..chat.models import lasting
+from ..chat.preferences import (
     KV_FIELDS,
     MEMORY_FIELDS,
     SAMPLING_FIELDS,
@@ -31,16 +34,14 @@ from tokamac.app.chat.preferences import (
     whole_number,
     write,
 )
-from tokamac.app.chat.recording import LEFT
-from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.options import given_adapter
-from tokamac.app.plain import processes
-from tokamac.app.settings import Settings, gigabytes_of
-from tokamac.engine.errors import TokamacError
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from ..chat.recording import LEFT
+from ..chat.steps import EnginePhase
+from ..options import given_adapter
+from ..settings import Settings, gigabytes_of
+from . import processes
 
 if TYPE_CHECKING:
-    from tokamac.app.plain.repl import Repl
+    from .repl import Repl
 
 PlainCommand = Callable[["Repl", str], None]
 MOST_LISTED = 20
@@ -83,7 +84,7 @@ def open_(repl: "Repl", name: str) -> None:
 
 def export(repl: "Repl", written: str) -> None:
     """Export the conversation to a new file."""
-    from tokamac.app.export import formats
+    from ..export import formats
 
     chat, missing = commands.exported(repl)
     archive = recording_of(repl).store.archive(chat)
@@ -377,7 +378,7 @@ def _figure_line(figure: Figure, known: Explained) -> str:
 
 def explain_reply(repl: "Repl", _: str) -> None:
     """Print why the last reply with metrics took as long as it did."""
-    from tokamac.app import verdict
+    from .. import verdict
 
     replies = [turn.reply for turn in repl.session.turns if turn.reply is not None]
     last = next((reply for reply in reversed(replies) if reply.metrics is not None), None)

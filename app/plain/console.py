@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 
-from tokamac.app.chat.attachments import Draft, joined
-from tokamac.app.output import dim, is_terminal, note
-from tokamac.app.sanitise import Sanitiser, sanitise
 from tokamac.engine.events import TextKind
+
+from ..chat.attachments import Draft, joined
+from ..output import dim, is_terminal, note
+from ..sanitise import Sanitiser, sanitise
 
 Complete = Callable[[str, str], list[str]]
 """Returns what a word can become, given the line before it and its beginning."""

@@ -14,9 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tokamac.app.backend.client import BackendEvent, EngineProcess
-from tokamac.app.backend.protocol import ReplyEvent
-from tokamac.app.backend.subprocess import (
+from tokamac.engine.errors import OptionError
+from tokamac.engine.events import TextChunk
+from tokamac.engine.hub.cache import GUIDE
+from tokamac.engine.options import KVSpec
+
+from ..backend.client import BackendEvent, EngineProcess
+from ..backend.protocol import ReplyEvent
+from ..backend.subprocess import (
     ConversionLine,
     Converter,
     Ended,
@@ -32,17 +37,13 @@ from tokamac.app.backend.subprocess import (
     models_command,
     pull_arguments,
 )
-from tokamac.app.chat.jobs import ConversionJob, ConversionPhase, GuideChat
-from tokamac.app.output import INTERRUPTED, WRONG_USAGE
-from tokamac.app.plain.console import heard
-from tokamac.app.units import count, size
-from tokamac.engine.errors import OptionError
-from tokamac.engine.events import TextChunk
-from tokamac.engine.hub.cache import GUIDE
-from tokamac.engine.options import KVSpec
+from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
+from ..output import INTERRUPTED, WRONG_USAGE
+from ..units import count, size
+from .console import heard
 
 if TYPE_CHECKING:
-    from tokamac.app.plain.repl import Repl
+    from .repl import Repl
 
 
 HEAR_S = 1.0
@@ -243,7 +244,7 @@ class _Download:
 
 def what_if(repl: "Repl", written: str) -> None:
     """Compare a model in other precisions, with other caches and contexts, here or on another chip."""
-    from tokamac.app.chat.what_if_form import first_question
+    from ..chat.what_if_form import first_question
 
     model, flags = words_of(written, repl.session.engine.load.model)
     asked = first_question(repl.session, model)

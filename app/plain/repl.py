@@ -19,19 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from tokamac.app import units
-from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.protocol import Load
-from tokamac.app.chat.actions import ACTIONS, Keymap
-from tokamac.app.chat.attachments import Draft, apart, joined
-from tokamac.app.chat.commands import CodeCycle, LoadChoice, Severity, save_settings
-from tokamac.app.chat.conversation import ENDINGS, MessageNode, Reply
-from tokamac.app.chat.external_programs import copy_text
-from tokamac.app.chat.preferences import ChatOverrides, Preferences, budget_spent, whole_number
-from tokamac.app.chat.recording import LEFT, Recording, purge
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.start import ChatOptions, ChatStart, begin, open_store
-from tokamac.app.chat.steps import (
+from .. import units
+from ..backend.client import BackendEvent, Died, EngineProcess
+from ..backend.protocol import Load
+from ..chat.actions import ACTIONS, Keymap
+from ..chat.attachments import Draft, apart, joined
+from ..chat.commands import CodeCycle, LoadChoice, Severity, save_settings
+from ..chat.conversation import ENDINGS, MessageNode, Reply
+from ..chat.external_programs import copy_text
+from ..chat.preferences import ChatOverrides, Preferences, budget_spent, whole_number
+from ..chat.recording import LEFT, Recording, purge
+from ..chat.session import Session
+from ..chat.start import ChatOptions, ChatStart, begin, open_store
+from ..chat.steps import (
     Ask,
     DraftReturned,
     EndEngine,
@@ -46,13 +46,13 @@ from tokamac.app.chat.steps import (
     Titled,
     TurnBegun,
 )
-from tokamac.app.output import INTERRUPTED, note
-from tokamac.app.plain import processes
-from tokamac.app.plain.commands import Outline, last_turn
-from tokamac.app.plain.console import Console, LineComposer, heard, noticed, unbroken
-from tokamac.app.plain.processes import Rarely
-from tokamac.app.store.values import StoredChat, StoreError
-from tokamac.app.verdict import brief
+from ..output import INTERRUPTED, note
+from ..store.values import StoredChat, StoreError
+from ..verdict import brief
+from . import processes
+from .commands import Outline, last_turn
+from .console import Console, LineComposer, heard, noticed, unbroken
+from .processes import Rarely
 
 TICK_S = 1.0
 
@@ -350,7 +350,7 @@ def run_plain(options: ChatOptions) -> int:
 
     Raises StoreError for a chat that is not there.
     """
-    from tokamac.app.plain.commands import completed, obey
+    from .commands import completed, obey
 
     console, begun = Console(), begin(options)
     begun.session.keymap, begun.session.attended = NoKeys(), console.typed

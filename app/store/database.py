@@ -19,8 +19,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokamac.app.store.values import StoreError, damaged, fold, refused, told
 from tokamac.engine.files import check_regular
+
+from .values import StoreError, damaged, fold, refused, told
 
 Step = tuple[str, ...]
 """SQL statements that lead from one version to the next."""

@@ -42,8 +42,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokamac.app.backend.protocol import ShapeError, build
-from tokamac.app.store.values import (
+from tokamac.engine.errors import access_hint
+from tokamac.engine.events import Role
+from tokamac.engine.files import TooLargeError, read_bytes, to_disk
+
+from ..backend.protocol import ShapeError, build
+from .values import (
     Archive,
     Attachment,
     Json,
@@ -55,9 +59,6 @@ from tokamac.app.store.values import (
     one_line,
     title_of,
 )
-from tokamac.engine.errors import access_hint
-from tokamac.engine.events import Role
-from tokamac.engine.files import TooLargeError, read_bytes, to_disk
 
 VERSION = 1
 T = TypeVar("T")

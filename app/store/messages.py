@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tokamac.app.store.values import (
+from .values import (
     Archive,
     Attachment,
     Json,

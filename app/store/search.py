@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tokamac.app.store.values import Hit, storable
+from .values import Hit, storable
 
 MAX_CHARS, MAX_WORDS = 1000, 32
 """What of a longer query is used: its beginning. Each further word could only take hits away."""

@@ -23,10 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tokamac.app.store import database, messages, search
-from tokamac.app.store.database import EMPTY_INDEX, Database
-from tokamac.app.store.search import parse
-from tokamac.app.store.values import (
+from tokamac.engine.events import Role
+
+from . import database, messages, search
+from .database import EMPTY_INDEX, Database
+from .search import parse
+from .values import (
     Archive,
     Attachment,
     BranchPreview,
@@ -44,7 +46,6 @@ from tokamac.app.store.values import (
     one_line,
     storable,
 )
-from tokamac.engine.events import Role
 
 Clock = Callable[[], float]
 PREVIEW_CHARS = 80

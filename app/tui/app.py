@@ -22,16 +22,16 @@ from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
-from tokamac.app.chat.external_programs import through_tmux
-from tokamac.app.chat.listing import excerpt
-from tokamac.app.chat.preferences import Preferences
-from tokamac.app.chat.session import Session
-from tokamac.app.sanitise import bare, sanitise
-from tokamac.app.tui.actions.chats import delete_open
-from tokamac.app.tui.bridge import Bridge
-from tokamac.app.tui.screens.chat import ChatScreen, OpenStore
-from tokamac.app.tui.screens.chats import DeleteOpen
-from tokamac.app.tui.theme import DARK, DEFAULT, LIGHT, TERMINAL, text_colours
+from ..chat.external_programs import through_tmux
+from ..chat.listing import excerpt
+from ..chat.preferences import Preferences
+from ..chat.session import Session
+from ..sanitise import bare, sanitise
+from .actions.chats import delete_open
+from .bridge import Bridge
+from .screens.chat import ChatScreen, OpenStore
+from .screens.chats import DeleteOpen
+from .theme import DARK, DEFAULT, LIGHT, TERMINAL, text_colours
 
 
 def is_apple_terminal() -> bool:

@@ -2,7 +2,7 @@
 
 from textual.binding import Binding, BindingType
 
-from tokamac.app.chat.actions import ACTIONS, Scope
+from ..chat.actions import ACTIONS, Scope
 
 
 def bindings(scope: Scope = "chat") -> list[BindingType]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from textual.message import Message
 
-from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.protocol import Request
-from tokamac.app.keep_awake import KeepAwake
+from ..backend.client import BackendEvent, Died, EngineProcess
+from ..backend.protocol import Request
+from ..keep_awake import KeepAwake
 
 
 class EngineSaid(Message):

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tokamac.app.backend.protocol import Loaded, WhatIf
-from tokamac.app.backend.subprocess import Puller, PullLine, PullRefused, Removed, models_command, remove_arguments
-from tokamac.app.chat.jobs import Download, Downloads, DownloadStage
-from tokamac.app.chat.models import FILE as FOLDERS
-from tokamac.app.chat.models import (
+from tokamac.engine import metrics as rates
+
+from ..backend.protocol import Loaded, WhatIf
+from ..backend.subprocess import Puller, PullLine, PullRefused, Removed, models_command, remove_arguments
+from ..chat.jobs import Download, Downloads, DownloadStage
+from ..chat.models import FILE as FOLDERS
+from ..chat.models import (
     CatalogueOffer,
     Estimates,
     Folders,
@@ -24,12 +26,11 @@ from tokamac.app.chat.models import (
     rows,
     short_name,
 )
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.units import size
-from tokamac.engine import metrics as rates
+from ..sanitise import sanitise_line
+from ..units import size
 
 if TYPE_CHECKING:
-    from tokamac.app.tui.screens.chat import ChatScreen
+    from .screens.chat import ChatScreen
 
 
 REST_S = 0.3

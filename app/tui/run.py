@@ -4,11 +4,11 @@ import gc
 import os
 from typing import TYPE_CHECKING
 
-from tokamac.app.chat.start import ChatOptions, begin, open_store
+from ..chat.start import ChatOptions, begin, open_store
 
 if TYPE_CHECKING:
-    from tokamac.app.tui.app import TokamacApp
-    from tokamac.app.tui.bridge import Bridge
+    from .app import TokamacApp
+    from .bridge import Bridge
 
 
 FRAMES_PER_S = 160
@@ -38,8 +38,8 @@ def build(options: ChatOptions) -> "tuple[TokamacApp, Bridge]":
     """Return the app and its bridge, not yet running."""
     os.environ.setdefault("TEXTUAL_FPS", str(FRAMES_PER_S))  # read when Textual is imported
     # Textual takes 0.2 s to import: not before it is known that a screen is wanted.
-    from tokamac.app.tui.app import TokamacApp, teach_alt_enter
-    from tokamac.app.tui.bridge import Bridge
+    from .app import TokamacApp, teach_alt_enter
+    from .bridge import Bridge
 
     teach_alt_enter()
     begun = begin(options)

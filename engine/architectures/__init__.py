@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from tokamac.engine.files import import_mlx_lm
+from ..files import import_mlx_lm
 
 PREFIX = __name__ + "."
 MODEL_MODULES = ("mlx_lm.models.", PREFIX)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 from mlx import nn
 
-from tokamac.engine.errors import ModelUnsupportedError
+from ..errors import ModelUnsupportedError
 
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     # transformers' names

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import llama
 
-from tokamac.engine.architectures._layers import activation
+from ._layers import activation
 
 
 @dataclass

@@ -17,11 +17,11 @@ from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.models.deepseek_v41 import Experts, HyperConnection, SharedMLP
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from tokamac.engine.errors import ModelUnsupportedError
-from tokamac.engine.kv.attention_kernel import BLOCK_BYTES
-from tokamac.engine.kv.compressed import CompressedCache
-from tokamac.engine.model.corrected_layers import ScaledRoPE, yarn
-from tokamac.engine.model.weights import times_scales
+from ..errors import ModelUnsupportedError
+from ..kv.attention_kernel import BLOCK_BYTES
+from ..kv.compressed import CompressedCache
+from ..model.corrected_layers import ScaledRoPE, yarn
+from ..model.weights import times_scales
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 

@@ -8,7 +8,7 @@ from mlx_lm.models import hunyuan_v1_dense
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from tokamac.engine.architectures._layers import GatedFeedForward, route_evenly, router_bits
+from ._layers import GatedFeedForward, route_evenly, router_bits
 
 Each = int | list[int]
 """One number for all layers, or a list of them."""

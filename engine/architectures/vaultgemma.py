@@ -9,7 +9,7 @@ from mlx_lm.models import base, gemma2
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from tokamac.engine.architectures._layers import GatedFeedForward
+from ._layers import GatedFeedForward
 
 
 @dataclass

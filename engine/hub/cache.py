@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.errors import DownloadError, ModelError, ModelNotFoundError
-from tokamac.engine.files import read_text
-from tokamac.engine.model.safetensors import find_shards, read_header
-from tokamac.engine.text.tokenizer import TOKENIZER_FILES
+from ..errors import DownloadError, ModelError, ModelNotFoundError
+from ..files import read_text
+from ..model.safetensors import find_shards, read_header
+from ..text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
@@ -60,7 +60,7 @@ def meant(model: str, cache: Path) -> str | None:
 
 def _catalogued() -> Iterator[tuple[str, str]]:
     """Yield the names that a model of the catalogue goes by, and the id of the repository that each stands for."""
-    from tokamac.engine.perf.catalogue import catalogue
+    from ..perf.catalogue import catalogue
 
     for entry in catalogue():
         for name in (entry.name, *entry.aliases) if entry.repositories else ():

@@ -31,10 +31,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from tokamac.engine.errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, TokamacError
-from tokamac.engine.events import LoadProgress
-from tokamac.engine.files import to_disk
-from tokamac.engine.hub.cache import (
+from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, TokamacError
+from ..events import LoadProgress
+from ..files import to_disk
+from ..model.safetensors import find_shards
+from .cache import (
     _ID,
     GUIDE,
     ModelOnDisk,
@@ -47,7 +48,6 @@ from tokamac.engine.hub.cache import (
     whole_adapter,
     whole_snapshot,
 )
-from tokamac.engine.model.safetensors import find_shards
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -163,7 +163,7 @@ def _is_path(model: str) -> bool:
 
 def disk_full(repo: Repo, needed: int, free: int) -> DownloadError:
     """Return the error for a download that does not fit."""
-    from tokamac.engine.perf.mitigation import told_apart
+    from ..perf.mitigation import told_apart
 
     wanted, left = told_apart(needed, free)
     return DownloadError(

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.attention import install_seam
-    from tokamac.engine.kv.cache import Cache, nbytes, rewindable
-    from tokamac.engine.kv.plan import CachePlan, LayerPlan, plan_caches
+    from .attention import install_seam
+    from .cache import Cache, nbytes, rewindable
+    from .plan import CachePlan, LayerPlan, plan_caches
 
 __all__ = ["Cache", "CachePlan", "LayerPlan", "install_seam", "nbytes", "plan_caches", "rewindable"]
 

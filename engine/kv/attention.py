@@ -22,11 +22,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from tokamac.engine.architectures import MODEL_MODULES
-from tokamac.engine.device import device_kind
-from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
-from tokamac.engine.kv.codec import Codec, Encoded
-from tokamac.engine.kv.layout import Mask
+from ..architectures import MODEL_MODULES
+from ..device import device_kind
+from .attention_kernel import AttentionCall, AttentionDevice, MaskKind, Number, has_fused_kernel
+from .codec import Codec, Encoded
+from .layout import Mask
 
 NAME = "scaled_dot_product_attention"
 

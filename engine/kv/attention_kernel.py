@@ -16,7 +16,7 @@ Not followed: environment variables that change the routing (``MLX_SDPA_*``), an
 from dataclasses import dataclass
 from typing import Literal
 
-from tokamac.engine.device import DeviceKind
+from ..device import DeviceKind
 
 MLX_VERSION = "0.32.4"
 """The release whose conditions are written here."""

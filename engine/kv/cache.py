@@ -14,13 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.device import device_kind
-from tokamac.engine.kv.attention import AttendingCache, Scoring, fused, stepwise
-from tokamac.engine.kv.codec import Codec, Encoded, Plain
-from tokamac.engine.kv.compressed import CompressedCache
-from tokamac.engine.kv.layout import STEP, Layout, Mask, Ring, ShiftedSpan, Slots
-from tokamac.engine.kv.probe import leaves
-from tokamac.engine.kv.rotary import Pinned, Rotation
+from ..device import device_kind
+from .attention import AttendingCache, Scoring, fused, stepwise
+from .codec import Codec, Encoded, Plain
+from .compressed import CompressedCache
+from .layout import STEP, Layout, Mask, Ring, ShiftedSpan, Slots
+from .probe import leaves
+from .rotary import Pinned, Rotation
 
 PACKED_TOKENS_CPU = 8
 PACKED_TOKENS_GPU = 1

@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from tokamac.engine.device import device_kind
-from tokamac.engine.errors import OptionError
-from tokamac.engine.options import token_bytes
+from ..device import device_kind
+from ..errors import OptionError
+from ..options import token_bytes
 
 Encoded = tuple[mx.array, ...]
 """What a codec makes of (B, H, N, D): arrays whose first three axes are (B, H, N)."""

@@ -26,8 +26,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from tokamac.engine.errors import OptionError
-from tokamac.engine.kv.codec import Encoded
+from ..errors import OptionError
+from .codec import Encoded
 
 Mask = mx.array | Literal["causal"] | None
 """(N, T) of bool, the word for plain causal, or None where all is seen."""

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tokamac.engine.errors import OptionError
-from tokamac.engine.kv.attention import install_seam
-from tokamac.engine.kv.cache import Cache
-from tokamac.engine.kv.codec import ROTATED_KEY_BITS, Affine, Codec, Plain, rotation_block
-from tokamac.engine.kv.compressed import CompressedCache
-from tokamac.engine.kv.layout import Growing, Ring
-from tokamac.engine.kv.probe import Path, Seen, leaves, map_leaves, probe
-from tokamac.engine.kv.rotary import KeyPositions, Rotation, key_positions
-from tokamac.engine.model.config import context_length, ignored_windows, unbounded
-from tokamac.engine.options import KVSpec, group_for
+from ..errors import OptionError
+from ..model.config import context_length, ignored_windows, unbounded
+from ..options import KVSpec, group_for
+from .attention import install_seam
+from .cache import Cache
+from .codec import ROTATED_KEY_BITS, Affine, Codec, Plain, rotation_block
+from .compressed import CompressedCache
+from .layout import Growing, Ring
+from .probe import Path, Seen, leaves, map_leaves, probe
+from .rotary import KeyPositions, Rotation, key_positions
 
 Kind = Literal["full", "window", "state", "latent", "compressed", "own"]
 """full: grows with the context. window: slides. state: of a fixed size. latent: MLA. compressed: a window, and entries for groups

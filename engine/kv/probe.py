@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv.attention import AttendingCache, Scoring, fused, install_seam, recording
-from tokamac.engine.kv.layout import Mask
+from .attention import AttendingCache, Scoring, fused, install_seam, recording
+from .layout import Mask
 
 Path = tuple[int, ...]
 """Of a cache: (layer,), or (layer, part) inside mlx-lm's ``CacheList``."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv.attention import install_seam
-from tokamac.engine.kv.codec import Encoded
-from tokamac.engine.kv.layout import Ring, Slots, Span
-from tokamac.engine.kv.probe import TOKENS, Path, WatchingCache, map_leaves
+from .attention import install_seam
+from .codec import Encoded
+from .layout import Ring, Slots, Span
+from .probe import TOKENS, Path, WatchingCache, map_leaves
 
 FAR = 1 << 20
 """The first position of the second pass: beyond the context of any embedding that changes with it."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv.cache import Cache
-from tokamac.engine.kv.layout import Growing
-from tokamac.engine.kv.probe import leaves
+from .cache import Cache
+from .layout import Growing
+from .probe import leaves
 
 Arrays = tuple[mx.array, ...]
 KVSlice = tuple[Arrays, ...]

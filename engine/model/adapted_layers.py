@@ -12,10 +12,10 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from tokamac.engine.model.cpu import DenseEmbedding, DenseLinear
+from .cpu import DenseEmbedding, DenseLinear
 
 if TYPE_CHECKING:
-    from tokamac.engine.model.adapters import Change
+    from .adapters import Change
 
 Kind = Literal["linear", "experts", "embedding"]
 

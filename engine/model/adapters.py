@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from tokamac.engine.errors import (
+from ..errors import (
     ModelDamagedError,
     ModelError,
     ModelNotFoundError,
     ModelUnsupportedError,
 )
-from tokamac.engine.files import CONFIG_BYTES, open_regular, read_bytes
-from tokamac.engine.model.safetensors import read_header
-from tokamac.engine.perf.cost import FLOATS
+from ..files import CONFIG_BYTES, open_regular, read_bytes
+from ..perf.cost import FLOATS
+from .safetensors import read_header
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -215,7 +215,7 @@ def attach(
     import mlx.core as mx
     from mlx.utils import tree_unflatten
 
-    from tokamac.engine.model.adapted_layers import adapted
+    from .adapted_layers import adapted
 
     modules = dict(module.named_modules())
     for path, change in changes.items():
@@ -413,7 +413,7 @@ def _stacked(adapter: Adapter, place: str, module: Any, several: Mapping[int, Ch
 
 
 def _check_shapes(adapter: Adapter, place: str, module: "nn.Module", change: Change, model_type: str) -> None:
-    from tokamac.engine.model.adapted_layers import base_of
+    from .adapted_layers import base_of
 
     base = base_of(module)
     if base is None:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.architectures import find_classes
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, access_hint
-from tokamac.engine.files import CONFIG_BYTES, read_bytes, read_text
-from tokamac.engine.model.corrections import correct
-from tokamac.engine.model.weights import adapt, packing_kept
-from tokamac.engine.perf.cost import first_of, text_config
+from ..architectures import find_classes
+from ..errors import ModelDamagedError, ModelUnsupportedError, access_hint
+from ..files import CONFIG_BYTES, read_bytes, read_text
+from ..perf.cost import first_of, text_config
+from .corrections import correct
+from .weights import adapt, packing_kept
 
 Config = dict[str, Any]
 AnyConfig = Mapping[str, Any]

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tokamac.engine.architectures import MODEL_MODULES
-from tokamac.engine.errors import ModelUnsupportedError
-from tokamac.engine.model.corrections import ACTIVATION_KEYS, GELU_ERF, GELU_TANH, corrects
-from tokamac.engine.model.weights import is_fp8
+from ..architectures import MODEL_MODULES
+from ..errors import ModelUnsupportedError
+from .corrections import ACTIVATION_KEYS, GELU_ERF, GELU_TANH, corrects
+from .weights import is_fp8
 
 
 def read_by(args_class: type[Any]) -> frozenset[str]:

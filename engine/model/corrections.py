@@ -56,7 +56,7 @@ def correct(model: "nn.Module", config: Config) -> None:
     """Put right what the class of ``model`` computes otherwise than its normalised config says. Weights may be loaded or not."""
     from mlx import nn
 
-    from tokamac.engine.model.corrected_layers import FeedForward
+    from .corrected_layers import FeedForward
 
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     assert text is not None
@@ -73,7 +73,7 @@ def correct(model: "nn.Module", config: Config) -> None:
 
 def use_short_factors(model: "nn.Module") -> None:
     """Let a model with LongRoPE compute with the factors of its pretraining context; it is built with those of longer ones."""
-    from tokamac.engine.model.corrected_layers import LongRoPE
+    from .corrected_layers import LongRoPE
 
     for module in model.modules():
         if isinstance(module, LongRoPE):
@@ -84,7 +84,7 @@ def _correct_ropes(model: "nn.Module", config: Config) -> None:
     from mlx import nn
     from mlx_lm.models.rope_utils import SuScaledRoPE, YarnRoPE
 
-    from tokamac.engine.model.corrected_layers import longrope, yarn
+    from .corrected_layers import longrope, yarn
 
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
@@ -102,7 +102,7 @@ def _correct_ropes(model: "nn.Module", config: Config) -> None:
 def _scaled(rope: "nn.RoPE", config: Config, kind: str | None) -> "nn.Module":
     from mlx_lm.models.rope_utils import initialize_rope
 
-    from tokamac.engine.model.corrected_layers import longrope, yarn
+    from .corrected_layers import longrope, yarn
 
     if config.get("model_type") in PARTIAL_IGNORED:
         rope.dims = int(rope.dims * (config.get("partial_rotary_factor") or 1.0))
@@ -123,7 +123,7 @@ def _multiply_keys(model: "nn.Module", config: Config) -> None:
 
 def _set_mamba2_norms(model: "nn.Module", config: Config) -> None:
     """Give Mamba 2's norms the config's epsilon, and its gated ones their groups: mlx-lm's norm the whole width."""
-    from tokamac.engine.model.corrected_layers import GroupedNorm
+    from .corrected_layers import GroupedNorm
 
     groups = config.get("n_groups") or 1
     for layer in model.layers:
@@ -134,7 +134,7 @@ def _set_mamba2_norms(model: "nn.Module", config: Config) -> None:
 
 def _scale_tied_head(model: "nn.Module", config: Config) -> None:
     """Let MiniCPM divide by hidden_size / dim_model_base before a tied head too, as mlx-lm does before one of its own."""
-    from tokamac.engine.model.corrected_layers import TiedHead
+    from .corrected_layers import TiedHead
 
     if config.get("tie_word_embeddings"):
         model.args.tie_word_embeddings = False
@@ -142,7 +142,7 @@ def _scale_tied_head(model: "nn.Module", config: Config) -> None:
 
 
 def _bias_routing(model: "nn.Module", config: Config) -> None:
-    from tokamac.engine.model.corrected_layers import BiasedRouting
+    from .corrected_layers import BiasedRouting
 
     for layer in model.layers:
         if "switch_mlp" in layer.mlp:
@@ -150,7 +150,7 @@ def _bias_routing(model: "nn.Module", config: Config) -> None:
 
 
 def _weigh_by_share(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
-    from tokamac.engine.model.corrected_layers import ShareOfAll
+    from .corrected_layers import ShareOfAll
 
     for layer in model.layers:
         if "switch_mlp" in layer.feed_forward:
@@ -167,7 +167,7 @@ def _set_latent_eps(model: "nn.Module", config: Config) -> None:  # noqa: ARG001
 
 def _correct_indexers(model: "nn.Module", config: Config) -> None:
     """Give indexers' norms their epsilon, and let layers without an indexer of their own use the last one's choice (GLM 5.2)."""
-    from tokamac.engine.model.corrected_layers import Choice, SharedIndexer, remembering
+    from .corrected_layers import Choice, SharedIndexer, remembering
 
     kinds = config.get("indexer_types") or ["full"] * len(model.layers)
     chosen = Choice()
@@ -189,7 +189,7 @@ def _make_olmo(model: "nn.Module", config: Config) -> None:
     """Make OLMo 1 of a Llama: norms without weights, and queries, keys and values within a limit."""
     from mlx import nn
 
-    from tokamac.engine.model.corrected_layers import ClippedAttention
+    from .corrected_layers import ClippedAttention
 
     def norm() -> nn.Module:
         return nn.LayerNorm(config["hidden_size"], eps=1e-5, affine=False)

@@ -17,7 +17,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from tokamac.engine.perf.memory import machine_total
+from ..perf.memory import machine_total
 
 MEMORY_SHARE = 0.25
 """The share of the machine's memory that unpacked weights may take."""

@@ -15,15 +15,15 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
-from tokamac.engine.files import not_opened
-from tokamac.engine.model.config import model_classes, read_config
-from tokamac.engine.model.config_rules import doubts_of
-from tokamac.engine.model.cpu import logits_width, unpack
-from tokamac.engine.model.safetensors import find_shards
-from tokamac.engine.model.weights import without_fp8
-from tokamac.engine.perf.cost import Cost, cost_of_model, leaf_modules
+from ..device import DeviceKind
+from ..errors import ModelDamagedError, ModelError, ModelUnsupportedError, OptionError
+from ..files import not_opened
+from ..perf.cost import Cost, cost_of_model, leaf_modules
+from .config import model_classes, read_config
+from .config_rules import doubts_of
+from .cpu import logits_width, unpack
+from .safetensors import find_shards
+from .weights import without_fp8
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 

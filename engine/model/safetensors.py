@@ -8,8 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError, unreadable
-from tokamac.engine.files import INDEX_BYTES, NotRegularError, open_regular, read_text
+from ..errors import ModelDamagedError, ModelUnsupportedError, unreadable
+from ..files import INDEX_BYTES, NotRegularError, open_regular, read_text
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

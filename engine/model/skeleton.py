@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from tokamac.engine.errors import ModelDamagedError, ModelUnsupportedError
+from ..errors import ModelDamagedError, ModelUnsupportedError
 
 
 def skeleton_model(config: Mapping[str, Any], value_bytes: int, *, unchecked: bool = False) -> Any:
@@ -20,9 +20,9 @@ def skeleton_model(config: Mapping[str, Any], value_bytes: int, *, unchecked: bo
     import mlx.core as mx
     from mlx.utils import tree_map
 
-    from tokamac.engine.model.config import model_classes
-    from tokamac.engine.model.config_rules import check_config
-    from tokamac.engine.model.loader import BUILD_ERRORS
+    from .config import model_classes
+    from .config_rules import check_config
+    from .loader import BUILD_ERRORS
 
     own = deepcopy(dict(config))  # mlx-lm's classes write into what they are given
     make, arguments = model_classes(own)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.errors import ModelUnsupportedError
+from ..errors import ModelUnsupportedError
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokamac.engine.device import DeviceKind, device_kind
-from tokamac.engine.metrics import rate
-from tokamac.engine.perf import measurement_store
-from tokamac.engine.perf.hardware import Chip, detect
+from ..device import DeviceKind, device_kind
+from ..metrics import rate
+from . import measurement_store
+from .hardware import Chip, detect
 
 SMALLEST, LARGEST = 8 << 20, 256 << 20
 """Bytes of working set. Below, calls cost more than reading; above, filling it takes longer than measuring.

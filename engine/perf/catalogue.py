@@ -11,9 +11,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tokamac.engine.model.config import normalise
-from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.cost import text_config
+from ..model.config import normalise
+from .config_cost import Packing
+from .cost import text_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tokamac.engine.errors import ModelError, ModelUnsupportedError, OptionError
-from tokamac.engine.model.config import ignored_windows
-from tokamac.engine.model.skeleton import skeleton_model
-from tokamac.engine.model.weights import is_fp8
-from tokamac.engine.options import KVSpec, bytes_per_value, group_for
-from tokamac.engine.perf.cost import (
+from ..errors import ModelError, ModelUnsupportedError, OptionError
+from ..model.config import ignored_windows
+from ..model.skeleton import skeleton_model
+from ..model.weights import is_fp8
+from ..options import KVSpec, bytes_per_value, group_for
+from .cost import (
     HEAD_IF_STORED,
     Cost,
     Form,
@@ -294,7 +294,7 @@ def pack(model: Any, config: Mapping[str, Any], packing: Packing | None) -> None
     """Pack a skeleton in place. Raises ModelUnsupportedError for what MLX can't pack, or only the files can tell."""
     from mlx import nn
 
-    from tokamac.engine.model.loader import BUILD_ERRORS
+    from ..model.loader import BUILD_ERRORS
 
     try:
         packing, rule = (packing, _conversion(model, packing)) if packing else _own(model, config)

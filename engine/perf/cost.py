@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tokamac.engine.model.safetensors import find_shards, read_header
-from tokamac.engine.model.weights import OTHER_PARTS
+from ..model.safetensors import find_shards, read_header
+from ..model.weights import OTHER_PARTS
 
 ADDED = (".lora_a", ".lora_b", ".gain")
 """How the names of an adapter's arrays end (engine/model/adapted_layers.py)."""

@@ -25,10 +25,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from tokamac.engine.metrics import Metrics, Throttle, rate, share
-from tokamac.engine.options import group_for, token_bytes
-from tokamac.engine.perf.hardware import Chip, Source
-from tokamac.engine.perf.roofline import (
+from ..metrics import Metrics, Throttle, rate, share
+from ..options import group_for, token_bytes
+from .hardware import Chip, Source
+from .roofline import (
     Fitted,
     Host,
     HostLimited,
@@ -40,10 +40,10 @@ from tokamac.engine.perf.roofline import (
     prefill_phase,
     ridge_point,
 )
-from tokamac.engine.perf.workload import KVUse, Workload
+from .workload import KVUse, Workload
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import LayerPlan
+    from ..kv.plan import LayerPlan
 
 
 PartName = Literal["wait", "prefill", "decode"]

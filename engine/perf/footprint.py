@@ -11,13 +11,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import MemoryLimitError, ModelError
-from tokamac.engine.model.config import read_config
-from tokamac.engine.model.skeleton import skeleton_model
-from tokamac.engine.options import KVSpec
-from tokamac.engine.perf import memory
-from tokamac.engine.perf.config_cost import (
+from ..device import DeviceKind
+from ..errors import MemoryLimitError, ModelError
+from ..model.config import read_config
+from ..model.skeleton import skeleton_model
+from ..options import KVSpec
+from . import memory
+from .config_cost import (
     Packing,
     cost_of_config,
     cost_of_skeleton,
@@ -25,7 +25,7 @@ from tokamac.engine.perf.config_cost import (
     pack,
     value_bytes_of,
 )
-from tokamac.engine.perf.cost import (
+from .cost import (
     ADDED,
     Cost,
     Form,
@@ -35,14 +35,14 @@ from tokamac.engine.perf.cost import (
     leaf_modules,
     tensors_of,
 )
-from tokamac.engine.perf.hardware import Chip, attention_device, detect
-from tokamac.engine.perf.mitigation import LEAST_CHUNK, OFFERS, Chunking, gb, override, prompt_peak, refusal
-from tokamac.engine.perf.peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
-from tokamac.engine.perf.workload import Workload, work_of
+from .hardware import Chip, attention_device, detect
+from .mitigation import LEAST_CHUNK, OFFERS, Chunking, gb, override, prompt_peak, refusal
+from .peak_memory import STEP, ModelShape, Order, predict_peak, shape_of
+from .workload import Workload, work_of
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import CachePlan, Keep, Kind, LayerPlan
-    from tokamac.engine.model.adapters import Adapter
+    from ..kv.plan import CachePlan, Keep, Kind, LayerPlan
+    from ..model.adapters import Adapter
 
 
 MODELS_KEPT = 12
@@ -75,7 +75,7 @@ class Footprint:
 
     def plan(self, kv: KVSpec) -> "CachePlan":
         """Return the plan of its caches. Raises OptionError for a flag that they can't take."""
-        from tokamac.engine.kv import plan_caches
+        from ..kv import plan_caches
 
         return plan_caches(self.module, self.config, kv)
 
@@ -159,7 +159,7 @@ def form_on(stored: Cost, device: DeviceKind, memory_bytes: int | None) -> Form:
     """Return how the engine would hold these weights (engine/model/cpu.py decides the same from the modules)."""
     if device != "cpu":
         return "stored"
-    from tokamac.engine.model.cpu import MEMORY_SHARE
+    from ..model.cpu import MEMORY_SHARE
 
     stays = ("experts", "norms and other")
     dense = 4 * sum(part.parameters for name, part in stored.parts.items() if name not in stays)
@@ -188,7 +188,7 @@ def work_of_config(
 
     packing: instead of the config's own. Raises OptionError for a KV flag that the model's caches can't take.
     """
-    from tokamac.engine.kv import plan_caches
+    from ..kv import plan_caches
 
     cost = cost_of_config(config, packing=packing, form=form)
     if isinstance(cost, str):
@@ -204,7 +204,7 @@ def _add(adapter: "Adapter | None", module: Any, config: Mapping[str, Any]) -> l
     """Put an adapter into a skeleton, and return its tensors."""
     if adapter is None:
         return []
-    from tokamac.engine.model.adapters import attach, changes_of
+    from ..model.adapters import attach, changes_of
 
     attach(module, changes_of(adapter, module, config), lazy=True)
     return [tensor for tensor in tensors_of(module) if tensor.name.endswith(ADDED)]

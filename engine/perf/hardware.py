@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from importlib import metadata, resources
 from typing import Any, Literal
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.kv.attention_kernel import AttentionDevice
-from tokamac.engine.perf.macos import System
+from ..device import DeviceKind
+from ..kv.attention_kernel import AttentionDevice
+from .macos import System
 
 Source = Literal["table", "measured", "unknown"]
 
@@ -91,8 +91,8 @@ def detect() -> Chip:
 
     The macOS part needs a Mac and has only been tested on recorded outputs.
     """
-    from tokamac.engine.device import device_kind
-    from tokamac.engine.perf import macos
+    from ..device import device_kind
+    from . import macos
 
     if (mac := macos.system()) is not None:
         chip = lookup(macos.chip_name(mac) or "unknown chip", macos.gpu_cores(mac))
@@ -212,7 +212,7 @@ def matrix_units_of(asked: System, chip_name: str) -> MatrixUnits:
 
 def advice() -> str | None:
     """Return what to do about this machine's MLX, in a sentence; None where there is nothing to do. Touches the device."""
-    from tokamac.engine.perf import macos
+    from . import macos
 
     mac = macos.system()
     return None if mac is None else matrix_units_of(mac, macos.chip_name(mac) or "this chip").advice

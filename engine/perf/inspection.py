@@ -9,22 +9,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tokamac.engine.device import device_kind
-from tokamac.engine.errors import ModelNotFoundError, ModelUnsupportedError, OptionError, TokamacError
-from tokamac.engine.model.adapters import Adapter
-from tokamac.engine.model.config import context_length, read_config
-from tokamac.engine.model.safetensors import INDEX, PICKLES
-from tokamac.engine.options import KVSpec
-from tokamac.engine.perf import config_cost, memory
-from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, find
-from tokamac.engine.perf.config_cost import Packing, value_bytes_of
-from tokamac.engine.perf.cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
-from tokamac.engine.perf.footprint import Footprint, KVTable, form_on, weigh
-from tokamac.engine.perf.hardware import Chip, detect
-from tokamac.engine.perf.machine import Machine, here
-from tokamac.engine.perf.memory import MemoryFit
-from tokamac.engine.perf.roofline import Prediction, limits_for
-from tokamac.engine.perf.what_if import (
+from ..device import device_kind
+from ..errors import ModelNotFoundError, ModelUnsupportedError, OptionError, TokamacError
+from ..model.adapters import Adapter
+from ..model.config import context_length, read_config
+from ..model.safetensors import INDEX, PICKLES
+from ..options import KVSpec
+from . import config_cost, memory
+from .catalogue import CatalogueEntry, Repository, find
+from .config_cost import Packing, value_bytes_of
+from .cost import PARTS, Cost, Form, PartName, cost_of_folder, first_of, text_config
+from .footprint import Footprint, KVTable, form_on, weigh
+from .hardware import Chip, detect
+from .machine import Machine, here
+from .memory import MemoryFit
+from .roofline import Prediction, limits_for
+from .what_if import (
     KV_UNKNOWN,
     Verdict,
     WhatIfCase,
@@ -35,7 +35,7 @@ from tokamac.engine.perf.what_if import (
     reason_of,
     verdict_of,
 )
-from tokamac.engine.perf.workload import Trait, leaves_out_senses, traits_of
+from .workload import Trait, leaves_out_senses, traits_of
 
 Known = Literal["files", "config", "catalogue"]
 
@@ -64,7 +64,7 @@ def model_ref(model: str | Path) -> ModelRef:
 
     Raises ModelNotFoundError, ModelDamagedError, ModelUnsupportedError.
     """
-    from tokamac.engine.hub import download
+    from ..hub import download
 
     entry = find(str(model))
     try:
@@ -291,7 +291,7 @@ def working_bytes(config: Mapping[str, Any], *, value_bytes: int = 2) -> int:
 
 def _kv_bytes(config: Mapping[str, Any], spec: KVSpec, context: int, value_bytes: int) -> tuple[int | None, int | None]:
     """(bytes a token, bytes at this context); None where the config does not say."""
-    from tokamac.engine.kv.plan import spare_slots
+    from ..kv.plan import spare_slots
 
     layers = config_cost.kv_layers(config)
     if layers is None:

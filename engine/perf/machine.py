@@ -8,18 +8,18 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import OptionError
-from tokamac.engine.perf import memory
-from tokamac.engine.perf.bandwidth import LARGEST, with_bandwidth
-from tokamac.engine.perf.hardware import Chip, detect, lookup, plain_name, table
-from tokamac.engine.perf.measurement_store import machine_key
-from tokamac.engine.perf.memory import MemoryFit
-from tokamac.engine.perf.roofline import Fitted, HostLimited, LatencyModel, fitted
+from ..device import DeviceKind
+from ..errors import OptionError
+from . import memory
+from .bandwidth import LARGEST, with_bandwidth
+from .hardware import Chip, detect, lookup, plain_name, table
+from .measurement_store import machine_key
+from .memory import MemoryFit
+from .roofline import Fitted, HostLimited, LatencyModel, fitted
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import CachePlan
-    from tokamac.engine.perf.workload import Workload
+    from ..kv.plan import CachePlan
+    from .workload import Workload
 
 
 GIB = 1 << 30
@@ -62,7 +62,7 @@ class Machine:
 
     def latency_of(self, work: "Workload", plan: "CachePlan", *, unpacked: bool) -> LatencyModel | None:
         """Return the latency of a model: as published, else as measured here and kept. Measures nothing."""
-        from tokamac.engine.perf.timing import LatencyProfiler, TimedModel
+        from .timing import LatencyProfiler, TimedModel
 
         if isinstance(self.latency, Fitted):
             return HostLimited(self.latency)
@@ -98,7 +98,7 @@ def here(bytes_read: int = LARGEST, *, limit: int | None = None) -> Machine:
 
     For another model it is that of its own size: ``reading``. limit: bytes that may be used, where the user set them.
     """
-    from tokamac.engine.device import device_kind
+    from ..device import device_kind
 
     device = device_kind()
     found = detect()
@@ -144,7 +144,7 @@ def everywhere(memory_gb: float | None = None) -> tuple[Machine, ...]:
 
 def _with_peak(chip: Chip, device: DeviceKind) -> Chip:
     """The chip with the peak of its arithmetic: the table's, else the one measured and kept, if it was."""
-    from tokamac.engine.perf.timing import kept_tflops
+    from .timing import kept_tflops
 
     if chip.fp16_tflops is not None or (tflops := kept_tflops(machine_key(chip, device))) is None:
         return chip

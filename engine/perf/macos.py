@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tokamac.engine.metrics import Throttle
+from ..metrics import Throttle
 
 TIMEOUT_S = 5.0
 """What a program may take to answer."""

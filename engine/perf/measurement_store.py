@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.files import read_text
-from tokamac.engine.perf.hardware import Chip
+from ..device import DeviceKind
+from ..files import read_text
+from .hardware import Chip
 
 
 def store_file(name: str) -> Path:

@@ -38,8 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from tokamac.engine.errors import MemoryLimitError
-from tokamac.engine.perf import macos
+from ..errors import MemoryLimitError
+from . import macos
 
 ALLOWANCE = 128 << 20
 """Bytes beyond what is allocated that are never refused: a short prompt of a loaded model, its keys and values and temporaries."""

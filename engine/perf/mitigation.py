@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import MemoryLimitError
-from tokamac.engine.perf.peak_memory import ModelShape, Peak, predict_peak
-from tokamac.engine.perf.roofline import CHUNK, LatencyModel
-from tokamac.engine.perf.workload import Workload
+from ..device import DeviceKind
+from ..errors import MemoryLimitError
+from .peak_memory import ModelShape, Peak, predict_peak
+from .roofline import CHUNK, LatencyModel
+from .workload import Workload
 
 LEAST_CHUNK = 32
 """Tokens; below, a prefill takes many times as long and hardly less memory."""

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokamac.engine.kv.attention_kernel import (
+from ..kv.attention_kernel import (
     BLOCK_BYTES,
     BLOCK_QUERIES,
     AttentionCall,
@@ -42,12 +42,12 @@ from tokamac.engine.kv.attention_kernel import (
     MaskKind,
     kernel_of,
 )
-from tokamac.engine.options import group_for, token_bytes
-from tokamac.engine.perf.cost import active_share, first_of, text_config
-from tokamac.engine.perf.workload import chosen_entries
+from ..options import group_for, token_bytes
+from .cost import active_share, first_of, text_config
+from .workload import chosen_entries
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import CachePlan, LayerPlan
+    from ..kv.plan import CachePlan, LayerPlan
 
 
 Order = Literal["at once", "by layer", "ahead"]

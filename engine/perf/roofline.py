@@ -37,9 +37,9 @@ from importlib import resources
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
-from tokamac.engine.metrics import ceiling_tps, rate
-from tokamac.engine.perf.hardware import Chip, Source, generation_of, units_of
-from tokamac.engine.perf.workload import Heads, KVUse, Workload
+from ..metrics import ceiling_tps, rate
+from .hardware import Chip, Source, generation_of, units_of
+from .workload import Heads, KVUse, Workload
 
 Kind = Literal["dense", "mixture", "hybrid"]
 Bound = Literal["memory", "compute"]

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from tokamac.engine.device import DeviceKind, device_kind
-from tokamac.engine.model.cpu import DenseLinear, stays_lazy
-from tokamac.engine.perf import measurement_store
-from tokamac.engine.perf.bandwidth import LARGEST, bucket, is_busy, measure_tflops
-from tokamac.engine.perf.workload import Product, Workload
+from ..device import DeviceKind, device_kind
+from ..model.cpu import DenseLinear, stays_lazy
+from . import measurement_store
+from .bandwidth import LARGEST, bucket, is_busy, measure_tflops
+from .workload import Product, Workload
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.cache import Cache
-    from tokamac.engine.kv.plan import CachePlan, LayerPlan
+    from ..kv.cache import Cache
+    from ..kv.plan import CachePlan, LayerPlan
 
 FILE = "parts.json"
 

@@ -19,17 +19,17 @@ from dataclasses import dataclass, replace
 from itertools import count, groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokamac.engine.errors import OptionError
-from tokamac.engine.model.config import context_length
-from tokamac.engine.options import GROUP_SIZES, KVSpec
-from tokamac.engine.perf.catalogue import CatalogueEntry, Repository, catalogue, files_bytes
-from tokamac.engine.perf.config_cost import Packing
-from tokamac.engine.perf.cost import Form
-from tokamac.engine.perf.footprint import Footprint, KVTable, table_of_plan, weigh
-from tokamac.engine.perf.machine import Machine
-from tokamac.engine.perf.memory import MemoryFit, giving_way
-from tokamac.engine.perf.mitigation import Chunking, prompt_peak
-from tokamac.engine.perf.roofline import (
+from ..errors import OptionError
+from ..model.config import context_length
+from ..options import GROUP_SIZES, KVSpec
+from .catalogue import CatalogueEntry, Repository, catalogue, files_bytes
+from .config_cost import Packing
+from .cost import Form
+from .footprint import Footprint, KVTable, table_of_plan, weigh
+from .machine import Machine
+from .memory import MemoryFit, giving_way
+from .mitigation import Chunking, prompt_peak
+from .roofline import (
     MATTERS_S,
     Host,
     HostLimited,
@@ -40,10 +40,10 @@ from tokamac.engine.perf.roofline import (
     measure_host,
     predict,
 )
-from tokamac.engine.perf.workload import Trait, Workload, traits_of
+from .workload import Trait, Workload, traits_of
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import CachePlan
+    from ..kv.plan import CachePlan
 
 
 BITS = (16, 8, 6, 5, 4, 3, 2)
@@ -167,7 +167,7 @@ class WeighedModel:
 
     def _host(self, latency: HostLimited) -> Host | None:
         """Return what building a step takes here; None where that can't matter. Milliseconds."""
-        from tokamac.engine.kv import install_seam
+        from ..kv import install_seam
 
         device_s = latency.device.decode_s(self.work, 1)
         if device_s is None or device_s > MATTERS_S:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokamac.engine.kv.attention_kernel import AttentionCall, AttentionDevice, Kernel, kernel_of
-from tokamac.engine.perf.config_cost import COMPRESSED, STATE, STATELESS_KV
-from tokamac.engine.perf.cost import (
+from ..kv.attention_kernel import AttentionCall, AttentionDevice, Kernel, kernel_of
+from .config_cost import COMPRESSED, STATE, STATELESS_KV
+from .cost import (
     Cost,
     Tensor,
     active_share,
@@ -31,7 +31,7 @@ from tokamac.engine.perf.cost import (
 )
 
 if TYPE_CHECKING:
-    from tokamac.engine.kv.plan import CachePlan, LayerPlan
+    from ..kv.plan import CachePlan, LayerPlan
 
 
 SPARSE = "compressed_sparse_attention"

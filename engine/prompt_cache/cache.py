@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from tokamac.engine.kv import snapshot
-from tokamac.engine.options import PromptCacheSpec
-from tokamac.engine.perf import memory
-from tokamac.engine.perf.peak_memory import predict_peak
-from tokamac.engine.prompt_cache.disk import DiskStore, Link, to_bytes, to_host
-from tokamac.engine.prompt_cache.folder import Budgets, Folder, default_root, identify, identity
-from tokamac.engine.prompt_cache.memory import CachedRun, CacheLease, CacheStore, KnownPrefix, MemoryStore
-from tokamac.engine.prompt_cache.portable import Packet
-from tokamac.engine.prompt_cache.radix_tree import Node
+from ..kv import snapshot
+from ..options import PromptCacheSpec
+from ..perf import memory
+from ..perf.peak_memory import predict_peak
+from .disk import DiskStore, Link, to_bytes, to_host
+from .folder import Budgets, Folder, default_root, identify, identity
+from .memory import CachedRun, CacheLease, CacheStore, KnownPrefix, MemoryStore
+from .portable import Packet
+from .radix_tree import Node
 
 if TYPE_CHECKING:
-    from tokamac.engine.runtime import Runtime
+    from ..runtime import Runtime
 
 BLOCK = 256
 LEAST_TOKENS = 256

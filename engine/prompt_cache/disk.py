@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 from safetensors.numpy import load, save
 
-from tokamac.engine import metrics
-from tokamac.engine.files import open_regular
-from tokamac.engine.kv.snapshot import KVSlice, State, States
-from tokamac.engine.prompt_cache.folder import Folder, FullError, Identity, SegmentEntry, child_name, root_name
-from tokamac.engine.prompt_cache.portable import Packet
-from tokamac.engine.prompt_cache.radix_tree import common_prefix
+from .. import metrics
+from ..files import open_regular
+from ..kv.snapshot import KVSlice, State, States
+from .folder import Folder, FullError, Identity, SegmentEntry, child_name, root_name
+from .portable import Packet
+from .radix_tree import common_prefix
 
 Host = dict[str, np.ndarray[Any, Any]]
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.engine.errors import OptionError
-from tokamac.engine.kv import snapshot
-from tokamac.engine.prompt_cache.disk import DamagedError, DiskStore, Segment, from_bytes
-from tokamac.engine.prompt_cache.folder import Identity, SegmentEntry, child_name, root_name
-from tokamac.engine.prompt_cache.memory import CacheStore
-from tokamac.engine.prompt_cache.portable import (
+from ..errors import OptionError
+from ..kv import snapshot
+from .disk import DamagedError, DiskStore, Segment, from_bytes
+from .folder import Identity, SegmentEntry, child_name, root_name
+from .memory import CacheStore
+from .portable import (
     Packet,
     Portable,
     PortableError,
@@ -22,7 +22,7 @@ from tokamac.engine.prompt_cache.portable import (
 )
 
 if TYPE_CHECKING:
-    from tokamac.engine.runtime import Runtime
+    from ..runtime import Runtime
 
 LEAST_TOKENS = 33
 """Shorter prompts are never read from the disk: they are computed in a moment."""

@@ -35,9 +35,9 @@ from typing import Any
 import platformdirs
 import xxhash
 
-from tokamac.engine.files import TOKENIZER_BYTES, atomic_write, open_regular, read_bytes, read_text
-from tokamac.engine.options import KVSpec
-from tokamac.engine.perf import measurement_store
+from ..files import TOKENIZER_BYTES, atomic_write, open_regular, read_bytes, read_text
+from ..options import KVSpec
+from ..perf import measurement_store
 
 NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.kv")
 MODEL = re.compile(r"[0-9a-f]{32}")

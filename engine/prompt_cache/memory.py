@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokamac.engine import kv
-from tokamac.engine.kv import snapshot
-from tokamac.engine.kv.snapshot import KVSlice, States
-from tokamac.engine.prompt_cache.disk import DiskStore, Rates
-from tokamac.engine.prompt_cache.portable import Packet
-from tokamac.engine.prompt_cache.radix_tree import Node, common_prefix, insert, match_prefix, remove, split
+from .. import kv
+from ..kv import snapshot
+from ..kv.snapshot import KVSlice, States
+from .disk import DiskStore, Rates
+from .portable import Packet
+from .radix_tree import Node, common_prefix, insert, match_prefix, remove, split
 
 SHORTEST_BRANCH = 8
 """Tokens: a shorter branch is computed again rather than kept, such as a reply's last tokens that its text encodes differently."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import xxhash
 
-from tokamac.engine.errors import OptionError, TokamacError, access_hint
-from tokamac.engine.files import atomic_write, open_regular
-from tokamac.engine.options import KVSpec
-from tokamac.engine.prompt_cache.folder import Identity
+from ..errors import OptionError, TokamacError, access_hint
+from ..files import atomic_write, open_regular
+from ..options import KVSpec
+from .folder import Identity
 
 MAGIC = b"tokamac prompt 1"
 TAIL_BYTES = 24

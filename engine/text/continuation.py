@@ -7,9 +7,9 @@ to continue from; so the tokens are those of the cut reply, and the prompt cache
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tokamac.engine.errors import OptionError, TemplateError
-from tokamac.engine.events import Message
-from tokamac.engine.text.tokenizer import Tokenizer
+from ..errors import OptionError, TemplateError
+from ..events import Message
+from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokamac.engine.errors import ModelDamagedError
-from tokamac.engine.files import TOKENIZER_BYTES, read_text
+from ..errors import ModelDamagedError
+from ..files import TOKENIZER_BYTES, read_text
 
 MOST_CHARACTERS = 1 << 23
 """Of the remembered segments: some two million tokens, in about 16 MB."""

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tokamac.engine.errors import ContextError, OptionError, TemplateError
-from tokamac.engine.events import Message, Truncated
-from tokamac.engine.metrics import Recorder
-from tokamac.engine.options import NOTHING_TOLD, Sampling, TemplateOptions
-from tokamac.engine.prompt_cache.radix_tree import common_prefix
-from tokamac.engine.reply import Request
-from tokamac.engine.runtime import Runtime
-from tokamac.engine.text import continuation
-from tokamac.engine.text.continuation import PartialReply
+from ..errors import ContextError, OptionError, TemplateError
+from ..events import Message, Truncated
+from ..metrics import Recorder
+from ..options import NOTHING_TOLD, Sampling, TemplateOptions
+from ..prompt_cache.radix_tree import common_prefix
+from ..reply import Request
+from ..runtime import Runtime
+from . import continuation
+from .continuation import PartialReply
 
 Prompt = Sequence[int] | Sequence[Message]
 """One of the two, not empty: engine/chat.py sees to it."""

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from tokamac.engine.events import Alternative, TextChunk, TextKind, TokenLogprob
-from tokamac.engine.text.continuation import PartialReply
-from tokamac.engine.text.tokenizer import LONGEST_PENDING, Tokenizer
+from ..events import Alternative, TextChunk, TextKind, TokenLogprob
+from .continuation import PartialReply
+from .tokenizer import LONGEST_PENDING, Tokenizer
 
 if TYPE_CHECKING:
-    from tokamac.engine.sampling import Score
+    from ..sampling import Score
 
 CHANNEL_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 """What ends a Harmony message or begins the header of the next, which "<|message|>" ends:

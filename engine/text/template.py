@@ -26,8 +26,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tokamac.engine.errors import TemplateError
-from tokamac.engine.text.thinking import KNOWN
+from ..errors import TemplateError
+from .thinking import KNOWN
 
 T = TypeVar("T")
 

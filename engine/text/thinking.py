@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokamac.engine.options import THINKING, Thinking
+from ..options import THINKING, Thinking
 
 FLAGS = ("enable_thinking", "thinking", "enable_reasoning", "reasoning", "think", "use_thinking", "is_thinking")
 """Names that are true or false: Qwen 3, GLM 4.5, SmolLM 3, EXAONE 4, Hunyuan; DeepSeek V3.1, Granite 3.2, Kimi K2.5; others."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokamac.engine.errors import (
+from ..errors import (
     ModelDamagedError,
     ModelUnsupportedError,
     OptionError,
@@ -25,15 +25,15 @@ from tokamac.engine.errors import (
     panics_as_errors,
     unreadable,
 )
-from tokamac.engine.events import Message, TextKind
-from tokamac.engine.files import TOKENIZER_BYTES, check_regular, read_text
-from tokamac.engine.options import TemplateOptions, Thinking
-from tokamac.engine.text.encoder import SegmentEncoder, check_growth
-from tokamac.engine.text.template import ChatTemplate
-from tokamac.engine.text.thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
+from ..events import Message, TextKind
+from ..files import TOKENIZER_BYTES, check_regular, read_text
+from ..options import TemplateOptions, Thinking
+from .encoder import SegmentEncoder, check_growth
+from .template import ChatTemplate
+from .thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
 
 if TYPE_CHECKING:
-    from tokamac.engine.sampling import Breakers
+    from ..sampling import Breakers
 
 BREAK = "\ufdd1"
 """A noncharacter: Unicode keeps it out of texts for private use, and no template trims or splits at it."""
@@ -248,7 +248,7 @@ class Tokenizer:
         """
         known = self._breakers.get(texts)
         if known is None:
-            from tokamac.engine.sampling import find_breakers
+            from ..sampling import find_breakers
 
             ids = range(max(self._hf.get_vocab().values(), default=-1) + 1)
             if self._hf.is_fast:

@@ -19,10 +19,11 @@ from tokamac.engine.device import device_kind
 from tokamac.engine.errors import ConversionError, OptionError, TokamacError
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import text_config
-from tokamac.quant.calibration import LENGTH
-from tokamac.quant.modules import check_finite
-from tokamac.quant.options import SEARCHED, Options
-from tokamac.quant.source import Packed, Source
+
+from ..calibration import LENGTH
+from ..modules import check_finite
+from ..options import SEARCHED, Options
+from ..source import Packed, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,8 +97,8 @@ class Search:
 
     def pack(self, path: str, weight: mx.array, packing: Packing) -> tuple[mx.array, ...]:
         """See Quantizer."""
-        from tokamac.quant.search import search
-        from tokamac.quant.search.on_mlx import search_scales
+        from ..search import search
+        from ..search.on_mlx import search_scales
 
         if packing.mode not in SEARCHED:
             return Round().pack(path, weight, packing)

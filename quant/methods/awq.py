@@ -27,9 +27,15 @@ from tokamac.engine.device import device_kind
 from tokamac.engine.errors import OptionError
 from tokamac.engine.model.cpu import DenseLinear
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.calibration import LENGTH
-from tokamac.quant.choices import Choices
-from tokamac.quant.methods import (
+
+from ..calibration import LENGTH
+from ..choices import Choices
+from ..modules import Method, check_finite, clone, layer_paths, leaves, override
+from ..options import Options
+from ..report import StageDone, StageProgress
+from ..source import Packed, Source, fresh
+from ..streaming import rows_here
+from . import (
     FLOAT_BYTES,
     OTHERWISE,
     Silent,
@@ -41,11 +47,6 @@ from tokamac.quant.methods import (
     with_packed,
     working,
 )
-from tokamac.quant.modules import Method, check_finite, clone, layer_paths, leaves, override
-from tokamac.quant.options import Options
-from tokamac.quant.report import StageDone, StageProgress
-from tokamac.quant.source import Packed, Source, fresh
-from tokamac.quant.streaming import rows_here
 
 SEQUENCES = 8
 """Of ``calibration.LENGTH`` tokens. AWQ takes means of inputs and compares a block's errors, which needs fewer tokens than GPTQ's

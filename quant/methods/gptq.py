@@ -18,9 +18,16 @@ from mlx import nn
 from tokamac.engine.device import device_kind
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.calibration import LENGTH
-from tokamac.quant.choices import Choices
-from tokamac.quant.methods import (
+
+from ..calibration import LENGTH
+from ..choices import Choices
+from ..modules import layer_paths, leaves
+from ..options import Options
+from ..report import StageDone, StageProgress, WeightError
+from ..search import squared_error
+from ..source import Packed, Source, fresh
+from ..streaming import Inputs, Streamed, rows_here, streamable_source
+from . import (
     FLOAT_BYTES,
     OTHERWISE,
     Silent,
@@ -32,12 +39,6 @@ from tokamac.quant.methods import (
     with_packed,
     working,
 )
-from tokamac.quant.modules import layer_paths, leaves
-from tokamac.quant.options import Options
-from tokamac.quant.report import StageDone, StageProgress, WeightError
-from tokamac.quant.search import squared_error
-from tokamac.quant.source import Packed, Source, fresh
-from tokamac.quant.streaming import Inputs, Streamed, rows_here, streamable_source
 
 SEQUENCES = 32
 """Of ``calibration.LENGTH`` tokens: as many as the shipped text fills, about. The paper's authors read 128 of 2,048."""

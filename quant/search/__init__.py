@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokamac.engine.device import device_kind
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.options import BITS, DTYPES, GROUP_SIZES
+
+from ..options import BITS, DTYPES, GROUP_SIZES
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -43,10 +44,10 @@ def implementation() -> Implementation:
     Both find the same: their errors agree within half a per cent. On a CPU, MLX's takes some thirty times as long.
     """
     if device_kind() == "cpu" and find_spec("numba") is not None:
-        from tokamac.quant.search.kernels import NumbaSearch
+        from .kernels import NumbaSearch
 
         return NumbaSearch()
-    from tokamac.quant.search.on_mlx import MlxSearch
+    from .on_mlx import MlxSearch
 
     return MlxSearch()
 
@@ -69,7 +70,7 @@ def search(weight: "mx.array", packing: Packing, importance: "np.ndarray | None"
     Raises:
         ValueError: For other shapes, types, packings or importance.
     """
-    from tokamac.quant.search.on_mlx import checked
+    from .on_mlx import checked
 
     bits, size = packing.bits, packing.group_size
     if bits not in BITS or size not in GROUP_SIZES or packing.mode != "affine":
@@ -88,7 +89,7 @@ def squared_error(weight: "mx.array", arrays: "Sequence[mx.array]", packing: Pac
     weight: (…, in), floating. arrays: words, scales[, biases] as mx.quantize gives them. A packed weight is scale · q + bias as
     float32 computes it, which is what a product with it uses. Memory beyond the arguments is bounded.
     """
-    from tokamac.quant.search.on_mlx import unpacked_error
+    from .on_mlx import unpacked_error
 
     exact, *packed = (each.reshape(-1, each.shape[-1]) for each in (weight, *arrays))
     affine = packing.mode == "affine" and _searchable(weight)

@@ -22,7 +22,8 @@ import numpy as np
 from numba import njit
 
 from tokamac.engine.perf.config_cost import Packing
-from tokamac.quant.search.on_mlx import DRAWN_IN, ROUNDS
+
+from .on_mlx import DRAWN_IN, ROUNDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,26 +11,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app.chat import commands, recording
-from tokamac.app.chat.attachments import Draft, apart, joined
-from tokamac.app.chat.background import PATH, PriceQuestion
-from tokamac.app.chat.commands import recording_of
-from tokamac.app.chat.listing import ChatSearch
-from tokamac.app.chat.preferences import ChatOverrides
-from tokamac.app.chat.recording import LEFT, Ledger, Recording
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import EnginePhase, Step
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import StoreError
-from tokamac.app.tui.widgets.prompt_input import Prompt
-from tokamac.app.tui.widgets.status import StatusLine
-from tokamac.app.tui.widgets.transcript import Transcript
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Price
 
+from ...chat import commands, recording
+from ...chat.attachments import Draft, apart, joined
+from ...chat.background import PATH, PriceQuestion
+from ...chat.commands import recording_of
+from ...chat.listing import ChatSearch
+from ...chat.preferences import ChatOverrides
+from ...chat.recording import LEFT, Ledger, Recording
+from ...chat.session import Session
+from ...chat.steps import EnginePhase, Step
+from ...store.store import Store
+from ...store.values import StoreError
+from ..widgets.prompt_input import Prompt
+from ..widgets.status import StatusLine
+from ..widgets.transcript import Transcript
+
 if TYPE_CHECKING:
-    from tokamac.app.tui.screens.chat import ChatScreen
-    from tokamac.app.tui.screens.chats import Pick
+    from ..screens.chat import ChatScreen
+    from ..screens.chats import Pick
 
 KEPT = "The reply was stopped. The text so far is saved in its chat."
 EMPTY = "The reply was stopped before its first word. The prompt is saved in its chat."
@@ -119,7 +120,7 @@ def _leave(chat: "ChatScreen") -> tuple[bool, Draft]:
 
 def chats(chat: "ChatScreen", _: str) -> None:
     """List and search the conversations."""
-    from tokamac.app.tui.screens.chats import ChatsScreen
+    from ..screens.chats import ChatsScreen
 
     recording = recording_of(chat)
 
@@ -187,7 +188,7 @@ def jump(chat: "ChatScreen", key: int | None) -> None:
 
 def branches(chat: "ChatScreen", _: str) -> None:
     """Show the conversation as a tree, and go to the message chosen in it."""
-    from tokamac.app.tui.screens.chats import BranchesScreen
+    from ..screens.chats import BranchesScreen
 
     tree = chat.session.conversation.tree
     if not tree.nodes:

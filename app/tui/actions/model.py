@@ -4,21 +4,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokamac.app.chat.commands import apply_choice, save_settings
-from tokamac.app.chat.preferences import Written
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.settings import Settings, gigabytes_of
-from tokamac.app.tui.model_library import load_model
 from tokamac.engine.options import Sampling
 
+from ...chat.commands import apply_choice, save_settings
+from ...chat.preferences import Written
+from ...sanitise import sanitise_line
+from ...settings import Settings, gigabytes_of
+from ..model_library import load_model
+
 if TYPE_CHECKING:
-    from tokamac.app.tui.screens.chat import ChatScreen
-    from tokamac.app.tui.screens.settings import Chosen
+    from ..screens.chat import ChatScreen
+    from ..screens.settings import Chosen
 
 
 def choose_model(chat: "ChatScreen", name: str) -> None:
     """Load the model ``name``, or ask for one. It is downloaded first if need be."""
-    from tokamac.app.tui.screens.model import ModelScreen
+    from ..screens.model import ModelScreen
 
     if name:
         take_model(chat, name)
@@ -56,7 +57,7 @@ def what_if(chat: "ChatScreen", model: str) -> None:
 
 def convert(chat: "ChatScreen", model: str) -> None:
     """Quantize a model, this one or another; load the result if the user wants it at once."""
-    from tokamac.app.tui.screens.model import ConvertScreen
+    from ..screens.model import ConvertScreen
 
     screen = ConvertScreen(model or chat.session.engine.load.model)
     chat.app.push_screen(screen, lambda folder: load_model(chat, folder) if folder is not None else None)
@@ -64,7 +65,7 @@ def convert(chat: "ChatScreen", model: str) -> None:
 
 def system_prompt(chat: "ChatScreen", _: str) -> None:
     """Edit the system prompt. Unsaved text stays with the chat as a draft."""
-    from tokamac.app.tui.screens.settings import SystemScreen
+    from ..screens.settings import SystemScreen
 
     preferences, drafts = chat.preferences, chat.preferences.system_drafts
     earlier = drafts.of(_open_id(chat))
@@ -97,7 +98,7 @@ def _open_id(chat: "ChatScreen") -> str | None:
 
 def settings(chat: "ChatScreen", _: str) -> None:
     """Edit sampling, KV and memory settings."""
-    from tokamac.app.tui.screens.settings import Chosen, SettingsScreen
+    from ..screens.settings import Chosen, SettingsScreen
 
     session, known = chat.session, chat.preferences.settings
     recommended = session.engine.info.recommended if session.engine.info is not None else Sampling()

@@ -7,21 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app.chat.commands import RefusedError, exported, imported, recording_of, save_settings
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import StoreError
-from tokamac.app.tui.widgets.gauges import NARROW, Gauges
-from tokamac.app.tui.widgets.prompt_input import Prompt
-from tokamac.app.tui.widgets.transcript import Transcript
+from ...chat.commands import RefusedError, exported, imported, recording_of, save_settings
+from ...sanitise import sanitise_line
+from ...store.store import Store
+from ...store.values import StoreError
+from ..widgets.gauges import NARROW, Gauges
+from ..widgets.prompt_input import Prompt
+from ..widgets.transcript import Transcript
 
 if TYPE_CHECKING:
-    from tokamac.app.tui.screens.chat import ChatScreen
+    from ..screens.chat import ChatScreen
 
 
 def explain(chat: "ChatScreen", _: str) -> None:
     """Explain the last reply with metrics."""
-    from tokamac.app.tui.screens.figure import ExplainScreen
+    from ..screens.figure import ExplainScreen
 
     replies = [turn.reply for turn in chat.session.turns if turn.reply is not None and turn.reply.metrics is not None]
     if not replies:
@@ -46,7 +46,7 @@ def palette(chat: "ChatScreen", _: str) -> None:
 
 def help_(chat: "ChatScreen", _: str) -> None:
     """Show keys and actions."""
-    from tokamac.app.tui.screens.help import HelpScreen
+    from ..screens.help import HelpScreen
 
     screen = HelpScreen(chat.preferences.keymap.actions)
     chat.app.push_screen(screen, lambda asks: chat.do("ask_guide") if asks else None)
@@ -104,7 +104,7 @@ def gauges(chat: "ChatScreen", _: str) -> None:
 
 def ask_guide(chat: "ChatScreen", question: str) -> None:
     """Ask the embedded guide, in a process of its own: the chat and its model stay as they are."""
-    from tokamac.app.tui.screens.help import GuideScreen
+    from ..screens.help import GuideScreen
 
     chat.app.push_screen(GuideScreen(chat.bridge.another(), question))
 
@@ -118,7 +118,7 @@ def export(chat: "ChatScreen", written: str) -> None:
 
 def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, missing: str) -> None:
     """Export the chat ``name`` of the store ``file``. missing: a sentence on what is not stored, or nothing."""
-    from tokamac.app.export import formats
+    from ...export import formats
 
     try:
         with Store.open(file) as store:
@@ -137,7 +137,7 @@ def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, missing
 
 
 def _offer_free_name(chat: "ChatScreen", path: Path) -> None:
-    from tokamac.app.export.formats import free_name
+    from ...export.formats import free_name
 
     free = free_name(path.stem, path.parent, path.suffix)
     chat.query_one(Prompt).give_back(f"/export {sanitise_line(str(free))}")

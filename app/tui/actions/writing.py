@@ -4,17 +4,17 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokamac.app.chat import actions
-from tokamac.app.chat.attachments import AttachError, Draft, read_file
-from tokamac.app.chat.commands import RefusedError
-from tokamac.app.chat.external_programs import EditorError, edit_text, editor_command
-from tokamac.app.chat.steps import TurnBegun
-from tokamac.app.sanitise import sanitise
-from tokamac.app.store.values import StoreError
-from tokamac.app.tui.widgets.prompt_input import Prompt
+from ...chat import actions
+from ...chat.attachments import AttachError, Draft, read_file
+from ...chat.commands import RefusedError
+from ...chat.external_programs import EditorError, edit_text, editor_command
+from ...chat.steps import TurnBegun
+from ...sanitise import sanitise
+from ...store.values import StoreError
+from ..widgets.prompt_input import Prompt
 
 if TYPE_CHECKING:
-    from tokamac.app.tui.screens.chat import ChatScreen
+    from ..screens.chat import ChatScreen
 
 MOST_SENT = 200
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from textual.content import Content
 
-from tokamac.app.tui.markdown.parse import Block, Code, Flow, Inline, Section, Table, parse
-from tokamac.app.tui.markdown.rows import Grid, Row, rows
+from .parse import Block, Code, Flow, Inline, Section, Table, parse
+from .rows import Grid, Row, rows
 
 
 @dataclass(frozen=True, slots=True)

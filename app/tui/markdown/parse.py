@@ -9,7 +9,7 @@ from typing import Literal
 
 from markdown_it.tree import SyntaxTreeNode
 
-from tokamac.app.chat.code import tokens
+from ...chat.code import tokens
 
 InlineStyle = Literal["strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote"]
 

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.content import Span as ContentSpan
 
-from tokamac.app.tui.markdown.parse import Block, Code, Flow, HorizontalRule, Inline, Line, Table
+from .parse import Block, Code, Flow, HorizontalRule, Inline, Line, Table
 
 TAB = 8  # cells
 STYLES = {

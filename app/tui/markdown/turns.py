@@ -7,16 +7,17 @@ from itertools import chain, repeat
 
 from textual.content import Content
 
-from tokamac.app.chat.conversation import ENDINGS, Reply, Turn
-from tokamac.app.chat.preferences import budget_spent
-from tokamac.app.sanitise import Sanitiser, sanitise, sanitise_line
-from tokamac.app.store.values import Attachment
-from tokamac.app.tui.markdown.page import BLANK, PLAIN, Frame, PageRow, Prose, guess, keep_same
-from tokamac.app.tui.markdown.rows import Row, wrapped
-from tokamac.app.tui.theme import FAINT
-from tokamac.app.units import seconds
-from tokamac.app.verdict import brief
 from tokamac.engine.events import TextKind
+
+from ...chat.conversation import ENDINGS, Reply, Turn
+from ...chat.preferences import budget_spent
+from ...sanitise import Sanitiser, sanitise, sanitise_line
+from ...store.values import Attachment
+from ...units import seconds
+from ...verdict import brief
+from ..theme import FAINT
+from .page import BLANK, PLAIN, Frame, PageRow, Prose, guess, keep_same
+from .rows import Row, wrapped
 
 BAR = "█"
 USER = Frame(Content.styled(BAR, "$primary") + Content.styled(" ", "on $surface"), "on $surface", right=0)

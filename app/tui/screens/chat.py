@@ -16,17 +16,21 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
-from tokamac.app.backend.client import BackendEvent
-from tokamac.app.backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, WhatIf
-from tokamac.app.chat import commands
-from tokamac.app.chat.attachments import Draft, joined
-from tokamac.app.chat.commands import CodeCycle, LoadChoice, Severity, save_settings
-from tokamac.app.chat.conversation import MessageNode
-from tokamac.app.chat.external_programs import copy_text
-from tokamac.app.chat.preferences import Preferences
-from tokamac.app.chat.recording import Recording
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import (
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import Live
+from tokamac.engine.hub.cache import GUIDE
+
+from ...backend.client import BackendEvent
+from ...backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, WhatIf
+from ...chat import commands
+from ...chat.attachments import Draft, joined
+from ...chat.commands import CodeCycle, LoadChoice, Severity, save_settings
+from ...chat.conversation import MessageNode
+from ...chat.external_programs import copy_text
+from ...chat.preferences import Preferences
+from ...chat.recording import Recording
+from ...chat.session import Session
+from ...chat.steps import (
     Ask,
     DraftReturned,
     EndEngine,
@@ -41,23 +45,20 @@ from tokamac.app.chat.steps import (
     Titled,
     TurnBegun,
 )
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.store.store import Store
-from tokamac.app.store.values import StoredChat, StoreError
-from tokamac.app.tui.actions import chats, model, reading, writing
-from tokamac.app.tui.actions.chats import begin
-from tokamac.app.tui.actions.writing import submit
-from tokamac.app.tui.bindings import bindings
-from tokamac.app.tui.bridge import Bridge, EngineSaid
-from tokamac.app.tui.model_library import ModelLibrary
-from tokamac.app.tui.theme import FAINT
-from tokamac.app.tui.widgets.gauges import NARROW, Gauges
-from tokamac.app.tui.widgets.prompt_input import Chips, Prompt
-from tokamac.app.tui.widgets.status import Activity, StatusLine
-from tokamac.app.tui.widgets.transcript import Transcript, share_on
-from tokamac.engine.errors import TokamacError
-from tokamac.engine.events import Live
-from tokamac.engine.hub.cache import GUIDE
+from ...sanitise import sanitise, sanitise_line
+from ...store.store import Store
+from ...store.values import StoredChat, StoreError
+from ..actions import chats, model, reading, writing
+from ..actions.chats import begin
+from ..actions.writing import submit
+from ..bindings import bindings
+from ..bridge import Bridge, EngineSaid
+from ..model_library import ModelLibrary
+from ..theme import FAINT
+from ..widgets.gauges import NARROW, Gauges
+from ..widgets.prompt_input import Chips, Prompt
+from ..widgets.status import Activity, StatusLine
+from ..widgets.transcript import Transcript, share_on
 
 EDITING = "editing · Esc cancels"
 """On the border of the input box during an edit."""
@@ -191,8 +192,8 @@ class WhatIfs:
     def open(self, app: App[int], model: str) -> None:
         """Ask about ``model``, which need not be on this disk."""
         # plotext takes a tenth of a second to import: not before it is wanted.
-        from tokamac.app.chat.what_if_form import first_question, known_names
-        from tokamac.app.tui.screens.whatif import WhatIfScreen
+        from ...chat.what_if_form import first_question, known_names
+        from .whatif import WhatIfScreen
 
         start, names = first_question(self._session, model), known_names(model)
         app.push_screen(
@@ -207,7 +208,7 @@ class WhatIfs:
             listener(event)
         if len(app.screen_stack) < 2:
             return
-        from tokamac.app.tui.screens.whatif import WhatIfScreen
+        from .whatif import WhatIfScreen
 
         for screen in app.screen_stack:
             if isinstance(screen, WhatIfScreen):

@@ -24,16 +24,17 @@ from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 from textual.worker import Worker, get_current_worker
 
-from tokamac.app.chat.actions import Keymap
-from tokamac.app.chat.background import of_path
-from tokamac.app.chat.conversation import Tree
-from tokamac.app.chat.listing import ChatMatches, ChatSearch, ago, excerpt, said_in
-from tokamac.app.chat.models import short_name
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.store.values import Hit, StoredChat, StoreError
-from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.theme import FAINT
 from tokamac.engine.events import Price, Role
+
+from ...chat.actions import Keymap
+from ...chat.background import of_path
+from ...chat.conversation import Tree
+from ...chat.listing import ChatMatches, ChatSearch, ago, excerpt, said_in
+from ...chat.models import short_name
+from ...sanitise import sanitise, sanitise_line
+from ...store.values import Hit, StoredChat, StoreError
+from ..theme import FAINT
+from .dialog import Dialog
 
 LEAST_TITLE = 24
 """Cells that a title keeps; the rest of a chat's row gives way to it, the ID last: ``--chat`` takes it."""

@@ -13,18 +13,19 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Static
 
-from tokamac.app import units
-from tokamac.app.chat import figures
-from tokamac.app.chat.conversation import Reply
-from tokamac.app.chat.figures import Explained, Input
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.markdown.rows import wrapped
-from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.theme import FAINT, bar
-from tokamac.app.verdict import HOW, RELIEF, THROTTLED, numbers, part_text, remedy_text, sentence, value_text, words
 from tokamac.engine import metrics as rates
 from tokamac.engine.metrics import Outlier, Throttle
 from tokamac.engine.perf.diagnosis import Concern, Diagnosis, PartName, Remedy, Term, TimePart
+
+from ... import units
+from ...chat import figures
+from ...chat.conversation import Reply
+from ...chat.figures import Explained, Input
+from ...sanitise import sanitise_line
+from ...verdict import HOW, RELIEF, THROTTLED, numbers, part_text, remedy_text, sentence, value_text, words
+from ..markdown.rows import wrapped
+from ..theme import FAINT, bar
+from .dialog import Dialog
 
 NAME, VALUE = 18, 14  # cells
 

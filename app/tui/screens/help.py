@@ -14,15 +14,15 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Input, Static
 
-from tokamac.app.backend.client import Died
-from tokamac.app.backend.protocol import Request
-from tokamac.app.chat.actions import ACTIONS, Action
-from tokamac.app.chat.jobs import GuideChat, GuideExchange
-from tokamac.app.tui.bridge import Bridge, EngineSaid
-from tokamac.app.tui.markdown.page import Prose
-from tokamac.app.tui.markdown.rows import wrapped
-from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.theme import FAINT
+from ...backend.client import Died
+from ...backend.protocol import Request
+from ...chat.actions import ACTIONS, Action
+from ...chat.jobs import GuideChat, GuideExchange
+from ..bridge import Bridge, EngineSaid
+from ..markdown.page import Prose
+from ..markdown.rows import wrapped
+from ..theme import FAINT
+from .dialog import Dialog
 
 KEY_COLUMN = 14
 LEAST_TEXT = 24  # cells; with fewer beside the keys, these have a line of their own

@@ -20,18 +20,19 @@ from textual.events import Resize
 from textual.widgets import Button, Input, Label, OptionList, Select, Static
 from textual.widgets.option_list import Option
 
-from tokamac.app import units
-from tokamac.app.backend.protocol import ModelLine
-from tokamac.app.backend.subprocess import ConversionLine, Converter, TensorWritten, converter_command
-from tokamac.app.chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Download, DownloadStage
-from tokamac.app.chat.models import ModelRow, Removal, Section, is_id, short_name
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.model_library import ModelLibrary
-from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.theme import FAINT
 from tokamac.engine import metrics as rates
+
+from ... import units
+from ...backend.protocol import ModelLine
+from ...backend.subprocess import ConversionLine, Converter, TensorWritten, converter_command
+from ...chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Download, DownloadStage
+from ...chat.models import ModelRow, Removal, Section, is_id, short_name
+from ...chat.session import Session
+from ...chat.steps import EnginePhase
+from ...sanitise import sanitise_line
+from ..model_library import ModelLibrary
+from ..theme import FAINT
+from .dialog import Dialog
 
 PENDING = "…"
 ROOMY = 92

@@ -13,8 +13,11 @@ from textual.events import DescendantFocus
 from textual.widgets import Button, Checkbox, Input, Label, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from tokamac.app.chat.listing import excerpt
-from tokamac.app.chat.preferences import (
+from tokamac.engine.errors import OptionError
+from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+
+from ...chat.listing import excerpt
+from ...chat.preferences import (
     KV_FIELDS,
     MEMORY_FIELDS,
     RARE_FIELDS,
@@ -30,12 +33,10 @@ from tokamac.app.chat.preferences import (
     read_template,
     write,
 )
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.settings import CHAT_KV, Settings
-from tokamac.app.tui.screens.dialog import Dialog, Tick
-from tokamac.app.tui.theme import FAINT
-from tokamac.engine.errors import OptionError
-from tokamac.engine.options import KVSpec, Sampling, TemplateOptions
+from ...sanitise import sanitise, sanitise_line
+from ...settings import CHAT_KV, Settings
+from ..theme import FAINT
+from .dialog import Dialog, Tick
 
 THIS_CHAT = "For this chat only"
 NOT_USED = "Your draft; it is not applied yet. Ctrl+S applies it."

@@ -22,8 +22,8 @@ from textual.timer import Timer
 from textual.widgets import DataTable, Input, Label, Select, Static, TabbedContent, TabPane, Tabs
 from textual_plotext import PlotextPlot
 
-from tokamac.app import units
-from tokamac.app.backend.protocol import (
+from ... import units
+from ...backend.protocol import (
     Answer,
     CaseLine,
     Change,
@@ -37,8 +37,8 @@ from tokamac.app.backend.protocol import (
     Wanted,
     WhatIf,
 )
-from tokamac.app.chat.models import short_name
-from tokamac.app.chat.what_if_form import (
+from ...chat.models import short_name
+from ...chat.what_if_form import (
     CHIP_CHOICES,
     HERE,
     KV_BITS,
@@ -48,11 +48,11 @@ from tokamac.app.chat.what_if_form import (
     question_of,
     texts_of,
 )
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.screens.dialog import Dialog
-from tokamac.app.tui.theme import FAINT
-from tokamac.app.units import lowest
-from tokamac.app.verdict import BOUND
+from ...sanitise import sanitise_line
+from ...units import lowest
+from ...verdict import BOUND
+from ..theme import FAINT
+from .dialog import Dialog
 
 # Tables -------------------------------------------------------------------------------------------------------------------
 

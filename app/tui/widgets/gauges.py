@@ -15,17 +15,18 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tokamac.app import units
-from tokamac.app.chat import figures
-from tokamac.app.chat.figures import FIGURES, Figure, explain
-from tokamac.app.chat.session import Session
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.markdown.rows import wrapped
-from tokamac.app.tui.screens.figure import shares
-from tokamac.app.tui.theme import EMPTY, FAINT, bar, end_of, sparkline
-from tokamac.app.tui.widgets.page_view import segments, select, selected_in
-from tokamac.app.verdict import sentence
 from tokamac.engine import metrics as rates
+
+from ... import units
+from ...chat import figures
+from ...chat.figures import FIGURES, Figure, explain
+from ...chat.session import Session
+from ...sanitise import sanitise_line
+from ...verdict import sentence
+from ..markdown.rows import wrapped
+from ..screens.figure import shares
+from ..theme import EMPTY, FAINT, bar, end_of, sparkline
+from .page_view import segments, select, selected_in
 
 WIDTH = 30
 SENTENCE_ROWS = 6
@@ -300,7 +301,7 @@ class Gauges(Widget, can_focus=True):
             self.parent.scroll_to_region(Region(0, top, 1, shown[-1] + 1 - top), animate=False)
 
     def _open(self, figure: Figure) -> None:
-        from tokamac.app.tui.screens.figure import FigureScreen
+        from ..screens.figure import FigureScreen
 
         if (session := self._session) is not None:
             explained = [explain(each, session) for each in FIGURES]

@@ -16,7 +16,7 @@ from textual.strip import Strip
 from textual.style import Style
 from textual.widget import Widget
 
-from tokamac.app.tui.markdown.page import Page, PageRow
+from ..markdown.page import Page, PageRow
 
 MOST_STRIPS = 1000  # that are kept
 

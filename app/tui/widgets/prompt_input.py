@@ -22,15 +22,15 @@ from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 from textual.worker import get_current_worker
 
-from tokamac.app import units
-from tokamac.app.chat import actions
-from tokamac.app.chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
-from tokamac.app.chat.attachments import Draft, is_long, pasted
-from tokamac.app.chat.listing import excerpt
-from tokamac.app.chat.session import Session
-from tokamac.app.sanitise import sanitise, sanitise_line
-from tokamac.app.store.values import Attachment
-from tokamac.app.tui.theme import FAINT
+from ... import units
+from ...chat import actions
+from ...chat.actions import NEWLINE_KEYS, Action, PartialCommand, by_slash, command_at, matching
+from ...chat.attachments import Draft, is_long, pasted
+from ...chat.listing import excerpt
+from ...chat.session import Session
+from ...sanitise import sanitise, sanitise_line
+from ...store.values import Attachment
+from ..theme import FAINT
 
 MOST_OFFERED = 8
 MOST_FILES = 20_000

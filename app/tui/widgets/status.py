@@ -7,15 +7,16 @@ from functools import partial
 from textual.content import Content
 from textual.widgets import Static
 
-from tokamac.app import units
-from tokamac.app.chat import figures, preferences
-from tokamac.app.chat.actions import ACTIONS, Action, Keymap
-from tokamac.app.chat.background import READY, KnownPrice, amount, is_of_disk, is_ready, of_path
-from tokamac.app.chat.session import Session
-from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.sanitise import sanitise_line
-from tokamac.app.tui.theme import FAINT, bar, end_of
 from tokamac.engine import metrics as rates
+
+from ... import units
+from ...chat import figures, preferences
+from ...chat.actions import ACTIONS, Action, Keymap
+from ...chat.background import READY, KnownPrice, amount, is_of_disk, is_ready, of_path
+from ...chat.session import Session
+from ...chat.steps import EnginePhase
+from ...sanitise import sanitise_line
+from ..theme import FAINT, bar, end_of
 
 BAR = 20
 ROOMY = 56  # columns for a bar and a whole sentence

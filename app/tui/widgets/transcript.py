@@ -12,15 +12,16 @@ from textual import events
 from textual.content import Content
 from textual.reactive import var
 
-from tokamac.app.chat.actions import Keymap
-from tokamac.app.chat.conversation import Reply, Turn
-from tokamac.app.tui.bindings import bindings
-from tokamac.app.tui.markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
-from tokamac.app.tui.markdown.rows import Row, wrapped
-from tokamac.app.tui.markdown.turns import ReplyMessage, Spoken, SystemMessage, messages_of
-from tokamac.app.tui.theme import FAINT
-from tokamac.app.tui.widgets.page_view import PageView
 from tokamac.engine.events import TextKind
+
+from ...chat.actions import Keymap
+from ...chat.conversation import Reply, Turn
+from ..bindings import bindings
+from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
+from ..markdown.rows import Row, wrapped
+from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, messages_of
+from ..theme import FAINT
+from .page_view import PageView
 
 Hints = tuple[tuple[str, str], ...]
 WORDMARK = "▀█▀ █▀█ █▄▀ █▀█ █▀▄▀█ █▀█ █▀▀\n █  █▄█ █ █ █▀█ █ ▀ █ █▀█ █▄▄"
