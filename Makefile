@@ -30,7 +30,9 @@ floors: $(DEV)  # all tests, with each dependency at the oldest version that pyp
 lint: $(DEV) build/typed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=build/typed $(BIN)/mypy -p tokamac.app -p tokamac.engine -p tokamac.quant -p tokamac.assets -p tests.guide -p tests.roofline
+	MYPYPATH=build/typed $(BIN)/mypy -p tokamac.app -p tokamac.engine -p tokamac.quant -p tokamac.assets \
+		-m tests.guide.dataset -m tests.guide.evaluate -m tests.guide.train \
+		-m tests.roofline.fit_roofline -m tests.roofline.measurements
 
 format: $(DEV)
 	$(BIN)/ruff check --fix-only .

@@ -43,7 +43,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny unquantized model folder."""
-    from tests.engine.seeded import write_model
+    from tests.engine.helpers import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"))
 

@@ -1,17 +1,105 @@
-"""The documents say what is true: links lead somewhere, every figure has a script behind it."""
+"""The documents say what is true: links lead somewhere, figures have a script behind them, and the guide names what
+exists."""
 
+import argparse
 import re
 import textwrap
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from tests.test_guide_product import FLAG, options_of
+from tests.benchmarks import long_child
+from tests.benchmarks.report import ELSEWHERE, Row, Section, block, merged, page
+from tests.benchmarks.texts import SHOWN_PROSE
+from tests.guide.dataset import read_corpus
 from tokamac.app import help as texts
+from tokamac.app.backend.protocol import Load
+from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.cli import COMMANDS
+from tokamac.app.tui.screens.chats import ChatsScreen
+from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.settings import SystemScreen
+from tokamac.engine.events import Finished, Message
+from tokamac.engine.options import Sampling
+
+# The guide tells the truth about the product: every command, flag, key and make target in its corpus exists.
 
 ROOT = Path(__file__).parent.parent
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+COMMAND = re.compile(r"`tokamac ([a-z]+)")
+KEY = re.compile(r"\b(?:Ctrl|Shift|Alt)\+[A-Z][a-z]*\b|\bF\d{1,2}\b|\bEsc\b|\bPage(?:Up|Down)\b")
+TARGET = re.compile(r"`make ([a-z]+)")
+NOT_FLAGS = {"--config-settings"}
+# Keys of the terminal or of other programs, which the corpus may name as such.
+FOREIGN_KEYS = {"Ctrl+C", "Shift+Enter"}
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[str, str]]:
+    return [(entry.id, turn.answer) for entry in read_corpus() if not entry.out_of_scope for turn in entry.turns]
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from options_of(child)
+
+
+def keys_of_lists() -> set[str]:
+    """Keys of the screens that a list or a text is worked on in, as a person reads them."""
+    bound = (binding.key for screen in (ChatsScreen, ModelScreen, SystemScreen) for binding in screen.BINDINGS)
+    return {"+".join(part.capitalize() for part in key.split("+")) for keys in bound for key in keys.split(",")}
+
+
+def named(pattern: re.Pattern[str], answers: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(found, entry) for entry, answer in answers for found in pattern.findall(answer)}
+
+
+def test_every_command_exists(answers: list[tuple[str, str]]) -> None:
+    assert {(name, entry) for name, entry in named(COMMAND, answers) if name not in COMMANDS} == set()
+
+
+def test_every_flag_exists(answers: list[tuple[str, str]]) -> None:
+    flags = {"--version", "--help"} | NOT_FLAGS
+    for name in COMMANDS:
+        flags |= set(options_of(import_module(f"tokamac.app.commands.{name}").parser()))
+    assert {(flag, entry) for flag, entry in named(FLAG, answers) if flag not in flags} == set()
+
+
+def test_flags_are_told_of_commands_that_have_them(answers: list[tuple[str, str]]) -> None:
+    wrong = set()
+    for entry, answer in answers:
+        for command, rest in re.findall(r"`tokamac ([a-z]+)([^`]*)`", answer):
+            flags = set(options_of(import_module(f"tokamac.app.commands.{command}").parser())) | {"--help"}
+            wrong |= {(entry, command, flag) for flag in FLAG.findall(rest) if flag not in flags}
+    assert wrong == set()
+
+
+def test_every_key_exists(answers: list[tuple[str, str]]) -> None:
+    keys = {name.strip() for action in ACTIONS for name in action.key_names.split(",")}
+    keys |= keys_of_lists() | FOREIGN_KEYS
+    assert {(key, entry) for key, entry in named(KEY, answers) if key not in keys} == set()
+
+
+def test_every_make_target_exists(answers: list[tuple[str, str]]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {(target, entry) for target, entry in named(TARGET, answers) if target not in targets} == set()
+
+
+def test_the_check_would_notice() -> None:
+    lies = [("lie", "Press Ctrl+Y or F12, run `tokamac fly --fast`, or `make tea`.")]
+    assert named(KEY, lies) == {("Ctrl+Y", "lie"), ("F12", "lie")}
+    assert named(COMMAND, lies) == {("fly", "lie")}
+    assert named(FLAG, lies) == {("--fast", "lie")}
+    assert named(TARGET, lies) == {("tea", "lie")}
+
+
+# The documents say what is true: links lead somewhere, every figure has a script behind it.
+
 DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
@@ -81,3 +169,105 @@ def test_pictures_are_real_and_free_of_scripts() -> None:
         text = picture.read_text(encoding="utf-8").lower()
         assert "<script" not in text
         assert "url(" not in text.replace("url(#", ""), "looking at a picture must not fetch anything"
+
+
+# BENCHMARKS.md where only some sections are measured again: what stays says what it was measured on, whatever the
+# head says.
+
+HERE = [("system", "Linux-6"), ("versions", "Python 3.11.7, mlx 0.32.4"), ("MLX computes on", "cpu")]
+NEWER = [("system", "Linux-7"), ("versions", "Python 3.11.7, mlx 0.32.4"), ("MLX computes on", "cpu")]
+NEWEST = [("system", "Linux-8"), ("versions", "Python 3.11.7, mlx 0.33.0"), ("MLX computes on", "cpu")]
+
+
+def section(title: str, *, met: bool = True, when: str = "first") -> str:
+    return block(Section(title, [Row("speed", "41 tok/s", "≥ 40 tok/s", met)], "How it was measured."), f"*{when}*")
+
+
+def of(text: str, title: str) -> str:
+    """The section of this title, its note included."""
+    found = [f"## {each}".rstrip() for each in text.split("\n## ") if each.startswith(f"{title}\n")]
+    assert len(found) == 1
+    return found[0]
+
+
+def note(text: str, title: str) -> str:
+    """What the section says of where it was measured; nothing where that is as in the head."""
+    _, _, said = of(text, title).partition(ELSEWHERE)
+    return said.removesuffix(".*")
+
+
+@pytest.fixture
+def old() -> str:
+    """A page of three sections, all measured at once."""
+    return page([section("Decode"), section("Memory"), section("Start", met=False)], HERE)
+
+
+def test_a_section_measured_again_stands_in_its_old_place_and_a_new_one_at_the_end(old: str) -> None:
+    again, new = section("Memory", when="second"), section("Search", when="second")
+    text = merged(old, [again, new], HERE)
+    assert text == page([section("Decode"), again, section("Start", met=False), new], HERE)
+    assert "Targets met: 3 of 4." in text
+
+
+def test_where_nothing_is_measured_again_nothing_changes(old: str) -> None:
+    assert merged(old, [], HERE) == old
+    assert merged("", [section("Decode")], HERE) == page([section("Decode")], HERE)
+
+
+def test_what_stays_names_what_it_was_measured_on_where_the_head_says_otherwise_now(old: str) -> None:
+    text = merged(old, [section("Memory", when="second")], NEWER)
+    assert [note(text, title) for title in ("Decode", "Memory", "Start")] == ["system Linux-6", "", "system Linux-6"]
+    assert of(text, "Memory") == section("Memory", when="second")
+
+
+def test_a_note_stays_while_the_head_does(old: str) -> None:
+    text = merged(old, [section("Memory")], NEWER)
+    assert merged(text, [section("Memory")], NEWER) == text
+
+
+def test_a_note_names_more_once_the_head_differs_in_more(old: str) -> None:
+    text = merged(merged(old, [section("Memory")], NEWER), [section("Start")], NEWEST)
+    assert note(text, "Decode") == "system Linux-6; versions Python 3.11.7, mlx 0.32.4"
+    assert note(text, "Memory") == "system Linux-7; versions Python 3.11.7, mlx 0.32.4"
+    assert note(text, "Start") == ""
+
+
+def test_a_note_is_gone_once_the_head_says_the_same_again(old: str) -> None:
+    text = merged(merged(old, [section("Memory")], NEWER), [section("Start")], HERE)
+    assert of(text, "Decode") == section("Decode")
+    assert note(text, "Memory") == "system Linux-7"
+
+
+def test_a_fact_without_a_value_is_one_too(old: str) -> None:
+    unknown = page([section("Decode")], [*HERE, ("model", "")])
+    assert note(merged(unknown, [], [*HERE, ("model", "guide")]), "Decode") == "model "
+
+
+@pytest.mark.parametrize(
+    ("was", "broken"),
+    [("| system | Linux-6 |", "| system | Linux-6 | of 2020 |"), ("| system | Linux-6 |", "| system |")],
+)
+def test_a_head_that_can_not_be_read_is_told(old: str, was: str, broken: str) -> None:
+    assert was in old
+    with pytest.raises(ValueError, match="the value of a fact"):
+        merged(old.replace(was, broken), [], HERE)
+
+
+def test_a_note_that_can_not_be_read_is_told(old: str) -> None:
+    text = merged(old, [section("Memory")], NEWER).replace("differs: system", "differs: planet")
+    with pytest.raises(ValueError, match="where a section was measured"):
+        merged(text, [], NEWER)
+
+
+# What the benchmarks run besides the product itself still runs: nobody else does, until figures are renewed.
+
+
+def test_the_child_of_long_replies_recites_as_many_tokens_as_are_asked_for() -> None:
+    engine, _ = long_child.load(Load("guide", prompt_cache=False), lambda _: None)
+    try:
+        *_, finished = engine.generate([Message("user", "What is decode?")], Sampling(temperature=0.0, max_tokens=300))
+    finally:
+        engine.close()
+    assert isinstance(finished, Finished)
+    assert finished.metrics.generated_tokens == 300
+    assert finished.text == SHOWN_PROSE[: 300 * long_child.CHARACTERS]

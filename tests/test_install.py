@@ -1,13 +1,23 @@
-"""What `make` and .ci/install do before and around pip, with a machine's commands replaced where they would say another one."""
+"""What a machine must have, and what `make` and .ci/install do around pip."""
 
+import ast
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tokamac.engine import requirements
+from tokamac.engine.device import cannot_import, check_backends
+from tokamac.engine.errors import DeviceError
+from tokamac.engine.requirements import newer_python, unmet
+
+# What `make` and .ci/install do before and around pip, with a machine's commands replaced where they would say
+# another one.
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,3 +101,98 @@ def test_the_workflow_runs_what_there_is() -> None:
             assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/none@v0"))
             assert set(re.findall(r"make (\w+)", step.get("run", ""))) <= targets
             assert all((ROOT / script).exists() for script in re.findall(r"\.ci/[\w-]+", step.get("run", "")))
+
+
+# What a machine must have, said before pip fails; and MLX that can't be imported, said with what to do about it.
+
+SCRIPT = Path(requirements.__file__).resolve()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "translated", "macos", "python", "said"),
+    [
+        ("darwin", "arm64", False, "14.0", (3, 11, 0), ()),
+        ("darwin", "arm64", False, "26.2", (3, 14, 1), ()),
+        ("darwin", "arm64", False, "", (3, 12, 1), ()),  # the version is unknown: pip decides
+        ("linux", "x86_64", False, "", (3, 11, 7), ()),
+        ("linux", "aarch64", False, "", (3, 15, 0), ()),
+        ("darwin", "arm64", False, "15.6.1", (3, 9, 6), ("3.9.6", "3.11 or later", "brew install python", "uv")),
+        ("darwin", "x86_64", True, "15.6.1", (3, 12, 1), ("Rosetta", "arm64", "brew install python")),
+        ("darwin", "x86_64", False, "15.6.1", (3, 12, 1), ("Apple silicon", "Intel")),
+        ("darwin", "arm64", False, "13.7.8", (3, 12, 1), ("macOS 14", "13.7.8")),
+        ("darwin", "arm64", False, "9.0", (3, 12, 1), ("macOS 14",)),
+        ("win32", "AMD64", False, "", (3, 12, 1), ("macOS or Linux", "WSL")),
+    ],
+)
+def test_what_a_machine_lacks_is_said_with_the_remedy(  # noqa: PLR0917
+    system: str, machine: str, translated: bool, macos: str, python: tuple[int, ...], said: tuple[str, ...]
+) -> None:
+    found = unmet(system, machine, translated, macos, python)
+    assert bool(found) == bool(said)
+    assert all(word in found for word in said), found
+    assert "\n" not in found
+
+
+def test_a_newer_python_is_warned_of_and_not_refused() -> None:
+    assert newer_python((3, 14, 9)) == ""
+    assert "3.15" in newer_python((3, 15, 0))
+
+
+def test_the_script_is_understood_by_an_old_python() -> None:
+    """It speaks to macOS' own Python too; `make chat` runs it before anything is installed."""
+    ast.parse(SCRIPT.read_text(encoding="utf-8"), feature_version=(3, 6))
+    source = ast.parse(SCRIPT.read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported <= sys.stdlib_module_names
+    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(source))
+
+
+def test_this_machine_has_what_is_needed() -> None:
+    done = subprocess.run([sys.executable, "-I", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_backend_has_a_name_of_its_own_on_linux_alone() -> None:
+    check_backends((), platform="darwin")  # from Homebrew, conda or Nix: one package, mlx
+    with pytest.raises(DeviceError, match="without a backend"):
+        check_backends((), platform="linux")
+
+
+def test_mlx_that_cannot_be_imported_is_explained() -> None:
+    failure = ImportError(
+        "dlopen(core.cpython-312-darwin.so): Library not loaded: @rpath/libmlx.dylib", name="mlx.core"
+    )
+    on_mac = cannot_import(failure, platform="darwin", unmet="")
+    assert on_mac is not None
+    assert on_mac.hint == "Install it again: pip install --force-reinstall mlx."
+    on_linux = cannot_import(ImportError("libmlx.so: cannot open shared object file"), platform="linux", unmet="")
+    assert on_linux is not None
+    assert "mlx[cpu]" in on_linux.hint
+    lacking = cannot_import(failure, platform="darwin", unmet="MLX needs macOS 14 or later")
+    assert lacking is not None
+    assert lacking.hint == "MLX needs macOS 14 or later"
+
+
+def test_other_imports_that_fail_are_not_taken_for_mlx() -> None:
+    assert cannot_import(ModuleNotFoundError("No module named 'numba'", name="numba"), unmet="") is None
+    assert cannot_import(ModuleNotFoundError("No module named 'mlx_lm'", name="mlx_lm"), unmet="") is None
+
+
+@pytest.mark.parametrize(("command", "first"), [(["inspect", "guide"], "inspect"), (["ask", "guide"], "ask")])
+def test_a_command_says_so_in_one_line(command: list[str], first: str, tmp_path: Path) -> None:
+    """As an MLX without its library does: the package is there, and its first import fails."""
+    broken = tmp_path / "mlx"
+    broken.mkdir()
+    (broken / "__init__.py").touch()
+    (broken / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path_importer_cache.clear()\n"
+        "from tokamac.app.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("tokamac: MLX can't be loaded: libmlx.so"), (first, done.stderr)
+    assert "this should not happen" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -269,7 +269,7 @@ class _Kind:
             self._outbox.put(WhatIf(request.id, None, error.one_line()))
         except Exception as error:  # a config may hold anything: it must not end this thread
             traceback.print_exc()
-            why = f"It can't be said: {type(error).__name__}. The log has the details."
+            why = f"The comparison failed: {type(error).__name__}. The log has the details."
             self._outbox.put(WhatIf(request.id, None, why))
 
     def _tell(self, between: Between, request: AskWhatIf, limit: int | None) -> None:

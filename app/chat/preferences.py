@@ -424,7 +424,7 @@ def _untold(wanted: TemplateOptions, info: ModelInfo) -> Iterator[str]:
 
 
 def _known(info: ModelInfo) -> str:
-    return f"It supports: {', '.join(info.thinking_modes)}." if info.thinking_modes else "Another model may support it."
+    return "Choose one of these." if info.thinking_modes else "Another model may support it."
 
 
 def state(options: TemplateOptions) -> str:

@@ -517,7 +517,7 @@ def read(path: Path, *, now: float) -> Archive:
         hint = access_hint(problem, "Check the path and its permissions.")
         raise StoreError(f"{path} can't be read: {problem.strerror or problem}", hint) from problem
     except UnicodeDecodeError as error:
-        raise StoreError(f"{path} is no UTF-8 text", "Save it as UTF-8.") from error
+        raise StoreError(f"{path} is not UTF-8 text", "Save it as UTF-8.") from error
 
 
 def write(path: Path, text: str) -> None:

@@ -1,4 +1,5 @@
-"""The real chat with a scripted engine, which notes what its store has acknowledged: run by test_kill_chat.py, and killed.
+"""The real chat with a scripted engine, which notes what its store has acknowledged: run by test_end_to_end.py, and
+killed.
 
 python -m tests.app.kill_chat_app FOLDER writes FOLDER/notes, a line of JSON each, by one write: a process that is killed has
 written all of a line or, of the last one, nothing or a part.

@@ -1,5 +1,6 @@
-"""The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's."""
+"""The engine's process, really started, and the wire: every message survives it, and nothing else gets through."""
 
+import dataclasses
 import json
 import os
 import queue
@@ -8,34 +9,74 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
 
 from tests.scripted_engine import SCRIPTED
 from tests.tiny import make_tiny
+from tokamac.app.backend import protocol
+from tokamac.app.backend.child import load_engine
 from tokamac.app.backend.client import CHILD_COMMAND, BackendEvent, Died, EngineProcess, Garbled
+from tokamac.app.backend.outbox import FLUSH_S as OUTBOX_FLUSH_S
+from tokamac.app.backend.outbox import Outbox
 from tokamac.app.backend.protocol import (
+    Answer,
     AskCount,
+    Asker,
     AskPrice,
     Cancel,
+    CaseLine,
+    Change,
+    ChipLine,
+    CurvePoint,
     EngineNotice,
     Failed,
+    Figures,
     Generate,
     Heartbeat,
     Load,
     Loaded,
+    ModelLine,
     Priced,
+    Question,
     ReplyEvent,
+    Roof,
+    Spot,
     Unload,
     Unloaded,
+    Wanted,
     Warm,
+    Where,
+    decode_reply,
     encode,
 )
-from tokamac.engine.events import Finished, Live, LoadProgress, Message, PrefillProgress, TextChunk
+from tokamac.engine.errors import OptionError
+from tokamac.engine.events import (
+    Alternative,
+    Event,
+    Finished,
+    Live,
+    LoadProgress,
+    MemoryPressure,
+    Message,
+    PrefillProgress,
+    Price,
+    TextChunk,
+    TokenLogprob,
+    Truncated,
+)
 from tokamac.engine.files import FLUSH_S
-from tokamac.engine.options import Sampling
+from tokamac.engine.metrics import Cause, Gaps, Metrics, Outlier, Throttle
+from tokamac.engine.options import STAGES, KVSpec, Sampling
+from tokamac.engine.perf.diagnosis import Concern, Diagnosis, Remedy, RemedyName, Term, TimePart, Unit, Waits
+
+# The engine's process, really started: replies, cancelling, crash, freeze, garbage, and its end with the screen's.
 
 PATIENCE_S = 20.0
 
@@ -407,3 +448,344 @@ def test_a_library_that_panics_costs_a_reply_and_not_the_process(tmp_path: Path)
         assert isinstance(child.until(Finished, Died)[-1], Finished)
     finally:
         child.process.close()
+
+
+# A group size that the settings hold for all models, and a model that can't have it: it loads, and a note says so.
+
+
+def notes_of(request: Load) -> tuple[str, ...]:
+    engine, info = load_engine(request, lambda _: None)
+    engine.close()
+    return info.notes
+
+
+def test_a_stored_group_size_gives_way_with_a_note(tmp_path: Path) -> None:
+    folder = str(make_tiny(tmp_path / "model"))
+    first, *_ = notes_of(Load(folder, KVSpec(8, 8, group_size=128), prompt_cache=False))
+    assert (
+        first
+        == "this model can't use KV groups of 128: its head dimension is not a multiple of it; the default is used"
+    )
+    assert not any("KV groups" in note for note in notes_of(Load(folder, KVSpec(8, 8, 64), prompt_cache=False)))
+
+
+def test_what_else_can_not_be_had_is_still_refused(tmp_path: Path) -> None:
+    folder = str(make_tiny(tmp_path / "model", head_size=80))
+    for group_size in (64, 128):
+        with pytest.raises(OptionError, match="can't be packed"):
+            notes_of(Load(folder, KVSpec(8, 8, group_size), prompt_cache=False))
+
+
+# Every message survives the wire; nothing else gets through it.
+
+NUMBERS = st.integers(0, 2**60)
+FLOATS = st.floats(0, 1e12, allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
+GAPS = st.builds(Gaps, FLOATS, FLOATS, FLOATS, FLOATS)
+
+
+def _field(hint: Any) -> st.SearchStrategy[Any]:
+    optional = st.none() if type(None) in typing.get_args(hint) else st.nothing()
+    if Gaps in (hint, *typing.get_args(hint)):
+        return optional | GAPS
+    return optional | (FLOATS if float in (hint, *typing.get_args(hint)) else NUMBERS)
+
+
+HINTS = typing.get_type_hints(Metrics)
+METRICS = st.builds(Metrics, **{field.name: _field(HINTS[field.name]) for field in dataclasses.fields(Metrics)})
+OUTLIER = st.builds(Outlier, NUMBERS, FLOATS, st.lists(st.sampled_from(typing.get_args(Cause)), max_size=3).map(tuple))
+OUTLIERS = st.lists(OUTLIER, max_size=3).map(tuple)
+LIVE = st.builds(
+    Live,
+    METRICS,
+    NUMBERS,
+    st.lists(FLOATS, max_size=5).map(tuple),
+    st.none() | NUMBERS,
+    st.none() | FLOATS,
+    OUTLIERS,
+)
+MESSAGE = st.builds(Message, st.sampled_from(["system", "user", "assistant"]), TEXT, TEXT)
+SAMPLING = st.builds(
+    Sampling,
+    temperature=st.floats(0, 10),
+    seed=st.none() | NUMBERS,
+    stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    stop_token_ids=st.lists(NUMBERS, max_size=3).map(tuple),
+    logit_bias=st.dictionaries(NUMBERS, st.floats(-100, 100), max_size=3),
+    presence_penalty=st.floats(-2, 2),
+    dry_multiplier=st.floats(0, 5),
+    dry_sequence_breakers=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    order=st.permutations(STAGES),
+    logprobs=st.none() | st.integers(0, 9),
+)
+KV = st.builds(
+    KVSpec,
+    key_bits=st.sampled_from([16, 8, 4]),
+    keep=st.just("system") | st.integers(0, 9),
+    window=st.none() | st.just(99),
+)
+WHERE = st.builds(Where, TEXT, st.none() | NUMBERS, st.none() | FLOATS)
+QUESTION = st.builds(
+    Question,
+    st.sampled_from(typing.get_args(Wanted)),
+    TEXT,
+    st.none() | st.just(4),
+    KV,
+    NUMBERS,
+    NUMBERS,
+    WHERE,
+)
+FIGURES = st.builds(
+    Figures, st.none() | NUMBERS, st.none() | NUMBERS, st.none() | st.booleans(), *[st.none() | FLOATS] * 3, TEXT
+)
+SPOT = st.builds(
+    Spot, st.sampled_from(["decode", "prefill"]), FLOATS, st.sampled_from([None, "memory"]), FLOATS, st.none()
+)
+ANSWER = st.builds(
+    Answer,
+    TEXT,
+    TEXT,
+    TEXT,
+    st.none() | NUMBERS,
+    st.lists(
+        st.builds(CaseLine, st.sampled_from(typing.get_args(Change)), st.none(), NUMBERS, NUMBERS, NUMBERS, FIGURES),
+        max_size=2,
+    ).map(tuple),
+    st.lists(st.builds(CurvePoint, NUMBERS, FLOATS, st.none()), max_size=2).map(tuple),
+    st.none() | st.builds(Roof, FLOATS, FLOATS, FLOATS, st.lists(SPOT, max_size=2).map(tuple)),
+    st.lists(st.builds(ChipLine, TEXT, st.none() | NUMBERS, FLOATS, FIGURES), max_size=2).map(tuple),
+    st.lists(st.builds(ModelLine, TEXT, NUMBERS, st.none(), NUMBERS, TEXT, FIGURES), max_size=2).map(tuple),
+)
+PARTS = st.tuples(
+    st.builds(TimePart, st.just("wait"), FLOATS),
+    st.builds(
+        TimePart, st.just("prefill"), FLOATS, st.sampled_from([None, *typing.get_args(Waits)]), FLOATS, st.none()
+    ),
+)
+REMEDY = st.builds(Remedy, st.sampled_from(typing.get_args(RemedyName)), FLOATS, st.none() | NUMBERS, FLOATS, st.none())
+TERM = st.builds(
+    Term,
+    TEXT,
+    st.sampled_from(typing.get_args(Concern)),
+    TEXT,
+    TEXT,
+    st.none() | FLOATS,
+    st.sampled_from(typing.get_args(Unit)),
+)
+DIAGNOSIS = st.builds(
+    Diagnosis,
+    PARTS,
+    st.lists(REMEDY, max_size=3).map(tuple),
+    st.lists(TERM, max_size=3).map(tuple),
+    st.lists(st.sampled_from(typing.get_args(Throttle)), max_size=2).map(tuple),
+)
+ASKER = st.sampled_from(typing.get_args(Asker))
+REQUESTS = st.one_of(
+    st.builds(protocol.Load, TEXT, KV, st.booleans()),
+    st.builds(protocol.Generate, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple), SAMPLING),
+    st.builds(protocol.Cancel, NUMBERS),
+    st.builds(protocol.Warm, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(protocol.AskPrice, ASKER, NUMBERS, st.lists(MESSAGE, max_size=4).map(tuple)),
+    st.builds(protocol.AskCount, NUMBERS, TEXT),
+    st.builds(protocol.AskWhatIf, NUMBERS, QUESTION),
+    st.just(protocol.Unload()),
+    st.just(protocol.Quit()),
+)
+PRICE = st.builds(Price, NUMBERS, NUMBERS, NUMBERS, st.none() | FLOATS)
+LOGPROB = st.builds(
+    TokenLogprob, NUMBERS, TEXT, FLOATS, st.lists(st.builds(Alternative, NUMBERS, TEXT, FLOATS), max_size=2).map(tuple)
+)
+EVENTS = st.one_of(
+    st.builds(Truncated, NUMBERS, NUMBERS),
+    st.builds(MemoryPressure, NUMBERS, st.none() | NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(PrefillProgress, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(
+        TextChunk,
+        TEXT,
+        st.sampled_from(["answer", "thinking"]),
+        st.lists(NUMBERS, max_size=3).map(tuple),
+        st.lists(LOGPROB, max_size=2).map(tuple),
+    ),
+    LIVE,
+    st.builds(
+        Finished,
+        st.sampled_from(["stop", "length", "cancelled"]),
+        TEXT,
+        METRICS,
+        TEXT,
+        outliers=OUTLIERS,
+        diagnosis=st.none() | DIAGNOSIS,
+        stopped_by=st.none() | TEXT | NUMBERS,
+    ),
+)
+REPLIES = st.one_of(
+    st.builds(LoadProgress, st.sampled_from(["download", "weights"]), NUMBERS, st.none() | NUMBERS),
+    st.builds(protocol.Loaded, st.builds(protocol.ModelInfo, TEXT), st.none() | FLOATS),
+    st.just(protocol.Unloaded()),
+    st.builds(protocol.ReplyEvent, NUMBERS, EVENTS),
+    st.builds(protocol.MemoryUse, NUMBERS, st.none() | NUMBERS, NUMBERS, st.none() | NUMBERS, TEXT),
+    st.builds(protocol.Warmed, NUMBERS, st.none() | PRICE),
+    st.builds(protocol.Counted, NUMBERS, st.none() | NUMBERS),
+    st.builds(protocol.Priced, ASKER, NUMBERS, st.none() | PRICE),
+    st.builds(protocol.WhatIf, NUMBERS, st.none() | ANSWER, TEXT, NUMBERS, NUMBERS),
+    st.builds(protocol.EngineNotice, TEXT),
+    st.just(protocol.Heartbeat()),
+    st.builds(protocol.Failed, st.none() | NUMBERS, TEXT, TEXT),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS)
+def test_requests_round_trip(request: protocol.Request) -> None:
+    line = protocol.encode(request)
+    assert line.count(b"\n") == 1
+    assert protocol.decode_request(line) == request
+
+
+@settings(max_examples=100, deadline=None)
+@given(REPLIES)
+def test_replies_round_trip(reply: protocol.Reply) -> None:
+    assert protocol.decode_reply(protocol.encode(reply)) == reply
+
+
+@pytest.mark.parametrize("kind", [*typing.get_args(Event), Live])
+def test_every_event_of_the_engine_crosses_as_it_is(kind: type) -> None:
+    event = find(
+        EVENTS, lambda event: isinstance(event, kind), settings=settings(phases=(Phase.generate,), deadline=None)
+    )
+    line = protocol.encode(protocol.ReplyEvent(7, event))
+    assert json.loads(line)["event"]["type"] == kind.__name__.lower()
+    assert protocol.decode_reply(line) == protocol.ReplyEvent(7, event)
+
+
+@pytest.mark.parametrize("event", ["null", "7", "{}", '{"type":"heartbeat"}', '{"type":["live"]}', '{"type":"truncated"}',
+    '{"type":"truncated","messages":1,"tokens":2,"more":3}'])  # fmt: skip
+def test_what_is_no_event_of_the_engine_is_refused(event: str) -> None:
+    with pytest.raises(protocol.WireError):
+        protocol.decode_reply(b'{"type":"replyevent","id":1,"event":%s}' % event.encode())
+
+
+@pytest.mark.parametrize("kind", typing.get_args(protocol.Request) + typing.get_args(protocol.Reply))
+def test_every_kind_is_among_what_is_tried_above(kind: type) -> None:
+    tried = REQUESTS if kind in typing.get_args(protocol.Request) else REPLIES
+    first = settings(max_examples=5000, phases=(Phase.generate,), deadline=None)  # any will do: it is not made smaller
+    assert isinstance(find(tried, lambda message: isinstance(message, kind), settings=first), kind)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | TEXT | NUMBERS, lambda x: st.lists(x) | st.dictionaries(TEXT, x), max_leaves=5).map(
+        lambda v: json.dumps(v).encode()
+    )
+)
+def test_garbage_is_a_wire_error(line: bytes) -> None:
+    with pytest.raises(protocol.WireError):
+        protocol.decode_reply(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type":"prefill","id":1,"done":1,"total":2}',
+        b'{"type":"prefill","id":1,"done":1,"total":2,"cached":0,"extra":1}',
+        b'{"type":"prefill","id":true,"done":1,"total":2,"cached":0}',
+        b'{"type":"prefill","id":1.5,"done":1,"total":2,"cached":0}',
+        b'{"type":"text","id":1,"text":"a","kind_":"x"}',
+        b'{"type":"text","id":1,"text":null}',
+        b'{"type":"priced","asker":"draft","id":1,"price":{"prompt_tokens":1,"tokens":1,"disk_bytes":0}}',
+        b'{"type":"priced","asker":"someone","id":1,"price":null}',
+        b'{"type":"notice"}',
+        b'{"type":"loading","stage":"else","done":0,"total":1}',
+        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":NaN}',
+        b'{"type":"send","id":1,"messages":[]}',
+        b'{"type":["text"]}',
+        b"[" * 100_000,
+        b'{"type":"loaded","info":{"name":"x"},"ceiling_tps":1e999}',
+    ],
+)
+def test_almost_messages_are_wire_errors(line: bytes) -> None:
+    with pytest.raises(protocol.WireError):
+        protocol.decode_reply(line)
+
+
+def test_options_out_of_range_are_wire_errors() -> None:
+    line = protocol.encode(Generate(1, (), Sampling(temperature=0.7))).replace(
+        b'"temperature":0.7', b'"temperature":-1'
+    )
+    with pytest.raises(protocol.WireError, match="temperature"):
+        protocol.decode_request(line)
+
+
+@pytest.mark.parametrize("bias", ["[[1]]", "[[1,2,3]]", "[[1.5,2]]", '[["1",2]]', "[1,2]", '{"1":2}'])
+def test_a_bias_that_is_no_pairs_is_a_wire_error(bias: str) -> None:
+    line = protocol.encode(Generate(1, (), Sampling(logit_bias={7: 0.5}))).replace(b"[[7,0.5]]", bias.encode())
+    with pytest.raises(protocol.WireError, match="bias"):
+        protocol.decode_request(line)
+
+
+def test_a_line_over_the_limit_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LONGEST_LINE", 100)
+    with pytest.raises(protocol.WireError, match="too long"):
+        protocol.decode_reply(b" " * 101)
+
+
+# Text leaves the engine's process in batches: the first piece at once, then as often as the device can spare.
+
+
+def lines(fd: int) -> list[object]:
+    os.set_blocking(fd, False)
+    try:
+        return [decode_reply(line) for line in os.read(fd, 1 << 16).splitlines(keepends=True)]
+    except BlockingIOError:
+        return []
+
+
+@pytest.fixture
+def pipe() -> tuple[int, int]:
+    return os.pipe()
+
+
+def test_the_first_text_goes_at_once_and_what_follows_waits(pipe: tuple[int, int]) -> None:
+    out, outbox = pipe[0], Outbox(pipe[1])
+    outbox.suit("cpu")
+    for piece in ("a", "b", "c"):
+        outbox.put(ReplyEvent(1, TextChunk(piece)))
+    assert lines(out) == [ReplyEvent(1, TextChunk("a"))]
+    outbox.flush()
+    assert lines(out) == [ReplyEvent(1, TextChunk("bc"))]
+
+
+def test_nothing_overtakes_text(pipe: tuple[int, int]) -> None:
+    out, outbox = pipe[0], Outbox(pipe[1])
+    outbox.put(ReplyEvent(1, TextChunk("a")))
+    outbox.put(ReplyEvent(1, TextChunk("b")))
+    outbox.put(Heartbeat())
+    assert lines(out) == [ReplyEvent(1, TextChunk("a")), ReplyEvent(1, TextChunk("b")), Heartbeat()]
+
+
+def test_beside_a_model_on_the_cpu_the_screen_is_woken_more_rarely(pipe: tuple[int, int]) -> None:
+    outbox = Outbox(pipe[1])
+    assert outbox.flush_s == OUTBOX_FLUSH_S
+    outbox.suit("cpu")
+    assert outbox.flush_s > OUTBOX_FLUSH_S
+    outbox.suit("metal")
+    assert outbox.flush_s == OUTBOX_FLUSH_S
+
+
+def test_a_batch_keeps_every_token_of_its_chunks_and_one_kind_of_text(pipe: tuple[int, int]) -> None:
+    out, outbox = pipe[0], Outbox(pipe[1])
+    outbox.flush_s = 60.0
+    a, b = TokenLogprob(7, "b", -0.5, (Alternative(8, "c", -1.0),)), TokenLogprob(9, "d", -0.25)
+    outbox.put(ReplyEvent(1, TextChunk("a", ids=(6,))))
+    outbox.put(ReplyEvent(1, TextChunk("b", ids=(7,), logprobs=(a,))))
+    outbox.put(ReplyEvent(1, TextChunk("d", ids=(9,), logprobs=(b,))))
+    outbox.put(ReplyEvent(1, TextChunk("e", "thinking")))
+    outbox.put(ReplyEvent(2, TextChunk("f", "thinking")))
+    outbox.flush()
+    assert lines(out) == [
+        ReplyEvent(1, TextChunk("a", ids=(6,))),
+        ReplyEvent(1, TextChunk("bd", ids=(7, 9), logprobs=(a, b))),
+        ReplyEvent(1, TextChunk("e", "thinking")),
+        ReplyEvent(2, TextChunk("f", "thinking")),
+    ]

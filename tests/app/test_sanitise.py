@@ -1,14 +1,40 @@
-"""Nothing a terminal would obey passes, however the text is cut."""
+"""Nothing a terminal would obey passes, however text is cut, whichever way it comes in and whatever widget shows it."""
 
+import asyncio
+import os
 import re
+import signal
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import given, settings
+import tomlkit
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+from textual.color import Color
 
+from tests.app.conftest import Chat
+from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
+from tokamac.app.backend import protocol
+from tokamac.app.backend.protocol import ReplyEvent
+from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.sanitise import LONGEST_SEQUENCE, REPLACEMENT, Sanitiser, bare, sanitise, sanitise_line
+from tokamac.app.settings import Settings, dumps
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import Archive, Attachment, StoredMessage
+from tokamac.app.store.values import StoredChat as Stored
+from tokamac.app.tui.app import OutputFilter
+from tokamac.app.tui.bridge import EngineSaid
+from tokamac.engine.errors import TokamacError
+from tokamac.engine.events import TextChunk
+
+# Nothing a terminal would obey passes, however the text is cut.
 
 FORBIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]"
@@ -88,3 +114,206 @@ def test_the_last_gate_takes_away_and_keeps_the_cells(text: str) -> None:
     assert not FORBIDDEN.search(row)
     assert not set(row) & {"\n", "\t"}
     assert cell_len(row) == cell_len(text)
+
+
+# Nothing foreign reaches the terminal as anything but text, whichever way it comes in and whatever widget shows it.
+
+Start = Callable[..., Any]
+SEQUENCES = [
+    "\x1b[2J",
+    "\x1b[31;1m",
+    "\x1b]0;a title\x07",
+    "\x1b]52;c;c2VjcmV0\x1b\\",
+    "\x1b]8;;http://evil.example\x1b\\click\x1b]8;;\x1b\\",
+    "\x1bP$q\x1b\\",
+    "\x1b(0",
+    "\x9b5n",
+    "\x9d0;t\x9c",
+]
+MARKUP = "[red]red[/red] [@click=app.quit]quit[/] [link=http://evil.example]go[/link]"
+LINK = "[words](http://evil.example/x)"
+CHUNKS = st.permutations([*ALL_CONTROLS, *BIDI, *SEQUENCES, "words ", "é🦊 ", "\r", "a\tb "])
+"""All of it each time, in another order: what comes in chunks is cut at every place."""
+FEW = settings(
+    max_examples=2,
+    deadline=None,
+    phases=(
+        hypothesis.Phase.generate,
+    ),  # each example is a whole app: a failure is told as it is found, not made smaller
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+SCREENS = (
+    "chats",
+    "branches",
+    "system_prompt",
+    "settings",
+    "explain",
+    "convert",
+    "help",
+    "palette",
+    "what_if",
+    "choose_model",
+)
+"""Those last that have the engine's process reckon, which goes on after they are closed."""
+
+
+def segments(c: Chat) -> Iterator[Segment]:
+    screen = c.app.screen
+    return (segment for strip in screen._compositor.render_strips(screen.size) for segment in strip)
+
+
+def check(c: Chat) -> None:
+    """No control, no link and no action of foreign making is on the screen."""
+    for segment in segments(c):
+        assert not CONTROL.search(segment.text), ascii(segment.text)
+        assert "\n" not in segment.text
+        assert segment.style is None or segment.style.link is None
+        assert "quit" not in str(segment.style.meta.get("@click", "") if segment.style is not None else "")
+
+
+def hold(c: Chat) -> None:
+    """Have the engine's process say nothing by itself, however long the test takes to speak for it."""
+    process = c.app.chat.bridge._process
+    process._silence_s = 3600.0
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+async def look_everywhere(c: Chat) -> None:
+    check(c)
+    for action in SCREENS:
+        c.app.chat.do(action)
+        await c.pilot.pause(0.05)
+        check(c)
+        while c.app.screen is not c.app.chat:
+            await c.app.pop_screen()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text(st.one_of(st.sampled_from([*ALL_CONTROLS, *BIDI, "\n"]), st.characters()), max_size=8), max_size=6)
+)
+def test_the_last_gate_lets_no_control_and_no_link_through(texts: list[str]) -> None:
+    style = Style(bold=True, link="http://evil.example")
+    row = [Segment(text, style) for text in texts]
+    passed = OutputFilter().apply(row, Color(0, 0, 0))
+    assert not any(CONTROL.search(segment.text) or "\n" in segment.text for segment in passed)
+    assert all(segment.style is not None and segment.style.link is None and segment.style.bold for segment in passed)
+    assert sum(segment.cell_length for segment in passed) == sum(segment.cell_length for segment in row)
+
+
+def test_the_check_sees_what_it_must() -> None:
+    own = "\x1b[2;5H\x1b[1;38;2;1;2;3mtext\x1b[0m\x1b[?2026l\n"
+    assert foreign(own) == []
+    colours = "\x1b[31;1m"  # in the stream these could be Textual's own: ``check`` finds them on the screen
+    assert all(foreign(own + each) for each in (*SEQUENCES, *ALL_CONTROLS, *BIDI) if each != colours)
+
+
+@FEW
+@given(text=CHUNKS, thinking=CHUNKS)
+async def test_what_a_model_says(
+    chat: Start, monkeypatch: pytest.MonkeyPatch, text: list[str], thinking: list[str]
+) -> None:
+    written = recorder(monkeypatch)
+    async with chat("prefill", size=(100, 40)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.send("go")
+        await c.phase(EnginePhase.PREFILL)
+        hold(c)
+
+        def say(event: protocol.Reply) -> None:
+            c.app.chat.post_message(EngineSaid(event, c.app.chat.bridge.life))
+
+        reply = c.session._id
+        for kind, chunks in (("thinking", thinking), ("answer", [*text, f"\n\nSo {MARKUP} and {LINK}."])):
+            for chunk in (char for piece in chunks for char in piece):
+                say(ReplyEvent(reply, TextChunk(chunk, kind)))
+            await c.pilot.pause()  # all of it has arrived
+            c.transcript.look(now=True)
+            await c.pilot.pause()
+            check(c)
+        shown = c.shown(c.replies[-1])
+        assert "[red]red[/red]" in shown
+        assert "[@click=app.quit]quit[/]" in shown
+        assert "words (http://evil.example/x)" in shown
+        say(protocol.Failed(reply, "".join(text), "".join(thinking)))
+        await c.phase(EnginePhase.IDLE)
+        await c.until(lambda: c.notices, "what failed")
+        await look_everywhere(c)
+        os.kill(c.app.chat.bridge._process.pid, signal.SIGCONT)
+    assert foreign(written()) == []
+
+
+def stored(texts: list[str]) -> Archive:
+    hostile = "".join(texts)
+    messages = tuple(
+        StoredMessage(
+            n,
+            "",
+            n - 1 or None,
+            "user" if n % 2 else "assistant",
+            f"needle {MARKUP} {hostile}",
+            hostile,
+            "complete",
+            1.0,
+            model=hostile,
+            attachments=(Attachment(hostile, hostile),) if n % 2 else (),
+        )
+        for n in range(1, 5)
+    )
+    return Archive(Stored("", f"{MARKUP}{hostile}", "user", 1.0, 1.0, hostile, draft=hostile, head=4), messages)
+
+
+@FEW
+@given(texts=CHUNKS)
+async def test_what_is_stored(chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
+    written = recorder(monkeypatch)
+    file = tmp_path / "chats" / "chats.db"
+    with Store.open(file) as store:
+        store.adopt(stored(texts))
+    async with chat("fast", size=(110, 40), resume=True) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.until(lambda: c.session.turns)
+        await look_everywhere(c)
+        assert "[red]red[/red] [@click=app.quit]quit[/]" in c.screen_text()
+        await c.pilot.press("ctrl+l", *"needle")
+        await c.until(lambda: "needle" in c.screen_text() and "[red]" in c.screen_text())
+        await c.pilot.pause(0.1)
+        check(c)
+        await c.pilot.press("ctrl+e")  # the title, to be written anew
+        await c.pilot.pause()
+        check(c)
+        await c.pilot.press("escape", "escape", "tab", "up", "e")
+        await c.pilot.pause()
+        check(c)
+    assert foreign(written()) == []
+
+
+@FEW
+@given(texts=CHUNKS)
+async def test_names_of_files_and_models_settings_and_errors(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
+) -> None:
+    hostile = "".join(texts).replace("/", "").replace("\0", "")
+    name = re.sub(r"[\x00/]", "", f"{MARKUP}{hostile}")[:40]
+    hub = tmp_path / "hub"
+    weights = hub / f"models--org--{name}" / "snapshots" / "1" / "model.safetensors"
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    weights.touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    settings_file = tmp_path / "settings.toml"
+    kept = Settings(model=hostile, system=hostile, theme=hostile)
+    settings_file.write_text(dumps(kept, tomlkit.dumps({hostile: hostile})), encoding="utf-8")
+    written = recorder(monkeypatch)
+    async with chat(None, size=(110, 40)) as c:
+        await c.phase(EnginePhase.FAILED)  # there is no such model
+        await c.until(lambda: c.notices)
+        await look_everywhere(c)
+        c.app.clear_notifications()
+        c.app.notify(f"{MARKUP} {TokamacError(hostile, hostile)}")
+        await c.until(lambda: "[red]red[/red]" in c.screen_text(), "the notice, as it was written")
+        check(c)
+        for command in ("attach", "import", "pull"):
+            c.app.chat.do(command, str(tmp_path / name))
+            await asyncio.sleep(0.2)
+            check(c)
+    assert foreign(written()) == []

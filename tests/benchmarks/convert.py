@@ -1,18 +1,294 @@
-"""Section: converting, beside mlx_lm.convert: memory, time, and how close the result is to its source."""
+"""Sections search and convert: converting, beside mlx_lm.convert: memory, time, and how close the result is to its
+source."""
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.benchmarks.convert_lab import ConvertLab, QualityLab, Run, write_source
-from tests.benchmarks.plan import Plan
-from tests.benchmarks.remote import Remote
-from tests.benchmarks.report import Row, Section, at_most, plain
-from tests.benchmarks.stats import Series, alternate, ratios, series
+from tests.benchmarks.plan import Plan, Remote, resident_peak
+from tests.benchmarks.report import Row, Section, Series, alternate, at_least, at_most, holds, plain, ratios, series
+from tests.engine.helpers import CONFIG, write_tokenizer
+from tokamac.engine.metrics import rate
+from tokamac.engine.perf.config_cost import Packing
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import numpy as np
+
+
+# Section: what the search of groups saves of rounding's error, and how fast it is.
+
+KINDS = ("gaussian", "student", "laplace")
+TARGETS = {(4, 64): 0.82, (3, 64): 0.76, (2, 64): 0.70, (4, 32): 0.76}
+"""By bits and group size: squared error over that of mx.quantize."""
+
+EMBEDDED_TARGETS = {(3, 64): 0.76, (2, 64): 0.70, (4, 128): None}
+"""The embedded model ships with 4 bits at groups of 64, where there is nothing left to find."""
+
+PACKINGS = [(bits, size) for size in (64, 32, 128) for bits in (4, 3, 2, 5, 6, 8)]
+COLUMNS = 4096
+SCALES = (Packing(4, 32, "mxfp4"), Packing(4, 16, "nvfp4"))
+MINIMUM_MWPS = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Sums of squared errors."""
+
+    searched: float
+    rounded: float
+
+    @property
+    def ratio(self) -> float:
+        """What is left of rounding's error."""
+        return self.searched / self.rounded
+
+
+class SearchLab:
+    """Seeded weights in bfloat16, (rows, COLUMNS) of each kind, searched and rounded."""
+
+    def __init__(self, rows: int) -> None:
+        from tests.quant.test_search import seeded
+
+        self._seeded = {kind: _stored(seeded(kind, rows, COLUMNS)) for kind in KINDS}
+
+    def described(self) -> str:
+        """Return what computes the search."""
+        from tokamac.quant.search import implementation
+
+        return implementation().name
+
+    def errors(self, kind: str, packing: Packing) -> Errors:
+        """Pack seeded weights both ways."""
+        return _compared([self._seeded[kind]], packing)
+
+    def embedded(self, packing: Packing) -> Errors:
+        """Pack every packed weight of the embedded model both ways, from what it unpacks to."""
+        from tokamac.assets import asset_path
+        from tokamac.quant.source import open_source
+
+        source = open_source(asset_path("guide", "model"))
+        return _compared([source.weights[f"{path}.weight"] for path in source.packed], packing)
+
+    def seconds(self, side: str, number: int) -> float:
+        """Search or round the Gaussian weights at 4 bits, or measure how far the rounded ones are."""
+        import mlx.core as mx
+
+        from tokamac.quant.search import search, squared_error
+
+        del number  # the same weights each time
+        weight, packing = self._seeded["gaussian"], Packing(4)
+        arrays = _rounded(weight, packing)
+        mx.eval(arrays)
+        began = time.perf_counter()
+        if side == "error":
+            squared_error(weight, arrays, packing)
+        else:
+            mx.eval(search(weight, packing) if side == "search" else _rounded(weight, packing))
+        return time.perf_counter() - began
+
+
+def _stored(values: "np.ndarray") -> "mx.array":
+    import mlx.core as mx
+
+    stored = mx.array(values).astype(mx.bfloat16)
+    mx.eval(stored)
+    return stored
+
+
+def _rounded(weight: "mx.array", packing: Packing) -> "tuple[mx.array, ...]":
+    import mlx.core as mx
+
+    return tuple(mx.quantize(weight, **asdict(packing)))
+
+
+def _compared(weights: "Sequence[mx.array]", packing: Packing) -> Errors:
+    from tokamac.quant.search import search, squared_error
+    from tokamac.quant.search.on_mlx import search_scales
+
+    find = search if packing.mode == "affine" else search_scales
+    searched = sum(squared_error(weight, find(weight, packing), packing)[0] for weight in weights)
+    rounded = sum(squared_error(weight, _rounded(weight, packing), packing)[0] for weight in weights)
+    return Errors(searched, rounded)
+
+
+def measure_search(plan: Plan) -> Section:
+    """Compare errors on seeded weights and on the embedded model's, then rates in turn."""
+    rows = plan.count(2048, 256)
+    with Remote(SearchLab, rows) as lab:
+        by = lab.call("described")
+        figures = [_seeded_row(lab, Packing(bits, size), TARGETS.get((bits, size))) for bits, size in PACKINGS]
+        figures += [_seeded_row(lab, packing, None) for packing in SCALES]
+        figures += [_embedded_row(lab, Packing(*each), bound) for each, bound in EMBEDDED_TARGETS.items()]
+        figures += _rates(lab, plan, rows * COLUMNS / 1e6)
+    how = (
+        "Squared error of what `search` packs, divided by that of `mx.quantize`: Gaussian / Student-t (5 degrees of "
+        f"freedom) / Laplace weights, {rows:,} × {COLUMNS:,} seeded values of each in bfloat16; a target is for the worst "
+        "of the three. The embedded model ships packed at 4 bits in groups of 64, and the weights it was made from are not "
+        "kept: what it unpacks to has 16 values a group, which any method packs again at 4 bits and 64 without loss. So "
+        "its rows say what packing it to fewer bits, or in larger groups, loses. Rates: 4 bits, groups of 64, the Gaussian "
+        f"weights, in turn; the search by {by} on all cores, and one call of `mx.quantize`, which on a CPU uses one."
+    )
+    return Section("Search: packing with less error", figures, how)
+
+
+def _seeded_row(lab: Remote, packing: Packing, bound: float | None) -> Row:
+    found = [lab.call("errors", kind, packing).ratio for kind in KINDS]
+    what = f"{packing.bits} bits" if packing.mode == "affine" else packing.mode
+    return _row(f"error ÷ rounding's, {what}, groups of {packing.group_size}", found, bound)
+
+
+def _embedded_row(lab: Remote, packing: Packing, bound: float | None) -> Row:
+    found = [lab.call("embedded", packing).ratio]
+    return _row(f"embedded model to {packing.bits} bits, groups of {packing.group_size}", found, bound)
+
+
+def _row(what: str, found: list[float], bound: float | None) -> Row:
+    value = " / ".join(f"{each:.3f}" for each in found)
+    return Row(what, value) if bound is None else holds(what, value, f"≤ {bound:.2f}", met=max(found) <= bound)
+
+
+def _rates(lab: Remote, plan: Plan, megaweights: float) -> list[Row]:
+    sides = ("search", "round", "error")
+    for side in sides:
+        lab.call("seconds", side, 0)
+    taken = alternate(plan.many_rounds, *(partial(lab.call, "seconds", side) for side in sides))
+    searched, rounded, compared = (series([rate(megaweights, each) for each in found]) for found in taken)
+    return [
+        at_least("search", searched, MINIMUM_MWPS, "M weights/s"),
+        plain("mx.quantize", rounded, "M weights/s"),
+        plain("time of search ÷ mx.quantize", ratios(rounded, searched)),
+        plain("measuring the error", compared, "M weights/s"),
+    ]
+
+
+# Conversions in a process of their own, ours and mlx-lm's: how long each takes, and the most memory its process
+# ever had.
+
+SHARD_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One conversion. peak_bytes: of the whole process, libraries included; device_bytes: what MLX held at most."""
+
+    seconds: float
+    peak_bytes: int
+    device_bytes: int
+
+
+class ConvertLab:
+    """Converts once. Libraries are imported before the clock starts."""
+
+    def __init__(self) -> None:
+        import mlx_lm.convert  # noqa: F401  # both sides begin with the same libraries in memory
+
+        import tokamac.quant.conversion  # noqa: F401
+
+    def ours(self, source: Path, out: Path, asked: dict[str, Any]) -> Run:
+        """Convert with Tokamac."""
+        from tokamac.quant import convert
+
+        return _timed(lambda: convert(source, out, **asked))
+
+    def theirs(self, source: Path, out: Path, group_size: int) -> Run:
+        """Convert with mlx_lm, to 4 bits."""
+        from mlx_lm.convert import convert
+
+        return _timed(lambda: convert(str(source), str(out), quantize=True, q_bits=4, q_group_size=group_size))
+
+
+def _timed(convert: Any) -> Run:
+    import mlx.core as mx
+
+    mx.reset_peak_memory()
+    began = time.perf_counter()
+    convert()
+    seconds = time.perf_counter() - began
+    return Run(seconds, resident_peak(), mx.get_peak_memory())
+
+
+def write_source(folder: Path, **changes: Any) -> int:
+    """Write a seeded llama in bfloat16, in shards of about 100 MB; return the bytes of its weights."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from tokamac.engine.model.skeleton import skeleton_model
+
+    folder.mkdir(parents=True)
+    config = {**CONFIG, **changes, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    mx.random.seed(11)
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    filled = total = 0
+    for name, hollow in tree_flatten(skeleton_model(config, 2).parameters()):
+        if filled and filled + hollow.nbytes > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append((name, tuple(hollow.shape)))
+        filled, total = filled + hollow.nbytes, total + hollow.nbytes
+    where = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        arrays = {name: (mx.random.normal(shape) * 0.02).astype(mx.bfloat16) for name, shape in names}
+        mx.save_safetensors(str(folder / file), arrays, {"format": "pt"})
+        where.update(dict.fromkeys(arrays, file))
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+class QualityLab:
+    """How far converted folders are from their source, on conversations that the embedded model was made for."""
+
+    def __init__(self, source: Path, tokens: int, texts: int) -> None:
+        self._source = source
+        self._ids = list(_conversations(source, tokens, texts))
+
+    def kl(self, folder: Path) -> float:
+        """Return the mean KL divergence in nats a token."""
+        from tokamac.quant.evaluation import verify
+        from tokamac.quant.streaming import Streamed, streamable_folder
+
+        found = []
+        for ids in self._ids:
+            compared = verify(Streamed(streamable_folder(self._source)), Streamed(streamable_folder(folder)), ids)
+            if compared.quality.kl is None:
+                raise ValueError(f"{folder} gives values that are not numbers")
+            found.append(compared.quality.kl)
+        return sum(found) / len(found)
+
+
+def _conversations(source: Path, tokens: int, texts: int) -> Any:
+    """Yield held-out questions with their answers, as the model's template writes them, each text of ``tokens`` tokens."""
+    from tests.guide.dataset import read_corpus
+    from tests.guide.evaluate import held_out_cases
+    from tokamac.engine.events import Message
+    from tokamac.engine.model.config import read_config
+    from tokamac.engine.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(source, read_config(source), source.name)
+    cases = list(held_out_cases(read_corpus()))
+    for number in range(texts):
+        ids: list[int] = []
+        messages: list[Message] = []
+        for case in cases[number * len(cases) // texts :]:
+            messages += [Message("user", case.question), Message("assistant", case.turn.answer)]
+            ids = tokenizer.encode(tokenizer.render(messages, reply=False))
+            if len(ids) >= tokens:
+                break
+        yield ids[:tokens]
+
+
+# Section: converting, beside mlx_lm.convert: memory, time, and how close the result is to its source.
 
 LARGE = {
     "hidden_size": 2048, "num_hidden_layers": 20, "intermediate_size": 5632, "num_attention_heads": 16,
@@ -26,7 +302,7 @@ FLOATS = "TOKAMAC_BENCH_FLOATS"
 """Names a folder that the guide's train.py or mean.py wrote: a guide's float weights, which the repository does not hold."""
 
 
-def measure(plan: Plan) -> Section:
+def measure_convert(plan: Plan) -> Section:
     """Convert a large seeded model in turn with mlx_lm, then the embedded one in several ways."""
     with tempfile.TemporaryDirectory(prefix="tokamac-convert-") as scratch:
         rows, described = _large(plan, Path(scratch))

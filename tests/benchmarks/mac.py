@@ -6,10 +6,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.benchmarks.plan import Plan
-from tests.benchmarks.report import Row, Section, holds
-from tests.benchmarks.stats import number
+from tests.benchmarks.report import Row, Section, holds, number
 from tests.mac import CAPTURES, RecordedMac, as_captured, play_mac, play_metal
-from tests.metal.test_metal_memory import EIGHTS, write_headers
+from tests.metal.test_metal import EIGHTS, write_headers
 from tokamac.engine import Engine, MemoryLimitError, Message, Sampling
 from tokamac.engine.options import KVSpec
 from tokamac.engine.perf import memory
@@ -24,7 +23,7 @@ LEVELS = (1, 2, 4)
 """Of pressure: normal, warning, critical."""
 
 
-def measure(plan: Plan) -> Section:
+def measure_mac(plan: Plan) -> Section:
     """Load and reply as on recorded Macs, and compare the chunks of every model on every chip."""
     rows = [*_memory(), *_reply(), _chunks()]
     how = (

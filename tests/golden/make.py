@@ -24,8 +24,21 @@ import transformers
 from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.golden.changes import CHANGED_TOKENS, MOVES, changed_rows, others, replaced, scalars
-from tests.golden.families import AS_PUBLISHED, CASES, CHATS, SMALL, VOCABULARY, WINDOW, prompt_tokens
+from tests.golden.families import (
+    AS_PUBLISHED,
+    CASES,
+    CHANGED_TOKENS,
+    CHATS,
+    MOVES,
+    SMALL,
+    VOCABULARY,
+    WINDOW,
+    changed_rows,
+    others,
+    prompt_tokens,
+    replaced,
+    scalars,
+)
 from tests.golden.weights import Shapes, write_weights
 
 HERE = Path(__file__).parent

@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_unflatten
 
-from tests.quant.calibrated_models import logits, relative, same_bytes, seeded_ids, source_of
-from tests.quant.quant_models import BASE, CONFIGS
+from tests.quant.models import BASE, CONFIGS, logits_calibrated_models, relative, same_bytes, seeded_ids, source_of
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.quant import calibration
 from tokamac.quant.choices import choose
@@ -66,10 +65,14 @@ def test_what_was_scaled_and_what_was_packed_belong_together(tmp_path: Path, kin
     norms = [name for name in changed if name.endswith("input_layernorm.weight")]
     assert len(norms) == 2
     assert any(relative(found.weights[name], source.weights[name]) > 0.05 for name in norms), "something was scaled"
-    expected = logits(source, IDS)
-    assert relative(logits(source, IDS, found.weights), expected) < 0.05, "the same function, but for 8 bits"
+    expected = logits_calibrated_models(source, IDS)
+    assert relative(logits_calibrated_models(source, IDS, found.weights), expected) < 0.05, (
+        "the same function, but for 8 bits"
+    )
     half = {**found.weights, **{name: source.weights[name] for name in norms}}
-    assert relative(logits(source, IDS, half), expected) > 0.2, "packed weights alone are another function"
+    assert relative(logits_calibrated_models(source, IDS, half), expected) > 0.2, (
+        "packed weights alone are another function"
+    )
 
 
 def test_logits_are_nearer_than_rounding_gets_them(tmp_path: Path) -> None:
@@ -79,8 +82,10 @@ def test_logits_are_nearer_than_rounding_gets_them(tmp_path: Path) -> None:
     for path in found.packed:
         words, scales, biases = mx.quantize(rounded[f"{path}.weight"], bits=3, group_size=64)
         rounded[f"{path}.weight"] = mx.dequantize(words, scales, biases, bits=3, group_size=64)
-    expected = logits(source, IDS)
-    errors = [relative(logits(source, IDS, weights), expected) for weights in (found.weights, rounded)]
+    expected = logits_calibrated_models(source, IDS)
+    errors = [
+        relative(logits_calibrated_models(source, IDS, weights), expected) for weights in (found.weights, rounded)
+    ]
     assert errors[0] < 0.8 * errors[1], errors
 
 
@@ -133,7 +138,7 @@ def test_what_is_to_be_packed_otherwise_is_scaled_and_left(tmp_path: Path) -> No
     found = awq.pack(source, options, chosen, IDS, lambda _: None)
     assert kept not in found.packed
     assert len(found.packed) == 13
-    assert relative(logits(source, IDS, found.weights), logits(source, IDS)) < 0.05
+    assert relative(logits_calibrated_models(source, IDS, found.weights), logits_calibrated_models(source, IDS)) < 0.05
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:

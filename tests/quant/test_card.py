@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.quant.quant_models import make_source
+from tests.quant.models import make_source
 from tokamac.engine.device import may_use_tf32
 from tokamac.engine.perf.config_cost import Packing
 from tokamac.engine.perf.cost import bits_per_weight, cost_of_folder

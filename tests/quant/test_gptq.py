@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_unflatten
 
-from tests.quant.calibrated_models import inputs_of, same_bytes, seeded_ids, source_of
+from tests.quant.models import inputs_of, same_bytes, seeded_ids, source_of
 from tokamac.assets import asset_path
 from tokamac.engine.errors import ConversionError, OptionError
 from tokamac.engine.model.config import read_config

@@ -1,0 +1,550 @@
+"""Every figure explains itself; the sentence under a reply, and how numbers are written."""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from tests.app.chat.test_session import LOADED, Clock
+from tests.scripted_engine import CHIP, PACE, SITUATION, WORK
+from tokamac.app import units, verdict
+from tokamac.app.backend.protocol import Load, Loaded, MemoryUse, ModelInfo, ReplyEvent
+from tokamac.app.chat import figures
+from tokamac.app.chat.conversation import Reply, Turn, messages
+from tokamac.app.chat.figures import FIGURES, Explained, Figure, explain
+from tokamac.app.chat.session import Session
+from tokamac.app.tui.markdown.turns import VERDICT, ReplyMessage
+from tokamac.app.tui.screens.figure import explanation, figure_text
+from tokamac.app.tui.theme import bar, sparkline
+from tokamac.app.tui.widgets.gauges import NONE_YET, WIDTH, rows
+from tokamac.app.verdict import HOW, WHOLE, brief, remedy_text, sentence
+from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.metrics import Gaps, Metrics, Outlier
+from tokamac.engine.options import Sampling
+from tokamac.engine.perf.diagnosis import Diagnosis, PartName, Remedy, RemedyName, Term, TimePart, Waits, diagnose
+
+# Every figure of the side panel explains itself: formula, inputs, source, meaning; what is unknown says why.
+
+METRICS = Metrics(
+    prompt_tokens=150,
+    cached_tokens=100,
+    prefill_tokens=49,
+    generated_tokens=21,
+    ttft_s=0.5,
+    prefill_s=0.4,
+    total_s=1.5,
+    prefill_tps=122.5,
+    decode_tps=20.0,
+    itl_ms=Gaps(50.0, 51.0, 52.0, 90.0),
+    kv_bytes=20_000_000,
+    weight_bytes_per_token=2_000_000_000,
+    kv_bytes_per_step=20_000_000,
+    achieved_gbs=40.4,
+    ceiling_tps=40.0,
+    expected_tps=25.0,
+    peak_memory_bytes=3_000_000_000,
+)
+INFO = ModelInfo(
+    "org/model",
+    parameters=4_000_000_000,
+    weight_bytes=2_000_000_000,
+    bits_per_weight=4.5,
+    context_length=160,
+    capacity=160,
+)
+MEMORY = MemoryUse(2_100_000_000, None, 12_000_000_000)
+
+
+def session(info: ModelInfo = INFO) -> Session:
+    made = Session(Load("org/model"), Sampling(), "", Clock())
+    made.start()
+    made.on_event(Loaded(info, 40.0, 80.8, MEMORY))
+    return made
+
+
+def ended(info: ModelInfo = INFO, metrics: Metrics = METRICS, outliers: tuple[Outlier, ...] = ()) -> Session:
+    made = session(info)
+    made.submit("one")
+    verdict = diagnose(metrics, WORK, CHIP, PACE, SITUATION)
+    made.on_event(replace(MEMORY, predicted_peak_bytes=2_900_000_000))
+    made.on_event(ReplyEvent(1, Finished("stop", "text", metrics, outliers=outliers, diagnosis=verdict)))
+    return made
+
+
+def value(figure: Figure, of: Session) -> str:
+    return explain(figure, of).value
+
+
+def inputs(figure: Figure, of: Session) -> dict[str, str]:
+    return {each.name: each.value for each in explain(figure, of).inputs}
+
+
+def whole(explained: Explained) -> str:
+    return figure_text(explained, 76).plain
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_each_says_how_from_what_from_where_and_what_it_means(figure: Figure) -> None:
+    for at in (session(), ended()):
+        explained = explain(figure, at)
+        assert all((explained.name, explained.value, explained.formula, explained.source, explained.meaning))
+        assert explained.meaning.rstrip().endswith(".")
+        assert all(each.value and each.source for each in explained.inputs)
+        text = whole(explained)
+        assert explained.formula.partition(" ")[0] in text
+        assert max(len(line) for line in text.splitlines()) <= 76
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_what_is_unknown_says_why_and_is_never_nothing(figure: Figure) -> None:
+    bare = Session(Load("org/model"), Sampling(), "", Clock())
+    explained = explain(figure, bare)
+    assert explained.value == units.UNKNOWN
+    assert explained.why
+    assert f"unknown: {explained.why}" in " ".join(whole(explained).split())
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_what_a_reply_told_is_known(figure: Figure) -> None:
+    at = ended(outliers=(Outlier(7, 90.0, ("pool cleared",)),))
+    explained = explain(figure, at)
+    if figure == "now":
+        assert (explained.value, explained.why) == (units.UNKNOWN, "no reply is running")
+    else:
+        assert units.UNKNOWN not in explained.value
+        assert not explained.why
+
+
+def test_the_numbers_are_those_of_the_reply_with_their_units() -> None:
+    at = ended()
+    assert (value("ttft", at), value("prefill", at), value("mean", at)) == ("0.5 s", "122 tok/s", "20.0 tok/s")
+    assert inputs("ttft", at) == {"waiting": "0.1 s", "reading the prompt": "0.4 s"}
+    assert inputs("mean", at) == {"generated tokens": "21", "last − first token": "1.0 s"}
+    assert (value("ceiling", at), value("expected", at)) == ("50%", "80%")
+    assert inputs("ceiling", at)["ceiling"] == "40.0 tok/s"
+    assert inputs("gaps", at) == {
+        "gaps": "20",
+        "p50": "50.0 ms",
+        "p95": "51.0 ms",
+        "p99": "52.0 ms",
+        "longest": "90.0 ms",
+    }
+    assert (value("peak", at), value("predicted", at), value("kv", at)) == ("3.00 GB", "2.90 GB", "20.0 MB")
+
+
+def test_the_bandwidth_says_who_says_so() -> None:
+    assert any(each.name == "bandwidth" and CHIP.name in each.source for each in explain("ceiling", ended()).inputs)
+    assert inputs("ceiling", session())["bandwidth"] == "80.8 GB/s"
+
+
+def test_a_gap_that_stands_out_is_told_with_its_cause() -> None:
+    at = ended(outliers=(Outlier(7, 90.0, ("pool cleared",)), Outlier(9, 80.0, ())))
+    found = explain("slowest", at)
+    assert found.value == "90.0 ms"
+    assert [(each.name, each.source) for each in found.inputs] == [
+        ("token 7", "pool cleared"),
+        ("token 9", "cause unknown"),
+    ]
+    assert explain("slowest", ended()).why == "there are no outliers"
+
+
+def test_an_unknown_pace_is_no_expectation() -> None:
+    at = ended(metrics=replace(METRICS, expected_tps=None))
+    assert value("expected", at) == units.UNKNOWN
+    assert "is not measured yet" in explain("expected", at).why
+
+
+def test_the_context_is_what_was_cached_computed_and_written() -> None:
+    context = figures.context_of(ended(replace(INFO, capacity=1000)))
+    assert context == figures.Context(cached=100, computed=50, written=21, free=829, out_of_sight=0)
+    assert context.held == 171
+
+
+def test_what_rolls_out_is_the_oldest_and_no_token_is_counted_twice() -> None:
+    context = figures.context_of(ended(replace(INFO, rolls=True)))
+    assert context == figures.Context(cached=89, computed=50, written=21, free=0, out_of_sight=11)
+    short = figures.context_of(ended(replace(INFO, capacity=40, rolls=True)))
+    assert short == figures.Context(cached=0, computed=19, written=21, free=0, out_of_sight=131)
+
+
+def test_what_was_left_out_of_the_prompt_is_out_of_sight_too() -> None:
+    at = session()
+    at.submit("one")
+    at.on_event(ReplyEvent(1, Truncated(1, 30)))
+    at.on_event(ReplyEvent(1, PrefillProgress(60, 90, 20)))
+    assert figures.context_of(at) == figures.Context(20, 40, 0, 100, 30)
+    assert inputs("out of sight", at) == {"left out": "30", "rolled out": "0"}
+
+
+def test_while_a_reply_is_written_the_figures_are_of_now() -> None:
+    at = session()
+    at.submit("one")
+    at.on_event(ReplyEvent(1, PrefillProgress(150, 150, 100)))
+    at.on_event(ReplyEvent(1, TextChunk("a")))
+    at.on_event(ReplyEvent(1, Live(METRICS, 171, (50.0, 40.0, 35.0), 2_020_000_000, 48.5)))
+    assert value("now", at) == "24.0 tok/s"
+    assert inputs("now", at) == {"gaps": "3", "their time": "125 ms"}
+    assert value("achieved", at) == "48.5 GB/s"
+    assert inputs("achieved", at)["bytes a step"] == "2.02 GB"
+    assert explain("diagnosis", at).why == "a reply is running"
+
+
+def test_there_are_as_many_rows_whatever_is_known_and_none_is_too_wide() -> None:
+    wide = replace(METRICS, itl_ms=Gaps(10_000.0, 12_000.0, 13_000.0, 13_000.0), prompt_tokens=1_000_000)
+    bare = Session(Load("a/very-long-name-of-a-model-that-goes-on"), Sampling(), "", Clock())
+    at = [
+        bare,
+        session(),
+        ended(),
+        ended(metrics=wide),
+        ended(outliers=(Outlier(7, 90.0, ("kv growth", "pool cleared")),)),
+    ]
+    assert len({len(rows(each, 0)) for each in at}) == 1
+    assert len({len(rows(each, 99)) for each in at}) == 1
+    for each in at:
+        assert max(row.content.cell_length for row in rows(each, 0)) <= WIDTH
+    assert len(rows(bare, 99)) > len(rows(bare, 0))
+
+
+def test_every_figure_has_a_row_and_the_rows_are_in_its_order() -> None:
+    for at in (session(), ended()):
+        shown = [row.figure for row in rows(at, 0) if row.figure is not None]
+        assert list(dict.fromkeys(shown)) == list(FIGURES)
+
+
+def test_before_a_reply_the_rows_say_that_there_is_none_and_no_zero() -> None:
+    at = session()
+    at.on_event(LOADED)
+    text = {row.figure: row.content.plain for row in reversed(rows(at, 0)) if row.figure is not None}
+    assert text["ttft"].endswith(NONE_YET)
+    assert text["kv"].endswith(NONE_YET)
+    assert not any(word.startswith("0") for word in " ".join(text.values()).split())
+
+
+def test_the_diagnosis_is_a_sentence_in_the_panel() -> None:
+    text = " ".join(row.content.plain for row in rows(ended(), 0) if row.figure == "diagnosis")
+    assert text.startswith("1.5 s in all, of which")
+
+
+def test_a_models_name_is_foreign_text() -> None:
+    at = session(replace(INFO, name="a\x1b[2Jb"))
+    assert "\x1b" not in "".join(row.content.plain for row in rows(at, 0))
+    assert all("\x1b" not in each.value for each in explain("model", at).inputs)
+
+
+# The sentence under a reply, the figures of the panel, and how numbers are written.
+
+VERDICT_METRICS = Metrics(
+    prompt_tokens=1500,
+    cached_tokens=300,
+    prefill_tokens=1200,
+    generated_tokens=50,
+    ttft_s=2.45,
+    prefill_s=2.4,
+    total_s=3.1,
+    prefill_tps=500.0,
+    decode_tps=74.0,
+    itl_ms=Gaps(13.0, 15.0, 16.0, 20.0),
+    kv_bytes=1,
+    weight_bytes_per_token=1,
+    kv_bytes_per_step=1,
+    achieved_gbs=1.0,
+    ceiling_tps=100.0,
+    expected_tps=None,
+    peak_memory_bytes=None,
+)
+
+
+def found(name: PartName, seconds: float, *remedies: Remedy, **more: Any) -> Diagnosis:
+    """A diagnosis in which one part took so long, and the others next to nothing."""
+    names: tuple[PartName, ...] = ("wait", "prefill", "decode")
+    parts = (TimePart(name, seconds, **more) if each == name else TimePart(each, 0.01) for each in names)
+    return Diagnosis(tuple(parts), remedies, ())
+
+
+PACKED = Remedy("packed keys and values", 2.1, 8, 31.0, 38.0)
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "said"),
+    [
+        (
+            found("prefill", 2.4, bound="compute", of_ceiling=0.61, of_expected=0.92),
+            "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill, bound by arithmetic: 61% of what this machine "
+            "allows and 92% of what is expected).",
+        ),
+        (
+            found("prefill", 2.4, bound="not memory"),
+            "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill, not bound by memory).",
+        ),
+        (found("prefill", 2.4), "3.1 s in all, of which 2.4 s reading 1,200 prompt tokens (prefill)."),
+        (
+            found("decode", 3.0, PACKED, bound="memory", of_ceiling=0.74),
+            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by memory: 74% of what this machine allows); "
+            "8-bit keys and values: decode from 31.0 to 38.0 tok/s at this context, 2.1 s less.",
+        ),
+        (
+            found("decode", 3.0, Remedy("quiet machine", 1.2, None, 20.0, 31.0), bound="overhead", of_expected=0.6),
+            "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by neither memory nor arithmetic: only 60% of what is "
+            "expected); with this machine undisturbed: decode from 20.0 to 31.0 tok/s, 1.2 s less.",
+        ),
+        (
+            found("decode", 3.0),
+            "3.1 s in all, of which 3.0 s writing 50 tokens (decode); 300 of 1,500 prompt tokens were still cached.",
+        ),
+        (found("wait", 2.5), "3.1 s in all, of which 2.5 s went by before the prompt was read."),
+        (None, "3.1 s in all, 2.5 s of it before the first token."),
+    ],
+)
+def test_the_sentence_names_the_part_the_reason_and_what_would_help(diagnosis: Diagnosis | None, said: str) -> None:
+    assert sentence(VERDICT_METRICS, diagnosis) == said
+
+
+def test_without_a_token_the_sentence_says_so() -> None:
+    assert sentence(replace(VERDICT_METRICS, ttft_s=None, total_s=None), None) == "No token was made."
+    assert brief(replace(VERDICT_METRICS, ttft_s=None, total_s=None), None) == "No token was made."
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "said"),
+    [
+        (
+            found("prefill", 2.4, bound="compute", of_ceiling=0.61, of_expected=0.92),
+            "2.4 of 3.1 s in prefill, bound by arithmetic · /explain",
+        ),
+        (
+            found("decode", 3.0, PACKED, bound="overhead", of_expected=0.6),
+            "3.0 of 3.1 s in decode, bound by overhead, unusually slow · /explain",
+        ),
+        (found("decode", 0.05), "50 ms of 3.1 s in decode · /explain"),
+        (found("wait", 2.5), "2.5 of 3.1 s before the prompt was read · /explain"),
+        (None, "3.1 s in all, 2.5 s of it before the first token."),
+    ],
+)
+def test_the_line_below_a_reply_names_the_slow_phase_and_where_the_rest_is(
+    diagnosis: Diagnosis | None, said: str
+) -> None:
+    assert brief(VERDICT_METRICS, diagnosis) == said
+
+
+@pytest.mark.parametrize("total_s", [0.0004, 0.05, 4.1, 45.0, 125.0, 7000.0])
+def test_the_line_below_a_reply_is_short_whatever_it_says(total_s: float) -> None:
+    phases = [
+        (name, {"bound": bound, "of_expected": 0.002}) for name in ("prefill", "decode") for bound in get_args(Waits)
+    ]
+    parts: list[tuple[PartName, dict[str, Any]]] = [("wait", {}), *phases]
+    for name, more in parts:
+        line = brief(replace(VERDICT_METRICS, total_s=total_s), found(name, total_s, PACKED, **more))
+        assert len(line) <= 100, line
+        assert "%" not in line
+        assert line.endswith(WHOLE)
+        assert units.seconds(total_s) in line
+
+
+def test_a_share_that_is_not_nothing_is_not_written_as_nothing() -> None:
+    assert [units.percent(share) for share in (0.0, 0.0004, 0.0099, 0.01, 0.126, 1.0)] == [
+        "0%", "under 1%", "under 1%", "1%", "13%", "100%",
+    ]  # fmt: skip
+    assert units.percent(None) == "unknown"
+    slow = found("prefill", 2.4, bound="overhead", of_ceiling=0.003, of_expected=0.004)
+    assert "under 1% of what this machine allows and under 1% of what is expected" in sentence(VERDICT_METRICS, slow)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "said"),
+    [
+        (Remedy("packed weights", 8.1, 4, 12.0, 31.0), "4-bit weights: decode from 12.0 to 31.0 tok/s, 8.1 s less"),
+        (Remedy("prompt cache", 1.9), "with the prompt cache, this prompt once read: 1.9 s less to the first token"),
+        (
+            Remedy("shorter context", 2.0, 2048, 30.0, 33.0, 3.6, 1.8),
+            "half the prompt (2,048 tokens): prefill from 3.6 s to 1.8 s, decode from 30.0 to 33.0 tok/s, 2.0 s less",
+        ),
+        (
+            Remedy("quiet machine", 3.7, None, 172.0, 264.0, 3.6, 0.007),
+            "with this machine undisturbed: prefill from 3.6 s to 7 ms, decode from 172 to 264 tok/s, 3.7 s less",
+        ),
+        (
+            Remedy("prompt cache", 1.9, before_s=2.0, after_s=0.05),
+            "with the prompt cache, this prompt once read: prefill from 2.0 s to 50 ms, 1.9 s less to the first token",
+        ),
+        (Remedy("packed keys and values", 0.4, 8), "8-bit keys and values: 0.4 s less"),
+    ],
+)
+def test_a_remedy_says_what_it_brings(remedy: Remedy, said: str) -> None:
+    assert remedy_text(remedy) == said
+
+
+SLOWED = replace(
+    found("decode", 3.0, Remedy("full power", 1.2, None, 20.0, 31.0), bound="overhead", of_expected=0.6),
+    throttles=("thermal", "low power"),
+)
+
+
+def test_what_slowed_the_machine_down_is_in_the_verdict_in_the_line_and_in_the_whole() -> None:
+    assert sentence(VERDICT_METRICS, SLOWED) == (
+        "3.1 s in all, of which 3.0 s writing 50 tokens (decode, bound by neither memory nor arithmetic: only 60% of what is "
+        "expected); macOS slowed the chip down because of its heat; Low Power Mode was on, which slows the chip down; "
+        "with Low Power Mode off and this machine undisturbed: decode from 20.0 to 31.0 tok/s, 1.2 s less."
+    )
+    assert brief(VERDICT_METRICS, SLOWED) == (
+        "3.0 of 3.1 s in decode, bound by overhead, unusually slow, chip hot, Low Power Mode · /explain"
+    )
+    whole = list(verdict.lines(SLOWED))
+    assert (
+        "machine   macOS slowed the chip down because of its heat (let the machine cool, and close what else computes)"
+        in whole
+    )
+    assert whole[-2].endswith("(System Settings > Battery, on a desktop Mac Energy)")
+
+
+def test_every_remedy_has_words_and_a_way() -> None:
+    for name in get_args(RemedyName):
+        assert remedy_text(Remedy(name, 1.0, 4)).endswith(("less", "first token"))
+        assert HOW[name]
+
+
+def test_the_whole_puts_the_numbers_in() -> None:
+    terms = (
+        Term("bandwidth", "machine", "bandwidth", "Test \x1b[2J, its maker's figure", 400.0, "GB/s"),
+        Term("step", "decode", "bytes a step", "all", 4e9, "bytes"),
+        Term("ceiling", "decode", "ceiling", "{bandwidth} ÷ {step}", 100.0, "tok/s"),
+        Term("peak", "machine", "peak", "its maker's", None, "TFLOP/s"),
+        Term("ridge", "machine", "ridge", "{peak} ÷ {bandwidth}", None, "FLOP/byte"),
+        Term("operations", "prefill", "operations", "2 × 3", 3.2e12, "FLOP"),
+    )
+    lines = list(verdict.lines(Diagnosis((TimePart("decode", 3.0, "memory", 0.74),), (PACKED,), terms)))
+    assert lines[0] == "decode    3.0 s: writing the reply; bound by memory; 74% of what this machine allows"
+    assert "decode    bytes a step = 4.00 GB (all)" in lines
+    assert "decode    ceiling = bandwidth ÷ bytes a step = 400 GB/s ÷ 4.00 GB = 100 tok/s" in lines
+    assert "machine   ridge = peak ÷ bandwidth = unknown" in lines
+    assert "prefill   operations = 3.2 TFLOP (2 × 3)" in lines
+    assert lines[-1].startswith("remedy    8-bit keys and values:")
+
+
+def test_the_share_is_unknown_where_a_part_is() -> None:
+    assert figures.share_of_ceiling(VERDICT_METRICS) == pytest.approx(0.74)
+    assert figures.share_of_ceiling(replace(VERDICT_METRICS, decode_tps=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (units.count(12345), "12,345"),
+        (units.count(None), "unknown"),
+        (units.short(32768), "32.8k"),
+        (units.short(4_022_468_096), "4.02B"),
+        (units.short(7), "7"),
+        (units.size(2_263_000_000), "2.26 GB"),
+        (units.size(0), "0 B"),
+        (units.rate(1234.5), "1,234 tok/s"),
+        (units.rate(9.99), "9.99 tok/s"),
+        (units.rate(9.996), "10.0 tok/s"),
+        (units.rate(None), "unknown"),
+        (units.bandwidth(3350.4), "3,350 GB/s"),
+        (units.bandwidth(4.986), "4.99 GB/s"),
+        (units.bandwidth(None), "unknown"),
+        (units.milliseconds(16.26), "16.3 ms"),
+        (units.seconds(0.0994), "99 ms"),
+        (units.seconds(0.4), "0.4 s"),
+        (units.seconds(12.3), "12 s"),
+        (units.seconds(125), "2 min 05 s"),
+    ],
+)
+def test_numbers_as_written(written: str, expected: str) -> None:
+    assert written == expected
+
+
+def replying() -> Session:
+    session = Session(Load("guide"), Sampling(), "", lambda: 10.0)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide")))
+    session.submit("hi")
+    return session
+
+
+def test_the_rate_now_is_that_of_the_last_gaps() -> None:
+    session = replying()
+    assert figures.decode_now(session) is None
+    session.on_event(ReplyEvent(1, Live(VERDICT_METRICS, 77, (500.0,) * 10 + (50.0,) * 16)))
+    assert figures.decode_now(session) is None  # still reading the prompt
+    session.engine.phase = session.engine.phase.DECODING
+    assert figures.decode_now(session) == pytest.approx(20.0)
+    assert figures.context_used(session) == 77
+
+
+def test_the_time_left_follows_the_rate_so_far() -> None:
+    session = replying()
+    session.on_event(ReplyEvent(1, PrefillProgress(100, 1100, 100)))
+    assert figures.prefill_eta_s(session, 12.0) is None
+    session.on_event(ReplyEvent(1, PrefillProgress(350, 1100, 100)))
+    assert figures.prefill_eta_s(session, 12.0) == pytest.approx(6.0)
+
+
+def test_charts() -> None:
+    assert bar(None, 10).plain == "─" * 10
+    assert bar(0.5, 4).plain == "━━──"
+    assert bar(1.5, 4).plain == "━━━━"
+    assert sparkline([1, 2, 4, 8], 3) == "▃▅█"
+    assert sparkline([], 5) == ""
+
+
+def test_a_blank_system_prompt_is_none() -> None:
+    assert messages("  ", [Turn("hi")]) == (Message("user", "hi"),)
+
+
+def test_a_gap_that_stands_out_is_told_with_its_cause_below_the_reply() -> None:
+    assert figures.gap_and_cause(Outlier(257, 41.2, ("pool cleared",))) == "41.2 ms at token 257: pool cleared"
+    assert figures.gap_and_cause(Outlier(1300, 2.5)) == "2.50 ms at token 1,300: cause unknown"
+    both = Outlier(2, 1234.0, ("kv growth", "swap"))
+    assert figures.gap_and_cause(both) == "1,234 ms at token 2: kv growth, swap"
+
+
+def test_the_bandwidth_is_that_of_now_while_a_reply_is_written_and_then_its_mean() -> None:
+    session = replying()
+    assert figures.achieved_gbs(session) is None
+    session.on_event(ReplyEvent(1, Live(VERDICT_METRICS, 77, (50.0,), 5, 9.0)))
+    assert figures.achieved_gbs(session) == VERDICT_METRICS.achieved_gbs  # still reading the prompt
+    session.on_event(ReplyEvent(1, TextChunk("a")))
+    assert figures.achieved_gbs(session) == 9.0
+    session.on_event(ReplyEvent(1, Finished("stop", "a", VERDICT_METRICS)))
+    assert figures.achieved_gbs(session) == VERDICT_METRICS.achieved_gbs
+
+
+def test_outliers_are_those_of_the_running_reply_and_at_last_the_ends() -> None:
+    session = replying()
+    session.on_event(ReplyEvent(1, Live(VERDICT_METRICS, 77, (50.0,), outliers=(Outlier(3, 9.0),))))
+    assert session.outliers == (Outlier(3, 9.0),)
+    session.on_event(ReplyEvent(1, Finished("stop", "a", VERDICT_METRICS, outliers=(Outlier(5, 11.0, ("swap",)),))))
+    assert session.outliers == (Outlier(5, 11.0, ("swap",)),)
+    session.submit("again")
+    assert session.outliers == ()
+
+
+def test_the_share_of_the_expected_is_unknown_where_a_part_is() -> None:
+    assert figures.share_of_expected(VERDICT_METRICS) is None
+    assert figures.share_of_expected(replace(VERDICT_METRICS, expected_tps=80.0)) == pytest.approx(0.925)
+
+
+# What stands below a reply in the transcript: a row, two where the window is narrow, and not the paragraph that
+# explains it.
+
+SLOW = found("prefill", 2.4, PACKED, bound="overhead", of_ceiling=0.003, of_expected=0.004)
+REPLY = Reply("Yes.", metrics=VERDICT_METRICS, diagnosis=SLOW)
+
+
+@pytest.mark.parametrize(("cells", "rows"), [(100, 1), (78, 1), (39, 2)])
+def test_the_answer_is_not_outweighed_by_what_it_cost(cells: int, rows: int) -> None:
+    message = ReplyMessage("guide")
+    message.end(REPLY)
+    shown = [row for row in message.rows(cells) if row.frame is VERDICT]
+    assert len(shown) == rows
+    text = " ".join(row.row.content.plain.strip() for row in shown)
+    assert text == "2.4 of 3.1 s in prefill, bound by overhead, unusually slow · /explain"
+
+
+def test_the_whole_is_in_the_explanation() -> None:
+    said = " ".join(explanation(REPLY, 60).plain.split())
+    assert said.startswith(sentence(VERDICT_METRICS, SLOW))
+    assert "prefill 2.4 s 99%" in said
+    assert "0%" not in said
+    assert "wait 10 ms under 1%" in said

@@ -1,0 +1,661 @@
+"""Models on this disk, downloads, which one is chosen, and what the picker says of it."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.app.conftest import Chat
+from tests.app.plain.plain_chat import piped
+from tests.tiny import make_tiny
+from tokamac.app import settings
+from tokamac.app.backend.protocol import Figures, Load, ModelLine, WhatIf
+from tokamac.app.backend.subprocess import Pulled, PullProgress, PullRefused, Removed, understood
+from tokamac.app.chat import commands
+from tokamac.app.chat.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
+from tokamac.app.chat.models import (
+    MOST,
+    CatalogueOffer,
+    Estimates,
+    Folders,
+    LocalModels,
+    ModelRow,
+    OnDisk,
+    best_guess,
+    hub_cache,
+    is_id,
+    lasting,
+    models_on_disk,
+    must_be_downloaded,
+    names_on_disk,
+    rows,
+)
+from tokamac.app.chat.start import ChatOptions, begin
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.commands.inspect import cases_report
+from tokamac.app.settings import CHAT_KV, Settings
+from tokamac.app.tui.actions import model as wishes
+from tokamac.app.tui.actions.model import choose_model, take_model
+from tokamac.app.tui.screens.model import ModelScreen, detail, row_line
+from tokamac.app.tui.screens.settings import Chosen
+from tokamac.assets import asset_path
+from tokamac.engine.hub.download import ADVICE
+from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.what_if import UNMEASURED_KV, WhatIfCase, WhatIfOutcome
+
+# What is on this disk, and what the picker lists of it, of downloads and of the catalogue. No screen, no hub.
+
+# The disk -----------------------------------------------------------------------------------------------------------------
+
+
+def cached(cache: Path, name: str, *, reference: str = "main", whole: bool = True) -> Path:
+    """Write a tiny model as the hub's cache keeps one."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    make_tiny(snapshot)
+    if whole:
+        path = repository / "refs" / reference
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a" * 40)
+    else:
+        (snapshot / "model.safetensors").unlink()
+        (repository / "blobs").mkdir()
+        (repository / "blobs" / "b.incomplete").write_bytes(b"0" * 500)
+    return snapshot
+
+
+def test_what_is_on_disk_with_its_size_and_whether_it_is_whole(tmp_path: Path) -> None:
+    whole = cached(tmp_path, "org/whole")
+    cached(tmp_path, "org/tagged", reference="v1.0")
+    cached(tmp_path, "org/part", whole=False)
+    own = make_tiny(tmp_path / "own")
+    disk = models_on_disk(tmp_path, [str(own), str(tmp_path / "gone")])
+    found = {each.model: each for each in disk.models}
+    assert set(found) == {"guide", str(own), "org/whole", "org/tagged@v1.0", "org/part"}
+    files = sum(path.stat().st_size for path in whole.iterdir())
+    assert files <= found["org/whole"].nbytes <= files + 40  # the reference's own bytes
+    assert [each.model for each in disk.models if not each.whole] == ["org/part"]
+    assert found["guide"].nbytes == sum(len(path.read_bytes()) for path in asset_path("guide", "model").iterdir())
+    assert disk.free_bytes is not None
+    assert names_on_disk(tmp_path) == ["guide", "org/tagged", "org/whole"]
+
+
+def test_a_cache_that_is_not_there_has_the_embedded_model_alone(tmp_path: Path) -> None:
+    assert [each.model for each in models_on_disk(tmp_path / "none", []).models] == ["guide"]
+    assert hub_cache({"HF_HOME": "/x"}) == Path("/x/hub")
+    assert hub_cache({"HF_HUB_CACHE": "/y", "HF_HOME": "/x"}) == Path("/y")
+
+
+def test_only_an_id_that_is_not_here_must_be_downloaded(tmp_path: Path) -> None:
+    cached(tmp_path, "org/whole")
+    cached(tmp_path, "org/part", whole=False)
+    wanted = {
+        name: must_be_downloaded(name, tmp_path) for name in ("org/whole", "org/part", "org/new", "guide", "fast")
+    }
+    assert wanted == {"org/whole": False, "org/part": True, "org/new": True, "guide": False, "fast": False}
+    assert must_be_downloaded("org/whole@v2", tmp_path)
+    assert not is_id("../up/there")
+    assert not is_id("a/b/c")
+
+
+def test_folders_are_remembered_the_last_one_first_and_forgotten(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "deep" / "folders.json")
+    assert folders.all() == ()
+    for name in ("/a", "/b", "/a"):
+        folders.remember(name)
+    assert folders.all() == ("/a", "/b")
+    folders.forget("/a")
+    assert folders.all() == ("/b",)
+    for number in range(MOST + 5):
+        folders.remember(f"/{number}")
+    assert len(folders.all()) == MOST
+    (tmp_path / "deep" / "folders.json").write_text('{"not": "a list"}')
+    assert folders.all() == ()
+
+
+# The list -----------------------------------------------------------------------------------------------------------------
+
+
+def line(model: str, verdict: str = "runs well") -> ModelLine:
+    return ModelLine(model, 7, 10, 10, verdict, Figures(expected_tps=50.0, reason="needs 1 GB of 2 GB"), 4.5)
+
+
+def estimated(*best: str, hopeless: str = "") -> Estimates:
+    made = Estimates(lambda _: 1)
+    made.catalogue = {name: line(name, "does not fit" if name == hopeless else "runs well") for name in best}
+    made.best = best
+    return made
+
+
+DISK = LocalModels(
+    (
+        OnDisk("guide", "embedded", Path(), 1),
+        OnDisk("org/Mine", "cache", Path(), 2),
+        OnDisk("org/part", "cache", Path(), 3, whole=False),
+    )
+)
+OFFERS = [CatalogueOffer(name, 9) for name in ("org/a", "org/b", "org/Mine", "org/c")]
+
+
+def named(found: list[ModelRow]) -> list[str]:
+    return [row.id for row in found]
+
+
+def test_the_sections_stand_in_order_and_nothing_is_there_twice() -> None:
+    found = rows("", DISK, OFFERS, estimated("org/c", "org/a", "org/b", "org/Mine", hopeless="org/b"), ())
+    assert named(found) == [
+        "downloads:org/part",
+        "embedded:guide",
+        "disk:org/Mine",
+        "recommended:org/c",
+        "recommended:org/a",
+    ]
+
+
+def test_while_nothing_is_weighed_the_list_is_there_and_says_that_more_comes() -> None:
+    found = rows("", DISK, OFFERS, Estimates(lambda _: 1), ())
+    assert [row.model for row in found if row.pending] == ["guide", "org/Mine", "org/a", "org/b", "org/c"]
+    assert found[-1].nbytes == 9
+
+
+def test_words_narrow_the_list_also_to_what_does_not_fit() -> None:
+    estimates = estimated("org/c", "org/a", "org/b", hopeless="org/b")
+    assert named(rows("ORG b", DISK, OFFERS, estimates, ())) == ["recommended:org/b"]
+    assert named(rows("org/mine", DISK, OFFERS, estimates, ())) == ["typed:org/mine", "disk:org/Mine"]
+    assert named(rows("org/Mine", DISK, OFFERS, estimates, ())) == ["disk:org/Mine"]
+    assert named(rows("nothing like it", DISK, OFFERS, estimates, ())) == ["typed:nothing like it"]
+
+
+def test_a_folder_that_is_typed_is_offered(tmp_path: Path) -> None:
+    (row,) = rows(str(tmp_path), DISK, OFFERS, estimated("org/a"), ())
+    assert (row.section, row.home) == ("typed", "folder")
+
+
+def test_a_download_is_listed_as_such_wherever_it_was_before() -> None:
+    going = (Download("org/a", DownloadStage.RUNNING, 1, 10), Download("org/part", DownloadStage.WAITING))
+    found = rows("", DISK, OFFERS, estimated("org/a"), going)
+    assert named(found)[:2] == ["downloads:org/a", "downloads:org/part"]
+    assert sum(row.model == "org/a" for row in found) == 1
+
+
+def test_the_first_guess_is_the_largest_that_leaves_half_of_the_memory() -> None:
+    offers = [CatalogueOffer("s", 1), CatalogueOffer("l", 4), CatalogueOffer("xl", 9), CatalogueOffer("unknown", None)]
+    assert [each.model for each in best_guess(offers, 10)][:2] == ["l", "s"]
+    assert best_guess(offers, None) == offers
+
+
+def test_of_questions_that_were_displaced_the_answers_are_asked_for_again() -> None:
+    numbers = iter(range(10))
+    estimates = Estimates(lambda _: next(numbers))
+    estimates.want(["guide"], KVSpec())  # 0: disk, 1: the catalogue
+    assert estimates.take(WhatIf(0, None, done=1, total=1, line=line("guide")))
+    assert not estimates.take(WhatIf(7, None))
+    estimates.again()
+    assert not estimates.take(WhatIf(1, None, done=3, total=9))
+    estimates.want(["guide"], KVSpec())
+    assert estimates.take(WhatIf(2, None, done=1, total=9, line=line("org/a")))
+    assert (estimates.disk.keys(), estimates.catalogue.keys(), estimates.progress) == ({"guide"}, {"org/a"}, (1, 9))
+    estimates.want(["guide"], KVSpec(key_bits=8, value_bits=8))
+    assert estimates.disk == {}
+
+
+def test_another_memory_limit_makes_all_answers_old() -> None:
+    numbers = iter(range(10))
+    estimates = Estimates(lambda _: next(numbers))
+    estimates.want(["guide"], KVSpec())
+    estimates.take(WhatIf(0, None, done=1, total=1, line=line("guide")))
+    estimates.want(["guide"], KVSpec(), 14 * 10**9)  # 2: disk, 3: the catalogue
+    assert estimates.disk == {}
+    assert not estimates.take(WhatIf(1, None, done=1, total=9, line=line("org/a")))
+    assert estimates.take(WhatIf(3, None, done=1, total=9, line=line("org/a")))
+
+
+@given(st.text(max_size=60), st.integers(30, 140))
+def test_a_row_is_as_wide_as_the_list_and_holds_nothing_that_a_terminal_obeys(model: str, width: int) -> None:
+    for row in (
+        ModelRow(model, "disk", 5, line=line("x")),
+        ModelRow(model, "downloads", download=Download(model, DownloadStage.PAUSED, 1, 2)),
+        ModelRow(model, "typed"),
+    ):
+        drawn = row_line(row, width, loaded=True)
+        assert drawn.cell_length == width
+        for text in (drawn.plain, detail(row, "").plain.replace("\n", "")):
+            assert all(char == "\ufffd" or char.isprintable() or not char.isascii() for char in text)
+            assert "\x1b" not in text
+
+
+# What is chosen is remembered as what it was, and only once it is known to load.
+
+Start = Callable[..., Any]
+PACKED = KVSpec(key_bits=8, value_bits=8)
+
+
+def kept(folder: Path) -> KVSpec:
+    return settings.load(folder / "settings.toml").settings.kv
+
+
+@pytest.mark.parametrize(("model", "remembered"), [("unpackable", CHAT_KV), ("fast", PACKED)])
+async def test_kv_settings_are_remembered_once_a_model_loads_with_them(
+    chat: Start, tmp_path: Path, model: str, remembered: KVSpec
+) -> None:
+    async with chat(model) as c:
+        await c.phase(EnginePhase.IDLE)
+        wishes._apply(c.app.chat, Chosen(Sampling(temperature=0.5), PACKED, 7, own=False))
+        assert c.session.engine.phase is EnginePhase.LOADING
+        assert kept(tmp_path) == CHAT_KV
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.engine.load.kv == remembered
+        assert kept(tmp_path) == remembered
+    assert settings.load(tmp_path / "settings.toml").settings.unload_after_min == 7
+
+
+async def test_a_memory_limit_loads_the_model_again_and_is_remembered(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        wishes._apply(c.app.chat, Chosen(Sampling(), CHAT_KV, None, own=False, memory_gb=3.5))
+        assert c.session.engine.phase is EnginePhase.LOADING
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.engine.load.memory == 3_500_000_000
+    assert settings.load(tmp_path / "settings.toml").settings.memory_gb == 3.5
+
+
+async def test_a_memory_limit_of_a_flag_is_not_remembered(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast", memory=2_000_000_000) as c:
+        await c.phase(EnginePhase.IDLE)
+        wishes._apply(c.app.chat, Chosen(Sampling(temperature=0.5), CHAT_KV, None, own=False, memory_gb=2.0))
+        assert c.session.engine.phase is EnginePhase.IDLE
+    assert settings.load(tmp_path / "settings.toml").settings.memory_gb is None
+
+
+async def test_kv_settings_that_hold_already_are_remembered_at_once(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast", kv=PACKED) as c:
+        await c.phase(EnginePhase.IDLE)
+        assert kept(tmp_path) == CHAT_KV  # flags are for one run
+        wishes._apply(c.app.chat, Chosen(Sampling(), PACKED, 0, own=False))
+        assert c.session.engine.phase is EnginePhase.IDLE
+        assert kept(tmp_path) == PACKED
+
+
+@pytest.mark.parametrize(
+    ("model", "failed", "remembered"),
+    [("unpackable", 1, CHAT_KV), ("fast", 0, replace(CHAT_KV, key_bits=8, value_bits=8))],
+)
+def test_the_same_in_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, failed: int, remembered: KVSpec
+) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    environment = {**os.environ, "TEST_SETTINGS": str(tmp_path / "settings.toml")}
+    status, out, err = piped("hi\n/settings key_bits 8\n/settings value_bits 8\nhi\n", model, env=environment)
+    assert (status, "every weight once" in out) == (failed, True), err
+    assert kept(tmp_path) == remembered
+
+
+async def test_a_folder_is_remembered_by_its_whole_path(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    whole = str(tmp_path / "models" / "mine")
+    assert lasting("models/mine") == lasting("./models/mine/") == lasting(whole) == whole
+    assert [lasting(name) for name in ("guide", "org/name", "models/none")] == ["guide", "org/name", "models/none"]
+    begun = begin(ChatOptions(model="./models/mine", settings_path=tmp_path / "settings.toml"))
+    assert begun.session.engine.load.model == whole
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        wishes.take_model(c.app.chat, "models/mine")
+        assert (c.app.chat.chosen.model, c.session.engine.load.model) == (whole, whole)
+
+
+# Adapters, and models that are loaded unchecked --------------------------------------------------------------------------
+
+
+def test_another_model_is_checked_and_has_the_adapter_that_the_settings_have_for_it() -> None:
+    load = Load("one", PACKED, memory=5, unchecked=True, adapter="letters")
+    assert load.of("one", None) == load
+    assert load.of("two", "poems") == Load("two", PACKED, memory=5, adapter="poems")
+
+
+async def test_what_is_unchecked_does_not_stay_so_when_another_model_is_picked(chat: Start, tmp_path: Path) -> None:
+    settings.save(tmp_path / "settings.toml", Settings(adapters={"guide": "poems"}))
+    async with chat("fast", unchecked=True, adapter="letters") as c:
+        await c.phase(EnginePhase.IDLE)
+        assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (True, "letters")
+        wishes.load_model(c.app.chat, "guide")
+        await c.phase(EnginePhase.IDLE)
+        assert (c.session.engine.load.unchecked, c.session.engine.load.adapter) == (False, "poems")
+
+
+async def test_an_adapter_is_chosen_kept_for_its_model_and_taken_away(chat: Start, tmp_path: Path) -> None:
+    def held() -> dict[str, str]:
+        return settings.load(tmp_path / "settings.toml").settings.adapters
+
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        commands.adapter(c.app.chat, "org/letters")
+        assert held() == {}
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.engine.load.adapter == "org/letters"
+        assert held() == {"fast": "org/letters"}
+        commands.adapter(c.app.chat, "none")
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.engine.load.adapter is None
+        assert held() == {}
+
+
+# The picker's speeds name the context they are for, and the inspection's table says why rows are alike or unknown.
+
+FIGURES = Figures(ceiling_tps=3751.0, expected_tps=106.0, ttft_s=1.09, reason="needs 51.8 MB of 22.9 GB")
+LINE = ModelLine("guide", None, 5_770_496, 5_770_496, "runs well", FIGURES, 4.5, 4096)
+
+
+def test_the_speeds_of_a_model_are_said_with_the_context_that_they_are_for() -> None:
+    said = detail(ModelRow("guide", "embedded", 3_270_000, "embedded", on_disk=True, line=LINE), "").plain
+    assert said.endswith("at 4,096 tokens: expected 106 tok/s, ceiling 3,751 tok/s, first token 1.1 s")
+    assert "needs 51.8 MB of 22.9 GB · at" in said
+
+
+def test_what_is_to_be_known_of_all_cases_stands_once_below_their_table() -> None:
+    place = elsewhere("M4 Max", 40, 64)
+    base = WhatIfOutcome(WhatIfCase(), place, ceiling_tps=3751.0, expected_tps=106.0, ttft_s=0.4)
+    packed = [WhatIfOutcome(WhatIfCase(kv=KVSpec(8, bits)), place, reason=UNMEASURED_KV) for bits in (8, 4)]
+    *_, bits, kv = cases_report([base, *packed], "unpacked").splitlines()
+    assert "unpacks weights to 32 bits" in bits
+    assert kv == f"unknown: {UNMEASURED_KV}"
+    assert len(cases_report([base], "stored").splitlines()) == 2
+
+
+def test_a_model_that_could_see_is_said_to_be_text_only() -> None:
+    row = ModelRow("guide", "embedded", 3_270_000, "embedded", on_disk=True, line=replace(LINE, text_only=True))
+    assert "text only" in detail(row, "").plain
+    assert "text only" not in detail(replace(row, line=LINE), "").plain
+
+
+# Downloads on a scripted child process: one at a time, paused, resumed, cancelled, failed.
+
+# What the child does is in the name of its model; it waits for a file of its own, and what it was asked is noted.
+CHILD = """
+import json, pathlib, signal, sys, time
+say = lambda **line: print(json.dumps(line), flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+*_, action, model = sys.argv
+here = pathlib.Path(sys.argv[0]).parent
+with (here / "asked").open("a") as asked:
+    asked.write(" ".join(sys.argv[1:]) + "\\n")
+if action == "remove":
+    if "kept" in model:
+        say(event="error", error="it can't be deleted", hint="Check its permissions.")
+        sys.exit(1)
+    if "crash" in model:
+        sys.exit("it broke")
+    say(event="removed", id=model, freed_bytes=5)
+    sys.exit(0)
+if "full" in model:
+    say(event="error", error="org/full needs 9.00 GB and the disk has 1.00 GB free", hint="Free some space.")
+    sys.exit(1)
+if "mute" in model:
+    sys.exit("the hub is gone")
+say(event="progress", done=100, total=1000)
+try:
+    while "slow" in model and not (here / "go").exists():
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    sys.exit(130)
+say(event="progress", done=1000, total=1000)
+say(event="pulled", id=model, path="/there", bytes=1000)
+"""
+
+
+class Bench:
+    """Downloads with a clock of their own, and what came of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "child.py").write_text(CHILD)
+        self.now = 0.0
+        self.seen: list[Download | None] = []
+        self.ended: list[Download] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.downloads = Downloads(
+            [sys.executable, str(folder / "child.py")],
+            lambda: self.now,
+            spawn=lambda work: self.tasks.add(asyncio.create_task(work)),
+            changed=lambda: self.seen.append(self.downloads.running),
+            ended=self.ended.append,
+        )
+
+    @property
+    def asked(self) -> list[str]:
+        return (self.folder / "asked").read_text().splitlines()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        for _ in range(6000):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(self.downloads.all)
+
+    async def stage(self, model: str, stage: DownloadStage) -> Download:
+        await self.until(lambda: (known := self.downloads.of(model)) is not None and known.stage is stage)
+        found = self.downloads.of(model)
+        assert found is not None
+        return found
+
+    async def begun(self, model: str) -> None:
+        await self.until(lambda: (known := self.downloads.of(model)) is not None and known.done == 100)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+# Downloads ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_download_runs_to_its_end_and_is_told_once(bench: Bench) -> None:
+    bench.downloads.start("org/quick", loads=True)
+    await bench.until(lambda: bench.ended)
+    (end,) = bench.ended
+    assert (end.model, end.done, end.total, end.loads, end.problem) == ("org/quick", 1000, 1000, True, "")
+    assert bench.downloads.all == ()
+    assert bench.asked == ["--json -- pull org/quick"]
+
+
+async def test_a_paused_one_goes_on_when_it_is_asked_to(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    bench.downloads.pause("org/slow")
+    paused = await bench.stage("org/slow", DownloadStage.PAUSED)
+    assert (paused.done, paused.total, paused.rate_bps) == (100, 1000, None)
+    (bench.folder / "go").touch()
+    bench.downloads.start("org/slow")
+    await bench.until(lambda: bench.ended)
+    assert bench.asked == ["--json -- pull org/slow"] * 2
+
+
+async def test_one_after_the_other_and_a_waiting_one_can_be_paused(bench: Bench) -> None:
+    for name in ("org/slow", "org/second", "org/third"):
+        bench.downloads.start(name)
+    await bench.begun("org/slow")
+    assert [each.stage for each in bench.downloads.all] == [
+        DownloadStage.RUNNING,
+        DownloadStage.WAITING,
+        DownloadStage.WAITING,
+    ]
+    bench.downloads.pause("org/second")
+    (bench.folder / "go").touch()
+    await bench.until(lambda: len(bench.ended) == 2)
+    assert [each.model for each in bench.downloads.all] == ["org/second"]
+
+
+async def test_what_is_cancelled_is_removed_from_the_disk(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    bench.downloads.cancel("org/slow")
+    await bench.until(lambda: not bench.downloads.all)
+    assert bench.asked == ["--json -- pull org/slow", "--unfinished --json -- remove org/slow"]
+    assert [(each.stage, each.freed) for each in bench.ended] == [(DownloadStage.CANCELLING, 5)]
+
+
+async def test_where_nothing_had_arrived_nothing_is_said_to_be_removed(
+    chat: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    async with chat("fast") as c:
+        c.app.chat.library.downloads.cancel("org/empty")
+        await c.until(lambda: "Download of empty cancelled: nothing had arrived." in c.notices, "the notice")
+
+
+async def test_one_that_waits_is_called_off_and_nothing_is_deleted(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    bench.downloads.start("org/kept")  # which could not be deleted
+    bench.downloads.cancel("org/kept")
+    assert [each.model for each in bench.downloads.all] == ["org/slow"]
+    (bench.folder / "go").touch()
+    await bench.until(lambda: not bench.downloads.all)
+    assert [each.model for each in bench.ended] == ["org/slow"]
+    assert bench.asked == ["--json -- pull org/slow"]
+
+
+async def test_one_that_waits_again_has_what_arrived_removed(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    bench.downloads.pause("org/slow")
+    await bench.stage("org/slow", DownloadStage.PAUSED)
+    bench.downloads.start("org/slow-too")
+    await bench.begun("org/slow-too")
+    bench.downloads.start("org/slow")
+    bench.downloads.cancel("org/slow")
+    await bench.until(lambda: bench.downloads.of("org/slow") is None)
+    assert bench.asked[-1] == "--unfinished --json -- remove org/slow"
+
+
+async def test_a_removal_that_ends_without_a_word_is_no_success(bench: Bench) -> None:
+    bench.downloads.cancel("org/crash")
+    failed = await bench.stage("org/crash", DownloadStage.FAILED)
+    assert failed.problem == "it broke"
+
+
+async def test_what_an_earlier_run_left_can_be_cancelled_and_a_refusal_is_told(bench: Bench) -> None:
+    bench.downloads.cancel("org/kept")
+    failed = await bench.stage("org/kept", DownloadStage.FAILED)
+    assert failed.problem == "it can't be deleted. Check its permissions."
+
+
+@pytest.mark.parametrize(("model", "why"), [("org/full", "9.00 GB"), ("org/mute", "the hub is gone")])
+async def test_what_fails_says_why_and_can_be_tried_again(bench: Bench, model: str, why: str) -> None:
+    bench.downloads.start(model)
+    failed = await bench.stage(model, DownloadStage.FAILED)
+    assert why in failed.problem
+    assert bench.ended == [failed]
+    bench.downloads.start(model)
+    await bench.until(lambda: len(bench.ended) == 2)
+
+
+async def test_the_rate_is_that_of_the_last_seconds_and_the_rest_follows(bench: Bench) -> None:
+    bench.downloads.start("org/slow")
+    await bench.begun("org/slow")
+    take = bench.downloads._take
+    for second, done in ((10, 1100), (20, 3100)):  # ten seconds at 100 bytes a second, then ten at 200
+        bench.now = float(second)
+        take("org/slow", PullProgress(done, 7100))
+    running = bench.downloads.of("org/slow")
+    assert running is not None
+    assert (running.rate_bps, running.left_s) == (200.0, 20.0)
+
+
+@given(st.binary(max_size=60) | st.dictionaries(st.text(max_size=8), st.none() | st.integers()).map(json.dumps))
+def test_no_line_of_the_child_breaks_the_reader(line: Any) -> None:
+    assert isinstance(understood(line), PullProgress | Pulled | Removed | PullRefused)
+
+
+# A download that fails, in the words of the screen: the whole id, what has arrived, and how to try again there.
+
+UNREACHABLE = "no connection to https://huggingface.co ([Errno -2] Name or service not known)"
+
+
+async def failed(folder: Path, *lines: dict[str, Any], last: str = "") -> Download:
+    """A download whose process says these lines and fails."""
+    said = "".join(f"print({json.dumps(json.dumps(line))}, flush=True)\n" for line in lines)
+    (folder / "child.py").write_text(f"import sys\n{said}sys.exit({last or 1!r})\n")
+    ended: list[Download] = []
+    tasks: list[asyncio.Task[None]] = []
+    downloads = Downloads(
+        [sys.executable, str(folder / "child.py")],
+        lambda: 0.0,
+        spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+        changed=lambda: None,
+        ended=ended.append,
+    )
+    downloads.start("nope/nope", loads=True)
+    await asyncio.wait_for(tasks[0], 60)
+    (end,) = ended
+    assert end.stage is DownloadStage.FAILED
+    return end
+
+
+@pytest.mark.parametrize(
+    ("hint", "advice"), [("Check the network.", "Check the network."), (f"Wait. {ADVICE}", f"Wait. {ARRIVED}")]
+)
+async def test_the_advice_is_that_of_the_screen_and_no_command_is_named(tmp_path: Path, hint: str, advice: str) -> None:
+    end = await failed(tmp_path, {"event": "error", "error": UNREACHABLE, "hint": hint})
+    assert end.problem == f"{UNREACHABLE}. {advice} {AGAIN}"
+    assert "command" not in end.problem
+
+
+async def test_one_that_ends_without_a_reason_can_be_tried_again_too(tmp_path: Path) -> None:
+    assert (await failed(tmp_path, last="the hub is gone")).problem == f"the hub is gone. {AGAIN}"
+    assert (await failed(tmp_path)).problem == f"it ended with exit status 1. {AGAIN}"
+
+
+async def test_a_notice_names_the_whole_id_and_what_was_wrong(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.ready()
+        c.app.chat.library._ended(Download("nope/nope", DownloadStage.FAILED, problem=f"{UNREACHABLE}. {AGAIN}"))
+        said = f"nope/nope: {UNREACHABLE}. Press Enter on it in the list to retry."
+        await c.until(lambda: said in c.notices, "the notice")
+
+
+async def test_enter_on_one_that_failed_tries_again(
+    chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    async with chat("fast", size=(120, 40)) as c:
+        await c.ready()
+        take_model(c.app.chat, "nope/nope")
+        said = "Downloading nope/nope. It loads when it is complete. Ctrl+O shows the progress."
+        await c.until(lambda: said in c.notices, "the notice")
+        await failing(c)
+        choose_model(c.app.chat, "")
+        await c.until(lambda: isinstance(c.app.screen, ModelScreen))
+        await c.pilot.press(*"nope")
+        await c.until(lambda: "Enter retries · F6 cancels" in c.screen_text())
+        assert "HF_HUB_OFFLINE" in c.screen_text()
+        c.app.clear_notifications()
+        await c.pilot.press("enter")
+        await c.until(lambda: "Downloading nope/nope. It loads" in c.notices)
+        await failing(c)
+
+
+async def failing(c: Chat) -> None:
+    await c.until(lambda: "nope/nope: " in c.notices and AGAIN in c.notices, "the end of the download")
+
+
+def test_the_list_says_the_same_of_the_row() -> None:
+    row = ModelRow("nope/nope", "typed", download=Download("nope/nope", DownloadStage.FAILED, problem=AGAIN))
+    assert str(detail(row, "")) == f"nope/nope\n{AGAIN}"

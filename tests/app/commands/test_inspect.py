@@ -1,0 +1,243 @@
+"""`inspect`, `models list` and `models suggest`: machines, cases, tables and pictures."""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.commands.conftest import Run
+from tests.tiny import make_tiny
+from tokamac.engine.perf import footprint
+
+# `inspect` of what is not here, on what is not here: places, cases, tables and pictures; and `models suggest`.
+
+M4_MAX = ("--chip", "Apple M4 Max", "--gpu-cores", "40", "--memory", "64")
+QWEN = "mlx-community/Qwen3-0.6B-4bit"
+
+
+def found(tokamac: Run, *arguments: str | Path) -> dict[str, Any]:
+    done = tokamac("inspect", *arguments, "--json")
+    assert (done.status, done.err) == (0, "")
+    result: dict[str, Any] = json.loads(done.out)
+    return result
+
+
+def test_elsewhere_every_figure_of_the_contract_is_known(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX, "--context", "512", "--prompt", "256")
+    assert plain["chip"] == {"name": "Apple M4 Max", "gpu_cores": 40, "bandwidth_gbs": 546.0, "fp16_tflops": 16.16}
+    assert 0 < plain["expected_tps"] <= plain["ceiling_tps"]
+    assert plain["ttft_s"] == pytest.approx(256 / plain["prefill_tps"])
+    assert plain["memory"]["fits"] is True
+
+
+def test_elsewhere_the_speed_of_a_model_below_all_that_was_published_is_unknown(tokamac: Run, tiny: Path) -> None:
+    plain = found(tokamac, tiny, *M4_MAX)
+    assert plain["ceiling_tps"] > 0
+    assert not {"expected_tps", "prefill_tps", "ttft_s"} & {name for name, value in plain.items() if value is not None}
+    shown = tokamac("inspect", tiny, *M4_MAX)
+    assert "waits for the processor" in shown.err
+    assert "bench --machine" not in shown.err  # which measures this machine
+
+
+def test_a_model_that_was_not_downloaded_is_predicted_and_that_is_said(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX)
+    assert plain["model"] == QWEN
+    assert plain["parameters"] == 596_049_920
+    shown = tokamac("inspect", QWEN, *M4_MAX)
+    assert "not downloaded" in shown.out
+    assert "waits for memory" in shown.out
+    assert "waits for arithmetic" in shown.out
+
+
+def test_a_config_alone_is_enough_and_agrees_with_the_files(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    files, alone = found(tokamac, tiny, *M4_MAX), found(tokamac, tmp_path, *M4_MAX)
+    assert {**files, "model": ""} == {**alone, "model": ""}
+    assert "no weights in this folder" in tokamac("inspect", tmp_path, *M4_MAX).out
+
+
+def test_other_bits_change_what_is_read(tokamac: Run, tiny: Path) -> None:
+    whole, packed, coarse = (
+        found(tokamac, tiny, *M4_MAX, *flags) for flags in ((), ("--bits", "4"), ("--bits", "4", "--group-size", "32"))
+    )
+    assert packed["bits_per_weight"] < coarse["bits_per_weight"] < whole["bits_per_weight"]
+    assert packed["ceiling_tps"] > coarse["ceiling_tps"] > whole["ceiling_tps"]
+
+
+def test_without_memory_whether_it_fits_is_unknown(tokamac: Run, tiny: Path) -> None:
+    memory = found(tokamac, tiny, "--chip", "M3", "--gpu-cores", "10")["memory"]
+    assert (memory["budget"], memory["fits"]) == (None, None)
+    assert "unknown whether it fits" in tokamac("inspect", tiny, "--chip", "M3").out
+
+
+def test_a_prompt_longer_than_the_usual_context_lengthens_it(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX, "--prompt", "10000")
+    assert plain["memory"]["kv"] == 10_000 * plain["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--chip", "Apple M4 Max"), "32 or 40"),
+        (("--chip", "M4 Mox"), "M4 Max"),
+        (("--chip", "M4 Max", "--gpu-cores", "20"), "32, 40"),
+        (("--gpu-cores", "40"), "without --chip"),
+        (("--memory", "0"), "--memory"),
+        (("--memory", "nan"), "--memory"),
+        (("--group-size", "32"), "without --bits"),
+        (("--bits", "16", "--group-size", "32"), "without --bits"),
+        (("--bits", "7"), "--bits"),
+        (("--context", "100", "--prompt", "101"), "--prompt"),
+        (("--plot", "--json"), "--plot"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(tokamac: Run, flags: tuple[str, ...], said: str) -> None:
+    done = tokamac("inspect", "guide", *flags)
+    assert done.status == 2
+    assert said in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_the_table_has_a_row_for_each_case(tokamac: Run) -> None:
+    plain = found(tokamac, QWEN, *M4_MAX, "--table")
+    rows = plain["table"]
+    assert {row["bits"] for row in rows} == {None, 16, 8, 6, 5, 3}  # as it is, it has 4
+    assert {(row["key_bits"], row["value_bits"]) for row in rows} == {(16, 16), (8, 8), (8, 4), (4, 4)}
+    assert rows[0]["expected_tps"] == plain["expected_tps"]
+    assert plain["known_by"] == "catalogue"
+    shown = tokamac("inspect", QWEN, *M4_MAX, "--table").out
+    assert "8,4" in shown
+    assert "16 bits" in shown
+    assert "40,960" in shown
+
+
+def test_every_chip_of_the_table(tokamac: Run) -> None:
+    rows = found(tokamac, QWEN, *M4_MAX, "--chips")["chips"]
+    assert len(rows) > 40
+    by_name = {(row["chip"]["name"], row["chip"]["gpu_cores"]): row for row in rows}
+    assert by_name["Apple M4 Max", 40]["ceiling_tps"] > by_name["Apple M4 Max", 32]["ceiling_tps"]
+    assert by_name["NVIDIA H200", None]["expected_tps"] is None
+    shown = tokamac("inspect", QWEN, "--chips").out
+    assert "Apple M2 Ultra, 76 GPU cores" in shown
+    assert "unknown" in shown
+
+
+def test_memory_beside_every_chip_is_that_of_every_mac(tokamac: Run) -> None:
+    model = "mlx-community/Qwen3-8B-4bit"  # some 6 GB with its context
+    here = json.loads(tokamac("inspect", model, "--chips", "--json").out)
+    for memory, fits in (("4", False), ("16", True)):
+        named = json.loads(tokamac("inspect", model, "--chips", "--memory", memory, "--json").out)
+        assert named["chip"]["name"] == here["chip"]["name"]  # this machine is as it is
+        assert named["memory"]["fits"] == here["memory"]["fits"]
+        apple = [row["chip"]["name"].startswith("Apple") for row in named["chips"]]
+        assert {row["memory"]["fits"] for row, mac in zip(named["chips"], apple, strict=True) if mac} == {fits}
+        assert {row["memory"]["fits"] for row, mac in zip(named["chips"], apple, strict=True) if not mac} == {True}
+    shown = tokamac("inspect", model, "--chips", "--memory", "4").out.splitlines()
+    assert next(line for line in shown if line.startswith("Apple M1 Max")).endswith("does not fit")
+    refused = tokamac("inspect", model, "--chips", "--gpu-cores", "40")
+    assert (refused.status, "without --chip" in refused.err) == (2, True)
+
+
+def test_the_plots_fit_the_terminal_and_have_no_colours_where_none_are_wanted(
+    tokamac: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = tokamac("inspect", QWEN, *M4_MAX, "--plot").out
+        drawn = shown[shown.index("decode over context") :].splitlines()
+        assert max(map(len, drawn)) <= columns
+        assert "\x1b" not in shown
+        assert "roofline" in shown
+        assert "DD decode, waits for memory" in shown
+        assert "PP prefill, waits for arithmetic" in shown
+
+
+def test_a_roofline_that_is_not_known_is_said_not_drawn(tokamac: Run) -> None:
+    shown = tokamac("inspect", QWEN, "--chip", "NVIDIA GeForce RTX 3090", "--plot")
+    assert shown.status == 0
+    assert "roofline: unknown" in shown.out
+    assert "ceiling, tok/s" in shown.out
+
+
+@pytest.fixture(scope="module")
+def weighed_once() -> Iterator[None]:
+    """The whole catalogue is weighed by the first test that asks for it, and stays on the scales."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(footprint, "_weigh_again", cache(footprint._weigh_again.__wrapped__))
+        yield
+
+
+@pytest.mark.usefixtures("weighed_once")
+def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
+    done = tokamac(
+        "models", "suggest", "--chip", "M3", "--gpu-cores", "10", "--memory", "16", "--context", "2048", "--json"
+    )
+    assert (done.status, done.err) == (0, "")
+    answer = json.loads(done.out)
+    best, last = answer["suggestions"][0], answer["suggestions"][-1]
+    assert (answer["context"], best["verdict"], last["verdict"]) == (2048, "runs well", "does not fit")
+    assert best["memory"]["total"] < best["memory"]["budget"]
+    assert best["expected_tps"] >= 10
+
+
+@pytest.mark.usefixtures("weighed_once")
+def test_suggestions_for_people(tokamac: Run) -> None:
+    shown = tokamac("models", "suggest", "--chip", "M3", "--memory", "16")
+    assert shown.status == 0
+    assert "runs well" in shown.out
+    assert "does not fit" not in shown.out
+    assert "do not fit" in shown.err
+    assert "two thirds" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("pull", "org/name", "--memory", "8"), "pull takes no flags of suggest"),
+        (("pull", "org/name", "--unfinished"), "pull takes no --unfinished"),
+        (("suggest", "org/name"), "suggest takes no ID"),
+        (("suggest", "--chip", "M3 Max"), "30 or 40"),
+    ],
+)
+def test_flags_go_with_suggest_alone(tokamac: Run, arguments: tuple[str, ...], said: str) -> None:
+    done = tokamac("models", *arguments)
+    assert done.status == 2
+    assert said in done.err
+
+
+# `tokamac models list`: sizes, and what this machine makes of each, with a cache of the test's own.
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model in the cache that the conftest's environment names."""
+    from huggingface_hub import constants
+
+    cache = Path(os.environ["HF_HOME"], "hub")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # the client reads the environment when it is imported
+    repository = cache / "models--org--tiny"
+    make_tiny(repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    return repository
+
+
+def test_the_list_has_size_bits_fit_and_speed(tokamac: Run, on_disk: Path) -> None:
+    done = tokamac("models", "list", "--json")
+    (model,) = json.loads(done.out)["models"]
+    assert (model["id"], model["whole"], model["fits"], model["bits_per_weight"]) == ("org/tiny", True, True, 32.0)
+    assert model["bytes"] == sum(path.stat().st_size for path in (on_disk / "snapshots").rglob("*") if path.is_file())
+    assert model["memory_bytes"] > 0
+
+
+def test_the_list_for_people_says_it_in_words(tokamac: Run, on_disk: Path) -> None:
+    shown = tokamac("models")
+    assert shown.status == 0
+    assert "org/tiny" in shown.out
+    assert "32.00" in shown.out
+    assert "fits" in shown.out or "runs well" in shown.out
+    assert "for 8,192 tokens held" in shown.out

@@ -1,0 +1,639 @@
+"""Flags and settings: parsing, thinking, adapters and memory limits."""
+
+import io
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tests.app.commands.conftest import Run
+from tests.app.plain.plain_chat import OBEYED, last_path
+from tests.app.plain.plain_chat import piped as plain_chat_piped
+from tests.engine.helpers import as_mlx, write_model, write_peft
+from tokamac.app import output, settings, units
+from tokamac.app.backend.child import _memory_use, load_engine
+from tokamac.app.backend.protocol import Load
+from tokamac.app.commands import ask
+from tokamac.app.commands.ask import compose
+from tokamac.app.commands.bench_runs import message_ids
+from tokamac.app.options import SAMPLING_FLAGS, default_model, kv_bits, kv_spec, sampling
+from tokamac.app.settings import Settings
+from tokamac.engine import Engine, Message, OptionError, TemplateOptions
+from tokamac.engine.events import Finished, PrefillProgress, TextChunk
+from tokamac.engine.metrics import Gaps, Metrics, Outlier
+from tokamac.engine.model.adapters import read_adapter
+from tokamac.engine.options import KVSpec, Sampling
+
+# The pieces: flags, the prompt, what is written where.
+
+NOTHING = Metrics(3, 0, 3, 0, *[None] * 13)  # type: ignore[arg-type]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def flags(*arguments: str) -> tuple[Sampling, KVSpec]:
+    parser = ask.parser()
+    options = parser.parse_args(["hi", *arguments])
+    return sampling(parser, options), kv_spec(parser, options)
+
+
+def test_what_is_not_given_is_left_to_the_model() -> None:
+    assert flags() == (Sampling(), KVSpec())
+
+
+def test_every_generation_and_kv_flag_arrives() -> None:
+    given = (
+        "--max-tokens 9 --temp 0 --top-p 0.5 --top-k 3 --min-p 0.1 --repetition-penalty 1.1 --seed 4 --stop a --stop b"
+    )
+    wanted = Sampling(0, 0.5, 3, 0.1, 1.1, 4, 9, ("a", "b"))
+    assert flags(*given.split())[0] == wanted
+    kv = flags(*["--kv-bits", "8,4", "--kv-group-size", "32", "--kv-window", "99", "--kv-keep", "system"])[1]
+    assert kv == KVSpec(8, 4, 32, 99, "system")
+
+
+def test_every_option_of_sampling_has_a_flag() -> None:
+    assert {*SAMPLING_FLAGS.values(), "logprobs"} == {each.name for each in fields(Sampling)}
+
+
+def test_flags_of_penalties_and_endings_arrive() -> None:
+    given = (
+        "--stop-token-id 5 --stop-token-id 6 --min-tokens 4 --logit-bias 9=-100 --logit-bias 3=2.5 --presence-penalty 0.5 "
+        "--frequency-penalty -0.25 --xtc-probability 0.5 --xtc-threshold 0.2 --dry-multiplier 0.8 --dry-base 2 "
+        "--dry-allowed-length 3 --dry-sequence-breaker | --sampler-order dry,penalties,top_k,top_p,min_p,xtc,temperature"
+    )
+    assert flags(*given.split())[0] == Sampling(
+        stop_token_ids=(5, 6), min_tokens=4, logit_bias={9: -100, 3: 2.5}, presence_penalty=0.5, frequency_penalty=-0.25,
+        xtc_probability=0.5, xtc_threshold=0.2, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3,
+        dry_sequence_breakers=("|",), order=("dry", "penalties", "top_k", "top_p", "min_p", "xtc", "temperature"),
+    )  # fmt: skip
+
+
+def test_how_a_stage_works_may_be_changed_where_the_settings_turn_it_on() -> None:
+    parser = ask.parser()
+    options = parser.parse_args(["hi", "--dry-base", "2"])
+    assert sampling(parser, options, Sampling(dry_multiplier=0.5)) == Sampling(dry_multiplier=0.5, dry_base=2)
+
+
+def test_flags_change_a_base_one_by_one() -> None:
+    parser = ask.parser()
+    options = parser.parse_args(["hi", "--temp", "0", "--kv-keep", "9"])
+    assert sampling(parser, options, Sampling(top_k=5)) == Sampling(temperature=0, top_k=5)
+    assert kv_spec(parser, options, KVSpec(window=100)) == KVSpec(window=100, keep=9)
+
+
+@pytest.mark.parametrize(("text", "bits"), [("16", (16, 16)), ("4", (4, 4)), ("8,4", (8, 4)), ("16,8", (16, 8))])
+def test_kv_bits(text: str, bits: tuple[int, int]) -> None:
+    assert kv_bits(text) == bits
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_the_files_then_the_pipe_then_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    piped(monkeypatch, "café\n".encode())
+    text = compose("Review this", [str(tmp_path / "a.py")])
+    assert text == f"File {tmp_path}/a.py:\n```\nx = 1\n```\n\nInput:\n```\ncafé\n```\n\nReview this"
+
+
+@pytest.mark.parametrize("argument", [None, "-", "", " "])
+def test_a_pipe_alone_is_the_prompt_itself(monkeypatch: pytest.MonkeyPatch, argument: str | None) -> None:
+    piped(monkeypatch, b"  What is KV?\n")
+    assert compose(argument, []) == "What is KV?"
+
+
+def test_text_can_not_end_its_own_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped(monkeypatch, b"")
+    (tmp_path / "a.md").write_text("```\ncode\n```\n")
+    assert compose(None, [str(tmp_path / "a.md")]).endswith(":\n````\n```\ncode\n```\n````")
+
+
+def test_no_standard_input_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert compose("hi", []) == "hi"
+    monkeypatch.setattr(sys, "stdin", Terminal("typed"))
+    assert compose("hi", []) == "hi"
+    assert compose("-", []) == "typed"
+
+
+def test_model_text_in_a_pipe_is_as_safe_as_on_a_terminal_and_what_is_replaced_is_seen() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w", encoding="utf-8") as stream:
+        text = output.ModelText(stream)
+        text.write("a\tb\x1b[31mc\x07")
+        text.write("é\u202e zero\u200bwidth 👩\u200d🚀\n\n")
+        text.end()
+    with os.fdopen(read, encoding="utf-8") as stream:
+        assert stream.read() == "a\tb\ufffdc\ufffdé\ufffd zero\u200bwidth 👩\u200d🚀\n\n"
+
+
+def test_model_text_in_a_file_is_what_the_model_wrote(tmp_path: Path) -> None:
+    written = "a\tb\x1b[31mc\x07\x9b\x7f é\u202e\u2028\n\n"
+    with (tmp_path / "answer.txt").open("w", encoding="utf-8", newline="") as stream:
+        text = output.ModelText(stream)
+        for char in written:
+            text.write(char)
+        text.end()
+    assert (tmp_path / "answer.txt").read_bytes() == written.encode()
+
+
+def test_model_text_on_a_terminal_passes_the_sanitiser_and_ends_its_line() -> None:
+    stream = Terminal()
+    text = output.ModelText(stream)
+    for piece in ("a\x1b", "]52;c;aGk", "=\x07b\u202e"):
+        text.write(piece)
+    text.end()
+    assert stream.getvalue() == "a\ufffdb\ufffd\n"
+
+
+def test_progress_is_one_line_that_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    bar = output.Progress("loading")
+    bar.update(0, 100)
+    bar.update(100, 100, "model.layers.0.self_attn.q_proj.weight\x1b[2J")
+    bar.clear()
+    lines = [line.removeprefix("\x1b[K") for line in screen.getvalue().split("\r")]
+    assert len(lines) == 4
+    assert all(len(line) < 20 and "\n" not in line for line in lines)
+    assert lines[-1] == ""
+
+
+def test_progress_without_a_terminal_is_a_plain_line_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = output.Progress("downloading")
+    for done in range(101):
+        bar.update(done, 100)
+    bar.clear()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11
+    assert lines[5] == "downloading 50 % (50 B of 100 B)"
+    quiet = output.Progress("loading", plain=False)
+    quiet.update(1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_thinking_goes_to_stderr_where_a_person_looks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = [
+        PrefillProgress(3, 3, 0),
+        TextChunk("let me see\x1b[2J", "thinking"),
+        TextChunk("Yes."),
+        Finished("stop", "Yes.", NOTHING, "let me see"),
+    ]
+    assert ask.write(iter(reply), ask.TextWriter(verbose=False)) == 0
+    assert capsys.readouterr() == ("Yes.\n", "")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    ask.write(iter(reply), ask.TextWriter(verbose=False))
+    assert "let me see" in screen.getvalue()
+    assert "\x1b[2J" not in screen.getvalue()
+
+
+def test_unknown_metrics_are_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ask.describe(NOTHING)
+    assert all("None" not in line and "inf" not in line for line in lines)
+    assert "decode unknown" in lines[1]
+
+
+def test_verbose_metrics_say_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    known = Metrics(10, 4, 6, 5, 0.1, 0.08, 0.5, 75.0, 10.0, Gaps(1, 2, 3, 4), 1000, 2000, 300, 0.1, 20.0, None, 9000)
+    text = "\n".join(ask.describe(known))
+    for said in (
+        "10 tokens, 4 of them cached",
+        "75.0 tok/s",
+        "10.0 tok/s",
+        "p95 2.00 ms",
+        "20.0 tok/s at most",
+        "9.00 kB",
+    ):
+        assert said in text
+
+
+def test_gaps_that_stand_out_are_told_with_their_causes(capsys: pytest.CaptureFixture[str]) -> None:
+    end = Finished("stop", "", NOTHING, outliers=(Outlier(257, 41.2, ("pool cleared",)), Outlier(9, 20.0)))
+    ask.write(iter([end]), ask.TextWriter(verbose=True))
+    told = capsys.readouterr().err.splitlines()
+    assert told[-3:-1] == [
+        "slow gap  41.2 ms at token 257: pool cleared",
+        "slow gap  20.0 ms at token 9: cause unknown",
+    ]
+    ask.write(iter([end]), ask.JsonWriter())
+    assert json.loads(capsys.readouterr().out)["outliers"] == [
+        {"token": 257, "gap_ms": 41.2, "causes": ["pool cleared"]},
+        {"token": 9, "gap_ms": 20.0, "causes": []},
+    ]
+
+
+def test_models_without_a_cache(tokamac: Run) -> None:
+    listed = tokamac("models")
+    assert listed.status == 0
+    assert "models pull" in listed.out
+
+
+NAME = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (NAME,),
+        (f"--{NAME}",),
+        ("ask", "hi", "-m", NAME),
+        ("ask", "hi", "-m", f"/{NAME}"),
+        ("ask", "hi", "-f", NAME),
+        ("ask", "hi", f"--{NAME}"),
+        ("inspect", "a b " * 3000),
+        ("convert", "y/" * 5000),
+        ("models", "pull", f"org/{NAME}"),
+        ("models", "remove", NAME),
+        ("chats", "show", NAME),
+    ],
+    ids=lambda arguments: " ".join(word[:12] for word in arguments),
+)
+def test_a_name_of_thousands_of_characters_is_not_printed_whole(tokamac: Run, arguments: tuple[str, ...]) -> None:
+    done = tokamac(*arguments)
+    assert done.status in (1, 2)
+    assert 20 < len(done.err) < 3000
+    assert done.out == ""
+
+
+def test_sizes_that_differ_are_told_apart() -> None:
+    assert units.sizes(1_500_000, 2_500_000) == ("1.50 MB", "2.50 MB")
+    assert units.sizes(2_000_100, 2_000_200) == ("2,000,100 B", "2,000,200 B")
+    assert units.sizes(5, 5) == ("5 B", "5 B")
+
+
+# What of the settings can't be used is said by every command that reads them, on stderr, once.
+
+DAMAGED = "theme = [\x1b]0;x\x07"
+
+
+@pytest.fixture
+def path() -> Path:
+    found = settings.default_path()
+    found.parent.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def test_a_command_that_takes_the_model_picked_last_says_it_on_a_line_each(
+    tokamac: Run, path: Path, tiny: Path
+) -> None:
+    path.write_text(f'model = "{tiny}"\nfuture = 1\nunload_after_min = "\\u001b[2J\\n"\n')
+    done = tokamac("ask", "Hello", "--max-tokens", "2")
+    assert done.status == 0
+    first, second = done.err.splitlines()
+    assert first == "warning: settings.toml: unknown key 'future'; it is kept and not used."
+    assert second.startswith("warning: settings.toml: unload_after_min is ")
+    assert not OBEYED.search(done.err)
+
+
+def test_a_damaged_file_is_not_moved_aside_in_silence(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path.write_text(DAMAGED)
+    assert default_model() == "guide"
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ")
+    assert "it is now settings.damaged.toml" in said
+    assert said.count("\n") == 1
+    assert not OBEYED.search(said)
+    assert default_model() == "guide"
+    assert capsys.readouterr().err == ""
+
+
+def test_nor_by_a_chat_with_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    file = tmp_path / "settings.toml"
+    file.write_text(DAMAGED)
+    status, _, err = plain_chat_piped("", "fast", "--temp", "0.5", env={**os.environ, "TEST_SETTINGS": str(file)})
+    assert status == 0
+    assert err.count("it is now settings.damaged.toml") == err.count("\n") == 1
+    assert not OBEYED.search(err)
+
+
+@pytest.mark.parametrize(("flags", "status", "why"), [
+    (("--temp", "99"), 2, "--temp"), (("--temp", "0.5", "--chat", "nosuch"), 1, "nosuch"),
+])  # fmt: skip
+def test_nor_where_no_chat_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], status: int, why: str
+) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    file = tmp_path / "settings.toml"
+    file.write_text(DAMAGED)
+    ended, _, err = plain_chat_piped("", "fast", *flags, env={**os.environ, "TEST_SETTINGS": str(file)})
+    assert ended == status
+    assert err.count("it is now settings.damaged.toml") == 1
+    assert why in err
+
+
+def test_a_plain_chat_says_what_a_setting_is_now_or_is_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("TEST_SETTINGS", str(tmp_path / "settings.toml"))
+    written = (
+        "unload_after_min 7",
+        "unload_after_min 7",
+        f"unload_after_min {'1' * 5000}",
+        "key_bits 8",
+        "key_bits 8",
+        "window",
+    )
+    status, _, err = plain_chat_piped("".join(f"/settings {each}\n" for each in written), "fast")
+    assert status == 0
+    assert err.splitlines() == [
+        "unload_after_min is now 7.",
+        "unload_after_min is already 7.",
+        f"Unload after: '{'1' * 59} is not valid (minutes; 0 never, auto 30 if large).",
+        "The model is reloading with it.",
+        "key_bits is already 8.",
+        "window is already not set.",
+    ]
+    assert "unload_after_min = 7" in (tmp_path / "settings.toml").read_text()
+
+
+# Flags that say what the chat template is told: of ask, bench and the chat; what they can't do is an error that
+# says why.
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ style }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+GREEDY = ("--temp", "0", "--max-tokens", "12", "--json")
+
+
+@pytest.fixture(scope="module")
+def thinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("thinks") / "thinks", template=TEMPLATE, thinking=True)
+
+
+def asked(tokamac: Run, model: Path, *flags: str) -> list[dict[str, object]]:
+    said = tokamac("ask", "Hello", "-m", model, *GREEDY, *flags)
+    assert said.status == 0, said.err
+    return [json.loads(line) for line in said.out.splitlines()]
+
+
+def kinds(events: list[dict[str, object]]) -> set[object]:
+    return {event["kind"] for event in events if event["event"] == "text"}
+
+
+def test_thinking_is_turned_off_and_on(tokamac: Run, thinks: Path) -> None:
+    assert kinds(asked(tokamac, thinks)) == {"thinking"}
+    assert kinds(asked(tokamac, thinks, "--thinking", "on")) == {"thinking"}
+    assert kinds(asked(tokamac, thinks, "--thinking", "off")) == {"answer"}
+    assert kinds(asked(tokamac, thinks, "--template-option", "enable_thinking=false")) == {"answer"}
+
+
+def test_other_keywords_reach_the_template(tokamac: Run, thinks: Path) -> None:
+    def read(*flags: str) -> int:
+        metrics = asked(tokamac, thinks, *flags)[-1]["metrics"]
+        assert isinstance(metrics, dict)
+        return int(metrics["prompt_tokens"])
+
+    assert read("--template-option", "style=brief") == read() + len("brief")
+    assert read("--template-option", 'style="a b"', "--template-option", "enable_thinking=true") == read() + 3
+
+
+def test_a_budget_ends_thinking_and_is_said(tokamac: Run, thinks: Path) -> None:
+    events = asked(tokamac, thinks, "--thinking-budget", "3")
+    assert kinds(events) == {"thinking", "answer"}
+    assert events[-1]["thinking_ended_at"] == 3
+    assert "thinking_ended_at" not in asked(tokamac, thinks)[-1]
+    plain = tokamac("ask", "Hello", "-m", thinks, *GREEDY[:-1], "--thinking-budget", "3")
+    assert "note: thinking ended at its budget of 3 tokens" in plain.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "why"),
+    [
+        (("--thinking", "low"), 1, "has no thinking mode low"),
+        (("--template-option", "colour=red"), 1, "does not read colour"),
+        (("--template-option", "colour"), 2, "--template-option: template option 'colour' has no value"),
+        (("--template-option", "a=1", "--template-option", "a=2"), 2, "given twice"),
+        (("--thinking", "loud"), 2, "invalid choice"),
+        (("--thinking-budget", "-1"), 2, "--thinking-budget: a thinking budget of -1 tokens is negative"),
+        (("--thinking", "off", "--thinking-budget", "5"), 2, "--thinking-budget has no effect with --thinking off"),
+    ],
+)
+def test_what_can_not_be_had_is_an_error(
+    tokamac: Run, thinks: Path, flags: tuple[str, ...], status: int, why: str
+) -> None:
+    refused = tokamac("ask", "Hello", "-m", thinks, *flags)
+    assert refused.status == status
+    assert why in refused.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--thinking", "off"), "has no switch for thinking: the model does not mark thinking"),
+        (("--thinking-budget", "5"), "does not mark its thinking, so a thinking budget has nothing to end"),
+    ],
+)
+def test_a_model_that_does_not_think_says_so(tokamac: Run, tiny: Path, flags: tuple[str, ...], why: str) -> None:
+    refused = tokamac("ask", "Hello", "-m", tiny, *flags)
+    assert refused.status == 1
+    assert why in refused.err
+
+
+def test_bench_reads_prompts_as_the_template_writes_them(tokamac: Run, thinks: Path) -> None:
+    run = tokamac("bench", thinks, "--prompt", "40", "--max-tokens", "4", "--runs", "1", "--json", "--thinking", "off")
+    assert run.status == 0, run.err
+    assert json.loads(run.out)["runs"][0]["prompt_tokens"] == 40
+    assert tokamac("bench", thinks, "--thinking", "low").status == 1
+    short = tokamac("bench", thinks, "--prompt", "8", "--runs", "1", "--thinking", "off")
+    assert "has no room for a message" in short.err
+    for flags in (("--machine",), ("--kv-quality",)):
+        refused = tokamac("bench", thinks, *flags, "--thinking", "off")
+        assert (refused.status, f"--thinking has no effect with {flags[0]}" in refused.err) == (2, True)
+    assert "so --compare can't be fair" in tokamac("bench", thinks, "--compare", "mlx-lm", "--thinking-budget", "4").err
+
+
+def test_a_benchs_prompt_is_a_message_of_that_many_tokens(thinks: Path) -> None:
+    with Engine.load(thinks, prompt_cache=None) as engine:
+        for mode in ("on", "off"):
+            told = TemplateOptions(mode)
+            ids = message_ids(engine, 60, 1, told)
+            empty = engine.tokenizer.using(told).render([Message("user", "")])
+            begin, _, end = empty.partition("<end>")
+            assert len(ids) == 60
+            assert ids[: len(engine.tokenizer.encode(begin))] == engine.tokenizer.encode(begin)
+            assert ids[-len(engine.tokenizer.encode(f"<end>{end}")) :] == engine.tokenizer.encode(f"<end>{end}")
+            assert ids != message_ids(engine, 60, 2, told)
+        with pytest.raises(OptionError, match="no room for a message"):
+            message_ids(engine, 5, 1, TemplateOptions("off"))
+
+
+def test_token_ids_that_open_thinking_begin_with_thinking(thinks: Path) -> None:
+    with Engine.load(thinks, prompt_cache=None) as engine:
+        told = engine.tokenizer.using(TemplateOptions("on"))
+        ids = told.encode(told.render([Message("user", "Hello")]))
+        *_, finished = engine.generate(ids, template=TemplateOptions(thinking_budget=0))
+        assert finished.thinking_ended_at == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("data")
+def test_the_plain_chat_is_told_by_flag_command_and_setting() -> None:
+    _, out, err = plain_chat_piped(
+        "/thinking\n/thinking off\none\n/thinking low\n/thinking 3\ntwo\n/thinking\n", "thinking"
+    )
+    assert "Thinking: the chat template's default. Budget: none. thinking supports: on, off." in out
+    assert "Thinking: off. Budget: none. This applies to this chat, from the next message on." in err
+    assert "the chat template of thinking only supports on, off. Choose one of these." in err
+    assert "Budget: 3 tokens." in out
+    _, out, err = plain_chat_piped("/thinking\n", "thinking", "--continue")
+    assert "Budget: 3 tokens." in out  # kept with the chat
+    _, out, err = plain_chat_piped("hello\n", "fast", "--thinking", "off")
+    assert "Thinking off is not available: the chat template of fast has no switch for it." in err
+    _, out, err = plain_chat_piped("/settings thinking off\n/thinking\n", "thinking")
+    assert "Thinking: off." in out
+    _, out, _ = plain_chat_piped("/thinking\n", "thinking")
+    assert "Thinking: off." in out
+
+
+# `--adapter` and `--unchecked` on the command line, and an adapter that the settings have for a model.
+
+ASK = ("--max-tokens", "16", "--temp", "0")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, tiny: Path) -> Path:
+    return write_peft(tmp_path / "adapter", tiny)
+
+
+def test_ask_answers_with_the_adapter_and_says_so(tokamac: Run, tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    bare = tokamac("ask", "Hello", "-m", tiny, *ASK)
+    done = tokamac("ask", "Hello", "-m", tiny, *ASK, "--adapter", adapter)
+    assert (bare.status, done.status) == (0, 0)
+    assert done.out != bare.out
+    assert done.err == f"note: adapter {adapter}: 6 matrices of rank 4, trained on org/base\n"
+    mlx = tokamac("ask", "Hello", "-m", tiny, *ASK, "--adapter", as_mlx(tmp_path / "mlx", adapter))
+    assert mlx.out == done.out
+
+
+def test_the_settings_give_a_model_its_adapter_and_a_flag_takes_it_away(
+    tokamac: Run, tiny: Path, adapter: Path
+) -> None:
+    bare = tokamac("ask", "Hello", "-m", tiny, *ASK)
+    settings.save(settings.default_path(), Settings(adapters={str(tiny): str(adapter)}))
+    assert tokamac("ask", "Hello", "-m", tiny, *ASK).out != bare.out
+    assert tokamac("ask", "Hello", "-m", tiny, *ASK, "--adapter", "none") == bare
+
+
+def test_an_adapter_that_does_not_fit_is_one_line(tokamac: Run, tiny: Path, tmp_path: Path) -> None:
+    other = write_peft(tmp_path / "other", write_model(tmp_path / "wide", hidden_size=96))
+    done = tokamac("ask", "Hello", "-m", tiny, "--adapter", other)
+    assert done.status == 1
+    assert len(done.err.splitlines()) == 1
+    assert "does not fit" in done.err
+    missing = tokamac("ask", "Hello", "-m", tiny, "--adapter", "./nothing")
+    assert missing.status == 1
+    assert "no folder" in missing.err
+
+
+def test_bench_records_the_adapter_and_what_is_doubted(tokamac: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "doubtful", logits_scaling=2.0)
+    adapter = write_peft(tmp_path / "peft", model)
+    flags = ("--prompt", "8", "--max-tokens", "4", "--runs", "1", "--json")
+    assert tokamac("bench", model, *flags).status == 1
+    done = tokamac("bench", model, *flags, "--unchecked", "--adapter", adapter)
+    record = json.loads(done.out)
+    assert record["adapter"] == {"name": str(adapter), "digest": read_adapter(adapter, "x").digest}
+    assert "logits_scaling" in record["doubts"][0]
+    assert "unchecked: config.json sets logits_scaling" in done.err
+    refused = tokamac("bench", model, *flags, "--unchecked", "--adapter", adapter, "--compare", "mlx-lm")
+    assert refused.status == 2
+    assert "--adapter none" in refused.err
+
+
+def test_inspect_counts_what_the_loaded_adapter_costs(tokamac: Run, tiny: Path, adapter: Path) -> None:
+    from tokamac.engine import Engine
+
+    bare, added = (
+        json.loads(tokamac("inspect", tiny, "--json", "--context", "64", *more).out)
+        for more in ((), ("--adapter", adapter))
+    )
+    with Engine.load(tiny, prompt_cache=None, adapter=adapter) as engine:
+        work = engine._runner.runtime.work
+    assert added["bytes_per_step"] == work.step_bytes(64)
+    assert added["bytes_per_step"] - bare["bytes_per_step"] == 4 * read_adapter(adapter, "x").parameters
+    assert added["adapter"] == {"name": str(adapter), "digest": read_adapter(adapter, "x").digest}
+    assert added["memory"]["weights"] > bare["memory"]["weights"]
+    assert tokamac("inspect", tiny, "--adapter", adapter, "--table").status == 2
+
+
+def test_the_plain_chat_takes_an_adapter_and_says_which_it_has(home: Path, data: Path) -> None:
+    status, out, err = plain_chat_piped("/adapter\n/adapter org/letters\n/adapter\nhi\n", "fast")
+    assert status == 0
+    assert "This model has no adapter." in out
+    assert "org/letters" in out
+    assert "The model is reloading with it." in err
+    assert settings.load(home / "settings.toml").settings.adapters == {"fast": "org/letters"}
+    assert last_path(data)[-1].settings["adapter"]["name"] == "org/letters"
+
+
+# `--memory` and the setting `memory_gb`: the limit that a person sets, in every command that loads a model or
+# judges one.
+
+LITTLE = ("--memory", "0.0001")
+LOADING = (
+    ("ask", "Hello", "--max-tokens", "1", "-m"),
+    ("bench", "--prompt", "8", "--runs", "1", "--max-tokens", "1"),
+    ("bench", "--kv-quality", "--depths", "8"),
+    ("cache", "check"),
+)
+
+
+@pytest.mark.parametrize("command", LOADING, ids=lambda command: " ".join(command[:2]))
+def test_a_flag_sets_the_limit(tokamac: Run, tiny: Path, command: tuple[str, ...]) -> None:
+    done = tokamac(*command, tiny, *LITTLE)
+    assert (done.status, done.out) == (1, "")
+    assert "and 0.1 MB may be used" in done.err
+    assert "--memory " in done.err  # the way on
+    assert "Traceback" not in done.err
+
+
+def test_a_setting_sets_it_and_a_flag_goes_before_that(tokamac: Run, tiny: Path) -> None:
+    settings.save(settings.default_path(), Settings(memory_gb=0.0001))
+    refused = tokamac(*LOADING[0], tiny)
+    assert refused.status == 1
+    assert "0.1 MB may be used" in refused.err
+    assert tokamac(*LOADING[0], tiny, "--memory", "2").status == 0
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "much"])
+def test_what_is_no_size_is_wrong_usage(tokamac: Run, tiny: Path, value: str) -> None:
+    done = tokamac("ask", "Hello", "-m", tiny, "--memory", value)
+    assert done.status == 2
+    assert "--memory" in done.err
+
+
+def test_a_cache_that_is_not_checked_takes_no_limit(tokamac: Run) -> None:
+    done = tokamac("cache", "show", "--memory", "2")
+    assert (done.status, done.out) == (2, "")
+    assert "--memory" in done.err
+
+
+def test_models_are_judged_by_it(tokamac: Run, tiny: Path) -> None:
+    budget, fits = (
+        json.loads(tokamac("inspect", tiny, "--memory", gb, "--json").out)["memory"][name]
+        for gb, name in (("3", "budget"), ("0.0001", "fits"))
+    )
+    assert (budget, fits) == (3_000_000_000, False)
+    settings.save(settings.default_path(), Settings(memory_gb=0.0001))
+    assert "does not fit" in tokamac("inspect", tiny).out
+
+
+def test_the_engines_process_gets_it_with_the_model(tiny: Path) -> None:
+    engine, _ = load_engine(Load(str(tiny), prompt_cache=False, memory=3 * 10**9), lambda _: None)
+    with engine:
+        memory = _memory_use(engine)
+        assert (memory.budget_bytes, memory.budget_source) == (3 * 10**9, "as set by --memory or the memory setting")
+        assert memory.total_bytes

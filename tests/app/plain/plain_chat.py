@@ -1,0 +1,120 @@
+"""The plain chat as a test runs it: a program of its own, behind pipes or on a terminal, with the scripted engine."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokamac.app.store.store import Store
+from tokamac.app.store.values import StoredMessage
+
+PROGRAM = Path(__file__).parent / "scripted_chat.py"
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+PATIENCE_S = 60.0
+
+
+def spawn(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    settings: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    return subprocess.Popen([sys.executable, PROGRAM, "chat", *arguments], **{**settings, **options})
+
+
+def piped(lines: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
+    """Say ``lines`` to the chat; return its status, stdout and stderr."""
+    process = spawn(*arguments, **options)
+    out, err = process.communicate(lines, timeout=PATIENCE_S)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def last_path(data: Path) -> list[StoredMessage]:
+    with Store.open(data) as store:
+        chat = store.latest()
+        assert chat is not None
+        return store.path(chat.id)
+
+
+def children(process: int) -> list[int]:
+    """The processes that ``process`` started and that still run."""
+    done = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
+    return [int(line) for line in done.stdout.split()]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "never"
+        time.sleep(0.1)
+
+
+class Terminal:
+    """The chat on a terminal of its own, and all that it wrote there."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.leader, follower = pty.openpty()
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **environment}
+        self.shown = b""
+        self.seen = 0
+        self.process = spawn(
+            *arguments, stdin=follower, stdout=follower, stderr=follower, text=False, env=env,
+            preexec_fn=self._lead,
+        )  # fmt: skip
+        os.close(follower)
+
+    @staticmethod
+    def _lead() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it as a signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def until(self, text: str) -> None:
+        """Read on until ``text`` is written after what was waited for before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text.encode() not in self.shown[self.seen :]:
+            assert time.monotonic() < deadline, f"never: {text!r}; {self.shown.decode(errors='replace')}"
+            if not select.select([self.leader], [], [], 1.0)[0]:
+                continue
+            try:
+                self.shown += os.read(self.leader, 4096)
+            except OSError:
+                raise AssertionError(f"ended before {text!r}: {self.shown.decode(errors='replace')}") from None
+        self.seen = self.shown.index(text.encode(), self.seen) + len(text.encode())
+
+    def type(self, text: str) -> None:
+        os.write(self.leader, text.encode())
+
+    def leave(self) -> int:
+        """End the input at the next prompt; return the status."""
+        self.until("you> ")
+        self.type("\x04")
+        return self.left()
+
+    def left(self) -> int:
+        """Wait for the end; return the status."""
+        try:
+            while more := os.read(self.leader, 4096):
+                self.shown += more
+        except OSError:
+            pass  # the last writer has left
+        return self.process.wait(PATIENCE_S)
+
+    def end(self) -> None:
+        """Kill what still runs, and give the terminal back."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.leader)

@@ -1,0 +1,756 @@
+"""What a user sees and does in the chat, from its first moment and its tour on, with a real child process behind it."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual._xterm_parser import XTermParser
+from textual.events import Key
+from textual.geometry import Offset
+from textual.selection import Selection
+from textual.widgets import Input, OptionList, Static, TextArea
+
+from tests.app.chat.test_session import METRICS
+from tests.app.conftest import Chat
+from tests.scripted_engine import SCENARIOS, SCRIPTED
+from tests.tiny import make_tiny
+from tokamac.app import settings
+from tokamac.app.backend.client import Died
+from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ModelInfo, ReplyEvent
+from tokamac.app.chat import external_programs
+from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
+from tokamac.app.chat.jobs import GuideChat
+from tokamac.app.chat.start import ChatOptions
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.app import teach_alt_enter
+from tokamac.app.tui.markdown.turns import ReplyMessage, UserMessage
+from tokamac.app.tui.run import build
+from tokamac.app.tui.screens import help as screens_help
+from tokamac.app.tui.screens.chat import ChatScreen
+from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, GuideScreen, HelpScreen, help_text
+from tokamac.app.tui.screens.model import ModelScreen
+from tokamac.app.tui.screens.settings import SettingsScreen
+from tokamac.app.tui.widgets.transcript import ALONE, ELSE, HINTS, TOUR, Welcome, with_keys
+from tokamac.engine.events import Finished, Message, TextChunk
+from tokamac.engine.options import Sampling
+
+# What a user sees and does in the chat, with a real child process behind it.
+
+Start = Callable[..., Any]
+
+
+async def test_it_paints_before_the_model_is_loaded(chat: Start) -> None:
+    async with chat("slow-load") as c:
+        assert "Nothing leaves it" in c.screen_text()
+        await c.until(lambda: c.session.engine.loading is not None)
+        await c.until(lambda: "loading slow-load" in c.screen_text(), "progress")
+        await c.phase(EnginePhase.IDLE)
+
+
+async def test_a_prompt_gets_a_reply_with_a_verdict(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        text = await c.ask("Why is decode slow?")
+        assert "every weight once per token" in text
+        assert text.splitlines()[-1].strip().endswith("· /explain")
+        assert " in all, of which" not in text
+        assert "Nothing leaves it" not in c.screen_text()
+        assert c.prompt.text == ""
+        second = await c.ask("And then?")
+        assert second.count("/explain") == 1
+        assert len(c.replies) == 2
+
+
+async def test_markdown_is_shown_as_the_whole_text_would_be(chat: Start) -> None:
+    async with chat("guide") as c:
+        text = await c.ask("hi")
+        for piece in ("1. Prefill", "ceiling_tps = bandwidth_gbs", "bound by   │", "▎ The first question"):
+            assert piece in text
+
+
+async def test_a_prompt_sent_before_the_model_is_loaded_is_answered(chat: Start) -> None:
+    async with chat("slow-load") as c:
+        assert "every weight" in await c.ask("early")
+
+
+async def test_esc_stops_the_reply_and_keeps_the_text(chat: Start) -> None:
+    async with chat("slow") as c:
+        await c.send("hi")
+        await c.until(lambda: c.session.live and c.session.live.metrics.generated_tokens > 3)
+        await c.pilot.press("escape")
+        await c.phase(EnginePhase.IDLE)
+        text = c.shown(c.replies[-1])
+        assert "stopped" in text
+        assert "Deco" in text
+        assert "first question" not in text
+
+
+async def test_regenerate_replaces_the_last_reply(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.ask("hi")
+        first = c.replies[-1]
+        await c.pilot.press("ctrl+r")
+        await c.until(lambda: c.session.turns[-1].reply and c.replies[-1] is not first)
+        assert len(c.replies) == 1
+        assert [type(message) for message in c.transcript.messages] == [UserMessage, ReplyMessage]
+
+
+@pytest.mark.parametrize("key", ["shift+enter", "ctrl+j", "alt+enter"])
+async def test_newline_keys(chat: Start, key: str) -> None:
+    async with chat("fast") as c:
+        await c.pilot.press("a", key, "b")
+        assert c.prompt.text == "a\nb"
+        assert not c.session.turns
+
+
+async def test_a_backslash_at_the_end_of_the_line_breaks_it(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.type("a\\")
+        await c.pilot.press("enter", "b")
+        assert c.prompt.text == "a\nb"
+
+
+def test_alt_enter_of_a_plain_terminal_is_known() -> None:
+    teach_alt_enter()
+    assert [event.key for event in XTermParser().feed("a\x1b\rb") if isinstance(event, Key)] == ["a", "alt+enter", "b"]
+
+
+async def test_what_is_typed_right_after_enter_is_kept(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("a", "enter", "b", "ctrl+j", "c")
+        await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
+        assert c.prompt.text == "b\nc"
+
+
+async def test_enter_sends(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("h", "i", "enter")
+        await c.until(lambda: c.session.turns and c.session.turns[0].prompt == "hi")
+
+
+async def test_the_prompt_grows_and_stops_growing(chat: Start) -> None:
+    async with chat("fast") as c:
+        height = c.prompt.outer_size.height
+        await c.type("a\nb\nc")
+        assert c.prompt.outer_size.height == height + 2
+        await c.type("\n" * 30)
+        assert c.prompt.outer_size.height == 10
+
+
+async def test_an_empty_prompt_is_not_sent(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.type("  \n ")
+        await c.pilot.press("enter")
+        assert not c.session.turns
+        assert "Write a message first" in c.notices
+
+
+async def test_a_prompt_typed_while_a_reply_runs_waits_and_is_sent(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("one")
+        await c.phase(EnginePhase.DECODING)
+        await c.send("two")
+        await c.until(lambda: [draft.text for draft in c.session.queued] == ["two"])
+        await c.until(lambda: "1 prompt queued" in c.screen_text())
+        c.prompt.insert("draft")
+        await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[1].reply)
+        assert c.prompt.text == "draft"
+
+
+async def test_thinking_is_open_while_live_and_folded_after(chat: Start) -> None:
+    async with chat("thinking", size=(100, 48)) as c:
+        await c.send("hi")
+        await c.until(lambda: "The user asks" in c.screen_text(), "open thinking")
+        await c.until(lambda: c.session.turns[-1].reply)
+        await c.until(lambda: "▸ thought for" in c.screen_text(), "folded thinking")
+        assert "The user asks" not in c.screen_text()
+        await c.pilot.press("tab", "enter")
+        await c.until(lambda: "▾ thought for" in c.screen_text(), "unfolded thinking")
+        assert "The user asks" in c.screen_text()
+
+
+async def test_prefill_shows_how_much_is_left(chat: Start) -> None:
+    async with chat("prefill") as c:
+        await c.send("hi")
+        await c.until(lambda: c.session.prefill and c.session.prefill.done > 2000)
+        await c.until(lambda: "tokens ·" in c.screen_text() and " s left" in c.screen_text(), "an ETA")
+        await c.pilot.press("escape")
+        await c.phase(EnginePhase.IDLE)
+
+
+async def test_the_readers_scroll_is_not_moved(chat: Start) -> None:
+    async with chat("list", size=(80, 20)) as c:
+        await c.send("list")
+        await c.until(lambda: c.transcript.max_scroll_y > 30)
+        await c.pilot.press("pageup")
+        await c.pilot.pause()
+        place = c.transcript.scroll_y
+        grown = c.transcript.max_scroll_y
+        await c.until(lambda: c.transcript.max_scroll_y > grown + 20)
+        assert c.transcript.scroll_y == place
+        assert not c.transcript.following
+        await c.pilot.press("ctrl+end")
+        await c.until(lambda: c.session.turns[-1].reply)
+        await c.until(lambda: c.transcript.scroll_y == c.transcript.max_scroll_y, "the end")
+        assert "item 299" in c.screen_text()
+
+
+async def test_scrolling_back_to_the_end_follows_again(chat: Start) -> None:
+    async with chat("list", size=(80, 20)) as c:
+        await c.send("list")
+        await c.until(lambda: c.transcript.max_scroll_y > 30)
+        await c.pilot.press("pageup")
+        assert not c.transcript.following
+        for _ in range(40):
+            await c.pilot.press("pagedown")
+        await c.until(lambda: c.transcript.following, "following")
+
+
+async def test_foreign_text_can_do_nothing(chat: Start) -> None:
+    async with chat("hostile") as c:
+        text = await c.ask("hi \x1b[31m [red]x[/red]")
+        assert "[bold]not markup[/]" in text
+        assert "<b>html</b>" in text
+        assert "\x1b" not in c.screen_text()
+        assert "[red]x[/red]" in c.screen_text()
+
+
+async def test_a_dead_engine_is_a_message_and_a_restart(chat: Start) -> None:
+    async with chat("dies-decoding") as c:
+        await c.send("hi")
+        await c.until(lambda: "Restarting it" in c.notices, "a notice")
+        assert "scripted: the engine dies" in c.notices
+        await c.phase(EnginePhase.IDLE)
+        text = c.shown(c.replies[-1])
+        assert "lost with the engine" in text
+        assert "Deco" in text
+        await c.send("again")
+        await c.phase(EnginePhase.FAILED)
+        assert "when you send a prompt" in c.notices
+        assert [turn.prompt for turn in c.session.turns] == ["hi", "again"]
+
+
+async def test_an_engine_that_dies_idle_is_started_again(chat: Start) -> None:
+    async with chat("dies-idle") as c:
+        await c.until(lambda: "Restarting it" in c.notices, "a notice")
+        assert c.session.turns == []
+
+
+async def test_a_model_that_is_missing_is_said_and_another_can_be_chosen(chat: Start) -> None:
+    async with chat("missing") as c:
+        await c.until(lambda: "no model is called" in c.notices, "a notice")
+        await c.type("draft")
+        await c.pilot.press("ctrl+o")
+        await c.pilot.pause()
+        assert isinstance(c.app.screen, ModelScreen)
+        c.app.screen.query_one(Input).value = "fast"
+        await c.pilot.press("enter")
+        await c.phase(EnginePhase.IDLE)
+        assert c.prompt.text == "draft"
+
+
+async def test_a_chosen_model_is_remembered_once_it_loads(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        for model, kept in (("missing", False), ("steady", True)):
+            await c.pilot.press("ctrl+o")
+            await c.pilot.pause()
+            assert c.app.screen.query_one(OptionList).option_count >= 2
+            c.app.screen.query_one(Input).value = model
+            await c.pilot.press("enter")
+            await c.until(lambda: not c.session.engine.busy and isinstance(c.app.screen, type(c.app.chat)))
+            assert (f'model = "{model}"' in (tmp_path / "settings.toml").read_text()) is kept
+        assert c.session.engine.info.name == "steady"
+
+
+async def test_settings_are_checked_and_kept(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("ctrl+t")
+        await c.pilot.pause()
+        screen = c.app.screen
+        assert isinstance(screen, SettingsScreen)
+        screen.query_one("#temperature", Input).value = "hot"
+        await c.pilot.press("enter")
+        assert "Temperature" in str(screen.query_one("#problem", Static).render())
+        screen.query_one("#temperature", Input).value = "99"
+        await c.pilot.press("enter")
+        assert "out of range" in str(screen.query_one("#problem", Static).render())
+        screen.query_one("#temperature", Input).value = "0.5"
+        screen.query_one("#key_bits", Input).value = "8"
+        await c.pilot.press("enter")
+        await c.until(lambda: c.session.engine.load.kv.key_bits == 8 and c.session.engine.phase is EnginePhase.IDLE)
+        assert c.session.sampling.temperature == 0.5
+        written = (tmp_path / "settings.toml").read_text()
+        assert "temperature = 0.5" in written
+        assert "key_bits = 8" in written
+
+
+async def test_the_system_prompt_is_sent(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.pilot.press("ctrl+s")
+        await c.pilot.pause()
+        c.app.screen.query_one(TextArea).text = "Be brief."
+        await c.pilot.press("ctrl+s")
+        await c.pilot.pause()
+        assert c.session.system == "Be brief."
+
+
+async def test_help_names_every_action(chat: Start) -> None:
+    async with chat("fast", size=(100, 60)) as c:
+        await c.pilot.press("f1")
+        await c.pilot.pause()
+        assert isinstance(c.app.screen, HelpScreen)
+        assert "Ctrl+R" in c.screen_text()
+        await c.pilot.press("escape")
+        assert c.app.screen is c.app.chat
+
+
+async def test_copied_text_has_no_line_breaks_of_the_screen(chat: Start) -> None:
+    async with chat("guide", size=(50, 40)) as c:
+        await c.ask("hi")
+        rows = c.transcript._page
+        first = next(y for y in range(rows.height) if rows.row(y).row.content.plain.startswith("Decode reads"))
+        last = next(y for y in range(first, rows.height) if not rows.row(y).row.content.plain)
+        assert last > first + 1
+        copied, _ = c.transcript.get_selection(Selection(Offset(0, first), Offset(0, last)))
+        said = "Decode reads every weight once per token, so its speed is set by memory, not by arithmetic."
+        assert copied.rstrip() == said
+
+
+async def test_copying_says_what_it_did(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_programs, "_tool", lambda: None)
+    async with chat("fast") as c:
+        await c.pilot.press("ctrl+c")
+        await c.until(lambda: "No text is selected" in c.notices)
+        await c.type("some words")
+        c.prompt.select_all()
+        await c.pilot.press("ctrl+c")
+        await c.until(lambda: "Copied 10 characters through the terminal (OSC 52)" in c.notices)
+        assert c.app.clipboard == "some words"
+
+
+async def test_an_engine_that_cannot_be_started_is_said(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast", engine=(str(tmp_path / "nothing"),)) as c:
+        await c.until(lambda: "could not be started" in c.notices)
+        await c.phase(EnginePhase.FAILED)
+
+
+async def test_a_log_that_can_not_be_written_is_said_and_the_engine_runs(chat: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    async with chat("fast", log_path=tmp_path / "file" / "engine.log") as c:
+        await c.phase(EnginePhase.IDLE)
+        assert c.notices.count("The engine's log is not kept") == 1
+
+
+async def test_new_chat_forgets_the_conversation(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("hi")
+        await c.phase(EnginePhase.DECODING)
+        await c.pilot.press("ctrl+n")
+        await c.pilot.pause()
+        assert "Nothing leaves it" in c.screen_text()
+        assert not c.replies
+        assert "every weight" in await c.ask("again")
+        assert len(c.replies) == 1
+
+
+async def test_the_panel_hides_and_the_status_line_takes_over(chat: Start) -> None:
+    async with chat("guide", size=(100, 30)) as c:
+        await c.ask("hi")
+        assert "FIRST TOKEN" in c.screen_text()
+        await c.pilot.press("ctrl+b")
+        await c.pilot.pause()
+        assert "FIRST TOKEN" not in c.screen_text()
+        assert "TTFT" in c.screen_text()
+
+
+@pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 12), (80, 24), (200, 60)])
+async def test_any_size_works(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("guide", size=size) as c:
+        c.app.chat.perform(c.session.submit("hi"))
+        await c.until(lambda: c.session.turns and c.session.turns[-1].reply)
+        for key in ("f1", "ctrl+s", "ctrl+t", "ctrl+o"):
+            await c.pilot.press(key)
+            await c.until(lambda: c.app.screen is not c.app.chat, key)
+            await c.pilot.press("escape")
+            await c.until(lambda: c.app.screen is c.app.chat, "the chat")
+
+
+async def test_a_rolling_context_shows_what_rolled_out(chat: Start) -> None:
+    async with chat("rolling", size=(120, 40)) as c:
+        await c.ask("hi")
+        gone = c.session.metrics.prompt_tokens + c.session.metrics.generated_tokens - 64
+        await c.until(lambda: f"{gone} tokens" in c.screen_text(), "the gauge")
+        assert "out of sight" in c.screen_text()
+        assert "64 / 64" in c.screen_text() or "64 of 64" in c.screen_text()
+
+
+async def test_resizing_while_a_reply_streams(chat: Start) -> None:
+    async with chat("steady", size=(120, 40)) as c:
+        await c.send("hi")
+        await c.phase(EnginePhase.DECODING)
+        for size in ((20, 5), (60, 15), (200, 50), (90, 24)):
+            await c.pilot.resize_terminal(*size)
+        await c.until(lambda: c.session.turns[-1].reply)
+        await c.pilot.press("x")
+        assert c.prompt.text == "x"
+        assert "first question" in c.shown(c.replies[-1])
+
+
+@pytest.mark.parametrize("theme", ["tokamac-light", "ansi-dark", "nord"])
+async def test_other_themes(chat: Start, theme: str, tmp_path: Path) -> None:
+    async with chat("guide") as c:
+        c.app.theme = theme
+        assert "every weight" in await c.ask("hi")
+        assert f'theme = "{theme}"' in (tmp_path / "settings.toml").read_text()
+
+
+async def test_quit_ends_the_child(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("hi")
+        await c.phase(EnginePhase.DECODING)
+        await c.pilot.press("ctrl+q")
+        assert c.app.return_code == 0
+
+
+@pytest.mark.e2e
+async def test_the_real_engine_and_the_embedded_model(chat: Start) -> None:
+    async with chat("guide", scripted=False) as c:
+        await c.phase(EnginePhase.IDLE)
+        assert await c.ask("Which key stops a reply?")
+        reply = c.session.turns[-1].reply
+        assert reply.text
+        assert reply.metrics.decode_tps
+
+
+async def test_the_real_engine_behind_the_screen(chat: Start, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "tiny", context=100_000)  # it is stopped long before it could come to that
+    async with chat(str(model), scripted=False, sampling=Sampling(temperature=0.0, max_tokens=40)) as c:
+        await c.ask("hi")
+        first = c.session.turns[0].reply
+        assert first.ending == "length"
+        assert first.metrics.generated_tokens == 40
+        await c.ask("again")
+        assert c.session.turns[1].reply.metrics.cached_tokens > 0
+        c.session.sampling = Sampling(temperature=0.0)
+        await c.send("on and on")
+        await c.phase(EnginePhase.DECODING)
+        c.app.chat.do("stop")
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.turns[2].reply.ending == "cancelled"
+
+
+# The first moment of the screen: who leaves at once leaves in order, and what is sent at once is answered and kept.
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_leaving_as_it_begins_is_no_error(tmp_path: Path, turns: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """turns: of the event loop until the user leaves; the parts of the screen are made meanwhile."""
+    paths = {"settings_path": tmp_path / "s.toml", "log_path": tmp_path / "log", "store_path": tmp_path / "c" / "c.db"}
+    app, bridge = build(ChatOptions(model="fast", engine=SCRIPTED, **paths))
+
+    async def leave() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        app.exit(0)
+
+    leaving = asyncio.get_running_loop().create_task(leave())
+    try:
+        assert await app.run_async(headless=True, size=(100, 30)) == 0
+    finally:
+        bridge.close()
+    await leaving
+    assert "Traceback" not in capsys.readouterr().err
+    assert app.return_code == 0
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What begins after the first drawing waits until this is called, as on a very busy machine."""
+    waiting: list[Callable[[], object]] = []
+    real = ChatScreen.call_after_refresh
+
+    def later(self: ChatScreen, callback: Callable[..., object], *arguments: Any) -> bool:
+        waiting.append(partial(real, self, callback, *arguments))
+        return True
+
+    def now() -> None:
+        monkeypatch.setattr(ChatScreen, "call_after_refresh", real)
+        for each in waiting:
+            each()
+
+    monkeypatch.setattr(ChatScreen, "call_after_refresh", later)
+    return now
+
+
+async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
+    begin: Callable[[], None], chat: Start
+) -> None:
+    async with chat("fast") as c:
+        await c.send("one")
+        await c.send("two")
+        assert c.app.chat.bridge.life == 0
+        begin()
+        await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[-1].reply, "both replies")
+        assert c.prompts == ["one", "two"]
+        assert c.app.chat.bridge.life == 2  # one process: ending none counts as well
+        assert kept(c) == ["one", "two"]
+
+
+async def test_a_command_that_is_given_before_the_engine_starts_is_done(begin: Callable[[], None], chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.send("/model steady")
+        begin()
+        await c.until(lambda: c.session.engine.load.model == "steady")
+        await c.ready()
+
+
+def kept(c: Chat) -> list[str]:
+    assert c.held is not None
+    return [message.text for message in c.recording.store.path(c.held) if message.role == "user"]
+
+
+# What must hold before the first screen: how often it may be drawn, and how seldom Python looks for garbage.
+
+DRAWN = """
+import sys
+from pathlib import Path
+from tokamac.app.chat.start import ChatOptions
+from tokamac.app.tui.run import FRAMES_PER_S, build
+assert "textual" not in sys.modules
+build(ChatOptions(settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Path(sys.argv[1]) / "log"))
+from textual.screen import UPDATE_PERIOD
+print(UPDATE_PERIOD == 1 / FRAMES_PER_S)
+"""
+GARBAGE = """
+import gc
+from tokamac.app.tui.run import look_for_garbage_rarely
+before = gc.get_threshold()
+look_for_garbage_rarely()
+print(gc.get_freeze_count() > 0 and gc.isenabled() and before[:2] == gc.get_threshold()[:2] and before[2] < gc.get_threshold()[2])
+"""
+
+
+def said(program: str, *given: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", program, *given], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_textual_is_told_how_often_to_draw_before_it_is_imported(tmp_path: Path) -> None:
+    assert said(DRAWN, str(tmp_path)) == "True"
+
+
+def test_garbage_is_looked_for_rarely_but_looked_for() -> None:
+    assert said(GARBAGE) == "True"
+
+
+# The first start shows a tour of five lines, once; F1 has every action in a group; the guide answers aside.
+
+
+def test_the_tour_is_five_lines_on_what_to_press_and_fits_the_smallest_window() -> None:
+    actions = ["help", "choose_model", "chats", "explain", "settings"]
+    assert [key for key, _ in TOUR] == [f"{{{action}}}" for action in actions]
+    keys = {action.id: action.key_names for action in ACTIONS}
+    for action, (key, text) in zip(actions, with_keys(TOUR, Keymap()), strict=True):
+        assert keys[action].startswith(key)
+        assert 0 < len(text) <= 27
+    assert keys["ask_guide"] in with_keys(TOUR, Keymap())[0][1]
+    rows = Welcome(12, tour=True).rows(36)
+    assert len(rows) <= 12
+    below = [row.row.content.cell_length for row in rows[-len(TOUR) :]]
+    assert max(below) <= 36
+
+
+async def test_the_tour_is_shown_at_the_first_start_alone(chat: Start, tmp_path: Path) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        assert all(text in c.screen_text() for _, text in with_keys(TOUR, Keymap()))
+    assert tomllib.loads((tmp_path / "settings.toml").read_text())["toured"] is True
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        assert not any(text in c.screen_text() for _, text in with_keys(TOUR, Keymap()))
+        assert all(text in c.screen_text() for hint in with_keys(HINTS, Keymap()) for text in hint)
+
+
+def test_that_it_was_shown_is_remembered(tmp_path: Path) -> None:
+    assert not settings.load(tmp_path / "none.toml").settings.toured
+    settings.save(tmp_path / "s.toml", replace(settings.Settings(), toured=True))
+    read = settings.load(tmp_path / "s.toml")
+    assert read.settings.toured
+    assert not read.warnings
+
+
+# F1 -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_action_is_named_in_a_group_and_every_group_in_the_help() -> None:
+    named = [name for names in GROUPS.values() for name in names]
+    assert len(named) == len(set(named))
+    text = help_text().plain
+    assert all(title in text.splitlines() for title in GROUPS)
+    assert all(text.count(action.help) == 1 for action in ACTIONS)
+
+
+def test_what_mac_terminals_do_with_keys_is_said_first_on_a_mac_and_last_elsewhere() -> None:
+    on_mac, elsewhere = (help_text(mac=mac).plain for mac in (True, False))
+    said = on_mac.split("\n\n")[0].replace("\n", " ")
+    assert said.startswith("On a Mac keyboard, F1 to F9 need fn.")
+    assert "palette (Ctrl+P)" in said
+    assert all(by_slash(word.removeprefix("/")) for word in re.findall(r"/[a-z]+", said))
+    assert elsewhere.split("\n\n")[-1].replace("\n", " ") == said
+    assert on_mac.count("On a Mac") == elsewhere.count("On a Mac") == 1
+
+
+async def test_the_help_begins_with_it_on_a_mac(chat: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screens_help, "MAC", True)
+    async with chat("fast") as c:
+        await c.opened("f1", HelpScreen)
+        await c.until(lambda: "On a Mac keyboard" in c.screen_text(), "what is said first")
+
+
+def test_an_action_that_no_group_names_is_in_the_last() -> None:
+    other = replace(ACTIONS[0], id="other", help="Do something else.")
+    text = help_text([*ACTIONS, other]).plain
+    assert text.index("Other") < text.index("Do something else.")
+
+
+@pytest.mark.parametrize("width", [44, 35, 28, 24])
+def test_a_narrow_help_keeps_its_columns_or_puts_keys_above(width: int) -> None:
+    lines = help_text(width=width).plain.splitlines()
+    assert max(map(len, lines)) <= width
+    stop = next(line for line in lines if line.startswith("Esc"))
+    assert stop.startswith(f"{'Esc':{KEY_COLUMN}}Stop the reply") if width == 44 else stop.strip() == "Esc"
+
+
+async def test_the_help_hands_on_to_the_guide(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.pilot.press("f1")
+        await c.until(lambda: isinstance(c.app.screen, HelpScreen), "the help")
+        await c.pilot.press("f7")
+        await c.until(lambda: isinstance(c.app.screen, GuideScreen), "the guide")
+
+
+# The guide ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_waits_for_the_guide_and_what_was_said_before_goes_with_the_next() -> None:
+    guidance = GuideChat()
+    assert guidance.start() == [Load("guide")]
+    assert guidance.ask("one?") == []
+    (first,) = guidance.on_event(Loaded(ModelInfo("guide")))
+    assert isinstance(first, Generate)
+    assert guidance.busy
+    guidance.on_event(ReplyEvent(first.id, TextChunk("a\x1b[2J")))
+    assert guidance.said[-1].answer == "a\ufffd"
+    guidance.on_event(ReplyEvent(first.id, Finished("stop", "answer", METRICS)))
+    assert not guidance.busy
+    (second,) = guidance.ask("two?")
+    assert isinstance(second, Generate)
+    assert second.messages == (Message("user", "one?"), Message("assistant", "answer"), Message("user", "two?"))
+
+
+def test_what_goes_wrong_is_said_and_ends_the_exchange() -> None:
+    for event, why in (
+        (Failed(None, "no guide", "Install it."), "no guide. Install it."),
+        (Died("killed", ""), "killed"),
+    ):
+        guidance = GuideChat()
+        guidance.start()
+        guidance.ask("one?")
+        guidance.on_event(event)
+        assert why in guidance.problem
+        assert not guidance.answering
+
+
+def screen(c: Chat) -> GuideScreen:
+    assert isinstance(c.app.screen, GuideScreen)
+    return c.app.screen
+
+
+async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alone(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.send("Why?")
+        await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING)
+        life = c.app.chat.bridge.life
+        await c.pilot.press("f7")
+        await c.until(lambda: isinstance(c.app.screen, GuideScreen))
+        box = screen(c).query_one(Input)
+        assert box.has_focus
+        box.value = "How do I copy?"
+        await c.pilot.press("enter")
+        await c.until(lambda: screen(c).guide_chat.said and screen(c).guide_chat.said[-1].over)
+        assert screen(c).guide_chat.said[-1].answer == SCENARIOS["guide"].answer
+        await c.until(lambda: "The first question about a slow reply" in c.screen_text())
+        bridge = screen(c)._bridge
+        await c.pilot.press("escape")
+        await c.until(lambda: not isinstance(c.app.screen, GuideScreen))
+        assert bridge._process is None
+        await c.phase(EnginePhase.IDLE)
+        assert c.app.chat.bridge.life == life
+        assert [turn.prompt for turn in c.session.turns] == ["Why?"]
+        assert c.session.engine.load.model == "steady"
+
+
+async def test_the_command_asks_at_once_and_the_embedded_guide_answers(chat: Start) -> None:
+    async with chat("guide", scripted=False) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.send("/guide How do I choose another model?")
+        await c.until(lambda: isinstance(c.app.screen, GuideScreen) and screen(c).guide_chat.said)
+        await c.until(lambda: screen(c).guide_chat.said[-1].over, "an answer")
+        assert not screen(c).guide_chat.problem
+        assert "Ctrl+O" in screen(c).guide_chat.said[-1].answer
+        assert not c.session.turns
+
+
+# Where the embedded guide is the model, the welcome says what it is for, and where one for all else comes from.
+
+WIDTH = 36  # cells that the welcome has in the smallest window
+
+
+def shown(welcome: Welcome, width: int) -> list[str]:
+    return [" ".join(each.row.content.plain.split()) for each in welcome.rows(width)]
+
+
+def lines(c: Chat) -> list[str]:
+    return [" ".join(line.split()) for line in c.screen_text().splitlines()]
+
+
+@pytest.mark.parametrize("tour", [False, True])
+def test_what_the_guide_is_for_stands_above_the_keys_or_gives_way_to_them_and_one_of_those_says_it(tour: bool) -> None:
+    keys = len(TOUR if tour else HINTS)
+    assert shown(Welcome(keys + 2, tour=tour, guide=True), WIDTH)[:2] == [ALONE, ""]
+    rows = shown(Welcome(keys + 1, tour=tour, guide=True), WIDTH)
+    assert rows[0] == ALONE
+    assert len(rows) == keys + 1
+    for height in (keys, keys + 1):
+        rows = shown(Welcome(height, tour=tour, guide=True), WIDTH)
+        assert any(text in row for row in rows for text in ELSE.values())
+        assert ALONE not in shown(Welcome(height, tour=tour), WIDTH)
+
+
+def test_what_is_said_otherwise_of_a_key_is_a_key_of_either_welcome() -> None:
+    assert set(ELSE) <= {text for _, text in (*HINTS, *TOUR)}
+
+
+async def test_it_is_said_of_the_guide_and_of_no_other_model(chat: Start) -> None:
+    async with chat("guide", size=(40, 13)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.until(lambda: ALONE in lines(c), "what the guide is for")
+        assert "Ctrl+O get a model for real chats" in lines(c)
+        c.session.engine.load = replace(c.session.engine.load, model="fast")  # as when another is chosen
+        c.app.chat.show()
+        await c.until(lambda: ALONE not in lines(c), "the welcome of another model")
+        assert "Ctrl+O choose or get a model" in lines(c)

@@ -1,0 +1,681 @@
+"""Figures on the screen: the side panel, F2's diagnosis in windows of every size, and F3's what-if."""
+
+import io
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.app import App, ComposeResult
+from textual.geometry import Region
+from textual.widgets import DataTable, Input, Select, Static, TabbedContent
+
+from tests.app.conftest import Chat
+from tests.scripted_engine import SCENARIOS, ScriptedEngine
+from tests.tiny import make_tiny
+from tokamac.app.backend import protocol
+from tokamac.app.backend.advice import Advisor, answers
+from tokamac.app.backend.client import CHILD_COMMAND, Died, EngineProcess
+from tokamac.app.backend.outbox import Outbox
+from tokamac.app.backend.protocol import (
+    Answer,
+    CaseLine,
+    ChipLine,
+    CurvePoint,
+    Figures,
+    ModelLine,
+    Question,
+    Roof,
+    Spot,
+    Where,
+)
+from tokamac.app.chat.conversation import Reply
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.chat.what_if_form import FormError, first_question, question_of, texts_of
+from tokamac.app.tui.screens import whatif
+from tokamac.app.tui.screens.figure import ExplainScreen, FigureScreen, explanation, shares
+from tokamac.app.tui.screens.model import ModelList, ModelScreen
+from tokamac.app.tui.screens.whatif import RoofPlot, WhatIfScreen, curve_text, even_steps, powers_of_ten, roof_text
+from tokamac.app.tui.widgets.gauges import POINTER, Gauges
+from tokamac.app.tui.widgets.prompt_input import Prompt
+from tokamac.app.tui.widgets.transcript import Transcript
+from tokamac.engine.errors import ModelNotFoundError, OptionError
+from tokamac.engine.metrics import Outlier
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf.inspection import model_ref
+from tokamac.engine.perf.machine import elsewhere
+from tokamac.engine.perf.what_if import WhatIfCase, notes, table
+
+# F2: a reply's diagnosis on the screen, in windows of every size, with a real child process and a scripted engine
+# behind it.
+
+Start = Callable[..., Any]
+
+
+def text_of(chat: Any) -> str:
+    """All of the explanation, in view or not."""
+    return str(chat.app.screen.query_one("#explanation", Static).render())
+
+
+async def explain(chat: Any) -> None:
+    await chat.pilot.press("f2")
+    await chat.until(lambda: isinstance(chat.app.screen, ExplainScreen), "the screen")
+    await chat.until(lambda: text_of(chat), "its text")
+
+
+@pytest.mark.parametrize("size", [(120, 36), (60, 20), (40, 12)])
+async def test_it_shows_time_help_phases_and_numbers_at_every_size(chat: Start, size: tuple[int, int]) -> None:
+    async with chat("steady", size=size) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("Why?")
+        await explain(c)
+        text = text_of(c)
+        for title in ("WHERE THE TIME WENT", "WHAT WOULD HELP", "DECODE", "PREFILL", "THE NUMBERS: DECODE"):
+            assert title in text
+        assert "800 GB/s ÷" in " ".join(text.split())
+        assert "█" in text
+        box = c.app.screen.query_one("#explain")
+        assert box.max_scroll_y > 0
+        assert box.max_scroll_x == 0  # nothing is wider than the window
+        await c.pilot.press("pagedown")
+        await c.until(lambda: box.scroll_y > 0, "scrolling")
+        await c.pilot.press("escape")
+        assert not isinstance(c.app.screen, ExplainScreen)
+
+
+async def test_earlier_replies_are_explained_too(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("one")
+        await c.ask("two")
+        await explain(c)
+        title = c.app.screen.query_one("#explain")
+        assert title.border_title == "Explain · reply 2 of 2"
+        await c.pilot.press("left")
+        assert title.border_title == "Explain · reply 1 of 2"
+        await c.pilot.press("left", "right", "right")
+        assert title.border_title == "Explain · reply 2 of 2"
+
+
+async def test_without_a_reply_it_says_so(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("f2")
+        assert not isinstance(c.app.screen, ExplainScreen)
+        assert "no reply to explain" in c.notices
+
+
+async def test_while_a_reply_runs_the_last_whole_one_is_explained(chat: Start) -> None:
+    async with chat("steady") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("one")
+        await c.send("two")
+        await c.until(lambda: c.session.engine.replying, "a second reply")
+        await explain(c)
+        assert c.app.screen.query_one("#explain").border_title == "Explain · reply 1 of 1"
+
+
+async def test_f3_leads_on_to_what_if(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("one")
+        await explain(c)
+        await c.pilot.press("f3")
+        await c.until(lambda: isinstance(c.app.screen, WhatIfScreen), "what if")
+
+
+async def test_a_chips_name_is_no_markup_and_no_escape_sequence(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("one")
+        reply = c.session.turns[-1].reply
+        assert reply is not None
+        assert reply.diagnosis is not None
+        first, *rest = reply.diagnosis.terms
+        hostile = replace(first, formula="[bold]x[/] \x1b[2J {nobody}")
+        diagnosis = replace(reply.diagnosis, terms=(hostile, *rest))
+        told = explanation(replace(reply, diagnosis=diagnosis, outliers=(Outlier(7, 41.0, ("swap",)),)), 60).plain
+        assert "[bold]x[/]" in told
+        assert "\x1b" not in told
+        assert "41.0 ms at token 7: swap" in told
+
+
+def test_what_slowed_the_machine_down_is_told_with_what_ends_it() -> None:
+    from tests.app.chat.test_figures import SLOWED
+    from tests.app.chat.test_figures import VERDICT_METRICS as METRICS
+
+    told = explanation(Reply("", metrics=METRICS, diagnosis=SLOWED), 200).plain
+    assert (
+        "WHAT SLOWED THE MACHINE DOWN\nmacOS slowed the chip down because of its heat.\n  let the machine cool" in told
+    )
+    assert "Low Power Mode was on, which slows the chip down.\n  System Settings > Battery" in told
+    plain = explanation(Reply("", metrics=METRICS, diagnosis=replace(SLOWED, throttles=())), 200).plain
+    assert "SLOWED" not in plain
+
+
+def test_a_reply_without_a_token_is_explained_in_a_sentence() -> None:
+    from tests.app.chat.test_figures import VERDICT_METRICS as METRICS
+
+    nothing = replace(METRICS, ttft_s=None, total_s=None)
+    assert explanation(Reply("", metrics=nothing), 40).plain == "No token was made."
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=3, max_size=3), st.integers(10, 200))
+def test_a_bar_is_as_long_as_there_is_room_and_nothing_that_took_time_is_left_out(
+    values: list[float], cells: int
+) -> None:
+    counts = shares(values, cells)
+    assert sum(counts) == (cells if sum(values) > 0 else 0)
+    assert all(count >= 1 for count, value in zip(counts, values, strict=True) if value > 0)
+
+
+# The side panel as a user meets it: Tab goes there, Up and Down point at figures, Enter explains one; drawing stays
+# cheap.
+
+SIZE = (110, 30)
+
+
+def gauges(c: Chat) -> Gauges:
+    return c.app.chat.query_one(Gauges)
+
+
+async def explained(c: Chat) -> str:
+    await c.until(lambda: isinstance(c.app.screen, FigureScreen) and "SOURCE" in c.screen_text(), "an explanation")
+    return c.screen_text()
+
+
+async def test_tab_goes_from_the_prompt_to_the_messages_to_the_gauges_and_back(chat: Start) -> None:
+    async with chat("fast", size=SIZE) as c:
+        await c.ask("Why?")
+        places = []
+        for _ in range(4):
+            places.append(type(c.app.focused))
+            await c.pilot.press("tab")
+        assert places == [Prompt, Transcript, Gauges, Prompt]
+        await c.pilot.press("tab", "escape")
+        assert isinstance(c.app.focused, Prompt)
+
+
+async def test_enter_explains_the_figure_and_the_arrows_go_to_the_others(chat: Start) -> None:
+    async with chat("fast", size=SIZE) as c:
+        await c.ask("Why?")
+        await c.pilot.press("tab", "tab")
+        assert gauges(c).selected == "ttft"
+        assert POINTER in c.screen_text()
+        await c.pilot.press("down", "enter")
+        text = await explained(c)
+        assert "prefill rate" in text
+        assert "computed tokens ÷ seconds of prefill" in " ".join(text.split())
+        await c.pilot.press("down")
+        await c.until(lambda: "tokens of the longest prefix" in c.screen_text())
+        await c.pilot.press("escape")
+        await c.until(lambda: gauges(c).selected == "cached" and gauges(c).has_focus)
+        await c.pilot.press("escape")
+        assert gauges(c).selected is None
+        assert POINTER not in c.screen_text()
+
+
+async def test_a_figure_below_the_window_is_brought_into_view(chat: Start) -> None:
+    async with chat("fast", size=(110, 20)) as c:
+        await c.ask("Why?")
+        assert "DIAGNOSIS" not in c.screen_text()
+        await c.pilot.press("tab", "tab", "end")
+        await c.until(lambda: "in all, of which" in c.screen_text().split("DIAGNOSIS")[-1])
+        await c.pilot.press("home")
+        await c.until(lambda: "4.5 bpw" in c.screen_text())
+
+
+async def test_a_click_explains(chat: Start) -> None:
+    async with chat("fast", size=SIZE) as c:
+        await c.ask("Why?")
+        await c.pilot.click(Gauges, offset=(3, 3))
+        assert "time to first token" in await explained(c)
+        assert not gauges(c).has_focus
+
+
+async def test_the_command_shows_the_panel_and_points_there(chat: Start) -> None:
+    async with chat("fast", size=SIZE) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.pilot.press("ctrl+b")
+        await c.until(lambda: not c.app.chat.query_one("#panel").display)
+        await c.send("/gauges")
+        await c.until(lambda: gauges(c).has_focus)
+        await c.until(lambda: "FIRST TOKEN" in c.screen_text())
+
+
+async def test_a_window_that_is_too_narrow_says_so(chat: Start) -> None:
+    async with chat("fast", size=(80, 24)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.send("/gauges")
+        await c.until(lambda: "too narrow for the gauges" in c.notices)
+
+
+async def test_while_a_reply_streams_only_rows_that_changed_are_drawn_and_nothing_is_laid_out(chat: Start) -> None:
+    async with chat("steady", size=SIZE) as c:
+        await c.ask("Why?")
+        drawn: list[int] = []
+        laid_out = 0
+        refresh = gauges(c).refresh
+
+        def watched(*regions: Region, layout: bool = False, **more: Any) -> Any:
+            nonlocal laid_out
+            laid_out += layout
+            drawn.extend(region.y for region in regions)
+            return refresh(*regions, layout=layout, **more)
+
+        await c.send("And then?")
+        await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING and c.session.live is not None)
+        gauges(c).refresh = watched  # type: ignore[method-assign]
+        await c.until(lambda: c.session.engine.phase is EnginePhase.IDLE)
+        assert drawn
+        assert not laid_out
+        titles = [y for y, row in enumerate(gauges(c)._rows) if row.figure is None]
+        assert not set(titles) & set(drawn)
+
+
+# F3: what if. The form, the tables and plots, and a question's way to the engine's process and back, with the real
+# arithmetic.
+
+M4_MAX = Where("Apple M4 Max", 40, 64.0)
+QWEN = Question("table", "Qwen3-8B-4bit", context=4096, prompt=2048, where=M4_MAX)
+TEXTS = {"model": "guide", "bits": "", "kv": "16", "context": "4096", "prompt": "2048", "chip": "", "memory": ""}
+
+
+def answer_to(question: Question, limit: int | None = None) -> Answer:
+    *_, last = answers(question, limit)
+    assert isinstance(last, Answer)
+    return last
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Answer:
+    return answer_to(QWEN)
+
+
+# Answers ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_case_is_the_one_asked_and_the_others_change_one_thing(qwen: Answer) -> None:
+    base, *others = qwen.cases
+    assert base.change == "as asked"
+    for line in others:
+        changed = {
+            "weights": line.bits != base.bits,
+            "keys and values": (line.key_bits, line.value_bits) != (base.key_bits, base.value_bits),
+            "context": line.context != base.context,
+        }
+        assert [name for name, is_so in changed.items() if is_so] == [line.change]
+    assert {line.change for line in others} == {"weights", "keys and values", "context"}
+
+
+def test_fewer_bits_are_faster_and_a_longer_context_is_slower(qwen: Answer) -> None:
+    by_bits = {line.bits: line.figures.expected_tps or 0 for line in qwen.cases if line.change == "weights"}
+    assert by_bits[3] > by_bits[8] > by_bits[16]
+    speeds = [line.figures.expected_tps for line in qwen.cases if line.change == "context"]
+    assert speeds == sorted(speeds, key=lambda tps: -(tps or 0))
+    ceilings = [at.ceiling_tps or 0 for at in qwen.curve]
+    assert ceilings == sorted(ceilings, reverse=True)
+    assert all((at.expected_tps or 0) <= (at.ceiling_tps or 0) for at in qwen.curve)
+
+
+def test_prefill_is_on_the_other_side_of_the_ridge_than_decode(qwen: Answer) -> None:
+    roof = qwen.roof
+    assert roof is not None
+    assert (roof.bandwidth_gbs, roof.peak_tflops) == (546.0, pytest.approx(16.16, abs=0.01))
+    decode, prefill = roof.spots
+    assert decode.intensity < roof.ridge < prefill.intensity
+    assert (decode.bound, prefill.bound) == ("memory", "compute")
+    for spot in roof.spots:
+        assert (spot.expected_tflops or 0) <= (spot.ceiling_tflops or 0) <= roof.peak_tflops * 1.001
+
+
+def test_every_chip_answers_and_twice_the_bandwidth_is_no_slower() -> None:
+    found = answer_to(replace(QWEN, wanted="chips"))
+    speeds = {(line.chip, line.gpu_cores): line.figures.ceiling_tps or 0 for line in found.chips}
+    assert speeds[("Apple M2 Ultra", 76)] == pytest.approx(2 * speeds[("Apple M2 Max", 38)])
+
+
+def test_what_is_not_known_or_can_not_be_raises_in_words() -> None:
+    with pytest.raises(ModelNotFoundError):
+        answer_to(replace(QWEN, model="nobody"))
+    with pytest.raises(OptionError, match="no chip"):
+        answer_to(replace(QWEN, where=Where("Apple M99")))
+    with pytest.raises(OptionError, match="bandwidths"):
+        answer_to(replace(QWEN, where=Where("Apple M4 Max")))
+
+
+# The way there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[io.BufferedReader, Outbox]]:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as lines:
+        yield lines, Outbox(writing)
+    os.close(writing)
+
+
+def said(lines: io.BufferedReader) -> protocol.WhatIf:
+    reply = protocol.decode_reply(lines.readline())
+    assert isinstance(reply, protocol.WhatIf)
+    return reply
+
+
+def test_while_a_reply_runs_an_answer_waits_and_of_two_questions_the_last_is_answered(pipe: Any) -> None:
+    lines, outbox = pipe
+    engine, advisor, free = ScriptedEngine(SCENARIOS["guide"]), Advisor(outbox), threading.Event()
+    running = threading.Thread(target=lambda: engine.between(free.wait))
+    running.start()
+    for number in (1, 2, 3):
+        advisor.ask(engine.between, protocol.AskWhatIf(number, replace(QWEN, wanted="chips", context=4096 * number)))
+    free.set()
+    running.join()
+    replies = [said(lines)]
+    if replies[0].id != 3:  # the first was taken up before the others came
+        replies.append(said(lines))
+    assert [reply.id for reply in replies] in ([3], [1, 3])
+    assert replies[-1].answer is not None
+
+
+def test_what_goes_wrong_is_told_and_the_next_question_is_answered(pipe: Any) -> None:
+    lines, outbox = pipe
+    engine, advisor = ScriptedEngine(SCENARIOS["guide"]), Advisor(outbox)
+    advisor.ask(engine.between, protocol.AskWhatIf(1, replace(QWEN, model="nobody")))
+    reply = said(lines)
+    assert (reply.id, reply.answer) == (1, None)
+    assert "no model 'nobody'" in reply.error
+    advisor.ask(engine.between, protocol.AskWhatIf(2, replace(QWEN, wanted="chips")))
+    assert said(lines).answer is not None
+
+
+def test_the_engines_process_answers_before_and_after_a_model_is_loaded(tmp_path: Path) -> None:
+    events: queue.Queue[Any] = queue.Queue()
+    process = EngineProcess(CHILD_COMMAND, tmp_path / "log", events.put)
+
+    def next_answer() -> protocol.WhatIf:
+        while not isinstance(event := events.get(timeout=80), protocol.WhatIf):
+            assert not isinstance(event, Died | protocol.Failed), event
+        return event
+
+    try:
+        question = Question("table", str(make_tiny(tmp_path / "tiny")))
+        process.send(protocol.AskWhatIf(1, question))
+        assert next_answer().answer is not None  # a model's shape is enough
+        process.send(protocol.Load(str(tmp_path / "tiny"), prompt_cache=False))
+        process.send(protocol.AskWhatIf(2, question))
+        found = next_answer()
+        assert (found.id, found.error) == (2, "")
+        assert found.answer is not None
+        assert found.answer.cases[0].figures.fits
+        assert found.answer.context_length == 512
+    finally:
+        process.close()
+
+
+# Form, tables, plots ------------------------------------------------------------------------------------------------------
+
+
+def test_the_form_reads_what_was_written() -> None:
+    question = Question("table", "guide", None, KVSpec(key_bits=8, value_bits=4, window=512), 9000, 300)
+    again = question_of("table", {**TEXTS, **texts_of(question)}, question.kv)
+    assert again == question
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"context": "many"}, "The context must be a number"),
+        ({"context": ""}, "The context must be a number"),
+        ({"context": "9" * 5000}, "The context must be a number"),
+        ({"prompt": "0"}, "The prompt must be a number"),
+        ({"context": "²"}, "The context must be a number"),
+        ({"model": "  "}, "Name a model"),
+        ({"chip": "Apple M1|8", "memory": "-4"}, "The memory must be a size"),
+        ({"chip": "Apple M1|8", "memory": "nan"}, "The memory must be a size"),
+    ],
+)
+def test_a_text_that_means_nothing_is_refused_in_words(change: dict[str, str], why: str) -> None:
+    with pytest.raises(FormError, match=why):
+        question_of("table", {**TEXTS, **change}, KVSpec())
+
+
+def test_a_prompt_longer_than_the_context_is_the_context_and_memory_is_the_other_machines() -> None:
+    question = question_of("table", {**TEXTS, "context": "1,024", "memory": "64"}, KVSpec())
+    assert (question.context, question.prompt, question.where) == (1024, 1024, Where())
+    elsewhere = question_of("table", {**TEXTS, "chip": "Apple M1|8", "memory": "16"}, KVSpec())
+    assert elsewhere.where == Where("Apple M1", 8, 16.0)
+
+
+def test_names_in_tables_are_no_markup_and_unknown_is_said() -> None:
+    hostile = "[red]x[/] \x1b[2J"
+    (model,) = whatif.model_rows([ModelLine(hostile, None, None, None, "tight", Figures())])
+    (chip,) = whatif.chip_rows([ChipLine(hostile, 8, None, Figures(fits=False))])
+    (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, Figures(memory_bytes=5 * 10**9, fits=True))])
+    assert model[0].plain.startswith("[red]x[/]")
+    assert "\x1b" not in model[0].plain + chip[0].plain
+    assert [cell.plain for cell in model[2:]] == ["unknown"] * 6
+    assert [cell.plain for cell in chip[2:]] == ["no", "unknown", "unknown", "unknown"]
+    assert [cell.plain for cell in case[:6]] == ["weights", "4 bits", "8,4", "4,096", "5.00 GB", "yes"]
+    assert len(model) == len(whatif.MODELS)
+    assert len(chip) == len(whatif.CHIPS)
+    assert len(case) == len(whatif.CASES)
+
+
+def test_what_others_give_way_for_is_tight_in_a_table() -> None:
+    figures = Figures(memory_bytes=5 * 10**9, fits=True, from_others=10**9)
+    (case,) = whatif.case_rows([CaseLine("weights", 4, 8, 4, 4096, figures)])
+    assert case[5].plain == "tight"
+
+
+def test_the_limit_that_was_set_is_what_this_machine_is_judged_by(tmp_path: Path) -> None:
+    tiny = str(make_tiny(tmp_path / "tiny"))
+    question = Question("table", tiny, context=64, prompt=64)
+    (first, *_) = answer_to(question, 10**9).cases
+    assert (first.figures.budget_bytes, first.figures.fits) == (10**9, True)
+    (first, *_) = answer_to(question, 10**4).cases
+    assert first.figures.fits is False
+
+
+@given(st.floats(1e-3, 1e7))
+def test_ticks_are_few_round_and_within(end: float) -> None:
+    steps = list(even_steps(end))
+    assert 2 <= len(steps) <= 7
+    assert steps[0] == 0
+    assert steps[-1] <= end * 1.0001
+    powers = list(powers_of_ten(end, end * 1e3))
+    assert 3 <= len(powers) <= 4
+    assert all(end * 0.999 <= power <= end * 1001 for power in powers)
+
+
+def test_plots_are_told_in_words_too(qwen: Answer) -> None:
+    assert roof_text(qwen) == "D: decode, bound by memory; P: prefill, bound by arithmetic"
+    assert "unknown" in roof_text(replace(qwen, roof=None))
+    assert "unknown" in curve_text(replace(qwen, curve=(CurvePoint(1, None, None),)))
+    assert curve_text(qwen).startswith("ceiling 128 tok/s")
+
+
+def test_rows_that_are_alike_or_unknown_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a small model is unpacked, so its bits change nothing; and packed keys and values were never timed here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = answer_to(Question("table", "guide", context=512, prompt=256))
+    first, second, *_ = (line.figures for line in found.cases)
+    alike = first.ceiling_tps == second.ceiling_tps  # not on a GPU
+    unknown = first.expected_tps is None  # nothing published, and nothing kept in an empty cache folder
+    assert sum("unpacks weights to 32 bits" in note for note in found.notes) == alike
+    assert sum("packed keys and values were not timed" in note for note in found.notes) == unknown
+
+
+def test_where_every_row_tells_something_there_is_no_note(qwen: Answer) -> None:
+    assert qwen.notes == ()
+
+
+def test_a_note_is_for_what_is_unknown_once(qwen: Answer) -> None:
+    place = elsewhere("NVIDIA GeForce RTX 3090")
+    config, case = model_ref("Qwen3-8B-4bit").config, WhatIfCase(context=512, prompt=512)
+    (why,) = notes(table(config, case, place), "stored")
+    assert why == "unknown: no published measurement says what MLX reaches on NVIDIA GeForce RTX 3090"
+
+
+# The screen ---------------------------------------------------------------------------------------------------------------
+
+
+def note(chat: Any) -> str:
+    return str(chat.app.screen.query_one("#note", Static).render())
+
+
+async def open_screen(chat: Any, model: str = "Qwen3-8B-4bit", chip: str = "Apple M4 Max|40") -> None:
+    await chat.phase(EnginePhase.IDLE)
+    await chat.pilot.press("f3")
+    await chat.until(lambda: isinstance(chat.app.screen, WhatIfScreen), "the screen")
+    chat.app.screen.query_one("#model", Input).value = model
+    chat.app.screen.query_one("#chip", Select).value = chip
+    chat.app.screen.query_one("#memory", Input).value = "64"
+
+
+async def test_every_tab_shows_its_answer_at_every_size_and_plots_have_axes(chat: Start) -> None:
+    async with chat("fast", size=(120, 36)) as c:
+        for size in ((120, 36), (60, 20), (40, 12)):
+            await c.pilot.resize_terminal(*size)
+            await open_screen(c)
+            await see_every_tab(c)
+            if size == (120, 36):
+                await see_the_axes(c)
+            await c.pilot.press("escape")
+            assert not isinstance(c.app.screen, WhatIfScreen)
+
+
+async def test_what_holds_for_all_rows_is_said_until_one_is_pointed_at_that_has_a_reason_of_its_own(
+    chat: Start,
+) -> None:
+    async with chat("fast", size=(100, 30)) as c:
+        await open_screen(c)
+        cases = c.app.screen.query_one("#case-table", DataTable)
+        await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+        screen = c.app.screen
+        screen._answers["table"] = replace(screen._answers["table"], notes=("bits change nothing",))
+        screen._note()
+        assert "bits change nothing" in note(c)
+        assert "two thirds" in note(c)
+
+
+@pytest.mark.parametrize("size", [(40, 12), (60, 14)])
+async def test_in_a_small_window_the_table_shows_several_cases_and_the_form_every_field(
+    chat: Start, size: tuple[int, int]
+) -> None:
+    async with chat("fast", size=size) as c:
+        await open_screen(c)
+        cases = c.app.screen.query_one("#case-table", DataTable)
+        await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+        await c.pilot.pause()
+        assert cases.scrollable_content_region.height - cases.header_height >= 3
+        form = c.app.screen.query_one("#form")
+        for field in ("model", "prompt"):
+            box = c.app.screen.query_one(f"#{field}", Input)
+            box.focus()
+            await c.until(lambda box=box: form.region.contains_region(box.region), f"{field} in sight")
+
+
+async def see_every_tab(c: Any) -> None:
+    cases = c.app.screen.query_one("#case-table", DataTable)
+    await c.until(lambda: cases.row_count > 8 and "two thirds" in note(c), "the cases")
+    tabs = c.app.screen.query_one("#tabs", TabbedContent)
+    for tab, said_there in (
+        ("curve", "ceiling 128 tok/s"),
+        ("roof", "bound by arithmetic"),
+        ("chips", "every chip"),
+    ):
+        tabs.active = tab
+        await c.until(lambda said_there=said_there: said_there in note(c), tab)
+    assert c.app.screen.query_one("#chip-table", DataTable).row_count > 30
+
+
+async def see_the_axes(c: Any) -> None:
+    c.app.screen.query_one("#tabs", TabbedContent).active = "roof"
+    await c.until(lambda: "operations a byte" in c.screen_text(), "the roofline")
+    assert "decode, bound by memory" in c.screen_text()
+    c.app.screen.query_one("#tabs", TabbedContent).active = "curve"
+    await c.until(lambda: "context, tokens" in c.screen_text(), "the curve")
+
+
+async def test_what_is_typed_wrong_is_said_and_what_is_unknown_too(chat: Start) -> None:
+    async with chat("fast") as c:
+        await open_screen(c, model="nobody/nothing")
+        await c.until(
+            lambda: "nobody/nothing is neither whole on this disk nor in the catalogue" in note(c), "no model"
+        )
+        c.app.screen.query_one("#context", Input).value = ""
+        await c.until(lambda: "The context must be a number" in note(c), "no number")
+
+
+async def test_a_question_during_a_reply_is_answered_after_it(chat: Start) -> None:
+    async with chat("slow") as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.send("hi")
+        await c.until(lambda: c.session.engine.replying, "a reply")
+        await c.opened("f3", WhatIfScreen)
+        assert "computed after the reply" in note(c)
+        c.app.screen.query_one("#model", Input).value = "Qwen3-8B-4bit"
+        assert c.session.engine.replying
+        assert c.app.screen.query_one("#case-table", DataTable).row_count == 0
+        c.app.chat.do("stop")  # so that nobody need wait for its end
+        await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
+        assert c.session.turns[-1].reply is not None
+
+
+async def test_an_engine_that_dies_is_asked_again(chat: Start) -> None:
+    async with chat("fast") as c:
+        await open_screen(c)
+        c.app.chat.bridge._process._signal()
+        await c.until(lambda: c.app.screen.query_one("#case-table", DataTable).row_count > 8, "the cases")
+
+
+async def test_the_model_picker_leads_to_it(chat: Start) -> None:
+    async with chat("fast") as c:
+        await c.phase(EnginePhase.IDLE)
+        offered = (await c.opened("ctrl+o", ModelScreen)).query_one(ModelList)
+        offered.highlighted = offered.option_count - 1
+        named = offered.selected.model
+        assert (await c.opened("f3", WhatIfScreen)).query_one("#model", Input).value == named
+
+
+async def test_it_begins_with_the_chats_own_model_caches_and_context(chat: Start) -> None:
+    async with chat("fast", kv=KVSpec(key_bits=8, value_bits=4)) as c:
+        await c.phase(EnginePhase.IDLE)
+        question = first_question(c.session, "fast")
+        assert (question.model, question.kv.key_bits, question.kv.value_bits) == ("fast", 8, 4)
+        assert question.context >= question.prompt
+
+
+# The roofline of F3, drawn: every mark is on it, however far below the roof a phase is expected.
+
+
+def spots(decode_tflops: float) -> tuple[Spot, ...]:
+    """Both phases as a small model has them on a chip of 546 GB/s and 16.16 TFLOP/s: decode has little to do and many steps."""
+    return (Spot("decode", 1.8, "memory", 0.98, decode_tflops), Spot("prefill", 3000.0, "compute", 16.16, 0.9))
+
+
+class OnePlot(App[None]):
+    def __init__(self, roof: Roof) -> None:
+        super().__init__()
+        self._roof = roof
+
+    def compose(self) -> ComposeResult:
+        plot = RoofPlot()
+        plot.show(self._roof)
+        yield plot
+
+
+@pytest.mark.parametrize("decode_tflops", [0.5, 0.09, 0.0001])
+async def test_both_phases_are_drawn_however_far_below_the_roof_they_are(decode_tflops: float) -> None:
+    app = OnePlot(Roof(546.0, 16.16, 29.6, spots(decode_tflops)))
+    async with app.run_test(size=(80, 20)):
+        rows = [strip.text for strip in app.screen._compositor.render_strips()]
+        legend = sum(word in row for row in rows for word in ("DD decode", "PP prefill"))
+        marks = sum("D" in row.replace("DD decode", "") for row in rows if "operations" not in row)
+    assert (legend, marks) == (2, 1)

@@ -1,0 +1,468 @@
+"""Themes that can be read in 24 bits and in 256 colours, and windows that are small."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.color import Color, ColorSystem
+from textual.color import Color as TextualColor
+from textual.geometry import Region
+from textual.theme import BUILTIN_THEMES, Theme
+from textual.widgets import Input, Static, TextArea
+from textual.widgets._toast import Toast
+
+from tests.app.conftest import Chat
+from tokamac.app.chat.actions import Keymap, keymap
+from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui.markdown.parse import Inline, Table
+from tokamac.app.tui.markdown.rows import rows
+from tokamac.app.tui.screens.dialog import fitting
+from tokamac.app.tui.screens.settings import NOTES, SettingsScreen, SystemScreen
+from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL, end_of, readable, text_colours
+from tokamac.app.tui.widgets.status import StatusLine
+from tokamac.app.tui.widgets.transcript import HINTS, PROMISE, TOUR, Welcome, with_keys
+
+# Tokamac's themes can be read: in 24 bits, and in the nearest of 256 colours, which is what Terminal.app has.
+
+TEXTS = ["foreground", "primary", "secondary", "accent", "warning", "error", "success"]
+GROUNDS = ["background", "surface", "panel"]
+LEAST_CONTRAST = 3.0
+"""Of WCAG 2, for what is more than a line of running text; running text has 4.5."""
+
+
+def colour(theme: Theme, name: str, system: ColorSystem) -> tuple[int, int, int]:
+    value = theme.variables.get(name) or getattr(theme, name)
+    red, green, blue = Color.parse(value).downgrade(system).get_truecolor()
+    return red, green, blue
+
+
+def luminance(rgb: tuple[int, int, int]) -> float:
+    """Relative luminance, as WCAG 2 defines it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in rgb)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_contrast_is_what_the_standard_says() -> None:
+    assert contrast((0, 0, 0), (255, 255, 255)) == pytest.approx(21.0)
+    assert contrast((119, 119, 119), (255, 255, 255)) == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT], ids=["24-bit", "256"])
+@pytest.mark.parametrize("theme", [DARK, LIGHT], ids=lambda theme: theme.name)
+def test_every_text_stands_out_from_every_ground(theme: Theme, system: ColorSystem) -> None:
+    for ground in GROUNDS:
+        behind = colour(theme, ground, system)
+        assert contrast(colour(theme, "foreground", system), behind) >= 4.5
+        for text in (*TEXTS, *PROSE):
+            assert contrast(colour(theme, text, system), behind) >= LEAST_CONTRAST, (text, ground)
+
+
+def test_the_terminal_theme_names_no_colour_but_the_terminals_own() -> None:
+    named = [getattr(TERMINAL, name) for name in (*TEXTS, *GROUNDS, "boost")]
+    named += [value for name, value in TERMINAL.variables.items() if not name.endswith("text-style")]
+    assert all(value.startswith("ansi_") for value in named)
+    assert TERMINAL.ansi
+    assert not PROSE.keys() - TERMINAL.variables.keys()
+
+
+# Text can be read in every theme: each colour that the app derives for it, and what is drawn with them on the
+# screen.
+
+Start = Callable[..., Any]
+LEAST = 4.5
+"""Of WCAG 2, for running text."""
+RGB = [theme for theme in (*BUILTIN_THEMES.values(), DARK, LIGHT) if not theme.ansi]
+LIGHTS = ["solarized-light", "textual-light", "catppuccin-latte", LIGHT.name]
+
+
+def variables(theme: Theme) -> dict[str, str]:
+    """All colours that the app has in a theme."""
+    known = {**theme.to_color_system().generate(), **theme.variables}
+    return {**known, **text_colours(theme, known)}
+
+
+@pytest.mark.parametrize("ground", ["background", "surface"])
+@pytest.mark.parametrize("theme", RGB, ids=lambda theme: theme.name)
+def test_every_derived_colour_has_the_contrast_of_running_text(theme: Theme, ground: str) -> None:
+    known = variables(theme)
+    behind = TextualColor.parse(known[ground])
+    derived = [name for name in known if name.startswith("prose-") or name in text_colours(theme, known)]
+    assert {"text-muted", "text-warning", "prose-code", "prose-heading", "prose-marker"} <= set(derived)
+    found = {name: contrast((behind + TextualColor.parse(known[name])).rgb, behind.rgb) for name in derived}
+    assert {name: ratio for name, ratio in found.items() if ratio < LEAST} == {}
+
+
+@pytest.mark.parametrize("theme", RGB, ids=lambda theme: theme.name)
+def test_a_colour_that_can_be_read_already_stays_as_it_is(theme: Theme) -> None:
+    known = variables(theme)
+    grounds = [TextualColor.parse(known[name]) for name in ("background", "surface")]
+    for name in ("primary", "secondary", "accent", "warning", "error", "success"):
+        own = TextualColor.parse(known[name])
+        if all(contrast(own.rgb, ground.rgb) >= LEAST for ground in grounds):
+            assert TextualColor.parse(known[f"text-{name}"]).rgb == pytest.approx(own.rgb, abs=1)
+
+
+def test_a_colour_becomes_darker_on_a_light_ground_and_lighter_on_a_dark_one() -> None:
+    for ground, end in (("#ffffff", "#000000"), ("#000000", "#ffffff")):
+        found, behind = (
+            readable(TextualColor.parse("#ffa62b" if end == "#000000" else "#003055"), [TextualColor.parse(ground)]),
+            ground,
+        )
+        assert LEAST <= contrast(found.rgb, TextualColor.parse(behind).rgb) < LEAST + 0.5
+
+
+def test_where_nothing_stands_out_so_well_the_best_is_taken() -> None:
+    grounds = [
+        TextualColor.parse("#707070"),
+        TextualColor.parse("#808080"),
+    ]  # white has 3.9 on the one, black 4.2 on the other
+    assert readable(TextualColor.parse("#7a7a7a"), grounds).rgb == (0, 0, 0)
+
+
+def test_a_terminals_own_colours_stay_its_own() -> None:
+    found = text_colours(TERMINAL, TERMINAL.to_color_system().generate())
+    assert not {"text-muted", "text-disabled"} & set(found)
+    assert all(value.startswith("ansi_") for value in found.values())
+
+
+def drawn(c: Chat, region: Region) -> Iterator[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
+    """The words in a region of the screen, their colour and what is behind it."""
+    screen = c.app.screen
+    for strip in screen._compositor.render_strips(screen.size)[region.y : region.bottom]:
+        for segment in strip.crop(region.x, region.right):
+            style = segment.style
+            if any(map(str.isalnum, segment.text)) and style is not None and style.color and style.bgcolor:
+                yield segment.text.strip(), tuple(style.color.get_truecolor()), tuple(style.bgcolor.get_truecolor())
+
+
+@pytest.mark.parametrize("theme", RGB, ids=lambda theme: theme.name)
+def test_muted_text_stands_out_less_than_the_rest(theme: Theme) -> None:
+    known = variables(theme)
+    behind = TextualColor.parse(known["background"])
+    rest = contrast(TextualColor.parse(known["foreground"]).rgb, behind.rgb)
+    muted = contrast(TextualColor.parse(known["text-muted"]).rgb, behind.rgb)
+    assert muted < rest or rest < LEAST + 0.5
+
+
+async def faint(c: Chat, region: Region) -> list[tuple[str, float]]:
+    """What of it is fainter than running text may be, and fainter than the theme's own foreground is there."""
+    await c.pilot.pause()
+    own = TextualColor.parse(c.app.theme_variables["foreground"]).rgb
+    found = [(text, contrast(fore, back), contrast(own, back)) for text, fore, back in drawn(c, region)]
+    assert found
+    return [(text, round(ratio, 2)) for text, ratio, theirs in found if ratio < LEAST and ratio < theirs - 0.1]
+
+
+async def test_what_stands_beside_the_chat_can_be_read_on_light_themes(chat: Start) -> None:
+    async with chat("fast", size=(120, 40)) as c:
+        await c.ready()
+        for theme in LIGHTS:
+            c.app.theme = theme
+            muted = variables(c.app.available_themes[theme])["text-muted"]
+            await c.until(lambda muted=muted: c.app.theme_variables["text-muted"] == muted)  # type: ignore[misc]
+            assert await faint(c, c.app.chat.query_one("#panel").region) == [], theme
+
+
+@pytest.mark.parametrize("key", ["ctrl+l", "f1", "ctrl+s"])
+async def test_what_a_dialog_says_can_be_read_on_light_themes(chat: Start, key: str) -> None:
+    async with chat("fast", size=(120, 40)) as c:
+        await c.ready()
+        await c.ask("what is a ring?")
+        await c.pilot.press(key)
+        await c.until(lambda: c.app.screen is not c.app.chat and c.app.screen.query(".box"))
+        for theme in LIGHTS:
+            c.app.theme = theme
+            inside = c.app.screen.query_one(".box").region.shrink((2, 1, 2, 1))
+            await c.pilot.pause()
+            assert await faint(c, inside) == [], theme
+
+
+async def test_what_is_said_of_a_reply_and_what_it_thought_can_be_read_on_light_themes(chat: Start) -> None:
+    async with chat("thinking", size=(100, 40)) as c:
+        await c.ready()
+        await c.ask("what is a ring?")
+        for theme in LIGHTS:
+            c.app.theme = theme
+            await c.pilot.pause()
+            own = {TextualColor.parse(c.app.theme_variables[name]).rgb for name in ("primary", "accent", "foreground")}
+            said = [each for each in drawn(c, c.transcript.region) if each[1] not in own]
+            assert any(" s" in text for text, _, _ in said), theme
+            assert [text for text, fore, back in said if contrast(fore, back) < LEAST] == [], theme
+
+
+# Text cut to cells.
+
+NAMES = st.text(st.sampled_from("abc-/模型🙂"), max_size=30)
+
+
+@given(NAMES, st.integers(2, 40))
+def test_as_much_of_the_end_as_has_room(name: str, most: int) -> None:
+    found = end_of(name, most)
+    assert cell_len(found) <= most
+    if found == name:
+        return
+    assert cell_len(name) > most
+    assert found[0] == "…"
+    assert name.endswith(found[1:])
+    left_out = name[: len(name) - len(found[1:])]
+    assert cell_len(f"…{left_out[-1]}{found[1:]}") > most  # nothing more would fit
+
+
+# Small windows, and 256 colours: what one needs to know stays, and what has no room gives way to it.
+
+SMALLEST = (40, 12)
+USUAL = (80, 24)
+
+
+def row(c: Chat, y: int) -> str:
+    return c.screen_text().splitlines()[y].strip()
+
+
+async def opened(c: Chat, action: str, kind: type) -> None:
+    c.app.chat.do(action)
+    await c.until(lambda: isinstance(c.app.screen, kind), action)
+    await c.pilot.pause()
+
+
+# The first keys -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_tour_is_seen_whole_in_the_smallest_window(chat: Start) -> None:
+    async with chat("fast", size=SMALLEST) as c:
+        await c.phase(EnginePhase.IDLE)
+        lines = [line.strip() for line in c.screen_text().splitlines()]
+        assert all(f"{key}  {does}" in lines for key, does in with_keys(TOUR, Keymap()))
+        assert c.transcript.max_scroll_y == 0
+
+
+def shown(welcome: Welcome, width: int) -> list[str]:
+    return [each.row.content.plain.strip() for each in welcome.rows(width)]
+
+
+def test_where_the_room_ends_the_name_goes_first_and_the_keys_never() -> None:
+    keys = [f"{key}  {does}" for key, does in with_keys(HINTS, Keymap())]
+    assert shown(Welcome(4), 60) == keys
+    assert shown(Welcome(6), 60) == [PROMISE, *keys]
+    assert shown(Welcome(7), 60) == [PROMISE, "", *keys]
+    assert shown(Welcome(10), 60)[2:] == ["", PROMISE, "", *keys]
+    assert shown(Welcome(2), 60) == keys
+
+
+def test_a_long_key_and_a_narrow_window_wrap_what_is_said_beside_the_keys() -> None:
+    chosen = keymap({"help": ("ctrl+shift+alt+f12",)})
+    assert not chosen.warnings
+    lines = [each.row.content.plain for each in Welcome(20, tour=True, keymap=chosen).rows(36)]
+    assert max(map(len, lines)) <= 36
+    key, does = with_keys(TOUR, chosen)[0]
+    first = next(y for y, line in enumerate(lines) if line.startswith(key))
+    assert len(key) + 2 + len(does) > 36
+    assert " ".join(line[len(key) :].strip() for line in lines[first : first + 2]) == does
+
+
+# The lines above and below the prompt -------------------------------------------------------------------------------------
+
+
+async def test_the_last_line_drops_figures_before_the_first_key_and_cuts_none(chat: Start) -> None:
+    async with chat("fast", size=SMALLEST) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.ask("hello")
+        line = row(c, -1)
+        assert line.endswith("F1 help")
+        assert " tok/s" in line
+        assert "·" not in line.split()[-3:]
+        await c.pilot.resize_terminal(*USUAL)
+        await c.until(lambda: "TTFT" in row(c, -1), "the other figures")
+        assert "F1 help" in row(c, -1)
+
+
+async def test_a_long_name_gives_way_to_the_first_key_and_to_a_warning(chat: Start) -> None:
+    async with chat("fast", size=SMALLEST) as c:
+        await c.phase(EnginePhase.IDLE)
+        assert c.session.engine.info is not None
+        c.session.engine.info = replace(c.session.engine.info, name="org/a-model-with-a-very-long-name-4bit")
+        c.app.chat.show()
+        await c.until(lambda: "…" in row(c, -1), "the end of the name")
+        assert row(c, -1).endswith("long-name-4bit   F1 help")
+        c.app.chat.query_one(StatusLine).unsaved = lambda: True
+        c.app.chat.show()
+        await c.until(lambda: "not saved" in row(c, -1), "the warning")
+        assert row(c, -1).endswith("name-4bit · not saved   F1 help")
+
+
+async def test_how_to_stop_is_said_while_something_runs_and_then_alone(chat: Start) -> None:
+    async with chat("slow", size=SMALLEST) as c:
+        await c.phase(EnginePhase.IDLE)
+        assert "Esc stop" not in row(c, -1)
+        await c.send("hello")
+        await c.phase(EnginePhase.DECODING)
+        assert row(c, -1).endswith("Esc stop")
+        c.app.chat.do("stop")
+        await c.phase(EnginePhase.IDLE)
+        assert "Esc stop" not in row(c, -1)
+
+
+async def test_what_goes_on_is_said_in_fewer_words_before_any_is_cut(chat: Start) -> None:
+    async with chat("slow", size=USUAL) as c:
+        await c.phase(EnginePhase.IDLE)
+        for prompt in ("one", "two", "three"):
+            await c.send(prompt)
+        await c.phase(EnginePhase.DECODING)
+        await c.until(lambda: "tok/s" in c.screen_text(), "a rate")
+        above = next(line.strip() for line in c.screen_text().splitlines() if "prompts queued" in line)
+        assert above.startswith("2 prompts queued: Up takes the last back · writing ")
+        assert above.endswith("tok/s")
+        c.app.chat.do("stop")
+
+
+async def test_a_notice_does_not_cover_the_box_and_has_the_width_of_a_narrow_window(chat: Start) -> None:
+    for size in (SMALLEST, USUAL):
+        async with chat("fast", size=size) as c:
+            await c.phase(EnginePhase.IDLE)
+            await c.send("/nosuch thing")
+            await c.until(lambda: c.app.screen.query(Toast), "the notice")
+            await c.pilot.pause()
+            toast = c.app.screen.query_one(Toast)
+            assert toast.region.bottom <= c.prompt.region.y
+            assert toast.region.width == min(60, size[0] - 2)
+
+
+# The transcript -----------------------------------------------------------------------------------------------------------
+
+
+def table(*cells: tuple[str, ...]) -> Table:
+    return Table(tuple(tuple(Inline(text) for text in line) for line in cells), (False,) * len(cells[0]))
+
+
+def plain(block: Table, width: int) -> list[str]:
+    return [each.content.plain.rstrip() for each in rows(block, width)]
+
+
+def test_a_narrow_table_breaks_between_words_as_long_as_the_columns_have_room_for_them() -> None:
+    long = table(("phase", "bound by", "helped by"), ("decode", "arithmetic", "a smaller cache, fewer bits"))
+    lines = plain(long, 34)
+    assert any("arithmetic" in line for line in lines)
+    assert max(map(len, lines)) <= 34
+    words = {word for line in lines for word in line.replace("│", " ").split()}
+    assert {"smaller", "cache,", "fewer", "decode"} <= words
+
+
+def test_where_words_have_no_room_the_widest_is_torn() -> None:
+    lines = plain(table(("what", "where"), ("weights", "a/very/long/path/that/never/ends.safetensors")), 30)
+    assert any(line.startswith("weights │ a/very/long/path") for line in lines)
+    assert max(map(len, lines)) <= 30
+
+
+async def test_the_scroll_bar_is_where_the_page_is_after_a_resize_while_text_streams(chat: Start) -> None:
+    async with chat("prose", size=(60, 20)) as c:
+        await c.phase(EnginePhase.IDLE)
+        await c.send("hello")
+        await c.until(lambda: c.transcript.max_scroll_y > 20, "more than a page")
+        await c.pilot.resize_terminal(50, 14)
+        bar = c.transcript.vertical_scrollbar
+        await c.until(lambda: bar.position + bar.window_size >= bar.window_virtual_size - 1, "the bar at the end")
+        assert c.transcript.growing
+        assert bar.window_size == c.transcript.container_size.height
+        c.app.chat.do("stop")
+
+
+# Dialogs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_of_the_keys_in_a_border_the_first_and_the_last_stay_longest() -> None:
+    keys = ("Enter opens", "Ctrl+E renames", "Ctrl+D deletes", "Esc closes")
+    assert fitting(keys, 80) == "Enter opens · Ctrl+E renames · Ctrl+D deletes · Esc closes"
+    assert fitting(keys, 50) == "Enter opens · Ctrl+E renames · Esc closes"
+    assert fitting(keys, 30) == "Enter opens · Esc closes"
+    assert fitting(keys, 20) == "Enter opens"
+
+
+async def test_a_dialog_has_all_of_the_smallest_window(chat: Start) -> None:
+    async with chat("fast", size=SMALLEST) as c:
+        await c.phase(EnginePhase.IDLE)
+        await opened(c, "system_prompt", SystemScreen)
+        box = c.app.screen.query_one(".box")
+        assert (box.region.x, box.region.width) == (0, 40)
+        assert box.max_scroll_y == 0
+        written = c.app.screen.query_one(TextArea).region
+        assert written.height >= 3
+        assert "Ctrl+S applies · Esc closes" in c.screen_text()
+        assert "Empty means" in c.screen_text()
+
+
+async def test_the_note_of_a_field_stands_below_where_it_has_no_room_beside(chat: Start) -> None:
+    async with chat("fast", size=SMALLEST) as c:
+        await c.phase(EnginePhase.IDLE)
+        await opened(c, "settings", SettingsScreen)
+        for name in ("temperature", "stop", "on_full", "unload_after_min"):
+            c.app.screen.query_one(f"#{name}", Input).focus()
+            await c.until(lambda name=name: NOTES[name] in c.screen_text(), NOTES[name])
+        assert c.app.screen.query_one("#about", Static).region.bottom == 11
+
+
+async def test_every_note_is_whole_at_the_usual_size(chat: Start) -> None:
+    async with chat("fast", size=USUAL) as c:
+        await c.phase(EnginePhase.IDLE)
+        await opened(c, "settings", SettingsScreen)
+        seen: set[str] = set()
+        for name in NOTES:  # the last are below the edge until they are gone to
+            box = c.app.screen.query_one(f"#{name}", Input)
+            box.focus()
+            await c.until(lambda box=box: box.has_focus and box.region in c.app.screen.region, name)
+            text = c.screen_text()
+            assert "…" not in text
+            seen.update(each for each, note in NOTES.items() if text.count(note) > (note in _about(c)))
+        assert seen == set(NOTES)
+
+
+def _about(c: Any) -> str:
+    """The note at the lower edge, which repeats that of the field."""
+    return str(c.app.screen.query_one("#about").render())
+
+
+@pytest.mark.parametrize("variable", ["", "1"], ids=["terminal's colours", "none"])
+async def test_where_to_write_a_system_prompt_is_seen_without_a_ground(
+    chat: Start, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if variable:
+        monkeypatch.setenv("NO_COLOR", variable)
+    async with chat("fast", size=USUAL) as c:
+        c.app.theme = "terminal"
+        await c.phase(EnginePhase.IDLE)
+        await opened(c, "system_prompt", SystemScreen)
+        area = c.app.screen.query_one(TextArea).region
+        drawn = c.screen_text().splitlines()
+        assert {drawn[y][area.x] for y in range(area.y, area.bottom)} == {"▌"}
+
+
+async def test_the_panel_says_by_a_bar_that_it_goes_on_below(chat: Start) -> None:
+    async with chat("fast", size=(100, 24)) as c:
+        await c.phase(EnginePhase.IDLE)
+        panel = c.app.chat.query_one("#panel")
+        await c.until(lambda: panel.show_vertical_scrollbar, "the bar")
+        assert panel.vertical_scrollbar.region.width == 1
+        await c.pilot.resize_terminal(120, 50)
+        await c.until(lambda: not panel.show_vertical_scrollbar, "no bar")
+
+
+# 256 colours --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theme", [DARK, LIGHT], ids=lambda theme: theme.name)
+def test_grounds_and_text_are_different_greys_where_there_are_256_colours(theme: Theme) -> None:
+    found = []
+    for name in ("background", "surface", "panel", "foreground"):
+        red, green, blue = Color.parse(getattr(theme, name)).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
+        assert max(red, green, blue) - min(red, green, blue) == 0, name
+        found.append(red)
+    assert len(set(found)) == 4
+    assert found[:3] == sorted(found[:3], reverse=theme is LIGHT)

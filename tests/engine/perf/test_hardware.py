@@ -1,0 +1,711 @@
+"""Chips and memory: the table, what macOS prints, measured bandwidth, the wired limit, and control groups."""
+
+import ctypes
+import json
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import get_args
+
+import mlx.core as mx
+import pytest
+
+from tests.mac import RecordedMac, play_mac, play_metal
+from tests.tiny import make_tiny
+from tokamac.app import settings
+from tokamac.app.backend.advice import answers
+from tokamac.app.backend.protocol import Answer, Question
+from tokamac.engine import Engine
+from tokamac.engine.device import device_kind
+from tokamac.engine.perf import bandwidth, hardware, macos, measurement_store, memory
+from tokamac.engine.perf.hardware import (
+    REINSTALL,
+    Chip,
+    detect,
+    has_accelerators,
+    lookup,
+    matrix_units,
+    parse_tags,
+    plain_name,
+    table,
+    units_of,
+    wheel_tags,
+)
+from tokamac.engine.perf.inspection import inspect, model_ref, prospect
+from tokamac.engine.perf.machine import elsewhere, here
+from tokamac.engine.perf.memory import Group, bounding, wired
+from tokamac.engine.perf.roofline import fitted, peak_tflops
+from tokamac.engine.perf.what_if import WhatIfCase
+
+# Chips: the table, what macOS prints for every one of them, and the measurement where no table knows.
+
+IOREG = """+-o AGXAcceleratorG16G  <class AGXAcceleratorG16G, id 0x10000039c, registered, matched, active, busy 0 (309 ms), retain 59>
+    {
+      "IOMatchedAtBoot" = Yes
+      "PerformanceStatistics" = {"In use system memory (driver)"=0,"Alloc system memory"=2181693440,"Device Utilization %"=30,"In use system memory"=356089856}
+      "model" = "NAME"
+      "gpu-core-count" = CORES
+    }
+"""  # noqa: E501
+PROFILER = """Graphics/Displays:
+
+    NAME:
+
+      Chipset Model: NAME
+      Type: GPU
+      Bus: Built-In
+      Total Number of Cores: CORES
+      Vendor: Apple (0x106b)
+      Metal Support: Metal 4
+"""
+HARDWARE = "Hardware:\n\n      Chip: Apple M4 Max\n      Total Number of Cores: 16 (12 performance and 4 efficiency)\n"
+APPLE = [row for row in table() if row["chip"].startswith("Apple")]
+
+
+def fill(text, row):
+    return text.replace("NAME", plain_name(row["chip"])).replace("CORES", str(row["gpu_cores"]))
+
+
+@pytest.mark.parametrize("row", APPLE, ids=lambda row: f"{row['chip']}-{row['gpu_cores']}")
+def test_every_bin_is_told_apart_by_what_macos_prints(row, monkeypatch):
+    mac = RecordedMac(
+        sysctl={"machdep.cpu.brand_string": plain_name(row["chip"]) + " "},
+        outputs={macos.IOREG[0]: fill(IOREG, row), macos.PROFILER[0]: fill(PROFILER, row)},
+    )
+    play_mac(monkeypatch, mac)
+    for missing in (None, macos.IOREG[0]):
+        mac.outputs.pop(missing, None)
+        macos.gpu_cores.cache_clear()
+        chip = hardware.detect()
+        assert (chip.name, chip.gpu_cores) == (plain_name(row["chip"]), row["gpu_cores"])
+        assert (chip.bandwidth_gbs, chip.fp16_tflops) == (row["bandwidth_gbs"], row["fp16_tflops"])
+        assert chip.source == "table"
+        assert chip.citation == row["source"]
+        asked = mac.asked["output"]
+        assert hardware.detect() == chip
+        assert mac.asked["output"] == asked  # a process is started once
+
+
+def test_a_mac_that_answers_nothing_is_an_unknown_chip(monkeypatch):
+    play_mac(monkeypatch, RecordedMac(sysctl={}, outputs={}))
+    assert hardware.detect() == Chip("unknown chip", None, None, None, "unknown")
+
+
+def test_programs_that_are_not_there_give_nothing():
+    assert macos.run("/no-such-program-of-macos") is None
+
+
+def test_the_page_counts_lie_where_macos_writes_them():
+    fields = {
+        name: getattr(macos._VMStatistics64, name) for name in ("free", "wire", "pageins", "purgeable", "external")
+    }
+    assert {name: at.offset for name, at in fields.items()} == {
+        "free": 0, "wire": 12, "pageins": 32, "purgeable": 88, "external": 136,
+    }  # fmt: skip
+    assert ctypes.sizeof(macos._VMStatistics64) == 4 * 38  # HOST_VM_INFO64_REV1_COUNT of mach/host_info.h
+
+
+def test_the_cpus_core_line_is_not_the_gpus():
+    assert macos.parse_profiler_cores(HARDWARE) is None
+    assert macos.parse_profiler_cores(HARDWARE + PROFILER.replace("CORES", "40")) == 40
+    assert macos.parse_profiler_cores("      Total Number Of Cores: 10\n") == 10
+    assert macos.parse_ioreg_cores("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Apple M1\n", "Apple M1"),
+        ("Apple M2 Pro \n", "Apple M2 Pro"),
+        ("Apple M3 Max (Virtual)\n", "Apple M3 Max"),
+        ("\n", None),
+    ],
+)
+def test_brand_strings(text, name):
+    assert macos.parse_chip_name(text) == name
+
+
+def test_the_table_is_whole():
+    keys = [(row["chip"], row["gpu_cores"]) for row in table()]
+    assert len(set(keys)) == len(keys) == 44
+    for row in table():
+        assert row["source"], row
+        assert row["bandwidth_gbs"] > 0
+        assert row["fp16_tflops"] is None or row["fp16_tflops"] > 0
+
+
+def test_bins_of_one_name_differ_and_an_unknown_bin_stays_unknown():
+    assert lookup("Apple M4 Max", 32).bandwidth_gbs == 410
+    assert lookup("Apple M4 Max", 40).bandwidth_gbs == 546
+    for cores in (None, 36):
+        chip = lookup("Apple M4 Max", cores)
+        assert (chip.bandwidth_gbs, chip.fp16_tflops, chip.source) == (None, None, "unknown")
+
+
+def test_one_bandwidth_for_all_bins_needs_no_cores():
+    chip = lookup("Apple M4 (Virtual)")
+    assert (chip.bandwidth_gbs, chip.fp16_tflops, chip.gpu_cores) == (120, None, None)
+
+
+def test_the_bandwidth_of_another_bin_is_marked():
+    assert [lookup("Apple M6", cores).other_bin for cores in (12, 10, None)] == [False, True, False]
+    assert lookup("Apple M6", 10).bandwidth_gbs == lookup("Apple M6", 12).bandwidth_gbs
+    assert lookup("Apple M6", 10).fp16_tflops is None
+    assert not lookup("Apple M4 Max", 36).other_bin  # of two bandwidths: unknown, so nothing to mark
+
+
+def test_unknown_names_are_not_guessed():
+    assert lookup("Apple M9 Max", 99) == Chip("Apple M9 Max", 99, None, None, "unknown")
+    assert lookup("NVIDIA H200").bandwidth_gbs == 4800
+    assert lookup("NVIDIA GeForce RTX 4090 Laptop GPU").bandwidth_gbs is None
+
+
+NOBODY = Chip("Test CPU", None, None, None, "unknown")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """The file of measurements in a folder of its own, and how often the machine was measured."""
+    measured = []
+    file = tmp_path / "cache" / "bandwidth.json"
+    monkeypatch.setattr(bandwidth, "store_file", lambda: file)
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: False)
+    monkeypatch.setattr(bandwidth, "measure_bandwidth", lambda size, device=None: measured.append(size) or 50.0)
+    return file, measured
+
+
+def test_a_chip_of_the_table_is_not_measured(store):
+    chip = lookup("Apple M1", 8)
+    assert bandwidth.with_bandwidth(chip, 10**9) is chip
+    assert store[1] == []
+
+
+def test_a_measurement_is_kept_for_its_working_set_and_mode_0600(store):
+    file, measured = store
+    for size in (100 << 20, 120 << 20, 300 << 20, 10**12):
+        chip = bandwidth.with_bandwidth(NOBODY, size)
+        assert (chip.bandwidth_gbs, chip.source) == (50.0, "measured")
+    assert len(measured) == 2  # 64 MiB and 256 MiB
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(json.loads(file.read_text())) == 2
+    assert [path.name for path in file.parent.iterdir()] == ["bandwidth.json"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", "null", '"x"'])
+def test_a_damaged_file_means_measuring_again(store, damage):
+    file, measured = store
+    bandwidth.with_bandwidth(NOBODY, 10**9)
+    file.write_text(damage)
+    assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 50.0
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, "fast", None, 1e9, float("nan")])
+def test_a_kept_value_that_cannot_be_right_is_measured_again(store, value):
+    file, measured = store
+    bandwidth.with_bandwidth(NOBODY, 10**9)
+    file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), value)))
+    bandwidth.with_bandwidth(NOBODY, 10**9)
+    assert len(measured) == 2
+
+
+def test_where_nothing_can_be_written_it_is_measured_and_not_kept(store, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 50.0
+
+
+def test_a_full_disk_leaves_no_temporary_file(store, monkeypatch):
+    file, _ = store
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 50.0
+    assert list(file.parent.iterdir()) == []
+
+
+def test_what_a_busy_machine_reads_is_used_but_not_kept(store, monkeypatch):
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: True)
+    assert bandwidth.with_bandwidth(NOBODY, 10**9).bandwidth_gbs == 50.0
+    assert not store[0].exists()
+
+
+def test_a_reply_that_was_faster_proves_the_measurement_too_low():
+    measured = Chip("Test CPU", None, 50.0, None, "measured")
+    assert bandwidth.believed(measured, 54.0).bandwidth_gbs == 54.0
+    disproved = bandwidth.believed(measured, 60.0)
+    assert (disproved.bandwidth_gbs, disproved.source) == (None, "unknown")
+    for chip, achieved in ((measured, 40.0), (measured, None), (lookup("Apple M1", 8), 500.0), (NOBODY, 60.0)):
+        assert bandwidth.believed(chip, achieved) == chip
+
+
+def test_a_busy_machine_is_measured_once_for_a_size(store, monkeypatch):
+    """A list of models must not measure for each, nor say of one size of model two bandwidths."""
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: True)
+    found = [bandwidth.with_bandwidth(NOBODY, size) for size in (100 << 20, 70 << 20, 10**12, 10**12)]
+    assert {chip.bandwidth_gbs for chip in found} == {50.0}
+    assert len(store[1]) == 2
+
+
+def test_what_a_reply_proved_is_what_is_said_of_the_size_from_then_on(store):
+    file, measured = store
+    chip = bandwidth.with_bandwidth(NOBODY, 100 << 20)
+    bandwidth.learn(bandwidth.believed(chip, 54.0), 100 << 20)
+    assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 54.0
+    assert len(measured) == 1
+    assert list(json.loads(file.read_text()).values()) == [54.0]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_reply_disproved_is_measured_again(store, monkeypatch, busy):
+    monkeypatch.setattr(bandwidth, "is_busy", lambda: busy)
+    chip = bandwidth.with_bandwidth(NOBODY, 100 << 20)
+    bandwidth.learn(bandwidth.believed(chip, 60.0), 100 << 20)
+    assert bandwidth.with_bandwidth(NOBODY, 100 << 20).bandwidth_gbs == 50.0
+    assert len(store[1]) == 2
+
+
+def test_what_cannot_be_measured_stays_unknown(store, monkeypatch):
+    monkeypatch.setattr(bandwidth, "measure_bandwidth", lambda size, device=None: None)
+    assert bandwidth.with_bandwidth(NOBODY, 10**9) is NOBODY
+
+
+def test_the_working_set_is_never_larger_than_what_is_read():
+    assert bandwidth.bucket(100 << 20) == 64 << 20
+    assert bandwidth.bucket(64 << 20) == 64 << 20
+    assert bandwidth.bucket(1) == bandwidth.SMALLEST
+    assert bandwidth.bucket(10**12) == bandwidth.LARGEST
+
+
+def test_this_machine_can_be_measured(monkeypatch):
+    monkeypatch.setattr(bandwidth, "BUDGET_S", 0.01)
+    assert 0.1 < bandwidth.measure_bandwidth(8 << 20, device="cpu") < 100_000
+
+
+# Whether MLX uses the neural accelerators: by the wheel's tag, the system's version and the chip. Nothing is
+# installed for it.
+
+WHEEL_15 = """Wheel-Version: 1.0
+Generator: setuptools (80.9.0)
+Root-Is-Purelib: false
+Tag: py3-none-macosx_15_0_arm64
+
+"""
+"""Of mlx-metal 0.32.4 for macOS 15."""
+
+WHEEL_26 = WHEEL_15.replace("macosx_15_0", "macosx_26_0")
+"""Of the same for macOS 26: its Tag says 26.0, its library needs 26.2."""
+
+TAGS_14 = ("py3-none-macosx_14_0_arm64",)
+TAGS_15, TAGS_26 = parse_tags(WHEEL_15), parse_tags(WHEEL_26)
+M5 = ("Apple M5", "applegpu_g17g")
+
+
+def test_the_tags_of_recorded_wheels():
+    assert TAGS_15 == ("py3-none-macosx_15_0_arm64",)
+    assert TAGS_26 == ("py3-none-macosx_26_0_arm64",)
+    assert parse_tags("") == ()
+
+
+@pytest.mark.parametrize(
+    ("tags", "version", "chip", "units", "said"),
+    [
+        (TAGS_26, "26.2", M5, "neural", None),
+        (TAGS_26, "26.3.1", M5, "neural", None),
+        (TAGS_26, "27.0", ("Apple M6", "applegpu_g18g"), "neural", None),
+        (TAGS_26, None, M5, "neural", None),
+        (TAGS_26, "26.0", M5, "shaders", "Update macOS."),
+        (TAGS_26, "26.1", M5, "shaders", "this is macOS 26.1"),
+        (TAGS_15, "26.2", M5, "shaders", REINSTALL),
+        (TAGS_14, "26.4", M5, "shaders", "built for macOS 14"),
+        (TAGS_15, "15.7", M5, "shaders", "Update macOS to 26.2 or later, then: "),
+        (TAGS_15, "26.1", M5, "shaders", "Update macOS to 26.2 or later, then: "),
+        (None, "26.2", M5, "shaders", "not installed as a wheel"),
+        ((), "26.2", M5, "shaders", REINSTALL),
+        (TAGS_15, "15.7", ("Apple M4 Max", "applegpu_g16s"), "shaders", None),
+        (None, "26.2", ("Apple M1", "applegpu_g13g"), "shaders", None),
+        (TAGS_26, "26.2", ("Apple A18 Pro", "applegpu_g17p"), "shaders", None),
+        (TAGS_26, "26.2", ("Apple M5 Max", None), "neural", None),
+    ],
+)
+def test_what_multiplies_matrices(tags, version, chip, units, said):
+    found = matrix_units(tags, version, *chip)
+    assert found.units == units
+    assert (found.advice is None) == (said is None)
+    assert said is None or said in (found.advice or "")
+
+
+def test_a_phone_s_chip_has_them_a_generation_later():
+    assert [has_accelerators("?", f"applegpu_{name}") for name in ("g17p", "g18p", "g17g", "g16s")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [has_accelerators(name, None) for name in ("Apple M4", "Apple M5 Pro", "unknown chip")] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_library_that_came_without_a_wheel_has_no_tags(monkeypatch):
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert wheel_tags() is None
+
+
+@pytest.fixture
+def m5(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedMac:
+    """A 10-core M5 with macOS 26.2, whose user was told nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mac = RecordedMac()
+    mac.sysctl["machdep.cpu.brand_string"] = "Apple M5"
+    play_mac(monkeypatch, mac)
+    play_metal(monkeypatch).info["architecture"] = "applegpu_g17g"
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_26)
+    return mac
+
+
+def test_an_m5_without_them_is_predicted_by_its_shaders(m5, monkeypatch):
+    quick = hardware.detect()
+    assert (quick.units, peak_tflops(quick)) == ("neural", quick.nax_fp16_tflops)
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_15)
+    slow = hardware.detect()
+    assert (units_of(slow), peak_tflops(slow)) == ("shaders", slow.fp16_tflops)
+    assert slow.fp16_tflops * 3 < quick.nax_fp16_tflops
+    assert fitted(slow) is not None
+    assert units_of(lookup("Apple M5", 10)) == units_of(elsewhere("Apple M5", 10).chip) == "neural"
+
+
+def test_a_mac_without_any_is_what_the_table_says(m5):
+    m5.sysctl["machdep.cpu.brand_string"] = "Apple M4"
+    assert hardware.detect() == lookup("Apple M4", 10)
+
+
+def test_the_advice_comes_with_the_model_and_is_told_once(m5, monkeypatch):
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_15)
+    with Engine.load("guide", prompt_cache=None) as engine:
+        said = engine.spec.advice
+    assert said is not None
+    assert REINSTALL in said
+    assert [settings.is_new(said) for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(hardware, "wheel_tags", lambda: TAGS_26)
+    with Engine.load("guide", prompt_cache=None) as engine:
+        assert engine.spec.advice is None
+
+
+# One model has one bandwidth: its engine, the inspection, the picker's list and the what-if table agree at a
+# context.
+
+CONTEXT = 300
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is kept of this machine's bandwidth, GB/s by bytes: a CPU's caches make small sets faster."""
+
+    gbs: dict[int, float]
+
+
+@pytest.fixture
+def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    """A cache folder in which every size of model has a bandwidth of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if detect().bandwidth_gbs is not None:
+        pytest.skip("the table knows this chip: it has one bandwidth for all")
+    machine, known, size = measurement_store.machine_key(detect(), device_kind()), {}, bandwidth.SMALLEST
+    while size <= bandwidth.LARGEST:
+        known[size] = 3e10 / size
+        size *= 2
+    measurement_store.keep(bandwidth.store_file(), {f"{machine} | {size} bytes": gbs for size, gbs in known.items()})
+    return Sizes(known)
+
+
+def last(question: Question) -> Answer:
+    *_, found = answers(question)
+    assert isinstance(found, Answer)
+    return found
+
+
+def test_every_reckoning_of_a_model_has_the_same_ceiling_at_the_same_context(sizes: Sizes) -> None:
+    with Engine.load("guide", prompt_cache=None) as engine:
+        limits = engine.limits(CONTEXT)
+    assert limits.bandwidth_gbs == sizes.gbs[bandwidth.bucket(limits.weight_bytes_per_token or 0)]
+    case = WhatIfCase(context=CONTEXT, prompt=CONTEXT)
+    asked = Question("table", "guide", context=CONTEXT, prompt=CONTEXT)
+    (listed,) = last(Question("disk", "", context=CONTEXT, prompt=CONTEXT, names=("guide",))).models
+    table = last(asked)
+    said = {
+        "inspect": inspect(model_ref("guide"), case).ceiling_tps,
+        "inspect, of a place for all models": inspect(model_ref("guide"), case, here()).ceiling_tps,
+        "the list": prospect("guide", case, here()).outcome.ceiling_tps,
+        "the picker": listed.figures.ceiling_tps,
+        "what if": table.cases[0].figures.ceiling_tps,
+    }
+    assert said == dict.fromkeys(said, pytest.approx(limits.ceiling_tps))
+    assert listed.context == CONTEXT
+
+
+def test_in_a_list_every_model_has_the_bandwidth_of_its_own_size(sizes: Sizes, tmp_path: Path) -> None:
+    tiny, case, place = make_tiny(tmp_path / "tiny"), WhatIfCase(context=64, prompt=64), here()
+    found = [prospect(str(model), case, place).outcome.place.chip for model in (tiny, "guide", tiny)]
+    assert [chip.bandwidth_gbs for chip in found] == [
+        sizes.gbs[bandwidth.SMALLEST], inspect(model_ref("guide"), case).chip.bandwidth_gbs, sizes.gbs[bandwidth.SMALLEST],
+    ]  # fmt: skip
+    assert found[0].bandwidth_gbs != found[1].bandwidth_gbs
+    assert all(chip.source == "measured" for chip in found)
+
+
+def test_a_place_of_the_table_has_one_bandwidth_for_all() -> None:
+    place = elsewhere("M4 Max", 40, 64)
+    assert place.reading(1) is place
+
+
+# Memory there is, and the wired limit.
+
+
+def test_a_snapshot_of_this_machine():
+    kept = mx.zeros((1 << 20,), dtype=mx.float32)
+    mx.eval(kept)
+    now = memory.snapshot()
+    assert now.active >= 4 << 20
+    assert now.peak >= now.active
+    assert now.pool >= 0
+    assert now.process_rss is None or now.process_rss > 4 << 20
+    assert now.budget is None or now.device_total is None or now.budget > 0
+    del kept
+
+
+def test_meminfo_is_read_in_kilobytes():
+    text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   2048 kB\nHugePages_Total: 0\nSwapFree: 3 kB\n"
+    assert memory.parse_meminfo(text) == memory.MemInfo(2048 * 1024, 3 * 1024)
+    assert memory.parse_meminfo("MemAvailable: 1 kB\n") == memory.MemInfo(1024, 0)
+    assert memory.parse_meminfo("MemTotal:  100 kB\n") is None
+
+
+@pytest.fixture
+def nothing_held(monkeypatch):
+    """This process has no arrays, and there is no allowance beyond them."""
+    monkeypatch.setattr(memory, "held", lambda: 0)
+    monkeypatch.setattr(memory, "ALLOWANCE", 0)
+
+
+@pytest.mark.usefixtures("nothing_held")
+def test_the_recommended_working_set_comes_first(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 111, "memory_size": 999})
+    assert memory.system_limit() == memory.Limit(111, "recommended")
+
+
+@pytest.mark.usefixtures("nothing_held")
+def test_a_card_offers_its_memory_less_what_others_hold_of_it(monkeypatch):
+    info = {"total_memory": 999}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert memory.array_budget() == memory.device_total() == 999
+    assert memory.recommended() is None
+    info["free_memory"] = 700
+    assert memory.system_limit() == memory.Limit(700, "device")
+    assert memory.available() == 700
+    monkeypatch.setattr(memory, "held", lambda: 50)
+    assert memory.array_budget() == 750
+
+
+def test_what_the_user_asks_for_is_the_limit(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 111})
+    assert memory.allowed(5) == memory.Limit(5, "asked")
+    assert memory.snapshot(5).budget == 5
+    assert set(memory.SOURCES) == set(get_args(memory.Source))
+
+
+def test_what_others_give_way_for_is_told_where_anyone_would_notice():
+    assert memory.taken_from_others(10**10, None) == 0
+    assert memory.taken_from_others(memory.WORTH_SAYING, 1) == 0
+    assert memory.taken_from_others(10**10, 10**9) == 9 * 10**9
+    assert memory.fit(weights=10**10, kv=0, working=0, budget=10**11, available=10**9).from_others == 9 * 10**9
+    assert memory.giving_way(4_120_000_000) == "the system would have to swap out about 4.1 GB of other programs"
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(None, None), (60, True), (59, False)])
+def test_what_fits(budget, fits):
+    answer = memory.fit(weights=30, kv=20, working=10, budget=budget)
+    assert (answer.total, answer.fits) == (60, fits)
+
+
+@pytest.fixture
+def wiring(monkeypatch):
+    """A device with a recommended size of 100 and a wired limit of 10."""
+    limit = [10]
+
+    def swap(value):
+        before, limit[0] = limit[0], value
+        return before
+
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 100})
+    monkeypatch.setattr(mx, "set_wired_limit", swap)
+    return limit
+
+
+@pytest.mark.parametrize(("needed", "inside"), [(50, 50), (500, 100), (5, 10)])
+def test_the_wired_limit_is_raised_to_the_need_and_put_back(wiring, needed, inside):
+    with wired(needed) as limit:
+        assert limit == inside
+        assert wiring == [inside]
+    assert wiring == [10]
+
+
+def test_several_engines_add_up_and_may_end_in_any_order(wiring):
+    first, second = wired(30), wired(40)
+    first.__enter__()
+    assert second.__enter__() == 70
+    first.__exit__(None, None, None)
+    assert wiring == [40]
+    second.__exit__(None, None, None)
+    assert wiring == [10]
+
+
+def test_the_wired_limit_is_put_back_after_an_error(wiring):
+    with pytest.raises(RuntimeError), wired(50):
+        raise RuntimeError
+    assert wiring == [10]
+
+
+def test_a_device_without_a_recommended_size_is_left_alone(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "x86_64"})
+    monkeypatch.setattr(mx, "set_wired_limit", lambda _: pytest.fail("must not be called"))
+    with wired(50) as limit:
+        assert limit is None
+
+
+def test_importing_the_package_touches_no_device():
+    names = "hardware bandwidth macos cost config_cost roofline memory inspection diagnosis"
+    imports = ", ".join(f"tokamac.engine.perf.{name}" for name in names.split())
+    code = f"import sys, {imports}; sys.exit('mlx.core' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Control groups of both versions, in folders like the kernel's.
+
+GB = 10**9
+
+
+def machine(root: Path, groups: str, *mounts: str) -> Path:
+    """Write what ``/proc/self`` says: its groups, and where hierarchies are mounted below ``root``."""
+    proc = root / "proc"
+    proc.mkdir()
+    (proc / "cgroup").write_text(groups)
+    (proc / "mountinfo").write_text("".join(f"{mount}\n" for mount in ("23 1 0:21 / / rw - ext4 /dev/sda rw", *mounts)))
+    return proc
+
+
+def v2(folder: Path, limit: int | str, used: int, **stat: int) -> None:
+    """Write a group's files as version 2 has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text("".join(f"{name} {size}\n" for name, size in stat.items()))
+
+
+def unified(at: Path, root: str = "/") -> str:
+    return f"35 23 0:32 {root} {at} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
+
+
+def test_pages_of_files_are_not_held(tmp_path: Path) -> None:
+    proc = machine(tmp_path, "0::/\n", unified(tmp_path))
+    # 12 GB of a download that was just read, as a container's files had them, and some that can't be dropped.
+    v2(
+        tmp_path,
+        16 * GB,
+        15 * GB,
+        anon=2 * GB,
+        file=12_500_000_000,
+        shmem=5 * GB // 10,
+        inactive_file=9 * GB,
+        active_file=3 * GB,
+        slab_reclaimable=1 * GB,
+    )
+    assert bounding(proc) == [Group(16 * GB, 2 * GB)]
+
+
+def test_every_slice_above_bounds_as_well(tmp_path: Path) -> None:
+    proc = machine(tmp_path, "0::/user.slice/user-1000.slice/app.scope\n", unified(tmp_path))
+    v2(tmp_path / "user.slice/user-1000.slice/app.scope", "max", 1 * GB)
+    v2(tmp_path / "user.slice/user-1000.slice", 6 * GB, 5 * GB, inactive_file=2 * GB)
+    v2(tmp_path / "user.slice", 8 * GB, 5 * GB)
+    assert bounding(proc) == [Group(6 * GB, 3 * GB), Group(8 * GB, 5 * GB)]
+
+
+def test_a_container_that_sees_its_own_part_alone(tmp_path: Path) -> None:
+    proc = machine(tmp_path, "0::/docker/abc\n", unified(tmp_path, "/docker/abc"))
+    v2(tmp_path, 4 * GB, 1 * GB)
+    assert bounding(proc) == [Group(4 * GB, 1 * GB)]
+
+
+def test_a_group_outside_of_what_is_seen_is_bound_by_what_is_mounted(tmp_path: Path) -> None:
+    proc = machine(tmp_path, "0::/../other\n", unified(tmp_path))
+    v2(tmp_path, 4 * GB, 1 * GB)
+    assert bounding(proc) == [Group(4 * GB, 1 * GB)]
+
+
+def test_version_1_counts_the_groups_below_and_writes_no_limit_as_a_large_one(tmp_path: Path) -> None:
+    folder = tmp_path / "a b/service"
+    mount = f"35 31 0:32 / {tmp_path}/a\\040b rw - cgroup cgroup rw,memory"
+    other = f"32 31 0:29 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu"
+    proc = machine(tmp_path, "9:name=systemd:/\n4:memory:/service\n1:cpu:/\n0::/\n", other, mount)
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("2000000000\n")
+    (folder / "memory.usage_in_bytes").write_text("1500000000\n")
+    stat = "inactive_file 1\nactive_file 1\ntotal_inactive_file 900000000\ntotal_active_file 100000000\n"
+    (folder / "memory.stat").write_text(stat)
+    (folder.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (folder.parent / "memory.usage_in_bytes").write_text("4936708096\n")
+    assert bounding(proc) == [Group(2 * GB, GB // 2)]
+
+
+@pytest.mark.parametrize("groups", ["", "nonsense\n", "0::/gone\n"])
+def test_where_there_are_none_nothing_bounds(tmp_path: Path, groups: str) -> None:
+    assert bounding(machine(tmp_path, groups, unified(tmp_path), "broken line")) == []
+    assert bounding(tmp_path / "no proc") == []
+
+
+@pytest.fixture
+def linux(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine of 24 GB without a GPU, 20 GB of it available and no swap, where this process holds 1 GB of arrays."""
+    monkeypatch.setattr("mlx.core.device_info", lambda: {"architecture": "x86_64"})
+    monkeypatch.setattr(memory, "held", lambda: GB)
+    monkeypatch.setattr(memory, "process_rss", lambda: 3 * GB)
+    monkeypatch.setattr(memory, "_physical", lambda: 24 * GB)
+    monkeypatch.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 0))
+    monkeypatch.setattr(memory, "bounding", list)
+    return monkeypatch
+
+
+def test_the_limit_on_linux_is_what_others_can_not_give_way_for(linux: pytest.MonkeyPatch) -> None:
+    assert memory.system_limit() == memory.Limit(21 * GB, "machine")
+    assert memory.available() == 21 * GB
+    linux.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 2 * GB))
+    assert memory.system_limit() == memory.Limit(
+        23 * GB, "machine"
+    )  # swap takes idle programs, as macOS compresses them
+    assert memory.available() == 21 * GB
+    assert memory.taken_from_others(22 * GB, memory.available()) == GB
+    linux.setattr(memory, "_meminfo", lambda: memory.MemInfo(20 * GB, 90 * GB))
+    assert memory.system_limit() == memory.Limit(24 * GB, "machine")
+
+
+def test_a_container_bounds_by_what_its_programs_hold(linux: pytest.MonkeyPatch) -> None:
+    linux.setattr(memory, "bounding", lambda: [Group(16 * GB, 2 * GB), Group(18 * GB, 5 * GB)])
+    assert memory.system_limit() == memory.Limit(14 * GB, "container")
+    assert memory.machine_total() == 16 * GB
+
+
+def test_on_linux_too_nothing_that_is_allocated_is_above_the_limit(linux: pytest.MonkeyPatch) -> None:
+    linux.setattr(memory, "_meminfo", lambda: memory.MemInfo(0, 0))
+    linux.setattr(memory, "held", lambda: 6 * GB)
+    linux.setattr(memory, "process_rss", lambda: 5 * GB)
+    assert memory.system_limit() == memory.Limit(6 * GB + memory.ALLOWANCE, "machine")

@@ -1,0 +1,854 @@
+"""Timed parts of a model: their arithmetic by hand, and those of a real tiny model, timed in quiet time, stored and
+found again."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.perf.test_config_cost import FAMILIES, built
+from tests.engine.perf.test_roofline import EIGHT_B
+from tests.tiny import make_tiny
+from tokamac.engine import Engine, Finished, Sampling, runner
+from tokamac.engine.device import device_kind
+from tokamac.engine.kv import plan_caches
+from tokamac.engine.model import cpu
+from tokamac.engine.model.config import normalise
+from tokamac.engine.model.cpu import is_unpacked
+from tokamac.engine.model.loader import load_model
+from tokamac.engine.options import KVSpec
+from tokamac.engine.perf import bandwidth, measurement_store, timing
+from tokamac.engine.perf.cost import cost_of_model
+from tokamac.engine.perf.hardware import Chip
+from tokamac.engine.perf.timing import (
+    PASSES,
+    ROWS,
+    AttentionLatency,
+    HandoverLatency,
+    LatencyProfiler,
+    MeasuredLatency,
+    PartLatency,
+    TimedModel,
+    attention_depths,
+    can_measure,
+    interpolate,
+    kept_tflops,
+)
+from tokamac.engine.perf.workload import Product, work_of
+from tokamac.engine.runner import AGAIN_S, QUIET_S, IdleProfiler
+from tokamac.engine.runtime import MachineSpeed
+
+# A pace made of timed parts: its arithmetic by hand, and the parts of a real tiny model timed, kept and found
+# again.
+
+MATRIX = Product(64, 32, None, count=3)
+HEAD = Product(128, 32, None, head=True)
+PACE = MeasuredLatency(
+    products=((MATRIX, PartLatency(1e-3, 256e-3)), (HEAD, PartLatency(5e-3, 5e-3))),
+    attention=(AttentionLatency(2, None, ((0, 1e-3), (1000, 2e-3)), ((0, 10e-3), (1000, 265e-3))),),
+    kernel=PartLatency(1e-4, 1e-4),
+    other_kernels=10,
+    sampling_s=7e-3,
+)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_rows_take_time_in_proportion():
+    timed = PartLatency(1.0, 1.0 + 2 * (ROWS - 1))
+    assert [timed.of(rows) for rows in (1, 2, 11, ROWS, 2 * ROWS)] == [1, 3, 21, 511, 1023]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_depth_between_two_is_on_their_line():
+    points = ((0, 1.0), (100, 2.0), (300, 6.0))
+    assert [interpolate(points, depth) for depth in (0, 50, 100, 200, 300, 400)] == [1, 1.5, 2, 4, 6, 8]
+    assert interpolate(((10, 1.0), (20, 3.0)), 0) == 0  # no time is below nothing
+
+
+@pytest.mark.usefixtures("hurried")
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=4).map(sorted), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_a_greater_depth_never_takes_less(seconds, depth, more):
+    points = tuple(zip((0, 64, 1024, 4096), seconds, strict=False))
+    assert interpolate(points, depth) <= interpolate(points, depth + more) + 1e-12
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("limit", "depths"),
+    [(None, (64, 1024, 4096)), (100_000, (64, 1024, 4096)), (2000, (64, 1024, 2000)), (576, (64, 576)), (48, (0, 48)),
+     (1024, (64, 1024)), (64, (0, 64)), (65, (64, 65))],
+)  # fmt: skip
+def test_attention_is_timed_at_two_depths_or_more(limit, depths):
+    assert attention_depths(limit) == depths
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_step_is_the_sum_of_its_parts():
+    multiplying, attending, others = 3 * 1e-3 + 5e-3, 2 * 1.5e-3, 10 * 1e-4
+    assert PACE.decode_s(EIGHT_B, 500) == pytest.approx(multiplying + attending + others + 7e-3)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_several_sequences_were_not_timed():
+    assert PACE.decode_s(EIGHT_B, 500, batch=2) is None
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_windowed_layer_takes_no_longer_beyond_its_window():
+    layer = replace(PACE.attention[0], limit=100)
+    assert layer.of(1, 100) == layer.of(1, 10_000) == pytest.approx(2 * 1.1e-3)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_prompt_is_its_chunks_and_the_first_step():
+    # 301 tokens after 100: 200 at depth 100, 100 at depth 300, and the last token's step after 401.
+    def chunk(rows: int, depth: int) -> float:
+        row, many = 1e-3 + depth * 1e-6, 10e-3 + depth * 255e-6
+        attending = 2 * (row + (many - row) * (rows - 1) / 255)
+        return 3 * rows * 1e-3 + attending + 10 * 1e-4
+
+    expected = chunk(200, 100) + chunk(100, 300) + PACE.decode_s(EIGHT_B, 401)
+    assert PACE.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(expected)
+    assert PACE.prefill_s(EIGHT_B, 1, 100, 200) == PACE.decode_s(EIGHT_B, 101)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(("tokens", "cached", "chunk"), [(1, 0, 16), (40_000, 0, 100), (5001, 77, 250), (900, 9000, 7)])
+def test_a_long_prompt_is_the_sum_of_its_chunks_though_they_are_not_walked(tokens, cached, chunk):
+    bent = AttentionLatency(2, 1500, ((0, 1e-3), (64, 1.5e-3), (1024, 4e-3)), ((0, 9e-3), (512, 20e-3), (4096, 60e-3)))
+    pace = replace(PACE, attention=(*PACE.attention, bent, replace(bent, limit=None), replace(bent, limit=48)))
+    end, expected = cached + tokens - 1, pace.decode_s(EIGHT_B, cached + tokens)
+    for at in range(cached, end, chunk):
+        rows = min(chunk, end - at)
+        expected += pace._products(rows) + pace._attention_and_kernels(rows, at)
+    assert pace.prefill_s(EIGHT_B, tokens, cached, chunk) == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_prompt_of_any_length_is_a_few_sums(monkeypatch):
+    asked = []
+    around = MeasuredLatency._attention_and_kernels
+    monkeypatch.setattr(MeasuredLatency, "_attention_and_kernels", lambda *given: asked.append(given) or around(*given))
+    assert PACE.prefill_s(EIGHT_B, 100_000_000, 0, 16) > 0
+    assert len(asked) < 50
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is timed a few times only: no test here looks at how long one took."""
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
+    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_model(
+        make_tiny(tmp_path_factory.mktemp("tiny")), dtype=None, device=device_kind(), progress=lambda *_: None
+    )
+
+
+def subject_of(loaded: Any, kv: KVSpec | None = None, machine: str = "a machine") -> TimedModel:
+    plan = plan_caches(loaded.module, loaded.config, kv or KVSpec())
+    work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
+    return TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), machine)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_all_parts_are_timed_kept_and_found_again(loaded, tmp_path):
+    file = tmp_path / "cache" / "parts.json"
+    first = LatencyProfiler(subject_of(loaded), file)
+    # The machine's peak; three kinds of matrices twice, and the head; three depths twice; small kernels twice; sampling.
+    assert first.missing == 1 + 3 * 2 + 1 + 3 * 2 + 2 + 1
+    assert first.latency() is None
+    assert sum(1 for _ in first.steps()) == 17 * PASSES
+    assert first.missing == 0
+    pace = first.latency()
+    assert isinstance(pace, MeasuredLatency)
+    kept = json.loads(file.read_text())
+    assert len(kept) == 17 * PASSES
+    assert all(seconds > 0 for seconds in kept.values())
+    again = LatencyProfiler(subject_of(loaded), file)
+    assert again.missing == 0
+    assert again.latency() == pace
+    assert list(again.steps()) == []
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_pace_of_a_loaded_model_counts_what_it_has(loaded, tmp_path):
+    found = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
+    list(found.steps())
+    pace = found.latency()
+    assert sum(product.count for product, _ in pace.products) == 2 * 7 + 1
+    assert [layer.layers for layer in pace.attention] == [2]
+    # Of a layer's two norms, two rotations, two sums and the gated product; the last norm, the table's row, sampling, copying.
+    assert pace.other_kernels == 2 * 7 + 4
+    assert pace.decode_s(subject_of(loaded).work, 100) > 0
+    assert pace.prefill_s(subject_of(loaded).work, 1000, 0, 256) > pace.decode_s(subject_of(loaded).work, 1000)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_part_that_came_out_longer_at_less_depth_was_noise(loaded, tmp_path):
+    file = tmp_path / "parts.json"
+    measure = LatencyProfiler(subject_of(loaded), file)
+    list(measure.steps())
+    kept = json.loads(file.read_text())
+    shallow = [key for key in kept if "at 64 x 1" in key]
+    file.write_text(json.dumps({**kept, **dict.fromkeys(shallow, 5.0)}))
+    pace = LatencyProfiler(subject_of(loaded), file).latency()
+    assert [seconds for _, seconds in pace.attention[0].row] == [5.0, 5.0, 5.0]
+    assert pace.decode_s(measure._model.work, 5000) == pace.decode_s(measure._model.work, 64)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    "kv", [KVSpec(key_bits=8, value_bits=8), KVSpec(key_bits=4, value_bits=16), KVSpec(window=256, keep=4)], ids=str
+)
+def test_other_caches_are_parts_of_their_own(loaded, tmp_path, kv):
+    file = tmp_path / "parts.json"
+    list(LatencyProfiler(subject_of(loaded), file).steps())
+    other = LatencyProfiler(subject_of(loaded, kv), file)
+    assert other.missing == 2 * len(attention_depths(256 + 64 if kv.window else None))
+    list(other.steps())
+    assert isinstance(other.latency(), MeasuredLatency)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_another_machine_recipe_or_form_knows_nothing(loaded, tmp_path, monkeypatch):
+    file, subject = tmp_path / "parts.json", subject_of(loaded)
+    list(LatencyProfiler(subject, file).steps())
+    assert LatencyProfiler(replace(subject, machine="another, or another MLX"), file).missing == 17
+    assert (
+        LatencyProfiler(replace(subject, unpacked=not subject.unpacked), file).missing == 16
+    )  # all but the machine's peak
+    monkeypatch.setattr(timing, "RECIPE", timing.RECIPE + 1)
+    assert LatencyProfiler(subject, file).missing == 16
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_a_busy_machine_timed_is_used_and_not_kept(loaded, tmp_path, monkeypatch):
+    file = tmp_path / "parts.json"
+    monkeypatch.setattr(timing, "is_busy", lambda _: True)
+    busy = LatencyProfiler(subject_of(loaded), file)
+    list(busy.steps())
+    assert isinstance(busy.latency(), MeasuredLatency)
+    assert not file.exists()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_measuring_can_be_left_and_taken_up_again(loaded, tmp_path):
+    file = tmp_path / "parts.json"
+    left = LatencyProfiler(subject_of(loaded), file).steps()
+    for _ in range(17 + 5):
+        next(left)
+    left.close()
+    again = LatencyProfiler(subject_of(loaded), file)
+    assert (again.missing, again.remaining) == (0, 17 * (PASSES - 1) - 5)
+    assert isinstance(again.latency(), MeasuredLatency)
+    assert sum(1 for _ in again.steps()) == 17 * (PASSES - 1) - 5
+    assert LatencyProfiler(subject_of(loaded), file).remaining == 0
+
+
+@pytest.mark.usefixtures("hurried")
+def test_of_three_times_the_quickest_counts_and_of_three_rates_the_highest(loaded, tmp_path, monkeypatch):
+    seconds, peaks = iter([0.25, 0.125, 0.5]), iter([0.5, 1.0, 0.25])
+    monkeypatch.setattr(timing, "time_sampling", lambda _: next(seconds))
+    monkeypatch.setattr(timing, "measure_tflops", lambda _: next(peaks))
+    measure = LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
+    list(measure.steps())
+    assert measure.latency().sampling_s == 0.125
+    assert measure.peak_tflops == 1.0
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_was_disturbed_in_one_pass_is_timed_again_another_time(loaded, tmp_path, monkeypatch):
+    file, measure = tmp_path / "parts.json", LatencyProfiler(subject_of(loaded), tmp_path / "parts.json")
+    steps = measure.steps()
+    monkeypatch.setattr(timing, "is_busy", lambda _: True)
+    next(steps)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
+    list(steps)
+    again = LatencyProfiler(subject_of(loaded), file)
+    assert (again.missing, again.remaining) == (0, 1)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_load_that_measuring_makes_is_not_taken_for_others(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
+    assert bandwidth.is_busy()
+    assert not bandwidth.is_busy(own_s=30.0)  # half of a minute's load
+    assert bandwidth.is_busy(own_s=20.0)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("damage", ["", "not JSON", "[1, 2]", '"text"', "{", "[" * 100_000, "\x00\xff"])
+def test_a_damaged_file_is_as_good_as_none(loaded, tmp_path, damage):
+    file = tmp_path / "parts.json"
+    file.write_bytes(damage.encode("latin-1"))
+    measure = LatencyProfiler(subject_of(loaded), file)
+    assert measure.missing == 17
+    list(measure.steps())
+    assert LatencyProfiler(subject_of(loaded), file).missing == 0
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("wrong", [0, -1, "1", None, True, 1e9, float("nan"), [1]])
+def test_a_value_that_can_not_be_right_is_measured_again(loaded, tmp_path, wrong):
+    file = tmp_path / "parts.json"
+    list(LatencyProfiler(subject_of(loaded), file).steps())
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps({**kept, next(iter(kept)): wrong}))
+    assert LatencyProfiler(subject_of(loaded), file).remaining == 1
+
+
+@pytest.mark.usefixtures("hurried")
+def test_where_nothing_can_be_written_the_pace_is_known_all_the_same(loaded, tmp_path):
+    blocked = tmp_path / "a file"
+    blocked.write_text("no folder")
+    measure = LatencyProfiler(subject_of(loaded), blocked / "parts.json")
+    list(measure.steps())
+    assert isinstance(measure.latency(), MeasuredLatency)
+    assert LatencyProfiler(subject_of(loaded), blocked / "parts.json").missing == 17
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_file_is_its_owners_alone(loaded, tmp_path):
+    file = tmp_path / "parts.json"
+    list(LatencyProfiler(subject_of(loaded), file).steps())
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_model_whose_caches_stay_its_own_is_not_measured(loaded, tmp_path):
+    assert can_measure(plan_caches(loaded.module, loaded.config, KVSpec()))
+    config = normalise(FAMILIES["qwen3_5"])
+    model = built(config)
+    plan = plan_caches(model, config, KVSpec())
+    assert not can_measure(plan)
+    work = work_of(model, config, cost_of_model(model, config), plan)
+    measure = LatencyProfiler(TimedModel(work, plan, False, device_kind(), "a machine"), tmp_path / "parts.json")
+    assert (measure.missing, list(measure.steps()), measure.latency()) == (0, [], None)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("unknown", ["hidden", "vocabulary", "query_heads", "prefill_parameters"])
+def test_a_model_of_which_a_size_is_unknown_is_not_measured(loaded, tmp_path, unknown):
+    subject = subject_of(loaded)
+    measure = LatencyProfiler(replace(subject, work=replace(subject.work, **{unknown: None})), tmp_path / "parts.json")
+    assert (measure.missing, measure.latency()) == (0, None)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    "product",
+    [
+        Product(64, 128, None), Product(64, 128, 4), Product(64, 128, 4, 32, "mxfp4"), Product(64, 128, None, stack=4, active=2),
+        Product(64, 128, 8, 32, stack=4, active=2),
+    ],
+    ids=lambda product: product.key,
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 8])
+def test_every_packing_of_a_product_can_be_timed(product, rows):
+    assert timing.time_product(product, rows, 1 << 20, unpacked=False) > 0
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_machines_peak_is_kept_for_all_models(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing.measurement_store, "store_file", lambda name: tmp_path / name)
+    assert kept_tflops("a machine") is None
+    measure = LatencyProfiler(subject_of(loaded))
+    assert measure.peak_tflops is None
+    list(measure.steps())
+    assert measure.peak_tflops == kept_tflops("a machine") == 0.5
+    assert Path(tmp_path / timing.FILE).exists()
+
+
+# Handing over between MLX and NumPy: its arithmetic by hand, and a layer's parts run in turn, kept and put into a
+# pace.
+
+DEPTHS = (64, 1024, 4096)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_handing_over_is_added_for_each_layer():
+    handing = HandoverLatency(3, None, ((100, 1e-3), (1000, 4e-3)))
+    pace = replace(PACE, handover=(handing, HandoverLatency(2, 50, ((0, 0.0), (50, 5e-3)))))
+    for context, more in ((100, 3 * 1e-3 + 2 * 5e-3), (550, 3 * 2.5e-3 + 2 * 5e-3), (1900, 3 * 7e-3 + 2 * 5e-3)):
+        assert pace.decode_s(EIGHT_B, context) == pytest.approx(PACE.decode_s(EIGHT_B, context) + more)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_chunk_is_not_charged_for_a_steps_handing_over():
+    pace = replace(PACE, handover=(HandoverLatency(3, None, ((0, 1.0), (1000, 1.0))),))
+    assert pace.prefill_s(EIGHT_B, 301, 100, 200) == pytest.approx(PACE.prefill_s(EIGHT_B, 301, 100, 200) + 3 * 1.0)
+
+
+seconds = st.floats(0, 1)
+
+
+@pytest.mark.usefixtures("hurried")
+@given(st.lists(st.tuples(seconds, seconds), min_size=3, max_size=3), st.integers(0, 10**5), st.integers(0, 10**5))
+def test_more_context_is_never_faster_where_handing_over_falls_with_depth(steps, context, more):
+    attention, whole, at, apart = [], [], 0.0, 0.0
+    for longer, extra in steps:  # both grow; what is between them may fall
+        apart += longer
+        at = max(at, apart + extra)
+        attention.append(apart)
+        whole.append(at)
+    points = tuple(zip(DEPTHS, attention, strict=True))
+    left = tuple((depth, w - a) for depth, w, a in zip(DEPTHS, whole, attention, strict=True))
+    pace = replace(
+        PACE, attention=(AttentionLatency(1, None, points, points),), handover=(HandoverLatency(1, None, left),)
+    )
+    assert pace.decode_s(EIGHT_B, context) <= pace.decode_s(EIGHT_B, context + more) * (1 + 1e-9)
+
+
+@pytest.fixture
+def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy multiplies a row with the tiny model's MLP and head, as with a larger model's; its attention's products are MLX's."""
+    monkeypatch.setattr(cpu, "LAZY_WEIGHTS", 20_000)
+
+
+@pytest.fixture(scope="module")
+def loaded_in_turns(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    return load_model(folder, dtype=None, device=device_kind(), progress=lambda *_: None)
+
+
+def subject_unpacked(loaded: Any, kv: KVSpec | None = None) -> TimedModel:
+    return replace(subject_of(loaded, kv), unpacked=True)
+
+
+def turns_in(file: Path) -> dict[str, float]:
+    return {key: seconds for key, seconds in json.loads(file.read_text()).items() if "in turn" in key}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_layers_that_are_mlxs_alone_hand_nothing_over(loaded_in_turns, tmp_path):
+    measure = LatencyProfiler(subject_unpacked(loaded_in_turns), tmp_path / "parts.json")
+    list(measure.steps())
+    assert turns_in(tmp_path / "parts.json") == {}
+    assert measure.latency().handover == ()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_packed_weights_are_mlxs_whatever_their_size(loaded_in_turns, tmp_path, by_numpy):
+    measure = LatencyProfiler(replace(subject_of(loaded_in_turns), unpacked=False), tmp_path / "parts.json")
+    list(measure.steps())
+    assert measure.latency().handover == ()
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("kv", "depths"),
+    [(KVSpec(), (64, 1024, 4096)), (KVSpec(key_bits=8, value_bits=8), (64, 1024, 4096)), (KVSpec(window=256, keep=4), (64, 320))],
+    ids=str,
+)  # fmt: skip
+def test_a_layer_that_numpy_has_a_share_in_is_timed_at_each_depth(loaded_in_turns, tmp_path, by_numpy, kv, depths):
+    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns, kv)
+    measure = LatencyProfiler(subject, file)
+    list(measure.steps())
+    assert len(turns_in(file)) == PASSES * len(depths)
+    (handing,) = measure.latency().handover
+    assert (handing.layers, handing.limit) == (2, kv.window and kv.window + 64)
+    assert tuple(depth for depth, _ in handing.points) == depths
+    assert LatencyProfiler(subject, file).latency() == measure.latency()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_step_takes_what_its_layers_take_in_turn(loaded_in_turns, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns)
+    list(LatencyProfiler(subject, file).steps())
+    file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 5.0)}))
+    pace = LatencyProfiler(subject, file).latency()
+    assert isinstance(pace, MeasuredLatency)
+    # Two layers of 5 s, and what is no layer's: the head, the last norm, the table's row and two kernels, and sampling.
+    head = next(timed.row_s for product, timed in pace.products if product.head)
+    assert pace.decode_s(subject.work, 1024) == pytest.approx(2 * 5.0 + head + 4 * pace.kernel.row_s + pace.sampling_s)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_layers_that_came_out_quicker_at_more_depth_are_not_expected_to_be(loaded_in_turns, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns)
+    list(LatencyProfiler(subject, file).steps())
+    falling = {key: 5.0 / int(key.partition(" pass ")[0].split()[-2]) for key in turns_in(file)}
+    assert len(set(falling.values())) == 3
+    file.write_text(json.dumps({**json.loads(file.read_text()), **falling}))
+    pace = LatencyProfiler(subject, file).latency()
+    steps = [pace.decode_s(subject.work, depth) for depth in (64, 500, 1024, 2000, 4096, 8000)]
+    assert steps == pytest.approx([steps[0]] * 6)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_parts_that_take_no_longer_in_turn_hand_over_for_nothing(loaded_in_turns, tmp_path, by_numpy):
+    file, subject = tmp_path / "parts.json", subject_unpacked(loaded_in_turns)
+    list(LatencyProfiler(subject, file).steps())
+    file.write_text(json.dumps({**json.loads(file.read_text()), **dict.fromkeys(turns_in(file), 1e-9)}))
+    pace = LatencyProfiler(subject, file).latency()
+    assert [seconds for _, seconds in pace.handover[0].points] == [0.0, 0.0, 0.0]
+    assert pace.decode_s(subject.work, 700) == replace(pace, handover=()).decode_s(subject.work, 700)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_layer_in_turn_goes_to_numpy_as_often_as_a_step_does(loaded_in_turns, by_numpy, monkeypatch):
+    subject, seen = subject_unpacked(loaded_in_turns), []
+    multiply = cpu.DenseLinear._multiply
+
+    def noted(self: cpu.DenseLinear, x: Any) -> Any:
+        seen.append((x.shape[-1], self.weight.shape[0], id(self)))
+        return multiply(self, x)
+
+    monkeypatch.setattr(cpu.DenseLinear, "_multiply", noted)
+    layers, depth = subject.plan.layers, 64
+    assert timing.time_layer(subject, layers[0], depth, len(layers)) > 0
+    of_a_layer = [(128, 256), (128, 256), (256, 128)]  # gate and up, which share an input; down
+    runs = 2  # the first warms up
+    assert [(columns, rows) for columns, rows, _ in seen] == of_a_layer * len(layers) * runs
+    assert len({matrix for _, _, matrix in seen}) == len(of_a_layer) * len(
+        layers
+    )  # each layer reads weights of its own
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_layer_in_turn_leaves_its_caches_as_they_were(loaded_in_turns, by_numpy, monkeypatch):
+    filled, made = timing.filled_caches, []
+
+    def noted(*given: Any) -> Any:
+        made.append(filled(*given))
+        return made[-1]
+
+    monkeypatch.setattr(timing, "filled_caches", noted)
+    subject = subject_unpacked(loaded_in_turns)
+    timing.time_layer(subject, subject.plan.layers[0], 64, 2)
+    assert [cache.offset for cache in made[0]] == [64, 64]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_layers_in_turn_are_as_many_as_memory_is_given_for(loaded_in_turns, by_numpy, monkeypatch):
+    subject = subject_unpacked(loaded_in_turns)
+    layers = list(subject.plan.layers)
+    assert subject.layers_in_turn(layers, 1024) == 2
+    monkeypatch.setattr(timing, "LARGEST", 1)
+    assert subject.layers_in_turn(layers, 1024) == 1
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("product", "unpacked", "numpy"),
+    [
+        (Product(1024, 1025, None), True, True), (Product(1024, 1025, None), False, False),
+        (Product(1024, 1024, None), True, False), (Product(1024, 1025, None, stack=4, active=2), True, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numpy_multiplies_large_plain_matrices(product, unpacked, numpy):
+    assert timing.by_numpy(product, unpacked=unpacked) == numpy
+
+
+# When the machine's pace is measured: in quiet time, a part at a time, never beside a request; and what becomes
+# known by it.
+
+CHIP = Chip("unknown chip", None, 10.0, None, "measured")
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hurried_in_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each part is timed a few times only, on a machine that is never busy, and kept apart from other tests'."""
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "LEAST_TRIALS", 1)
+    monkeypatch.setattr(timing, "measure_tflops", lambda device: 0.5)
+    monkeypatch.setattr(timing, "is_busy", lambda _: False)
+    monkeypatch.setattr(runner, "is_busy", lambda: False)
+    monkeypatch.setattr(measurement_store, "store_file", lambda name: tmp_path / "kept" / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def loaded_in_quiet(folder: Path) -> Any:
+    return load_model(folder, dtype=None, device=device_kind(), progress=lambda *_: None)
+
+
+@pytest.fixture
+def measure(loaded_in_quiet: Any) -> LatencyProfiler:
+    return measuring_of(loaded_in_quiet)
+
+
+def measuring_of(loaded: Any) -> LatencyProfiler:
+    plan = plan_caches(loaded.module, loaded.config, KVSpec())
+    work = work_of(loaded.module, loaded.config, cost_of_model(loaded.module, loaded.config), plan)
+    return LatencyProfiler(TimedModel(work, plan, is_unpacked(loaded.module), device_kind(), "a machine"))
+
+
+def idle_until_done(paced: IdleProfiler) -> int:
+    """Call ``idle`` until there is no more to do; return how often it did something."""
+    count = 0
+    while (wait := paced.idle()) is not None:
+        assert wait == 0.0
+        count += 1
+    return count
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_measuring_waits_for_quiet_and_then_takes_a_part_at_a_time(measure: LatencyProfiler) -> None:
+    clock, machine = Clock(), MachineSpeed(CHIP)
+    paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
+    assert paced.idle() == QUIET_S
+    clock.now += 1
+    assert paced.idle() == QUIET_S - 1
+    assert measure.missing == all_of_them
+    clock.now += QUIET_S - 1
+    assert paced.idle() == 0.0
+    assert measure.missing == all_of_them - 1
+    for _ in range(all_of_them - 2):
+        paced.idle()
+    assert machine.pace is None
+    paced.idle()
+    assert isinstance(machine.pace, MeasuredLatency)  # known, and made truer by the passes that follow
+    assert idle_until_done(paced) == (PASSES - 1) * all_of_them
+    assert paced.idle() is None
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_part_found_quicker_in_a_later_pass_quickens_the_pace(
+    loaded_in_quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, machine, taken = Clock(), MachineSpeed(CHIP), iter([0.5, 0.75, 0.625])
+    monkeypatch.setattr(timing, "measure_tflops", lambda _: next(taken))
+    monkeypatch.setattr(timing, "time_sampling", lambda _: 2.0 / clock.now)
+    measure = measuring_of(loaded_in_quiet)
+    paced, all_of_them = IdleProfiler(machine, measure, clock), measure.missing
+    paced.idle()
+    found = []
+    for _ in range(PASSES):
+        clock.now += QUIET_S
+        for _ in range(all_of_them):
+            paced.idle()
+        assert machine.pace is not None
+        found.append((machine.pace.sampling_s, machine.chip.fp16_tflops))
+    assert [peak for _, peak in found] == [0.5, 0.75, 0.75]
+    assert found[0][0] > found[1][0] > found[2][0] == 2.0 / clock.now
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_request_postpones_measuring_until_quiet_has_come_back(measure: LatencyProfiler) -> None:
+    clock = Clock()
+    paced = IdleProfiler(MachineSpeed(CHIP), measure, clock)
+    paced.idle()
+    clock.now += QUIET_S
+    assert paced.idle() == 0.0
+    known = measure.missing
+    paced.later()
+    clock.now += 60  # the reply takes a minute, in which the thread is never idle
+    assert paced.idle() == QUIET_S
+    assert measure.missing == known
+    clock.now += QUIET_S
+    assert paced.idle() == 0.0
+    assert measure.missing == known - 1
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_busy_machine_is_looked_at_again_later(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, all_of_them = Clock(), measure.missing
+    paced = IdleProfiler(MachineSpeed(CHIP), measure, clock)
+    paced.idle()
+    clock.now += QUIET_S
+    monkeypatch.setattr(runner, "is_busy", lambda: True)
+    assert paced.idle() == AGAIN_S
+    assert measure.missing == all_of_them
+    monkeypatch.setattr(runner, "is_busy", lambda: False)
+    assert paced.idle() == 0.0
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_finishing_measures_the_rest_now_busy_or_not(measure: LatencyProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "is_busy", lambda: True)
+    machine = MachineSpeed(CHIP)
+    paced = IdleProfiler(machine, measure, Clock())
+    paced.finish()
+    assert isinstance(machine.pace, MeasuredLatency)
+    assert paced.idle() is None
+    paced.finish()  # there is nothing left to do
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_finishing_goes_on_where_idle_time_had_come_to(measure: LatencyProfiler, loaded_in_quiet: Any) -> None:
+    clock, machine = Clock(), MachineSpeed(CHIP)
+    paced = IdleProfiler(machine, measure, clock)
+    paced.idle()
+    clock.now += QUIET_S
+    for _ in range(3):
+        paced.idle()
+    assert measure.remaining == PASSES * measure.missing + (PASSES - 1) * 3
+    paced.finish()
+    assert isinstance(machine.pace, MeasuredLatency)
+    assert (measure.missing, measure.remaining) == (0, 0)
+    assert measuring_of(loaded_in_quiet).remaining == 0  # what idle time had come to was kept, and not begun anew
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_after_the_end_nothing_is_measured(measure: LatencyProfiler) -> None:
+    clock, machine, all_of_them = Clock(), MachineSpeed(CHIP), measure.missing
+    paced = IdleProfiler(machine, measure, clock)
+    paced.end()
+    clock.now += 2 * QUIET_S
+    assert paced.idle() is None
+    paced.finish()
+    assert (machine.pace, measure.missing) == (None, all_of_them)
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_what_is_known_is_handed_over_at_once(measure: LatencyProfiler) -> None:
+    list(measure.steps())
+    machine = MachineSpeed(CHIP)
+    assert IdleProfiler(machine, measure, Clock()).idle() is None
+    assert isinstance(machine.pace, MeasuredLatency)
+    assert (machine.chip.fp16_tflops, machine.chip.peak_source) == (0.5, "measured")
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_model_that_can_not_be_measured_leaves_the_pace_unknown() -> None:
+    machine = MachineSpeed(CHIP)
+    assert IdleProfiler(machine, None, Clock()).idle() is None
+    assert machine.pace is None
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_part_that_the_device_can_not_compute_ends_measuring(
+    loaded_in_quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> float:
+        raise ValueError("[quantized_matmul] no kernel")
+
+    monkeypatch.setattr(timing, "time_product", refuse)
+    clock, machine = Clock(), MachineSpeed(CHIP)
+    paced = IdleProfiler(machine, measuring_of(loaded_in_quiet), clock)
+    paced.idle()
+    clock.now += QUIET_S
+    idle_until_done(paced)  # the engine's thread goes on
+    assert paced.idle() is None
+    assert machine.pace is None
+    with pytest.raises(ValueError, match="no kernel"):
+        IdleProfiler(machine, measuring_of(loaded_in_quiet), clock).finish()  # asked for, it is told
+
+
+@pytest.fixture
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(runner, "QUIET_S", 3600.0)  # nothing by itself
+    with Engine.load(folder, prompt_cache=None) as engine:
+        yield engine
+
+
+def expected(engine: Engine) -> float | None:
+    *_, finished = engine.generate([1, 2, 3], Sampling(temperature=0.0, max_tokens=4))
+    assert isinstance(finished, Finished)
+    return finished.metrics.expected_tps
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_an_engine_knows_what_to_expect_once_it_has_measured(engine: Engine) -> None:
+    published = engine.limits(100).expected_tps
+    if published is not None:
+        pytest.skip("this machine's speed is published")
+    assert expected(engine) is None
+    assert engine.predict(100).ttft_s is None
+    engine.measure()
+    limits, foretold = engine.limits(100), engine.predict(100)
+    assert limits.expected_tps is not None
+    assert limits.ceiling_tps is None or limits.expected_tps <= limits.ceiling_tps
+    assert foretold.expected_tps == limits.expected_tps
+    assert foretold.ttft_s is not None
+    assert expected(engine) is not None
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_measuring_happens_on_the_engines_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, published = set(), engine.limits(100).expected_tps
+    typical_s = timing.typical_s
+
+    def noted(run: Callable[[], Any], **options: float) -> float:
+        threads.add(threading.current_thread())
+        return typical_s(run, **options)
+
+    monkeypatch.setattr(timing, "typical_s", noted)
+    engine.measure()
+    assert threading.current_thread() not in threads
+    assert len(threads) == (published is None)
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_a_second_engine_finds_what_the_first_measured(engine: Engine, folder: Path) -> None:
+    engine.measure()
+    with Engine.load(folder, prompt_cache=None) as second:
+        assert second.limits(100).expected_tps == engine.limits(100).expected_tps
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_idle_time_measures_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = threading.Event()
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    take = IdleProfiler._take
+
+    def noted(self: IdleProfiler) -> None:
+        take(self)
+        if self._machine.pace is not None:
+            measured.set()
+
+    monkeypatch.setattr(IdleProfiler, "_take", noted)
+    with Engine.load(folder, prompt_cache=None) as engine:
+        engine.memory()  # a request after which the thread is idle
+        assert measured.wait(60)
+        assert engine.limits(10).expected_tps is not None
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_closing_amid_measuring_gives_the_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    started = threading.Event()
+    time_product = timing.time_product
+
+    def noted(*given: Any, **options: Any) -> float:
+        found = time_product(*given, **options)
+        started.set()
+        return found
+
+    monkeypatch.setattr(timing, "time_product", noted)
+    engine = Engine.load(folder, prompt_cache=None)
+    engine.memory()  # a request after which the thread is idle
+    if engine.limits(10).expected_tps is None:
+        assert started.wait(60)
+    engine.close()
+    assert mx.get_active_memory() <= before
+    assert mx.get_cache_memory() < 1000
+
+
+@pytest.mark.usefixtures("hurried_in_quiet")
+def test_measuring_leaves_no_unused_memory_behind(engine: Engine) -> None:
+    engine.measure()
+    assert mx.get_cache_memory() < 1_000_000

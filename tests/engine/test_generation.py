@@ -1,0 +1,386 @@
+"""Prefill in chunks that depend on no clock, and what happens when MLX raises."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.engine.helpers import write_model
+from tests.engine.kv.models import tiny_llama, tokens
+from tests.engine.kv.test_plan import built
+from tokamac.engine import (
+    DeviceError,
+    Engine,
+    Finished,
+    KVSpec,
+    MemoryLimitError,
+    MemoryPressure,
+    Message,
+    PrefillProgress,
+    Sampling,
+    TokamacError,
+)
+from tokamac.engine.errors import computing_error, engine_error
+from tokamac.engine.generation import Generation, PrefillChunker
+from tokamac.engine.kv import install_seam, plan_caches
+from tokamac.engine.kv.probe import leaves
+from tokamac.engine.kv.snapshot import grows
+from tokamac.engine.options import PromptCacheSpec, TemplateOptions
+from tokamac.engine.runner import Runner
+from tokamac.engine.sampling import Sampler
+
+# Where a prompt is cut: at multiples of the chunk, whatever a clock says, so its logits do not depend on the
+# machine's load.
+
+PROMPT = [7 + i % 200 for i in range(401)]
+CHUNK = 64
+
+
+@dataclass
+class FixedChunking:
+    """Chunks of one size; smaller ones from ``deep`` on."""
+
+    size: int
+    deep: int = 1 << 30
+
+    def at(self, depth: int) -> int:
+        return self.size // 2 if depth >= self.deep else self.size
+
+    def token_s(self, depth: int) -> float | None:
+        """Not known, as on a CPU."""
+
+
+@dataclass
+class Computed:
+    """A run that computes nothing, and notes its pieces."""
+
+    cached_ids: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def prefill(self, ids: list[int], chunk: int) -> Iterator[int]:
+        assert len(ids) == chunk
+        self.sizes.append(len(ids))
+        self.cached_ids.extend(ids)
+        yield len(self.cached_ids)
+
+
+def sizes(held: int, tokens: int, *, size: int = 512, most: int = 512, deep: int = 1 << 30) -> list[int]:
+    """Return the pieces of so many tokens after those held."""
+    run = Computed(list(range(held)))
+    pieces = PrefillChunker(FixedChunking(size, deep), most, held)  # type: ignore[arg-type]
+    list(pieces.compute(run, list(range(held, held + tokens))))  # type: ignore[arg-type]
+    assert run.cached_ids == list(range(held + tokens))
+    return run.sizes
+
+
+def test_pieces_end_at_multiples_of_the_chunk():
+    assert sizes(0, 1100) == [512, 512, 76]
+    assert sizes(300, 400) == [212, 188]
+    assert sizes(512, 5) == [5]
+
+
+def test_a_piece_is_never_larger_than_what_there_is_room_for():
+    assert sizes(0, 200, most=64) == [64, 64, 64, 8]
+
+
+def test_deep_down_pieces_are_smaller_and_still_end_at_multiples():
+    assert sizes(0, 1500, deep=1024) == [512, 512, 256, 220]
+
+
+def test_however_a_prompt_is_interrupted_its_cuts_are_the_same():
+    whole = list(itertools.accumulate(sizes(0, 1500)))
+    for held in whole[:-1]:
+        assert [held + done for done in itertools.accumulate(sizes(held, 1500 - held))] == whole[
+            whole.index(held) + 1 :
+        ]
+
+
+STAGED = {
+    "llama": (KVSpec(), KVSpec(key_bits=8, value_bits=4), KVSpec(window=48)),
+    "gemma3_text": (KVSpec(),),
+    "qwen3_next": (KVSpec(),),
+}
+"""Caches that grow, packed ones, rings; rings among caches that grow; recurrent states among them."""
+
+
+@pytest.mark.parametrize("stops_after", [1, 2, None])
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in STAGED.items() for spec in specs])
+def test_a_piece_in_stages_is_the_same_and_one_that_was_stopped_never_was(
+    name: str, spec: KVSpec, stops_after: int | None
+):
+    install_seam()
+    model, config = built(name)
+    plan = plan_caches(model, config, spec)
+    ids: list[int] = tokens(120)[0].tolist()  # type: ignore[assignment]
+    ends: list[mx.array] = []
+    for staged in (False, True):
+        caches = plan.make(None)
+        run = Generation(model, caches, [], ahead=False)
+        assert all(run.prefill(ids[:50], 50))
+        if staged:
+            asked = iter(range(1, 99))
+            whole = run.prefill_in_stages(ids[50:119], 99, lambda asked=asked: next(asked) == stops_after)  # type: ignore[misc]
+            growing = sum(grows(cache) for _, cache in leaves(caches))
+            assert whole == (stops_after is None or stops_after >= growing)
+            assert len(run.cached_ids) == (119 if whole else 50)
+        rest = ids[len(run.cached_ids) : 119]
+        assert not rest or all(run.prefill(rest, len(rest)))
+        assert run.cached_ids == ids[:119]
+        ends.append(model(mx.array([ids[119:]]), cache=caches))
+    assert mx.array_equal(*ends)
+
+
+def test_stages_take_no_more_memory():
+    install_seam()
+    model = tiny_llama(layers=6, kv_heads=4)
+    plan = plan_caches(model, {"model_type": "llama", "num_attention_heads": 4}, KVSpec())
+    ids: list[int] = tokens(4096)[0].tolist()  # type: ignore[assignment]
+    peaks = []
+    for stages in (1, 6):
+        run = Generation(model, plan.make(None), [], ahead=False)
+        assert all(run.prefill(ids[:4000], 500))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        assert run.prefill_in_stages(ids[4000:4032], stages, lambda: False)
+        peaks.append(mx.get_peak_memory())
+    assert peaks[1] <= peaks[0] + 4096 * 4 * 32 * 4 // 2  # less than half of one layer's keys
+
+
+def test_a_slow_piece_is_stopped_between_its_layers_and_a_quick_one_is_not_asked():
+    asked: list[int] = []
+
+    class Slow(Computed):
+        def prefill_in_stages(self, ids: list[int], stages: int, stopped: object) -> bool:
+            asked.append(stages)
+            return False
+
+    run, now = Slow(), itertools.count(0, 3)  # each piece takes three seconds
+    pieces = PrefillChunker(FixedChunking(64), 64, 0, clock=lambda: next(now))  # type: ignore[arg-type]
+    assert len(list(pieces.compute(run, list(range(500))))) == 2  # type: ignore[arg-type]
+    assert (run.cached_ids, asked) == (list(range(64)), [3])
+
+
+@pytest.fixture(params=[(16, 16), (8, 4), (4, 4)], ids=str)
+def engine(tiny: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """A model whose keys and values have so many bits, with prompts cut after 64 tokens."""
+    monkeypatch.setattr("tokamac.engine.perf.mitigation.Chunking.at", lambda *_: CHUNK)
+    kv = KVSpec(key_bits=request.param[0], value_bits=request.param[1])
+    with Engine.load(tiny, kv=kv, prompt_cache=PromptCacheSpec(disk=False)) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The logits from which a token was chosen, of all steps of all replies."""
+    seen: list[object] = []
+    choose = Sampler.__call__
+
+    def recorded(sampler: Sampler, given: mx.array) -> mx.array:
+        seen.append(given.tolist())
+        return choose(sampler, given)
+
+    monkeypatch.setattr(Sampler, "__call__", recorded)
+    return seen
+
+
+def answer(engine: Engine, prompt: list[int] | list[Message]) -> tuple[list[int], Finished]:
+    """Return where the pieces of the prompt ended, and the end."""
+    events = list(engine.generate(prompt, Sampling(temperature=1, seed=3, max_tokens=8)))
+    done = [event.done for event in events if isinstance(event, PrefillProgress)]
+    assert isinstance(events[-1], Finished)
+    return done, events[-1]
+
+
+@pytest.mark.parametrize("prefill_tps", [1e6, 70.0])
+def test_the_pace_of_the_machine_moves_no_cut_and_no_logit(engine: Engine, logits: list[object], prefill_tps: float):
+    cuts, first = answer(engine, PROMPT)
+    assert cuts == [0, 64, 128, 192, 256, 320, 384, 400]
+    before, logits[:] = list(logits), []
+    engine._runner._store.clear()
+    engine._runner._store.rates.prefill_tps = prefill_tps
+    again, second = answer(engine, PROMPT)
+    assert (again, second.text) == (cuts, first.text)
+    assert logits == before
+
+
+@pytest.mark.parametrize("looks", [1, 3, 1000])
+def test_what_idle_time_was_enough_for_moves_no_logit(engine: Engine, logits: list[object], looks: int):
+    said = [Message("user", "How does it go on, and why? " * 12)]
+    _, cold = answer(engine, said)
+    before, logits[:] = list(logits), []
+    core: Runner = engine._runner
+    core._store.clear()
+    asked = itertools.count(1)
+    engine.between(lambda: core.warm_stable(said, lambda: next(asked) > looks, TemplateOptions()))
+    cuts, warm = answer(engine, said)
+    assert cuts[0] >= CHUNK
+    assert warm.text == cold.text
+    if core.runtime.kv.quantized:
+        assert cuts[0] % CHUNK == 0
+        assert logits == before
+
+
+# What MLX raises becomes an error with a remedy, and a prompt is tried again in smaller pieces.
+
+GREEDY = Sampling(temperature=0, max_tokens=8)
+LONG_PROMPT = [5 + i * i % 250 for i in range(700)]
+
+INSUFFICIENT = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+TOO_LARGE = (
+    "[metal::malloc] Attempting to allocate 9663676416 bytes which is greater than the maximum allowed buffer size of "
+    "8589934592 bytes."
+)
+IMPACTING = (
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
+)
+TIMEOUT = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "says"),
+    [
+        (RuntimeError(INSUFFICIENT), MemoryLimitError, "not enough memory"),
+        (RuntimeError(TOO_LARGE), MemoryLimitError, "not enough memory"),
+        (RuntimeError("[metal::malloc] Resource limit (499000) exceeded."), MemoryLimitError, "Resource limit"),
+        (RuntimeError("[malloc] Unable to allocate 1099511627776 bytes."), MemoryLimitError, "not enough memory"),
+        (RuntimeError("cudaMallocAsync(&data, size, s) failed: out of memory"), MemoryLimitError, "out of memory"),
+        (RuntimeError("std::bad_alloc"), MemoryLimitError, "not enough memory"),
+        (MemoryError("std::bad_alloc"), MemoryLimitError, "not enough memory"),
+        (MemoryError(), MemoryLimitError, "allocation failed"),
+        (RuntimeError(IMPACTING), DeviceError, "took too long"),
+        (RuntimeError(TIMEOUT), DeviceError, "took too long"),
+        (RuntimeError("[METAL] Command buffer execution failed: Invalid Resource"), DeviceError, "the GPU failed"),
+        (RuntimeError("CUDA error: an illegal memory access"), DeviceError, "the GPU failed"),
+    ],
+)
+def test_what_mlx_raises_is_understood(raised: BaseException, kind: type[TokamacError], says: str) -> None:
+    error = engine_error(raised)
+    assert type(error) is kind
+    assert says in error.message
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    "raised", [ValueError("bad shapes"), KeyError("x"), MemoryLimitError("too large", "Shrink it.")]
+)
+def test_other_errors_stay(raised: BaseException) -> None:
+    assert computing_error(raised) is None
+
+
+def test_a_failure_that_is_not_known_is_the_devices_only_while_computing() -> None:
+    assert engine_error(RuntimeError("something new")) is None
+    assert isinstance(computing_error(RuntimeError("something new")), DeviceError)
+
+
+class Failing:
+    """A model whose step fails, as MLX's do, whenever ``when`` says so of the tokens computed at once and the step's number.
+
+    The caches are written to before it fails, as they are when a GPU's work fails after it was handed over.
+    """
+
+    def __init__(self, model: Any, when: Callable[[int, int], bool], error: BaseException) -> None:
+        self.layers = model.layers
+        self.rows: list[int] = []
+        self._model, self._when, self._error = model, when, error
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        self.rows.append(ids.shape[1])
+        out: mx.array = self._model(ids, cache=cache)
+        if self._when(ids.shape[1], len(self.rows)):
+            for each in cache:
+                each.state = [*[tuple(x * 0 for x in part) for part in each.state[:2]], *each.state[2:]]
+            raise self._error
+        return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("failing"), max_position_embeddings=2048)
+
+
+@pytest.fixture(params=[PromptCacheSpec(disk=False), None], ids=["prompt cache", "no prompt cache"])
+def either_engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine.load(folder, prompt_cache=request.param) as loaded:
+        yield loaded
+
+
+def failing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[int, int], bool], error: BaseException
+) -> Failing:
+    model = Failing(engine._runner.runtime.model, when, error)
+    monkeypatch.setattr(engine._runner, "_runtime", replace(engine._runner.runtime, model=model))
+    return model
+
+
+def last(events: list[Any]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError(INSUFFICIENT), RuntimeError(TIMEOUT), MemoryError("std::bad_alloc")], ids=str
+)
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_failed_piece_is_tried_again_at_half_its_size(either_engine, monkeypatch, error, step):
+    plain = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
+    either_engine._runner._store.clear()
+    model = failing(either_engine, monkeypatch, lambda _, number: number == step, error)
+    events = list(either_engine.generate(LONG_PROMPT, GREEDY))
+    (told,) = [event for event in events if isinstance(event, MemoryPressure)]
+    half = 128  # the third piece is what is left of 700 after twice 256
+    assert told.failed
+    assert told.chunk == half
+    prompt = [rows for rows in model.rows[step:] if rows > 1]
+    assert max(prompt) <= half
+    assert sum(prompt) >= len(LONG_PROMPT) - 2  # what the failed pieces left in the caches is not gone on from
+    assert last(events).text == plain.text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError(TOO_LARGE), MemoryLimitError),
+        (RuntimeError(IMPACTING), DeviceError),
+        (RuntimeError("?"), DeviceError),
+    ],
+)
+def test_what_always_fails_is_an_error_with_a_remedy_and_the_engine_goes_on(either_engine, monkeypatch, error, kind):
+    model = failing(either_engine, monkeypatch, lambda rows, _: rows > 1, error)
+    with pytest.raises(kind) as raised:
+        list(either_engine.generate(LONG_PROMPT, GREEDY))
+    assert raised.value.hint
+    assert model.rows == sorted(model.rows, reverse=True)
+    assert model.rows[-1] == 32
+    monkeypatch.undo()
+    assert last(list(either_engine.generate(LONG_PROMPT, GREEDY))).metrics.cached_tokens == 0
+
+
+def test_a_failure_while_decoding_ends_the_reply_and_drops_its_caches(either_engine, monkeypatch):
+    plain = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
+    either_engine._runner._store.clear()
+    seen: list[int] = []
+
+    def third_token(rows: int, _: int) -> bool:
+        seen.append(rows)
+        return seen.count(1) == 3
+
+    failing(either_engine, monkeypatch, third_token, RuntimeError(INSUFFICIENT))
+    with pytest.raises(MemoryLimitError):
+        list(either_engine.generate(LONG_PROMPT, GREEDY))
+    monkeypatch.undo()
+    again = last(list(either_engine.generate(LONG_PROMPT, GREEDY)))
+    assert (again.text, again.metrics.cached_tokens) == (plain.text, 0)
+
+
+@pytest.mark.parametrize("call", ["warm", "logprobs"])
+def test_no_bare_failure_reaches_a_caller(folder, monkeypatch, call):
+    with Engine.load(folder, prompt_cache=PromptCacheSpec(disk=False)) as engine:
+        failing(engine, monkeypatch, lambda *_: True, RuntimeError(INSUFFICIENT))
+        calls = {"warm": lambda: list(engine.warm(LONG_PROMPT)), "logprobs": lambda: engine.logprobs(LONG_PROMPT[:50])}
+        with pytest.raises(MemoryLimitError):
+            calls[call]()

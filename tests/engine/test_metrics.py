@@ -1,0 +1,381 @@
+"""Gaps between tokens and their causes, and what a reply in progress says of its steps."""
+
+import math
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mac import RecordedMac
+from tokamac.engine import Engine, KVSpec, Sampling, metrics
+from tokamac.engine.events import Finished, Live
+from tokamac.engine.metrics import MOST, Gap, GapLog, Mark, Outlier, ProcessWatch, Recorder, StepCost, outliers
+from tokamac.engine.perf import macos
+from tokamac.engine.perf.macos import EVERY_S, ThrottleWatch, throttles
+
+# Gaps that stand out, by hand; what may be named as their cause; and who watches the process for it.
+
+
+def found(gaps_ms, marks=(), *, ahead=False, throttled=()):
+    """Outliers of gaps in ms, the first of which is token 2's, as a reply would tell them."""
+    times = [0.0]
+    for ms in gaps_ms:
+        times.append(times[-1] + ms / 1e3)
+    figures, longest = GapLog().read(times)
+    return outliers(longest, figures.p50, marks, ahead=ahead, throttled=throttled)
+
+
+def test_a_gap_of_more_than_two_medians_stands_out():
+    (only,) = found([10.0, 10.0, 20.5, 10.0, 19.5])
+    assert (only.token, only.gap_ms, only.causes) == (4, pytest.approx(20.5), ())
+
+
+def test_a_small_models_gap_must_also_be_a_millisecond_longer():
+    assert found([0.2, 0.2, 1.1, 0.2]) == ()
+    (only,) = found([0.2, 0.2, 1.3, 0.2])
+    assert only.token == 4
+
+
+def test_even_gaps_and_no_gaps_have_no_outliers():
+    assert found([5.0] * 50) == ()
+    assert GapLog().read([]) == (None, [])
+    assert GapLog().read([1.0]) == (None, [])
+
+
+def test_the_longest_come_first_and_no_more_than_a_few():
+    gaps = [10.0] * 40
+    for place, ms in ((3, 50.0), (7, 90.0), (9, 49.0), (20, 30.0), (21, 31.0), (22, 32.0), (23, 33.0)):
+        gaps[place] = ms
+    told = found(gaps)
+    assert len(told) == MOST
+    assert [outlier.token for outlier in told] == [9, 5, 11, 25, 24]
+
+
+def test_a_cause_is_what_was_marked_in_that_gap_and_nothing_else():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 10.0]
+    assert found(gaps, [Mark(4, "pool cleared")])[0].causes == ("pool cleared",)
+    assert found(gaps, [Mark(3, "pool cleared"), Mark(5, "kv growth")])[0].causes == ()
+    both = [Mark(4, "pool cleared"), Mark(4, "kv growth"), Mark(4, "kv growth")]
+    assert found(gaps, both)[0].causes == ("pool cleared", "kv growth")
+
+
+def test_one_step_ahead_the_device_pays_a_gap_later_but_the_system_never_does():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 10.0]
+    assert found(gaps, [Mark(3, "kv growth")], ahead=True)[0].causes == ("kv growth",)
+    assert found(gaps, [Mark(2, "kv growth")], ahead=True)[0].causes == ()
+    assert found(gaps, [Mark(3, "swap", 100.0)], ahead=True)[0].causes == ()
+
+
+def test_what_took_less_than_half_of_the_excess_is_not_its_cause():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0]  # 30 ms more than the median
+    assert found(gaps, [Mark(4, "swap", 14.0)])[0].causes == ()
+    assert found(gaps, [Mark(4, "swap", 15.0)])[0].causes == ("swap",)
+
+
+def test_heat_is_said_of_every_outlier():
+    gaps = [10.0, 10.0, 40.0, 10.0, 10.0, 30.0, 10.0]
+    told = found(gaps, [Mark(4, "pool cleared")], throttled=("thermal",))
+    assert [outlier.causes for outlier in told] == [("pool cleared", "thermal"), ("thermal",)]
+
+
+@given(st.lists(st.floats(0.01, 1e3), max_size=60), st.lists(st.integers(0, 60), max_size=6))
+def test_a_log_read_in_parts_says_what_the_whole_series_says(gaps_ms, stops):
+    times = [7.0]
+    for ms in gaps_ms:
+        times.append(times[-1] + ms / 1e3)
+    log, growing = GapLog(), []
+    for stop in [*sorted(stops), len(times)]:
+        growing.extend(times[len(growing) : stop])
+        figures, longest = log.read(growing)
+    whole = metrics.gaps_ms(times)
+    assert figures == metrics.gap_percentiles(whole)
+    ranked = sorted((Gap(ms, token) for token, ms in enumerate(whole, 2)), reverse=True)
+    assert longest == ranked[:MOST]
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=40), st.lists(st.integers(1, 45), max_size=10))
+def test_every_outlier_is_long_and_every_cause_was_marked(gaps_ms, tokens):
+    marks = [Mark(token, "kv growth") for token in sorted(tokens)]
+    times = [0.0]
+    for ms in gaps_ms:
+        times.append(times[-1] + ms / 1e3)
+    median = metrics.gap_percentiles(metrics.gaps_ms(times)).p50
+    for outlier in found(gaps_ms, marks, ahead=True):
+        assert outlier.gap_ms > 2 * median
+        assert outlier.gap_ms > median + 1
+        assert outlier.gap_ms == metrics.gaps_ms(times)[outlier.token - 2]
+        assert bool(outlier.causes) == bool({outlier.token, outlier.token - 1} & set(tokens))
+
+
+def test_two_threads_may_read_one_log():
+    times = [i / 1e3 for i in range(20_000)]
+    growing, log, seen = times[:1], GapLog(), []
+
+    def read():
+        while len(growing) < len(times):
+            seen.append(log.read(growing)[0])
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for at in times[1:]:
+        growing.append(at)
+    for thread in threads:
+        thread.join()
+    assert log.read(growing)[0] == metrics.gap_percentiles(metrics.gaps_ms(times))
+
+
+class Watched:
+    """A ProcessWatch whose clock and counters are set by hand: seconds, faults, seconds computed."""
+
+    def __init__(self, *, computes=True):
+        self.marks = []
+        self.now_s, self.faults, self.computed_s = 0.0, 0, 0.0
+        self.watch = ProcessWatch(
+            lambda cause, most_ms: self.marks.append((cause, pytest.approx(most_ms))),
+            computes=computes,
+            usage=lambda: SimpleNamespace(ru_majflt=self.faults, ru_utime=self.computed_s, ru_stime=0.0),
+            clock=lambda: self.now_s,
+        )
+
+    def token(self, *, after_ms, computed_ms, faults=0):
+        self.now_s += after_ms / 1e3
+        self.computed_s += computed_ms / 1e3
+        self.faults += faults
+        self.watch.look()
+
+
+def test_steps_that_compute_all_the_time_are_not_marked():
+    watched = Watched()
+    for _ in range(3):
+        watched.token(after_ms=20, computed_ms=20)
+        watched.token(after_ms=20, computed_ms=35)  # two threads
+    assert watched.marks == []
+
+
+def test_time_in_which_nothing_was_computed_was_taken():
+    watched = Watched()
+    watched.token(after_ms=30, computed_ms=10)
+    watched.token(after_ms=10, computed_ms=5)  # less than two ticks of the system's clock: not known well enough
+    assert watched.marks == [("processor taken", 20.0)]
+
+
+def test_a_gpu_leaves_the_processor_idle_and_nothing_is_said():
+    watched = Watched(computes=False)
+    watched.token(after_ms=100, computed_ms=1)
+    assert watched.marks == []
+
+
+def test_who_waits_for_a_disk_is_not_said_to_lack_a_processor():
+    watched = Watched()
+    watched.token(after_ms=100, computed_ms=10, faults=60)
+    watched.token(after_ms=10, computed_ms=10)
+    assert watched.marks == [("swap", 60.0)]
+
+
+def test_a_slow_reader_is_marked_with_what_it_took():
+    watched = Watched()
+    for item in watched.watch.handed(iter("ab")):
+        watched.now_s += 0.02
+        assert item in "ab"
+    watched.token(after_ms=10, computed_ms=10)
+    watched.token(after_ms=10, computed_ms=10)
+    assert watched.marks == [("slow reader", 40.0)]
+
+
+def test_the_real_counters_see_a_process_that_stands_still():
+    marks = []
+    watch = ProcessWatch(lambda cause, most_ms: marks.append((cause, most_ms)), computes=True)
+    watch.look()
+    marks.clear()
+    time.sleep(0.1)
+    watch.look()
+    assert marks
+    assert {cause for cause, _ in marks} <= {"processor taken", "swap"}
+    assert all(0 < most_ms < math.inf for _, most_ms in marks)
+
+
+@pytest.mark.parametrize(("level", "held_back"), [(None, None), (0, False), (1, False), (2, True), (4, True)])
+def test_what_macos_says_of_heat(level, held_back):
+    states = {} if level is None else {macos.THERMAL_PRESSURE: level}
+    assert macos.throttled(RecordedMac(states=states)) is held_back
+
+
+def test_both_reasons_are_told_and_what_is_not_said_is_none():
+    hot = {macos.THERMAL_PRESSURE: 2}
+    assert throttles(RecordedMac(states=hot, low_power_mode=True)) == ("thermal", "low power")
+    assert throttles(RecordedMac(low_power_mode=True)) == ("low power",)
+    assert throttles(RecordedMac()) == throttles(RecordedMac(states={}, low_power_mode=None)) == ()
+
+
+class Clocked:
+    """A watch on a Mac, with a clock of its own."""
+
+    def __init__(self, **said):
+        self.now_s, self.mac = 100.0, RecordedMac(**said)
+        self.watch = ThrottleWatch(self.mac, clock=lambda: self.now_s)
+
+    def look(self, *, after_s, now=False):
+        self.now_s += after_s
+        self.watch.look(now=now)
+
+
+def test_the_system_is_asked_at_the_first_token_then_seldom_and_at_the_end():
+    clocked = Clocked()
+    for _ in range(110):
+        clocked.look(after_s=EVERY_S / 50)
+    assert clocked.mac.asked["notified"] == 3
+    clocked.look(after_s=0.0, now=True)
+    assert clocked.mac.asked["notified"] == clocked.mac.asked["low_power"] == 4
+
+
+def test_a_state_that_was_seen_is_remembered_for_the_reply():
+    clocked = Clocked()
+    clocked.look(after_s=0.0)
+    assert clocked.watch.seen == ()
+    clocked.mac.states[macos.THERMAL_PRESSURE] = 3
+    clocked.look(after_s=EVERY_S)
+    clocked.mac.states[macos.THERMAL_PRESSURE] = 0
+    clocked.look(after_s=EVERY_S)
+    assert clocked.watch.seen == clocked.watch.explains_gaps == ("thermal",)
+
+
+def test_low_power_mode_explains_a_gap_only_where_it_came_meanwhile():
+    all_along, later = Clocked(low_power_mode=True), Clocked()
+    for clocked in (all_along, later):
+        clocked.look(after_s=0.0)
+        clocked.mac.low_power_mode = True
+        clocked.look(after_s=EVERY_S)
+        assert clocked.watch.seen == ("low power",)
+    assert all_along.watch.explains_gaps == ()
+    assert later.watch.explains_gaps == ("low power",)
+
+
+def test_where_nobody_tells_nothing_is_seen():
+    watch = ThrottleWatch(None)
+    watch.look(now=True)
+    assert watch.seen == watch.explains_gaps == ()
+
+
+def test_an_outlier_is_a_plain_value():
+    assert Outlier(2, 3.0) == Outlier(2, 3.0, ())
+
+
+# What a reply in progress, and one that has ended, says of its steps; on a tiny model.
+
+GREEDY = Sampling(temperature=0, max_tokens=40)
+
+
+@pytest.fixture
+def engine(tiny: Path):
+    with Engine.load(tiny, prompt_cache=None) as loaded:
+        loaded.tokenizer.eos_ids = frozenset()
+        yield loaded
+
+
+def reply(engine: Engine, prompt: int, new: int) -> tuple[list[Live], Finished]:
+    """Return what was live at each event, and the end."""
+    seen, last = [], None
+    for event in engine.generate([5 + i % 40 for i in range(prompt)], Sampling(temperature=0, max_tokens=new)):
+        last = event
+        if (live := engine.live()) is not None:
+            seen.append(live)
+    assert isinstance(last, Finished)
+    return seen, last
+
+
+def test_the_expected_rate_of_a_step_is_the_metrics():
+    recorder = Recorder(clock=iter([0.0, 0.1, 0.2, 0.3]).__next__)
+    recorder.accept()
+    recorder.begin_prefill(3, 0)
+    recorder.token()
+    assert recorder.metrics(StepCost(10, 2, 1.0, 77.0), kv_bytes=0, peak_memory_bytes=None).expected_tps == 77.0
+    assert recorder.metrics(StepCost(10, 2, 1.0), kv_bytes=0, peak_memory_bytes=None).expected_tps is None
+
+
+def test_a_mark_belongs_to_the_token_that_comes_next():
+    recorder = Recorder(clock=iter([0.0, 0.01, 0.02, 0.06, 0.07]).__next__)
+    for _ in range(3):
+        recorder.token()
+    recorder.mark("pool cleared")
+    recorder.token()
+    recorder.token()
+    (outlier,) = recorder.outliers(ahead=False)
+    assert (outlier.token, outlier.gap_ms, outlier.causes) == (4, pytest.approx(40.0), ("pool cleared",))
+
+
+def test_a_reply_says_what_its_last_step_read_and_how_fast(engine: Engine):
+    seen, _ = reply(engine, 8, 120)
+    written = [live for live in seen if live.metrics.generated_tokens > metrics.RECENT_GAPS]
+    assert written
+    for live in written:
+        assert live.bytes_per_step == engine.limits(live.context_tokens).bytes_per_step
+        now = metrics.achieved_gbs(live.bytes_per_step, metrics.recent_rate(live.gaps_ms))
+        assert live.achieved_gbs == now
+    before = [live for live in seen if live.metrics.generated_tokens < 2]
+    assert all(live.achieved_gbs is None and live.outliers == () for live in before)
+
+
+def test_the_ends_percentiles_are_those_of_all_gaps(engine: Engine):
+    recorders = []
+    core, answer = engine._runner, engine._runner.reply
+
+    def noted(prompt, sampling, recorder, cancelled, **more):
+        recorders.append(recorder)
+        return answer(prompt, sampling, recorder, cancelled, **more)
+
+    core.reply = noted
+    _, end = reply(engine, 8, 60)
+    gaps = metrics.gaps_ms(recorders[0].token_times)
+    assert end.metrics.itl_ms == metrics.gap_percentiles(gaps)
+    for outlier in end.outliers:
+        assert outlier.gap_ms == gaps[outlier.token - 2]
+        assert outlier.gap_ms > 2 * end.metrics.itl_ms.p50
+
+
+@pytest.mark.parametrize("kv", [KVSpec(), KVSpec(key_bits=8, value_bits=4), KVSpec(window=300, keep=4)])
+def test_growth_and_clearing_are_marked_where_they_happen(tiny: Path, kv: KVSpec):
+    """The first step holds 250 tokens, in arrays of 256: what the eighth adds no longer fits."""
+    with Engine.load(tiny, kv=kv, prompt_cache=None) as engine:
+        engine.tokenizer.eos_ids = frozenset()
+        marks, ahead = marks_of(engine, 250, 260)
+    assert [mark.token for mark in marks if mark.cause == "kv growth"] == [8 - ahead]
+    assert [mark.token for mark in marks if mark.cause == "pool cleared"] == [257]
+
+
+def marks_of(engine: Engine, prompt: int, new: int):
+    """Return what was marked in a reply, and whether steps are launched ahead."""
+    recorder = Recorder()
+    runtime = engine._runner.runtime
+    sampling = Sampling(temperature=0, max_tokens=new)
+
+    def run():
+        ids = [5 + i % 40 for i in range(prompt)]
+        return Counter(type(e).__name__ for e in engine._runner.reply(ids, sampling, recorder, lambda: False).events())
+
+    assert engine._worker.call(run)["Finished"] == 1
+    assert [mark.token for mark in recorder.marks] == sorted(mark.token for mark in recorder.marks)
+    return recorder.marks, runtime.ahead
+
+
+def test_a_reader_who_keeps_the_engine_waiting_is_told_as_such(engine: Engine):
+    recorder = Recorder()
+    events = engine._runner.reply([5, 6, 7], GREEDY, recorder, lambda: False).events()
+
+    def read():
+        slept_at = None
+        for event in events:
+            if slept_at is None and len(recorder.token_times) >= 20:
+                slept_at = len(recorder.token_times)
+                time.sleep(0.5)
+            last = event
+        return slept_at, last
+
+    slept_at, end = engine._worker.call(read)
+    assert end.outliers[0].token == slept_at + 1
+    assert end.outliers[0].causes == ("slow reader",)
