@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,15 +51,17 @@ class LineProcess(Generic[Line]):
         Raises OSError.
         """
         # A session of its own: Ctrl-C in the terminal is for the chat.
-        self._process = process = await asyncio.create_subprocess_exec(
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: SubprocessStreamProtocol(limit=LONGEST_LINE, loop=loop),
             *self._command,
             *arguments,
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=PIPE,
             start_new_session=True,
-            limit=LONGEST_LINE,
         )
+        self._process = process = Process(transport, protocol, loop)
         assert process.stdout is not None
         assert process.stderr is not None
         errors = asyncio.create_task(_last_line(process.stderr))
@@ -70,8 +72,8 @@ class LineProcess(Generic[Line]):
             return Ended(await process.wait(), last)
         finally:
             errors.cancel()
-            self._kill()
             self._process = None
+            transport.close()  # kills a process that runs; at once, since a second cancellation would skip what is awaited
             with suppress(TimeoutError):  # so that the loop, which may close next, has seen its end
                 await asyncio.wait_for(process.wait(), REAP_S)
 

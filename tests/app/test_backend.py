@@ -1,6 +1,8 @@
 """The engine's process, really started, and the wire: every message survives it, and nothing else gets through."""
 
+import asyncio
 import dataclasses
+import gc
 import json
 import os
 import queue
@@ -56,6 +58,7 @@ from tokamac.app.backend.protocol import (
     decode_reply,
     encode,
 )
+from tokamac.app.backend.subprocess import LineProcess
 from tokamac.engine.errors import OptionError
 from tokamac.engine.events import (
     Alternative,
@@ -371,6 +374,19 @@ def test_a_stray_print_goes_to_the_log(tmp_path: Path) -> None:
     )
     assert b"stray" in run.stderr
     assert all(line.startswith(b'{"type"') for line in run.stdout.splitlines())
+
+
+async def test_a_cancelled_command_closes_its_transport_though_a_child_of_its_holds_the_pipes() -> None:
+    started = asyncio.Event()
+    command = LineProcess(["sh", "-c", "sleep 5 & echo; wait"], lambda line: line)
+    run = asyncio.create_task(command.run([], lambda _: started.set()))
+    await started.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    transports = [each for each in gc.get_objects() if isinstance(each, asyncio.SubprocessTransport)]
+    assert transports
+    assert all(each.is_closing() for each in transports)
 
 
 def test_close_reaps(tmp_path: Path) -> None:
