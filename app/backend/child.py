@@ -34,6 +34,7 @@ from .protocol import (
     AskWhatIf,
     Cancel,
     Counted,
+    EngineMessage,
     EngineNotice,
     Failed,
     Generate,
@@ -43,7 +44,6 @@ from .protocol import (
     ModelInfo,
     Priced,
     Quit,
-    Reply,
     ReplyEvent,
     Request,
     Unload,
@@ -125,8 +125,8 @@ class Answerer(Generic[Question]):
     def __init__(
         self,
         outbox: Outbox,
-        answer: "Callable[[Engine, Question], Reply]",
-        unknown: Callable[[Question], Reply],
+        answer: "Callable[[Engine, Question], EngineMessage]",
+        unknown: Callable[[Question], EngineMessage],
         replaces: Callable[[Question], Hashable] = lambda question: question.id,
     ) -> None:
         """Start the thread.
@@ -159,7 +159,7 @@ class Answerer(Generic[Question]):
             }.values():
                 self._outbox.put(self._answered(engine, question))
 
-    def _answered(self, engine: "Engine", question: Question) -> Reply:
+    def _answered(self, engine: "Engine", question: Question) -> EngineMessage:
         try:
             return self._answer(engine, question)
         except TokamacError:

@@ -23,17 +23,17 @@ from typing import IO
 from tokamac.engine.files import FLUSH_S
 
 from ..sanitise import sanitise_line
+from .command_process import killed_by
 from .protocol import (
     LONGEST_LINE,
+    EngineMessage,
     EngineNotice,
     Quit,
-    Reply,
     Request,
     WireError,
-    decode_reply,
+    decode_message,
     encode,
 )
-from .subprocess import killed_by
 
 SILENCE_S = 20.0  # a busy process beats every second; a machine that swaps may delay it, but not this long
 GRACE_S = FLUSH_S + 3.0
@@ -57,7 +57,7 @@ class Died:
     last_line: str
 
 
-BackendEvent = Reply | Garbled | Died
+BackendEvent = EngineMessage | Garbled | Died
 
 
 CHILD_COMMAND = (sys.executable, "-m", "tokamac.app.backend.child")
@@ -177,7 +177,7 @@ class EngineProcess:
         while len(line) > LONGEST_LINE and end and not end.endswith(b"\n"):
             end = stdout.readline(LONGEST_LINE)
         try:
-            return decode_reply(line)
+            return decode_message(line)
         except WireError as error:
             return Garbled(sanitise_line(error.message))
 

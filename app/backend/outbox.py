@@ -12,7 +12,7 @@ from itertools import chain
 
 from tokamac.engine.events import TextChunk
 
-from .protocol import Heartbeat, Reply, ReplyEvent, encode
+from .protocol import EngineMessage, Heartbeat, ReplyEvent, encode
 
 FLUSH_S = 1 / 15
 FLUSH_BESIDE_S: dict[str, float] = {"cpu": 0.2}
@@ -36,7 +36,7 @@ class Outbox:
         """Batch text as is best while ``device`` computes."""
         self.flush_s = FLUSH_BESIDE_S.get(device, FLUSH_S)
 
-    def put(self, message: Reply) -> None:
+    def put(self, message: EngineMessage) -> None:
         """Write ``message`` after any text that waits; text itself now, or with what follows within ``flush_s``."""
         with self._lock:
             if isinstance(message, ReplyEvent) and isinstance(message.event, TextChunk):
@@ -65,7 +65,7 @@ class Outbox:
         self._write(ReplyEvent(self._reply, _joined(chunks)))
         self._flushed = time.monotonic()
 
-    def _write(self, message: Reply) -> None:
+    def _write(self, message: EngineMessage) -> None:
         line = memoryview(encode(message))
         while line:
             line = line[os.write(self._fd, line) :]

@@ -503,7 +503,7 @@ class Failed:
     hint: str = ""
 
 
-Reply = (
+EngineMessage = (
     LoadProgress | Loaded | Unloaded | ReplyEvent | MemoryUse | Warmed | Priced | Counted | WhatIf | EngineNotice | Heartbeat
     | Failed
 )  # fmt: skip
@@ -517,10 +517,10 @@ class WireError(TokamacError):
 
 
 _REQUESTS = {_name(kind): kind for kind in get_args(Request)}
-_REPLIES = {_name(kind): kind for kind in get_args(Reply)}
+_MESSAGES = {_name(kind): kind for kind in get_args(EngineMessage)}
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Request | EngineMessage) -> bytes:
     """Return ``message`` as one line, newline included."""
     fields = {"type": _name(type(message)), **asdict(message)}
     if isinstance(message, ReplyEvent):
@@ -536,10 +536,10 @@ def decode_request(line: bytes) -> Request:
     return message
 
 
-def decode_reply(line: bytes) -> Reply:
+def decode_message(line: bytes) -> EngineMessage:
     """Return the reply on ``line``; raise WireError if there is none."""
-    message = _decode(line, _REPLIES)
-    assert isinstance(message, Reply)
+    message = _decode(line, _MESSAGES)
+    assert isinstance(message, EngineMessage)
     return message
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokamac.engine.files import read_bytes, read_text
 
-from ..backend.subprocess import how_ended
+from ..backend.command_process import how_ended
 from ..sanitise import sanitise
 
 TOOLS: tuple[tuple[str, ...], ...] = (("pbcopy",), ("wl-copy",))

@@ -29,8 +29,7 @@ from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import Sampling
 
 from ..backend.client import BackendEvent, Died, Garbled
-from ..backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
-from ..backend.subprocess import (
+from ..backend.command_process import (
     ConversionLine,
     ConvertedLine,
     Ended,
@@ -49,6 +48,7 @@ from ..backend.subprocess import (
     pull_arguments,
     remove_arguments,
 )
+from ..backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
 from ..output import INTERRUPTED, table
 from ..sanitise import Sanitiser, sanitise, sanitise_line
 from ..units import UNKNOWN, count, rate, seconds, short, size

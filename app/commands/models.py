@@ -1,6 +1,6 @@
 """``tokamac models``: what is in the Hugging Face cache; bring a model there, take it away; which ones would run well.
 
-With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/subprocess.py).
+With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/backend/command_process.py).
 """
 
 import argparse

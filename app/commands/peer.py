@@ -23,7 +23,7 @@ from typing import Any, Self
 from tokamac.engine import metrics
 from tokamac.engine.errors import TokamacError
 
-from ..backend.subprocess import how_ended
+from ..backend.command_process import how_ended
 from ..sanitise import sanitise_line
 from ..units import size
 

@@ -20,8 +20,7 @@ from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.options import KVSpec
 
 from ..backend.client import BackendEvent, EngineProcess
-from ..backend.protocol import ReplyEvent
-from ..backend.subprocess import (
+from ..backend.command_process import (
     ConversionLine,
     Converter,
     Ended,
@@ -37,6 +36,7 @@ from ..backend.subprocess import (
     models_command,
     pull_arguments,
 )
+from ..backend.protocol import ReplyEvent
 from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
 from ..output import INTERRUPTED, WRONG_USAGE
 from ..units import count, size

@@ -74,7 +74,7 @@ class Driver:
         self._begun = begun
         self._console = console
         self._process: EngineProcess | None = None
-        self._life = 0
+        self._process_number = 0
         self._events: queue.SimpleQueue[tuple[int, BackendEvent] | _Interrupt] = queue.SimpleQueue()
         self._rarely = Rarely()
         self._may_title = False  # as it was when the wait began
@@ -158,8 +158,8 @@ class Driver:
                         self.perform(self.session.check_cancel())
                     case _Interrupt():
                         self.perform(self.session.stop())
-                    case (life, event):
-                        self._take(life, event)
+                    case (number, event):
+                        self._take(number, event)
                 self._tell_progress()
 
     def stop(self) -> None:
@@ -182,8 +182,8 @@ class Driver:
     def _catch_up(self) -> None:
         while not self._events.empty():
             match self._events.get():
-                case (life, event):
-                    self._take(life, event)
+                case (number, event):
+                    self._take(number, event)
 
     def rest(self) -> None:
         """Take what the engine has said, and have an unused model give its memory back, or the chat a title.
@@ -207,7 +207,7 @@ class Driver:
         """End the engine's process."""
         self._begun.keep_awake.close()
         process, self._process = self._process, None
-        self._life += 1
+        self._process_number += 1
         if process is not None:
             process.close()
 
@@ -217,23 +217,23 @@ class Driver:
         except queue.Empty:
             return None
 
-    def _take(self, life: int, event: BackendEvent) -> None:
-        if life == self._life:  # else it comes from a process that is no more
+    def _take(self, process_number: int, event: BackendEvent) -> None:
+        if process_number == self._process_number:  # else it comes from a process that is no more
             self.perform(self.session.on_event(event))
 
     def _start(self) -> None:
         self._end()
-        life = self._life
+        number = self._process_number
         try:
             self._process = EngineProcess(
-                self._begun.command, self._begun.log, lambda event: self._events.put((life, event))
+                self._begun.command, self._begun.log, lambda event: self._events.put((number, event))
             )
         except OSError as error:
-            self._events.put((life, Died(f"it could not be started: {error}", "")))
+            self._events.put((number, Died(f"it could not be started: {error}", "")))
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        self._life += 1
+        self._process_number += 1
         if process is not None:
             process.kill()
 

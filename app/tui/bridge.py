@@ -11,12 +11,12 @@ from ..keep_awake import KeepAwake
 
 
 class EngineSaid(Message):
-    """``event`` came from the engine's process number ``life``."""
+    """``event`` came from the engine's process ``process_number``."""
 
-    def __init__(self, event: BackendEvent, life: int) -> None:
+    def __init__(self, event: BackendEvent, process_number: int) -> None:
         super().__init__()
         self.event = event
-        self.life = life
+        self.process_number = process_number
 
 
 class Bridge:
@@ -29,7 +29,7 @@ class Bridge:
         self._log = log
         self._keep_awake = keep_awake
         self._process: EngineProcess | None = None
-        self.life = 0
+        self.process_number = 0
 
     @property
     def running(self) -> bool:
@@ -41,14 +41,14 @@ class Bridge:
         return Bridge(self._command, self._log.with_stem(f"{self._log.stem}-guide"), self._keep_awake)
 
     def start(self) -> None:
-        """Start the process, ending one that runs. What the old one still says has another ``life`` and can be told apart."""
+        """Start the process, ending one that runs. What the old one still says has another number."""
         self.end()
-        self.life += 1
-        life = self.life
+        self.process_number += 1
+        number = self.process_number
         try:
-            self._process = EngineProcess(self._command, self._log, lambda event: self.post(EngineSaid(event, life)))
+            self._process = EngineProcess(self._command, self._log, lambda event: self.post(EngineSaid(event, number)))
         except OSError as error:
-            self.post(EngineSaid(Died(f"it could not be started: {error}", ""), life))
+            self.post(EngineSaid(Died(f"it could not be started: {error}", ""), number))
 
     def end(self) -> None:
         """End the process at once."""
@@ -56,7 +56,7 @@ class Bridge:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-        self.life += 1
+        self.process_number += 1
 
     def ask(self, request: Request) -> None:
         """Send ``request``."""
@@ -73,6 +73,6 @@ class Bridge:
         """Ask the process to end and wait for it."""
         self._keep_awake.close()
         process, self._process = self._process, None
-        self.life += 1
+        self.process_number += 1
         if process is not None:
             process.close()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from tokamac.engine import metrics as rates
 
+from ..backend.command_process import Puller, PullLine, PullRefused, Removed, models_command, remove_arguments
 from ..backend.protocol import Loaded, WhatIf
-from ..backend.subprocess import Puller, PullLine, PullRefused, Removed, models_command, remove_arguments
 from ..chat.jobs import Download, Downloads, DownloadStage
 from ..chat.models import FILE as FOLDERS
 from ..chat.models import (

@@ -220,8 +220,8 @@ async def test_what_a_model_says(
         await c.phase(EnginePhase.PREFILL)
         hold(c)
 
-        def say(event: protocol.Reply) -> None:
-            c.app.chat.post_message(EngineSaid(event, c.app.chat.bridge.life))
+        def say(event: protocol.EngineMessage) -> None:
+            c.app.chat.post_message(EngineSaid(event, c.app.chat.bridge.process_number))
 
         reply = c.session._id
         for kind, chunks in (("thinking", thinking), ("answer", [*text, f"\n\nSo {MARKUP} and {LINK}."])):

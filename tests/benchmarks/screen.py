@@ -24,7 +24,7 @@ from tests.benchmarks.screen_app import ENGINES
 from tests.benchmarks.terminal import COLUMNS, ROWS, Terminal
 from tests.scripted_engine import ANSWER
 from tokamac.app.backend.client import BackendEvent, Died, EngineProcess
-from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, decode_reply
+from tokamac.app.backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, decode_message
 from tokamac.app.chat.conversation import Turn, messages
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import Archive, StoredChat, StoredMessage
@@ -115,7 +115,7 @@ def _noted(replies: Path, terminal: Terminal) -> Metrics:
     until = time.monotonic() + LONGEST_S
     while time.monotonic() < until and terminal.running:
         if replies.exists() and (lines := replies.read_bytes().splitlines()):
-            reply = _inner(decode_reply(lines[0]))
+            reply = _inner(decode_message(lines[0]))
             if isinstance(reply, Finished):
                 return reply.metrics
             raise BenchError(f"the chat's engine failed: {reply}")

@@ -186,7 +186,7 @@ class WhatIfs:
         self._session = session
         self._bridge = bridge
         self._asked = 0
-        self._own_life: int | None = None
+        self._own_process: int | None = None
         self.listeners: list[Callable[[WhatIf | Loaded], None]] = []
 
     def open(self, app: App[int], model: str) -> None:
@@ -218,16 +218,16 @@ class WhatIfs:
         """Send a question, and return the number of its answers. Where no process runs, one is started for questions alone."""
         if not self._bridge.running:
             self._bridge.start()
-            self._own_life = self._bridge.life
+            self._own_process = self._bridge.process_number
         self._asked += 1
         self._bridge.ask(AskWhatIf(self._asked, question))
         return self._asked
 
     def asked_enough(self) -> None:
         """End a process that was started for questions alone."""
-        if self._own_life is not None and self._bridge.life == self._own_life:
+        if self._own_process is not None and self._bridge.process_number == self._own_process:
             self._bridge.end()
-        self._own_life = None
+        self._own_process = None
 
 
 COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
@@ -443,7 +443,7 @@ class ChatScreen(Screen[None]):
     def on_engine_said(self, message: EngineSaid) -> None:
         """Pass an event on, unless it is from an earlier process."""
         message.stop()
-        if message.life == self.bridge.life:
+        if message.process_number == self.bridge.process_number:
             was = self.session.engine.phase
             if isinstance(message.event, Loaded):
                 known = self.preferences.settings

@@ -202,7 +202,7 @@ class GuideScreen(Dialog[None]):
     def on_engine_said(self, message: EngineSaid) -> None:
         """Take what the guide's process says."""
         message.stop()
-        if message.life == self._bridge.life:
+        if message.process_number == self._bridge.process_number:
             if isinstance(message.event, Died):
                 self._bridge.end()
             self._ask_process(self.guide_chat.on_event(message.event))

@@ -23,8 +23,8 @@ from textual.widgets.option_list import Option
 from tokamac.engine import metrics as rates
 
 from ... import units
+from ...backend.command_process import ConversionLine, Converter, TensorWritten, converter_command
 from ...backend.protocol import ModelLine
-from ...backend.subprocess import ConversionLine, Converter, TensorWritten, converter_command
 from ...chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Download, DownloadStage
 from ...chat.models import ModelRow, Removal, Section, is_id, short_name
 from ...chat.session import Session

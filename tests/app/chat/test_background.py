@@ -25,6 +25,7 @@ from tokamac.app.backend.protocol import (
     AskPrice,
     Cancel,
     Counted,
+    EngineMessage,
     EngineNotice,
     Failed,
     Generate,
@@ -33,7 +34,6 @@ from tokamac.app.backend.protocol import (
     ModelInfo,
     Priced,
     Quit,
-    Reply,
     ReplyEvent,
     Request,
     Warm,
@@ -238,19 +238,19 @@ class Replies(Outbox):
 
     def __init__(self) -> None:
         super().__init__(-1)
-        self.written: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self.written: queue.SimpleQueue[EngineMessage] = queue.SimpleQueue()
 
-    def _write(self, reply: Reply) -> None:
+    def _write(self, reply: EngineMessage) -> None:
         self.written.put(reply)
 
 
-def replies(engine: ScriptedEngine, *requests: Request) -> list[Reply]:
+def replies(engine: ScriptedEngine, *requests: Request) -> list[EngineMessage]:
     """What a child with ``engine`` says to ``requests``, up to a price."""
     outbox = Replies()
     child = Child(lambda *_: (engine, ModelInfo("fast")), outbox)
     thread = threading.Thread(target=child.run, args=(Lines(Load("x"), *requests, Quit()),))
     thread.start()
-    seen: list[Reply] = []
+    seen: list[EngineMessage] = []
     while not seen or not isinstance(seen[-1], Priced):
         seen.append(outbox.written.get(timeout=60))
     thread.join()
@@ -370,12 +370,12 @@ class Told(Outbox):
     """An outbox that keeps what is put into it."""
 
     def __init__(self) -> None:
-        self._said: SimpleQueue[Reply] = SimpleQueue()
+        self._said: SimpleQueue[EngineMessage] = SimpleQueue()
 
-    def put(self, reply: Reply) -> None:
+    def put(self, reply: EngineMessage) -> None:
         self._said.put(reply)
 
-    def next(self) -> Reply:
+    def next(self) -> EngineMessage:
         return self._said.get(timeout=60)
 
 

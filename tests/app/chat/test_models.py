@@ -17,8 +17,8 @@ from tests.app.conftest import Chat
 from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
+from tokamac.app.backend.command_process import Pulled, PullProgress, PullRefused, Removed, understood
 from tokamac.app.backend.protocol import Figures, Load, ModelLine, WhatIf
-from tokamac.app.backend.subprocess import Pulled, PullProgress, PullRefused, Removed, understood
 from tokamac.app.chat import commands
 from tokamac.app.chat.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
 from tokamac.app.chat.models import (

@@ -17,7 +17,7 @@ import pytest
 from tests.app.commands.conftest import Run
 from tests.app.plain.plain_chat import OBEYED, Terminal, children, last_path, piped, until
 from tokamac.app.backend import protocol
-from tokamac.app.backend.subprocess import LineProcess
+from tokamac.app.backend.command_process import LineProcess
 from tokamac.app.chat import external_programs
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply, Tree

@@ -13,7 +13,7 @@ import pytest
 from platformdirs import user_log_path
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
-from tokamac.app.backend.subprocess import Ended, LineProcess
+from tokamac.app.backend.command_process import Ended, LineProcess
 from tokamac.app.chat.background import SYSTEM
 from tokamac.app.chat.jobs import ConversionJob, ConversionPhase
 from tokamac.app.output import INTERRUPTED

@@ -501,11 +501,11 @@ async def test_what_is_sent_before_the_engine_starts_is_answered_and_kept(
     async with chat("fast") as c:
         await c.send("one")
         await c.send("two")
-        assert c.app.chat.bridge.life == 0
+        assert c.app.chat.bridge.process_number == 0
         begin()
         await c.until(lambda: len(c.session.turns) == 2 and c.session.turns[-1].reply, "both replies")
         assert c.prompts == ["one", "two"]
-        assert c.app.chat.bridge.life == 2  # one process: ending none counts as well
+        assert c.app.chat.bridge.process_number == 2  # one process: ending none counts as well
         assert kept(c) == ["one", "two"]
 
 
@@ -684,7 +684,7 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
     async with chat("steady") as c:
         await c.send("Why?")
         await c.until(lambda: c.session.engine.phase is EnginePhase.DECODING)
-        life = c.app.chat.bridge.life
+        life = c.app.chat.bridge.process_number
         await c.pilot.press("f7")
         await c.until(lambda: isinstance(c.app.screen, GuideScreen))
         box = screen(c).query_one(Input)
@@ -699,7 +699,7 @@ async def test_f7_asks_the_guide_in_a_process_of_its_own_and_leaves_the_chat_alo
         await c.until(lambda: not isinstance(c.app.screen, GuideScreen))
         assert bridge._process is None
         await c.phase(EnginePhase.IDLE)
-        assert c.app.chat.bridge.life == life
+        assert c.app.chat.bridge.process_number == life
         assert [turn.prompt for turn in c.session.turns] == ["Why?"]
         assert c.session.engine.load.model == "steady"
 

@@ -362,7 +362,7 @@ def pipe() -> Iterator[tuple[io.BufferedReader, Outbox]]:
 
 
 def said(lines: io.BufferedReader) -> protocol.WhatIf:
-    reply = protocol.decode_reply(lines.readline())
+    reply = protocol.decode_message(lines.readline())
     assert isinstance(reply, protocol.WhatIf)
     return reply
 

@@ -21,8 +21,7 @@ from tests.app.chat.test_models import cached
 from tests.engine.hub.hub_server import Hub, safetensors, serve
 from tests.tiny import make_tiny
 from tokamac.app.backend.advice import answers
-from tokamac.app.backend.protocol import Answer, Question
-from tokamac.app.backend.subprocess import (
+from tokamac.app.backend.command_process import (
     ConvertedLine,
     Converter,
     Ended,
@@ -34,6 +33,7 @@ from tokamac.app.backend.subprocess import (
     converter_command,
     decode,
 )
+from tokamac.app.backend.protocol import Answer, Question
 from tokamac.app.chat.jobs import (
     BITS,
     ConversionForm,

@@ -552,7 +552,7 @@ async def test_a_prompt_that_comes_back_waits_for_the_end_of_the_edit(chat: Star
 async def test_nor_does_the_death_of_the_engine_mix_them(chat: Start) -> None:
     async with chat("slow") as c:
         await waiting_and_editing(c)
-        c.app.chat.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.life))
+        c.app.chat.post_message(EngineSaid(Died("exit status 7", ""), c.app.chat.bridge.process_number))
         await c.until(lambda: "Restarting it" in c.notices)
         assert c.prompt.text == "one, but better"
         await c.phase(EnginePhase.IDLE)

@@ -31,8 +31,18 @@ from tests.app.tui.album import (
 from tests.app.tui.test_models import DONE, PLAN, QUALITY
 from tests.scripted_engine import CHIP, KV_BYTES_PER_TOKEN, PACE, SITUATION, WEIGHT_BYTES, WORK
 from tokamac.app.backend.client import Died
-from tokamac.app.backend.protocol import Answer, Failed, Figures, Load, ModelLine, Question, ReplyEvent, WhatIf, Where
-from tokamac.app.backend.protocol import Reply as ProtocolReply
+from tokamac.app.backend.protocol import (
+    Answer,
+    EngineMessage,
+    Failed,
+    Figures,
+    Load,
+    ModelLine,
+    Question,
+    ReplyEvent,
+    WhatIf,
+    Where,
+)
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import FIGURES, explain
@@ -361,7 +371,7 @@ async def test_the_guide_is_drawn_as_before_and_one_that_is_gone_is_started_agai
         await c.pilot.press("enter")
         await c.until(lambda: screen.guide_chat.said and screen.guide_chat.said[-1].over, "an answer")
         await album.take_at(c, "guide-answer")
-        screen.on_engine_said(EngineSaid(Died("killed by signal 9", ""), screen._bridge.life))
+        screen.on_engine_said(EngineSaid(Died("killed by signal 9", ""), screen._bridge.process_number))
         await album.take_at(c, "guide-gone")
         screen.query_one(Input).value = "And now?"
         await c.pilot.press("enter")
@@ -605,10 +615,10 @@ def unheard(c: Chat, steps: list[Step]) -> None:
     c.app.chat.perform([step for step in steps if not isinstance(step, Ask | StartEngine)])
 
 
-def said(c: Chat, *events: ProtocolReply) -> None:
+def said(c: Chat, *events: EngineMessage) -> None:
     """Let the engine say this."""
     for event in events:
-        c.app.chat.on_engine_said(EngineSaid(event, c.app.chat.bridge.life))
+        c.app.chat.on_engine_said(EngineSaid(event, c.app.chat.bridge.process_number))
 
 
 def live() -> Live:
