@@ -22,8 +22,8 @@ from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.what_if_form import first_question
 from tokamac.app.settings import Settings
 from tokamac.app.settings import save as save_settings
+from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
-from tokamac.app.tui.run import build
 
 PICTURES = Path(__file__).parent.parent / "assets" / "pictures"
 MEASURED_S, LOOK_S = 120.0, 1.0

@@ -234,7 +234,7 @@ def fork(view: ChatView, _: str) -> None:
 
 def imported(file: Path, path: str) -> str:
     """Create a chat in the store ``file`` from the file at ``path``; return its ID. For any thread. Raises StoreError."""
-    from ..export.formats import bring
+    from ..export import bring
 
     archive = bring(Path(path).expanduser(), now=time.time())
     with Store.open(file) as store:

@@ -57,7 +57,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     read = settings.load(settings.default_path()) if sampling_given or kv_given or template_given else None
     plain = options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
     from ..chat.start import ChatOptions, found
-    from ..tui.run import run_chat
+    from ..tui import run_chat
 
     with _warned(read):
         chosen = ChatOptions(

@@ -183,7 +183,7 @@ def _show(store: "Questions", target: str, _: argparse.Namespace) -> Done:
 
 
 def _export(store: "Questions", target: str, options: argparse.Namespace) -> Done:
-    from ..export.formats import export_chat, free_name
+    from ..export import export_chat, free_name
 
     chat = _chat(store, target)
     path = Path(options.output).expanduser() if options.output else free_name(chat.title, Path.cwd())
@@ -192,7 +192,7 @@ def _export(store: "Questions", target: str, options: argparse.Namespace) -> Don
 
 
 def _import(store: "Store", target: str, _: argparse.Namespace) -> Done:
-    from ..export.formats import bring
+    from ..export import bring
 
     chat = store.adopt(bring(Path(target).expanduser(), now=time.time()))
     return _plain(chat), f"imported as {chat.id}: {_title(chat)}"

@@ -1,27 +1,36 @@
-"""mlx-lm beside the engine: a process of its own (peer_child.py) that answers the same prompts, for ``bench --compare``.
+"""mlx-lm beside the engine: a process of its own that answers the same prompts, for ``bench --compare``.
 
 A process of its own, because the engine reaches into mlx-lm's attention function in this one: there it is as its users have it.
-JSON lines over pipes:
+It is this file again, as ``python -m tokamac.app.commands.peer FOLDER``. JSON lines over pipes:
 
     ▶ {"prompt": [ids], "new": 128}      ◀ {"ready": {"version": "0.32.2"}}, once
                                          ◀ {"began_s": 8.1, "token_times_s": [8.4, …], "peak_memory_bytes": 1234}
                                          ◀ {"error": "what failed"}, and it ends
+
+Time stamps are sent as they were taken, where a token arrives; what they come to is reckoned on this side. The file descriptor of
+stdout is taken away at the start there, so that a stray print of any library can't break the protocol.
 """
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from tokamac.engine import metrics
 from tokamac.engine.errors import TokamacError
+from tokamac.engine.files import import_mlx_lm
 
 from ..backend.command_process import how_ended
 from ..sanitise import sanitise_line
@@ -82,7 +91,7 @@ class PeerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # its warnings; the last line is told if it dies
         try:
             self._process = subprocess.Popen(
-                command or [sys.executable, "-m", "tokamac.app.commands.peer_child", str(folder)],
+                command or [sys.executable, "-m", "tokamac.app.commands.peer", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -174,3 +183,64 @@ class PeerProcess:
         lines = self._log.read().decode(errors="replace").splitlines()
         last = next((sanitise_line(line) for line in reversed(lines) if line.strip()), "")
         return PeerError(f"{NAME}'s process {how_ended(code)}{': ' if last else ''}{last}", WITHOUT)
+
+
+class MlxLm:
+    """The model in a folder, as ``mlx_lm.load`` loads it. No code of the folder's is run: that is mlx-lm's default."""
+
+    def __init__(self, folder: str) -> None:
+        import_mlx_lm()  # which would fail by itself where few files may be open
+        from mlx_lm import load
+
+        self._model, self._tokenizer, *_ = load(folder)
+        self._tokenizer.eos_token_ids = set()  # every reply is as long as it is asked to be
+
+    def reply(self, prompt: list[int], new: int) -> dict[str, Any]:
+        """Generate ``new`` tokens greedily, which is mlx-lm's default; return when each arrived (seconds of one clock)."""
+        import mlx.core as mx
+        from mlx_lm import stream_generate
+
+        mx.reset_peak_memory()
+        began_s = time.perf_counter()
+        responses = stream_generate(self._model, self._tokenizer, mx.array(prompt), max_tokens=new)
+        times = [time.perf_counter() for _ in responses]
+        return {"began_s": began_s, "token_times_s": times, "peak_memory_bytes": mx.get_peak_memory()}
+
+
+def serve(folder: str, requests: "queue.SimpleQueue[bytes]", out: BinaryIO) -> None:
+    """Load, and answer requests until one fails."""
+    try:
+        model = MlxLm(folder)
+        _put(out, {"ready": {"version": metadata.version("mlx-lm")}})
+        while True:
+            asked = json.loads(requests.get())
+            _put(out, model.reply(asked["prompt"], asked["new"]))
+    except Exception as error:  # whatever a model's code raises is told in a line
+        traceback.print_exc()
+        _put(out, {"error": f"{type(error).__name__}: {error}"})
+
+
+def main() -> None:
+    """Serve the process's stdin and stdout, then end the process; it also ends when stdin closes, in the middle of a reply too."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, requests), name="reader", daemon=True).start()
+    serve(sys.argv[1], requests, out)
+    sys.stderr.flush()
+    os._exit(1)  # the reader still waits for stdin, and Python aborts when it is torn down around such a thread
+
+
+def _read(stdin: BinaryIO, requests: "queue.SimpleQueue[bytes]") -> None:
+    while line := stdin.readline():
+        requests.put(line)
+    os._exit(0)
+
+
+def _put(out: BinaryIO, answer: dict[str, Any]) -> None:
+    out.write(json.dumps(answer).encode() + b"\n")
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -84,12 +84,12 @@ def open_(repl: "Repl", name: str) -> None:
 
 def export(repl: "Repl", written: str) -> None:
     """Export the conversation to a new file."""
-    from ..export import formats
+    from ..export import export_chat, free_name
 
     chat, missing = commands.exported(repl)
     archive = recording_of(repl).store.archive(chat)
-    path = Path(written).expanduser() if written else formats.free_name(archive.chat.title, Path())
-    formats.export_chat(archive, path)
+    path = Path(written).expanduser() if written else free_name(archive.chat.title, Path())
+    export_chat(archive, path)
     repl.tell(f"Exported to {path}. {missing}".strip())
 
 

@@ -17,10 +17,10 @@ from tokamac.app.chat.recording import Recording
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui import build
 from tokamac.app.tui.app import TokamacApp
 from tokamac.app.tui.markdown.page import Page
 from tokamac.app.tui.markdown.turns import ReplyMessage
-from tokamac.app.tui.run import build
 from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Transcript
 

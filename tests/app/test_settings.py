@@ -33,7 +33,7 @@ from tokamac.app.chat.preferences import (
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.settings import Settings, merged
 from tokamac.app.store.store import Store
-from tokamac.app.tui.screens.dialog import Tick
+from tokamac.app.tui.screens import Tick
 from tokamac.app.tui.screens.settings import SettingsScreen, SystemScreen
 from tokamac.engine.errors import OptionError
 from tokamac.engine.options import KVSpec, Sampling, TemplateOptions

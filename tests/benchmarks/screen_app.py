@@ -13,7 +13,7 @@ from tests.scripted_engine import SCRIPTED
 from tokamac.app.backend.client import Died
 from tokamac.app.backend.protocol import Failed, ReplyEvent, encode
 from tokamac.app.chat.start import ChatOptions
-from tokamac.app.tui.run import build, look_for_garbage_rarely
+from tokamac.app.tui import build, look_for_garbage_rarely
 from tokamac.engine.events import Finished
 from tokamac.engine.options import Sampling
 

@@ -118,17 +118,17 @@ def export(chat: "ChatScreen", written: str) -> None:
 
 def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, missing: str) -> None:
     """Export the chat ``name`` of the store ``file``. missing: a sentence on what is not stored, or nothing."""
-    from ...export import formats
+    from ...export import check_suffix, export_chat, free_name
 
     try:
         with Store.open(file) as store:
             archive = store.archive(name)
-        path = path or Path.cwd() / formats.free_name(archive.chat.title, Path.cwd()).name
-        formats.check_suffix(path)
+        path = path or Path.cwd() / free_name(archive.chat.title, Path.cwd()).name
+        check_suffix(path)
         if path.exists():
             chat.app.call_from_thread(_offer_free_name, chat, path)
             return
-        formats.export_chat(archive, path)
+        export_chat(archive, path)
     except StoreError as error:
         chat.app.call_from_thread(chat.tell, error.one_line(), "error")
     else:
@@ -137,7 +137,7 @@ def _write(chat: "ChatScreen", file: Path, name: str, path: Path | None, missing
 
 
 def _offer_free_name(chat: "ChatScreen", path: Path) -> None:
-    from ...export.formats import free_name
+    from ...export import free_name
 
     free = free_name(path.stem, path.parent, path.suffix)
     chat.query_one(Prompt).give_back(f"/export {sanitise_line(str(free))}")

@@ -48,10 +48,9 @@ from ...chat.steps import (
 from ...sanitise import sanitise, sanitise_line
 from ...store.store import Store
 from ...store.values import StoredChat, StoreError
-from ..actions import chats, model, reading, writing
+from ..actions import bindings, chats, model, reading, writing
 from ..actions.chats import begin
 from ..actions.writing import submit
-from ..bindings import bindings
 from ..bridge import Bridge, EngineSaid
 from ..model_library import ModelLibrary
 from ..theme import FAINT

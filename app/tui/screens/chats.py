@@ -34,7 +34,7 @@ from ...chat.models import short_name
 from ...sanitise import sanitise, sanitise_line
 from ...store.values import Hit, StoredChat, StoreError
 from ..theme import FAINT
-from .dialog import Dialog
+from . import Dialog
 
 LEAST_TITLE = 24
 """Cells that a title keeps; the rest of a chat's row gives way to it, the ID last: ``--chat`` takes it."""

@@ -25,7 +25,7 @@ from ...sanitise import sanitise_line
 from ...verdict import HOW, RELIEF, THROTTLED, numbers, part_text, remedy_text, sentence, value_text, words
 from ..markdown.rows import wrapped
 from ..theme import FAINT, bar
-from .dialog import Dialog
+from . import Dialog
 
 NAME, VALUE = 18, 14  # cells
 

@@ -22,7 +22,7 @@ from ..bridge import Bridge, EngineSaid
 from ..markdown.page import Prose
 from ..markdown.rows import wrapped
 from ..theme import FAINT
-from .dialog import Dialog
+from . import Dialog
 
 KEY_COLUMN = 14
 LEAST_TEXT = 24  # cells; with fewer beside the keys, these have a line of their own

@@ -32,7 +32,7 @@ from ...chat.steps import EnginePhase
 from ...sanitise import sanitise_line
 from ..model_library import ModelLibrary
 from ..theme import FAINT
-from .dialog import Dialog
+from . import Dialog
 
 PENDING = "…"
 ROOMY = 92

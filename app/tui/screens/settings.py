@@ -36,7 +36,7 @@ from ...chat.preferences import (
 from ...sanitise import sanitise, sanitise_line
 from ...settings import CHAT_KV, Settings
 from ..theme import FAINT
-from .dialog import Dialog, Tick
+from . import Dialog, Tick
 
 THIS_CHAT = "For this chat only"
 NOT_USED = "Your draft; it is not applied yet. Ctrl+S applies it."

@@ -52,7 +52,7 @@ from ...sanitise import sanitise_line
 from ...units import lowest
 from ...verdict import BOUND
 from ..theme import FAINT
-from .dialog import Dialog
+from . import Dialog
 
 # Tables -------------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tokamac.engine.events import TextKind
 
 from ...chat.actions import Keymap
 from ...chat.conversation import Reply, Turn
-from ..bindings import bindings
+from ..actions import bindings
 from ..markdown.page import BLANK, PLAIN, Frame, PageItem, PageRow
 from ..markdown.rows import Row, wrapped
 from ..markdown.turns import ReplyMessage, Spoken, SystemMessage, messages_of

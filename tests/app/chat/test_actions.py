@@ -21,7 +21,7 @@ from tokamac.app.chat.actions import ACTIONS, NAMED_KEYS, NEWLINE_KEYS, Keymap, 
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import EnginePhase, Notice
 from tokamac.app.settings import Settings
-from tokamac.app.tui.bindings import bindings
+from tokamac.app.tui.actions import bindings
 from tokamac.app.tui.screens.chat import COMMANDS
 from tokamac.app.tui.screens.chats import BranchesScreen
 from tokamac.app.tui.screens.figure import ExplainScreen

@@ -351,7 +351,7 @@ READY = 'import sys; print(\'{"ready": {"version": "1"}}\', flush=True); sys.std
 def running(folder: Path) -> list[str]:
     """Return the processes of mlx-lm that hold this folder."""
     listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if "peer_child" in line and str(folder) in line]
+    return [line for line in listed.splitlines() if "commands.peer" in line and str(folder) in line]
 
 
 def gone(folder: Path) -> bool:
@@ -490,7 +490,7 @@ def test_whatever_the_process_answers_is_one_clear_error(script: str, said: str,
 def test_a_process_that_does_not_leave_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokamac.app.commands.peer.GRACE_S", 0.2)
     script = READY + "import time; time.sleep(600)"
-    peer = PeerProcess(tmp_path, [sys.executable, "-c", script, "peer_child"])
+    peer = PeerProcess(tmp_path, [sys.executable, "-c", script, "commands.peer"])
     assert running(Path("time.sleep(600)"))
     peer.close()
     assert gone(Path("time.sleep(600)"))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.app.conftest import Chat as Running
 from tokamac.app.chat.recording import tree_of
 from tokamac.app.chat.steps import EnginePhase
-from tokamac.app.export.formats import export_chat, free_name, with_system_apart
+from tokamac.app.export import export_chat, free_name, with_system_apart
 from tokamac.app.export.html import to_html
 from tokamac.app.export.svg import to_svg
 from tokamac.app.store import export

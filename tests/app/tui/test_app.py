@@ -30,9 +30,9 @@ from tokamac.app.chat.actions import ACTIONS, Keymap, by_slash
 from tokamac.app.chat.jobs import GuideChat
 from tokamac.app.chat.start import ChatOptions
 from tokamac.app.chat.steps import EnginePhase
+from tokamac.app.tui import build
 from tokamac.app.tui.app import teach_alt_enter
 from tokamac.app.tui.markdown.turns import ReplyMessage, UserMessage
-from tokamac.app.tui.run import build
 from tokamac.app.tui.screens import help as screens_help
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.help import GROUPS, KEY_COLUMN, GuideScreen, HelpScreen, help_text
@@ -528,7 +528,7 @@ DRAWN = """
 import sys
 from pathlib import Path
 from tokamac.app.chat.start import ChatOptions
-from tokamac.app.tui.run import FRAMES_PER_S, build
+from tokamac.app.tui import FRAMES_PER_S, build
 assert "textual" not in sys.modules
 build(ChatOptions(settings_path=Path(sys.argv[1]) / "settings.toml", log_path=Path(sys.argv[1]) / "log"))
 from textual.screen import UPDATE_PERIOD
@@ -536,7 +536,7 @@ print(UPDATE_PERIOD == 1 / FRAMES_PER_S)
 """
 GARBAGE = """
 import gc
-from tokamac.app.tui.run import look_for_garbage_rarely
+from tokamac.app.tui import look_for_garbage_rarely
 before = gc.get_threshold()
 look_for_garbage_rarely()
 print(gc.get_freeze_count() > 0 and gc.isenabled() and before[:2] == gc.get_threshold()[:2] and before[2] < gc.get_threshold()[2])

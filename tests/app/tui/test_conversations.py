@@ -23,9 +23,9 @@ from tokamac.app.tui.actions.chats import EMPTY, KEPT, STOPPED, jump
 from tokamac.app.tui.app import RESTORE, SAVE, terminal_title
 from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
 from tokamac.app.tui.model_library import load_model
+from tokamac.app.tui.screens import Tick
 from tokamac.app.tui.screens.chat import ChatScreen
 from tokamac.app.tui.screens.chats import ChatsScreen
-from tokamac.app.tui.screens.dialog import Tick
 from tokamac.app.tui.screens.settings import NOT_USED, SettingsScreen, SystemScreen
 from tokamac.app.tui.widgets.prompt_input import Prompt
 from tokamac.app.tui.widgets.transcript import Welcome

@@ -20,7 +20,7 @@ from tokamac.app.chat.actions import Keymap, keymap
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.tui.markdown.parse import Inline, Table
 from tokamac.app.tui.markdown.rows import rows
-from tokamac.app.tui.screens.dialog import fitting
+from tokamac.app.tui.screens import fitting
 from tokamac.app.tui.screens.settings import NOTES, SettingsScreen, SystemScreen
 from tokamac.app.tui.theme import DARK, LIGHT, PROSE, TERMINAL, end_of, readable, text_colours
 from tokamac.app.tui.widgets.status import StatusLine
