@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from .output import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
+from . import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE
 
 HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")

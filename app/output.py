@@ -22,13 +22,6 @@ from tokamac.engine.errors import shortened
 from .sanitise import Sanitiser, sanitise, sanitise_line
 from .units import seconds, size
 
-WRONG_USAGE = 2
-"""What argparse ends with."""
-INTERRUPTED = 130
-"""128 + SIGINT: what a shell reports of a program that Ctrl-C ended."""
-PIPE_CLOSED = 141
-"""128 + SIGPIPE: what a shell reports of a program that SIGPIPE ended."""
-
 BAR_CELLS = 20
 
 

@@ -27,33 +27,33 @@ from .errors import (
     TemplateError,
     TokamacError,
 )
-from .events import (
-    Action,
-    Alternative,
-    Branch,
-    Continue,
-    Edit,
-    Event,
-    Finished,
-    Live,
-    LoadProgress,
-    MemoryPressure,
-    Message,
-    PrefillProgress,
-    Price,
-    Regenerate,
-    Send,
-    TextChunk,
-    TokenLogprob,
-    Truncated,
-)
-from .metrics import Gaps, Metrics
-from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 
 if TYPE_CHECKING:
     from .chat import Chat
     from .engine import Engine
+    from .events import (
+        Action,
+        Alternative,
+        Branch,
+        Continue,
+        Edit,
+        Event,
+        Finished,
+        Live,
+        LoadProgress,
+        MemoryPressure,
+        Message,
+        PrefillProgress,
+        Price,
+        Regenerate,
+        Send,
+        TextChunk,
+        TokenLogprob,
+        Truncated,
+    )
     from .kv.divergence import Trial, TrialProgress
+    from .metrics import Gaps, Metrics
+    from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
@@ -117,13 +117,25 @@ __all__ = [
 ]
 
 
-_HOMES = {
-    "Chat": "chat", "Check": "prompt_cache.cache", "Engine": "engine", "Exchanged": "prompt_cache.exchange",
-    "Limits": "perf.roofline", "Memory": "perf.memory", "ModelSpec": "runner", "Perplexity": "scoring",
-    "Prediction": "perf.roofline", "ReplyStream": "worker", "Tokenizer": "text.tokenizer", "Trial": "kv.divergence",
-    "TrialProgress": "kv.divergence",
+_NAMES = {
+    "chat": "Chat",
+    "engine": "Engine",
+    "events": "Action Alternative Branch Continue Edit Event Finished Live LoadProgress "
+    "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob Truncated",
+    "kv.divergence": "Trial TrialProgress",
+    "metrics": "Gaps Metrics",
+    "options": "KVSpec PromptCacheSpec Sampling TemplateOptions",
+    "perf.memory": "Memory",
+    "perf.roofline": "Limits Prediction",
+    "prompt_cache.cache": "Check",
+    "prompt_cache.exchange": "Exchanged",
+    "runner": "ModelSpec",
+    "scoring": "Perplexity",
+    "text.tokenizer": "Tokenizer",
+    "worker": "ReplyStream",
 }  # fmt: skip
-"""Which module defines a name that MLX is imported with, so that the screen and the command line stay light."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Which module defines a name: the command line needs the errors alone, and MLX is imported where it is used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import Sampling
 
+from .. import INTERRUPTED
 from ..backend.client import BackendEvent, Died, Garbled
 from ..backend.command_process import (
     ConversionLine,
@@ -49,7 +50,7 @@ from ..backend.command_process import (
     remove_arguments,
 )
 from ..backend.protocol import Failed, Generate, Load, Loaded, ReplyEvent, Request
-from ..output import INTERRUPTED, table
+from ..output import table
 from ..sanitise import Sanitiser, sanitise, sanitise_line
 from ..units import UNKNOWN, count, rate, seconds, short, size
 from ..verdict import closeness

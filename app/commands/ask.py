@@ -20,6 +20,7 @@ from tokamac.engine.events import Event, Finished, MemoryPressure, Message, Pref
 from tokamac.engine.files import NotRegularError, open_regular
 from tokamac.engine.metrics import Metrics, Outlier
 
+from .. import INTERRUPTED
 from ..chat.attachments import fence_for
 from ..keep_awake import awake
 from ..options import (
@@ -40,7 +41,7 @@ from ..options import (
     template_options,
     with_logprobs,
 )
-from ..output import INTERRUPTED, ModelText, Progress, dim, is_terminal, json_line, note
+from ..output import ModelText, Progress, dim, is_terminal, json_line, note
 from ..parser import Parser
 from ..sanitise import Sanitiser
 from . import loading

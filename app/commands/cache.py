@@ -16,6 +16,7 @@ from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Message, PrefillProgress
 from tokamac.engine.options import KVSpec, PromptCacheSpec
 
+from .. import INTERRUPTED
 from ..options import (
     add_adapter_flag,
     add_kv_flags,
@@ -25,7 +26,7 @@ from ..options import (
     default_model,
     kv_spec,
 )
-from ..output import INTERRUPTED, Progress, json_line, note, table
+from ..output import Progress, json_line, note, table
 from ..parser import ActionParser, Parser
 from ..sanitise import sanitise_line
 from ..units import UNKNOWN, count, size

@@ -14,9 +14,9 @@ from tokamac.engine.errors import ModelNotFoundError
 from tokamac.engine.events import LoadProgress
 from tokamac.engine.options import KVSpec, PromptCacheSpec
 
-from .. import settings
+from .. import INTERRUPTED, settings
 from ..options import adapter_of, memory_limit
-from ..output import INTERRUPTED, Progress, note
+from ..output import Progress, note
 
 if TYPE_CHECKING:
     from tokamac.engine import Engine

@@ -4,9 +4,7 @@ The first line of a text is its summary. What would drift from the code is a pla
 actions of the chat, and the options that the settings know.
 """
 
-import textwrap
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -73,6 +71,8 @@ def _options(name: str, first: str) -> Callable[[], str]:
     """Return what lists the options of a table, but the first, which the text has."""
 
     def listed() -> str:
+        from dataclasses import fields
+
         from ..settings import Settings
 
         names = [field.name for field in fields(getattr(Settings(), name)) if field.name != first]
@@ -82,6 +82,8 @@ def _options(name: str, first: str) -> Callable[[], str]:
 
 
 def _wrapped(text: str, indent: int, mark: str = "") -> str:
+    import textwrap  # ``tokamac --help`` needs the summaries alone
+
     lines = [
         textwrap.fill(line, WIDTH - 1, subsequent_indent=" " * indent + mark, break_on_hyphens=False)
         for line in text.split("\n")

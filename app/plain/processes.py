@@ -19,6 +19,7 @@ from tokamac.engine.events import TextChunk
 from tokamac.engine.hub.cache import GUIDE
 from tokamac.engine.options import KVSpec
 
+from .. import INTERRUPTED, WRONG_USAGE
 from ..backend.client import BackendEvent, EngineProcess
 from ..backend.command_process import (
     ConversionLine,
@@ -38,7 +39,6 @@ from ..backend.command_process import (
 )
 from ..backend.protocol import ReplyEvent
 from ..chat.jobs import ConversionJob, ConversionPhase, GuideChat
-from ..output import INTERRUPTED, WRONG_USAGE
 from ..units import count, size
 from .console import heard
 

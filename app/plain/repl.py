@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from .. import units
+from .. import INTERRUPTED, units
 from ..backend.client import BackendEvent, Died, EngineProcess
 from ..backend.protocol import Load
 from ..chat.actions import ACTIONS, Keymap
@@ -46,7 +46,7 @@ from ..chat.steps import (
     Titled,
     TurnBegun,
 )
-from ..output import INTERRUPTED, note
+from ..output import note
 from ..store.values import StoredChat, StoreError
 from ..verdict import brief
 from . import processes

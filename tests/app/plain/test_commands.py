@@ -16,6 +16,7 @@ import pytest
 
 from tests.app.commands.conftest import Run
 from tests.app.plain.plain_chat import OBEYED, Terminal, children, last_path, piped, until
+from tokamac.app import INTERRUPTED
 from tokamac.app.backend import protocol
 from tokamac.app.backend.command_process import LineProcess
 from tokamac.app.chat import external_programs
@@ -23,7 +24,6 @@ from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply, Tree
 from tokamac.app.chat.external_programs import FILE, copy_text
 from tokamac.app.chat.recording import LEFT
-from tokamac.app.output import INTERRUPTED
 from tokamac.app.plain import processes
 from tokamac.app.plain.commands import LISTED_FIGURES, outline
 from tokamac.app.plain.console import LineComposer

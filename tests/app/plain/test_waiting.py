@@ -13,10 +13,10 @@ import pytest
 from platformdirs import user_log_path
 
 from tests.app.plain.plain_chat import PATIENCE_S, Terminal, children, last_path, spawn, until
+from tokamac.app import INTERRUPTED
 from tokamac.app.backend.command_process import Ended, LineProcess
 from tokamac.app.chat.background import SYSTEM
 from tokamac.app.chat.jobs import ConversionJob, ConversionPhase
-from tokamac.app.output import INTERRUPTED
 from tokamac.app.plain.console import heard, noticed, unbroken
 from tokamac.app.plain.processes import run_aside
 from tokamac.app.plain.repl import HEARD_S, Meanwhile
