@@ -38,7 +38,7 @@ from tokamac.engine.options import OnFull
 from tokamac.engine.text import encoder as encoders
 from tokamac.engine.text.encoder import check_growth
 from tokamac.engine.text.prompt import MARK, Prompting, Words, fit_ids, fit_messages, room_for_prompt
-from tokamac.engine.text.template import LONGEST_TEMPLATE, ChatTemplate, with_deadline
+from tokamac.engine.text.template import LONGEST_TEMPLATE, ChatTemplate
 from tokamac.engine.text.tokenizer import BREAK, ControlTokens, Tokenizer, load_tokenizer
 
 # Chat templates: what transformers renders, and no more time or memory than a rendering needs.
@@ -170,7 +170,7 @@ HOSTILE = [
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(with_deadline, "__defaults__", (1.0,))
+    monkeypatch.setitem(ChatTemplate.render.__kwdefaults__, "seconds", 0.3)
 
 
 def test_no_template_takes_what_a_rendering_does_not_need(tmp_path: Path) -> None:
@@ -180,15 +180,14 @@ def test_no_template_takes_what_a_rendering_does_not_need(tmp_path: Path) -> Non
     code = """
 import json, resource, sys
 from tokamac.engine import TemplateError
-from tokamac.engine.text.template import ChatTemplate, with_deadline
-with_deadline.__defaults__ = (1.0,)
+from tokamac.engine.text.template import ChatTemplate
 templates, turns = json.load(open(sys.argv[1]))
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
 if size:
     resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30),) * 2)
 for template in templates:
     try:
-        text = ChatTemplate(template, {}).render(turns, reply=True)
+        text = ChatTemplate(template, {}).render(turns, reply=True, seconds=0.3)
         print("rendered", len(text))
     except MemoryError:
         print("memory")
@@ -202,7 +201,7 @@ for template in templates:
     assert {template: what for template, what in said.items() if not what.startswith("refused")} == {}
 
 
-def test_a_long_conversation_has_budget(soon: None) -> None:
+def test_a_long_conversation_has_budget() -> None:
     turns = [{"role": "user", "content": "words " * 100_000}] * 3
     text = ChatTemplate(TEMPLATES["chatml"], {}).render(turns, reply=True)
     assert text.count("words") == 300_000

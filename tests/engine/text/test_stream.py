@@ -24,6 +24,7 @@ from tokamac.engine import (
     TokenLogprob,
 )
 from tokamac.engine.text.stream import ReplyText, TokenSources, first_of, held_back
+from tokamac.engine.text.template import ChatTemplate
 from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 # What the reader sees: whole characters, no stop text, thinking apart, hostile templates stopped.
@@ -216,7 +217,7 @@ def folder_with(tmp_path: Path, template: str | None) -> Tokenizer:
 
 
 def test_a_template_that_loops_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamac.engine.text.template.with_deadline.__defaults__", (0.3,))
+    monkeypatch.setitem(ChatTemplate.render.__kwdefaults__, "seconds", 0.3)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = folder_with(tmp_path, loop)
     began = time.monotonic()
