@@ -19,7 +19,7 @@ import pytest
 
 from tests.app.commands.conftest import Run
 from tests.test_docs import FLAG, KEY, keys_of_lists, options_of
-from tokamac.app import cli, output, parser, settings
+from tokamac.app import INTERRUPTED, PIPE_CLOSED, WRONG_USAGE, cli, parser, settings
 from tokamac.app import help as texts
 from tokamac.app.chat.actions import ACTIONS
 from tokamac.app.cli import COMMANDS
@@ -316,7 +316,7 @@ def test_where_a_command_has_the_name_too_its_own_help_comes_first(tokamac: Run,
 def test_an_unknown_topic_is_one_line_with_the_nearest(tokamac: Run, word: str, meant: str | None) -> None:
     done = tokamac("help", word)
     question = f"; did you mean tokamac help {meant}?" if meant else "."
-    assert (done.status, done.out) == (output.WRONG_USAGE, "")
+    assert (done.status, done.out) == (WRONG_USAGE, "")
     assert done.err == f"tokamac: there is no help on {word!r}{question} See `tokamac help`.\n"
 
 
@@ -382,7 +382,7 @@ def test_the_environment_has_every_variable_of_ours() -> None:
 
 def test_the_exit_statuses_are_those_of_the_program() -> None:
     listed = re.findall(r"^ +(\d+)  ", texts.topic("exit"), re.MULTILINE)
-    assert listed == ["0", "1", *map(str, (output.WRONG_USAGE, output.INTERRUPTED, output.PIPE_CLOSED))]
+    assert listed == ["0", "1", *map(str, (WRONG_USAGE, INTERRUPTED, PIPE_CLOSED))]
 
 
 # What is said where a word is mistyped, a model is called by a part of its name, or something is elsewhere.
