@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
-from tests.engine.helpers import write_model
+from tests.engine.helpers import CONFIG, write_model
 from tokamac.app.cli import main
 from tokamac.engine import Engine, Event, MemoryPressure, Message, Sampling
 from tokamac.engine.errors import MemoryLimitError
@@ -292,21 +292,8 @@ def test_a_peak_looks_at_few_calls_however_long_the_context() -> None:
 
 
 def test_a_shape_from_a_config():
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 272,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
-    plan = plan_caches(skeleton_model(config, 4), config, KVSpec(key_bits=8, value_bits=4, window=512))
-    shape = shape_of(config, plan, weights=7, value_bytes=4, order="at once", device=CPU)
+    plan = plan_caches(skeleton_model(CONFIG, 4), CONFIG, KVSpec(key_bits=8, value_bits=4, window=512))
+    shape = shape_of(CONFIG, plan, weights=7, value_bytes=4, order="at once", device=CPU)
     assert (shape.weights, shape.hidden, shape.queries, shape.mlp, shape.experts) == (7, 64, 128, 128, 0)
     layer = shape.layers[0]
     assert (layer.heads, layer.key_dim, layer.key_bits, layer.value_bits) == (2, 32, 8, 4)
