@@ -43,7 +43,7 @@ CHAT_KV = KVSpec(keep="system")
 """How a chat keeps keys and values unless it is told otherwise: what rolls out of sight is never the system prompt."""
 
 VALUES = (
-    "model", "theme", "system", "panel", "unload_after_min", "memory_gb", "keep_awake", "titles", "toured",
+    "model", "theme", "system", "panel", "unload_after_min", "memory_gb", "models_folder", "keep_awake", "titles", "toured",
 )  # fmt: skip
 """Settings that are one value, not a table."""
 OPTIONS = ("sampling", "template", "kv")
@@ -58,7 +58,8 @@ class Settings:
 
     unload_after_min: minutes without use until the chat gives the model's memory back; 0 is never, None leaves it to the chat
     (app/chat/session.py). memory_gb: what MLX's arrays may take, in GB of 10^9 bytes; None is the system's limit. keep_awake:
-    whether a Mac may not sleep while a model works. titles: who gives a chat its title, one of ``TITLES``.
+    whether a Mac may not sleep while a model works. models_folder: where the chat puts models that it converts; empty is
+    ``default_models_folder``. titles: who gives a chat its title, one of ``TITLES``.
     toured: whether the tour of the first start was shown. system_prompts: texts by name. adapters: by model. keys: of actions
     by id, as they were written. Raises OptionError for values out of range.
     """
@@ -69,6 +70,7 @@ class Settings:
     panel: bool = True
     unload_after_min: int | None = None
     memory_gb: float | None = None
+    models_folder: str = ""
     keep_awake: bool = True
     titles: str = "model"
     toured: bool = False
@@ -93,6 +95,11 @@ class Settings:
     def memory_bytes(self) -> int | None:
         """What MLX's arrays may take; None is the system's limit."""
         return None if self.memory_gb is None else round(self.memory_gb * 1e9)
+
+    @property
+    def models_path(self) -> Path:
+        """Where the chat puts models that it converts: an absolute path, there or not."""
+        return Path(self.models_folder).expanduser().absolute() if self.models_folder else default_models_folder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,15 @@ def default_path() -> Path:
     from platformdirs import user_config_path
 
     return user_config_path("tokamac") / FILE
+
+
+def default_models_folder() -> Path:
+    """Return where converted models go: in plain sight in the home folder, or below TOKAMAC_DATA_DIR where that is set.
+
+    They take gigabytes. A hidden data folder would fill the disk unseen, and on a Mac the Finder does not show it.
+    """
+    given = os.environ.get("TOKAMAC_DATA_DIR")
+    return Path(given).expanduser().absolute() / "models" if given else Path.home() / "Models" / "tokamac"
 
 
 def load(path: Path) -> LoadedSettings:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 UNKNOWN = "unknown"
+HOUR_S = 3600
 
 
 def count(value: int | None) -> str:
@@ -74,8 +75,26 @@ def seconds(value: float | None) -> str:
         return f"{value:.1f} s"
     if value < 99.5:
         return f"{value:.0f} s"
-    minutes, rest = divmod(round(value), 60)
+    whole = round(value)
+    if whole >= HOUR_S:
+        return _hours(whole)
+    minutes, rest = divmod(whole, 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def minutes(value: float | None) -> str:
+    """Return an estimated duration, to a minute: under a minute, 12 min, 2 h 05 min."""
+    if value is None:
+        return UNKNOWN
+    whole = round(value / 60)
+    if whole >= 60:
+        return _hours(60 * whole)
+    return f"{whole} min" if whole else "under a minute"
+
+
+def _hours(value: int) -> str:
+    hours, rest = divmod(round(value / 60), 60)
+    return f"{hours:,} h {rest:02d} min"
 
 
 def _figures(value: float) -> str:

@@ -156,7 +156,13 @@ def value_text(value: float | None, unit: Unit) -> str:
         case "bytes":
             return units.size(round(value))
         case "s":
-            return units.milliseconds(value * 1e3) if value < 1 else f"{value:,.2f} s"
+            return (
+                units.milliseconds(value * 1e3)
+                if value < 1
+                else units.seconds(value)
+                if value >= 3600
+                else f"{value:,.2f} s"
+            )
         case "tok/s":
             return units.rate(value)
         case "TFLOP/s":
@@ -263,8 +269,8 @@ def closeness(found: ModelComparison | None, relative_error: float | None) -> st
     """Return what was found, the plainest first: the same choices, perplexity, KL divergence, the error of the weights."""
     said = []
     if found is not None and found.top1 is not None:
-        places = f"{100 * found.top1:.1f} % of {count(found.positions)} places of a text"
-        said.append(f"its likeliest next token is the source's at {places}")
+        share = f"{100 * found.top1:.1f} % of {count(found.positions)} positions"
+        said.append(f"picks the same next token as the original in {share}")
     if found is not None and found.perplexity_ratio is not None:
         more = 100 * (found.perplexity_ratio - 1)
         by = f"{abs(more):.1f} % {'higher' if more > 0 else 'lower'}" if abs(more) >= 0.05 else "the same"

@@ -49,11 +49,12 @@ if TYPE_CHECKING:
         Send,
         TextChunk,
         TokenLogprob,
+        ToolCall,
         Truncated,
     )
     from .kv.divergence import Trial, TrialProgress
     from .metrics import Gaps, Metrics
-    from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+    from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
     from .perf.memory import Memory
     from .perf.roofline import Limits, Prediction
     from .prompt_cache.cache import Check
@@ -111,6 +112,8 @@ __all__ = [
     "TokamacError",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
+    "ToolSpec",
     "Trial",
     "TrialProgress",
     "Truncated",
@@ -121,10 +124,10 @@ _NAMES = {
     "chat": "Chat",
     "engine": "Engine",
     "events": "Action Alternative Branch Continue Edit Event Finished Live LoadProgress "
-    "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob Truncated",
+    "MemoryPressure Message PrefillProgress Price Regenerate Send TextChunk TokenLogprob ToolCall Truncated",
     "kv.divergence": "Trial TrialProgress",
     "metrics": "Gaps Metrics",
-    "options": "KVSpec PromptCacheSpec Sampling TemplateOptions",
+    "options": "KVSpec PromptCacheSpec Sampling TemplateOptions ToolSpec",
     "perf.memory": "Memory",
     "perf.roofline": "Limits Prediction",
     "prompt_cache.cache": "Check",

@@ -24,8 +24,9 @@ from .events import (
     Regenerate,
     Send,
     TextChunk,
+    ToolCall,
 )
-from .options import NOTHING_TOLD, Sampling, TemplateOptions, index
+from .options import EMPTY_SCHEMA, NOTHING_TOLD, Sampling, TemplateOptions, ToolSpec, index
 from .text.continuation import unfinished
 from .worker import ReplyStream
 
@@ -127,13 +128,28 @@ def given_sampling(sampling: object) -> Sampling:
     return sampling
 
 
-def given_template(template: object) -> TemplateOptions:
-    """Return what the chat template is told; None is nothing. Raises OptionError for anything but TemplateOptions."""
+def given_template(template: object, tools: object = ()) -> TemplateOptions:
+    """Return what the chat template is told, ``tools`` as well; None is nothing. Raises OptionError for anything else."""
     if template is None:
-        return NOTHING_TOLD
+        template = NOTHING_TOLD
     if not isinstance(template, TemplateOptions):
         raise OptionError(f"template is a {_kind(template)}", 'Use TemplateOptions(thinking="off"), for example.')
-    return template
+    given = given_tools(tools)
+    return replace(template, tools=given) if given else template
+
+
+def given_tools(tools: object) -> tuple[ToolSpec, ...]:
+    """Return definitions of functions: ToolSpecs, or dicts as OpenAI's API has them. Raises OptionError for anything else."""
+    if isinstance(tools, str | bytes | dict | ToolSpec) or not isinstance(tools, Iterable):
+        raise OptionError(f"tools is a {_kind(tools)}", "Give a list of ToolSpec(name, description, parameters).")
+    return tuple(each if isinstance(each, ToolSpec) else _tool_of(each) for each in tools)
+
+
+def _tool_of(given: object) -> ToolSpec:
+    function = given.get("function", given) if isinstance(given, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise OptionError(f"{given!r:.80} defines no tool", "Use ToolSpec(name, description, parameters).")
+    return ToolSpec(function["name"], function.get("description") or "", function.get("parameters") or EMPTY_SCHEMA)
 
 
 def _items(given: object, what: str) -> list[object]:
@@ -226,6 +242,23 @@ class Chat:
         with self._own_turn():
             before = self.messages
             self._messages = [*self._answered(), added]
+            return self._begun(self._record(_Asked(self.messages, self.messages, before), how))
+
+    def send_results(self, *results: str, sampling: Sampling | None = None) -> ReplyStream:
+        """Give the results of the last reply's calls, one text for each in order, and generate what the model says to them.
+
+        Raises OptionError where the last reply calls nothing, or for another number of results.
+        """
+        texts, how = [given_text(each, "a result") for each in results], given_sampling(sampling)
+        with self._own_turn():
+            before = self.messages
+            calls = before[-1].tool_calls if before else ()
+            if not calls or len(calls) != len(texts):
+                raise OptionError(
+                    f"{len(texts)} results are given for {len(calls)} calls", "Give one text for each call."
+                )
+            for call, text in zip(calls, texts, strict=True):
+                self._messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
             return self._begun(self._record(_Asked(self.messages, self.messages, before), how))
 
     def regenerate(self, sampling: Sampling | None = None) -> ReplyStream:
@@ -360,15 +393,17 @@ class Chat:
                 for event in events:
                     if isinstance(event, TextChunk):
                         said = _longer(said, event)
+                    elif isinstance(event, ToolCall):
+                        said = replace(said, tool_calls=(*said.tool_calls, event))
                     elif isinstance(event, Finished):
-                        said, whole = Message("assistant", event.text, event.thinking), True
+                        said, whole = Message("assistant", event.text, event.thinking, event.tool_calls), True
                     yield event
         except Exception:
             if not whole and said in (begun, Message("assistant", "")) and self._is_as(asked.now):
                 self._messages[:] = asked.before
             raise
         finally:
-            new = (said.content or said.thinking) and (whole or said != begun)
+            new = (said.content or said.thinking or said.tool_calls) and (whole or said != begun)
             if new and self._is_as(asked.now):
                 self._messages[:] = [*asked.after, said]
                 if said.thinking or self.template.thinking is not None:

@@ -3,13 +3,13 @@
 import atexit
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .chat import (
     Chat,
@@ -26,7 +26,7 @@ from .device import cannot_import, check_backends, installed_backends, leave_thr
 from .errors import EngineClosedError, OptionError
 from .events import Event, Finished, Live, LoadProgress, Message, Price, TextChunk, TokenLogprob
 from .metrics import Recorder
-from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
+from .options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions, ToolSpec
 from .perf.memory import check_address_space
 from .worker import EventStream, ReplyHandle, ReplyScheduler, ReplyStream, UnpacedReply, Worker
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Prompt = Sequence[int] | Sequence[Message]
+GivenTool = ToolSpec | Mapping[str, Any]
 
 
 class Engine:
@@ -151,10 +152,18 @@ class Engine:
         return self._runner.runtime.tokenizer
 
     def chat(
-        self, system: str | None = None, messages: Sequence[Message] = (), *, template: TemplateOptions | None = None
+        self,
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        *,
+        template: TemplateOptions | None = None,
+        tools: Iterable[GivenTool] = (),
     ) -> Chat:
-        """Return a conversation, new or continued from ``messages``. template: what the chat template is told in all of it."""
-        return Chat(self, system, messages, template)
+        """Return a conversation, new or continued from ``messages``. template: what the chat template is told in all of it.
+
+        tools: what the model may call. ``Finished.tool_calls`` are the calls of a reply; ``Chat.send_results`` answers them.
+        """
+        return Chat(self, system, messages, given_template(template, tools))
 
     def ask(
         self,
@@ -163,17 +172,18 @@ class Engine:
         *,
         system: str | None = None,
         template: TemplateOptions | None = None,
+        tools: Iterable[GivenTool] = (),
     ) -> Finished:
         """Return the whole reply to a text, to messages or to token ids: ``.text``, ``.thinking``, ``.reason``, ``.metrics``.
 
         Its ``ids`` and ``logprobs`` are those of all tokens of the reply. system: a system prompt, for a text or messages without
-        one. template: as for ``generate``. ``cancel`` ends it from another thread, with reason "cancelled". Raises what
+        one. template, tools: as for ``generate``. ``cancel`` ends it from another thread, with reason "cancelled". Raises what
         ``generate`` raises.
         """
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         # An interrupt leaves nothing running, though its traceback holds on to this frame.
-        with closing(self.generate(given_question(prompt, system), sampling, template=template)) as events:
+        with closing(self.generate(given_question(prompt, system), sampling, template=template, tools=tools)) as events:
             for event in events:
                 if isinstance(event, TextChunk | Finished):
                     ids.extend(event.ids)
@@ -189,13 +199,14 @@ class Engine:
         *,
         continues: bool = False,
         template: TemplateOptions | None = None,
+        tools: Iterable[GivenTool] = (),
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of ``generate`` to a task: ``async for event in engine.generate_async(prompt)``.
 
         Cancelling the task, or closing the iterator (``aclose``), ends the reply. The same as ``async for`` over ``generate``,
         ``chat.send`` or another of a chat's replies.
         """
-        return aiter(self.generate(prompt, sampling, continues=continues, template=template))
+        return aiter(self.generate(prompt, sampling, continues=continues, template=template, tools=tools))
 
     def generate(
         self,
@@ -204,18 +215,23 @@ class Engine:
         *,
         continues: bool = False,
         template: TemplateOptions | None = None,
+        tools: Iterable[GivenTool] = (),
     ) -> ReplyStream:
         """Yield the events of a reply to token ids or to messages: PrefillProgress, TextChunk, at last Finished.
 
         continues: the messages end with a reply that was cut; its rest is generated. TextChunks are what is new, Finished holds
         all of the reply, and ``max_tokens`` counts what is new. template: what the chat template is told beside the messages, and
         how long the model may think; what it can't be told, and anything but a budget for token ids, raises OptionError.
+        tools: functions that the model may call, as ToolSpecs or as OpenAI's API writes them. Each call is a ToolCall event once it
+        is whole, and ``Finished`` has them all; a Message of role "tool" for each gives its result. OptionError where the model
+        takes none.
         Stop iterating, or close the iterator, to cancel; what was computed stays for reuse. ``cancel`` of what is returned ends
         this reply alone, from any thread; ``async for`` reads it without blocking an event loop.
         Raises OptionError (no prompt), ContextError (too long) and TemplateError, on the first step.
         """
         handle = ReplyHandle()
-        return ReplyStream(self._generated(prompt, sampling, template, handle, continues=continues), handle)
+        told = template if tools == () else given_template(template, tools)
+        return ReplyStream(self._generated(prompt, sampling, told, handle, continues=continues), handle)
 
     def _generated(
         self,

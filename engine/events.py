@@ -3,31 +3,69 @@
 What an action on a conversation would cost, before it is taken.
 """
 
+import json
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .errors import OptionError
 from .metrics import Metrics, Outlier
 from .perf.diagnosis import Diagnosis
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 TextKind = Literal["answer", "thinking"]
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, as the model wrote it: part of an assistant's message, and an event once it is whole.
+
+    arguments: a JSON object, as text. id: tells it from the other calls of the conversation. problem: why the call could not be
+    read; ``arguments`` is then what the model wrote, which is text of the reply as well. Raises OptionError for other arguments.
+    """
+
+    name: str
+    arguments: str = "{}"
+    id: str = ""
+    problem: str = ""
+
+    def __post_init__(self) -> None:
+        if self.problem:
+            return
+        try:
+            read = json.loads(self.arguments)
+        except (TypeError, ValueError, RecursionError):
+            read = None
+        if not isinstance(read, dict):
+            raise OptionError(
+                f"the arguments of the call of {self.name!r:.60} are no JSON object",
+                'Give a text such as {"path": "a"}.',
+            )
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments by name; none of a call that could not be read."""
+        return {} if self.problem else dict(json.loads(self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation. ``thinking`` is the reasoning that led to an assistant's ``content``.
 
-    Raises OptionError for a role that there is not, and for what is no text.
+    tool_calls: what an assistant's message calls. Of role "tool", the result of a call: tool_call_id says which, name is the
+    function's. Raises OptionError for a role that there is not, and for what is no text.
     """
 
     role: Role
     content: str
     thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tool_calls", tuple(self.tool_calls))
         if self.role not in ROLES:
             raise OptionError(f"there is no role {self.role!r:.60}", f"Use one of {', '.join(ROLES)}.")
         for name, text in (("content", self.content), ("thinking", self.thinking)):
@@ -121,6 +159,8 @@ class Finished:
     stopped_by: the stop text that was met, or the id of the token that ended the reply; None for another reason than "stop".
     ids, logprobs: as of TextChunk, of the tokens after the last text: the end, a stop text.
     thinking_ended_at: the budget of tokens that ended the thinking; None where nothing but the model did.
+    tool_calls: what the reply calls, in order. The reason is "tool_calls" where it ends so that they are answered; of a call that
+    could not be read (``ToolCall.problem``) alone it is "stop".
     """
 
     reason: FinishReason
@@ -135,9 +175,10 @@ class Finished:
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     thinking_ended_at: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
-Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | Finished
+Event = Truncated | MemoryPressure | PrefillProgress | TextChunk | ToolCall | Finished
 
 
 @dataclass(frozen=True, slots=True)

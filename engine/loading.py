@@ -267,5 +267,6 @@ def _spec(  # noqa: PLR0917
         advice=advice(),
         doubts=loaded.doubts,
         thinking_modes=tokenizer.thinking_modes,
+        takes_tools=tokenizer.takes_tools,
         template_names=tokenizer.template_names,
     )

@@ -35,6 +35,9 @@ KEYWORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
 """A name that a template may read. Names with a leading underscore are Jinja's and Python's own."""
 WORD = re.compile(r"[A-Za-z_/][\w./-]*")
 """A text that needs no quotes as the value of a keyword."""
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+EMPTY_SCHEMA = '{"type": "object", "properties": {}}'
+_SCHEMA_HINT = 'Use {"type": "object", "properties": {…}}.'
 GIVEN = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 """Keywords that the conversation itself sets."""
 _KEYWORDS_HINT = 'Use KEY=VALUE with a JSON value, such as enable_thinking=false or style="brief".'
@@ -381,6 +384,45 @@ class PromptCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A function that a model may call.
+
+    parameters: the JSON Schema of its arguments, an object, as JSON text; a dict may be given, too. Raises OptionError for a name
+    that no model's format can hold, and for what is no schema of an object.
+    """
+
+    name: str
+    description: str = ""
+    parameters: str = EMPTY_SCHEMA
+
+    if TYPE_CHECKING:  # what callers may write: parameters as a dict, too
+
+        def __init__(
+            self, name: str, description: str = "", parameters: str | Mapping[str, object] = EMPTY_SCHEMA
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.name, str) and TOOL_NAME.fullmatch(self.name) is not None
+        _require(named, f"{self.name!r:.80} is not a name that a tool can have", "Use letters, digits, _ . and -.")
+        _require(isinstance(self.description, str), f"the description of {self.name} is not a text", "Give a str.")
+        given: Any = self.parameters
+        try:
+            schema = json.loads(given) if isinstance(given, str) else given
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            schema, text = None, ""
+        is_object = isinstance(schema, Mapping) and schema.get("type", "object") == "object"
+        _require(is_object, f"the parameters of {self.name} are no JSON Schema of an object", _SCHEMA_HINT)
+        _set(self, "parameters", text)
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """The definition as chat templates and OpenAI's API write it."""
+        function = {"name": self.name, "description": self.description, "parameters": json.loads(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """Options of a model's chat template beside the messages, and how long the model may think.
 
@@ -388,11 +430,13 @@ class TemplateOptions:
     found from the template; a mode that it does not know is an OptionError.
     thinking_budget: tokens after which thinking is ended, by the model's own mark; the answer follows. None: no limit.
     keywords: anything else that the template reads, as ``KEY=VALUE`` texts with a JSON value, or as a dict.
+    tools: functions that the model may call.
     """
 
     thinking: Thinking | None = None
     thinking_budget: int | None = None
     keywords: tuple[str, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
 
     if TYPE_CHECKING:  # what callers may write: keywords as a dict, too
 
@@ -401,6 +445,7 @@ class TemplateOptions:
             thinking: Thinking | None = None,
             thinking_budget: int | None = None,
             keywords: Mapping[str, object] | Iterable[str] = (),
+            tools: Iterable[ToolSpec] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -414,6 +459,10 @@ class TemplateOptions:
             _set(self, "thinking_budget", budget)
             _require(budget >= 0, f"a thinking budget of {budget} tokens is negative", "Use 0 or more.")
         _set(self, "keywords", _keywords(self.keywords))
+        _set(self, "tools", tuple(self.tools))
+        names = [each.name for each in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        _require(twice is None, f"there are two tools called {twice}", "Give each a name of its own.")
 
     @property
     def values(self) -> dict[str, Any]:
@@ -423,7 +472,7 @@ class TemplateOptions:
     @property
     def changes_prompt(self) -> bool:
         """Whether prompts may be rendered differently than without these options."""
-        return self.thinking is not None or bool(self.keywords)
+        return self.thinking is not None or bool(self.keywords) or bool(self.tools)
 
 
 def _keywords(given: object) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from .sampling import Sampler, Score, TokenSets
 from .text.continuation import PartialReply
 from .text.stream import ReplyText, ThinkingBudget, TokenSources
 from .text.tokenizer import Tokenizer
+from .text.tools import CallReader
 
 LIVE_GAPS = 64
 _LETS_GO = 'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings)'
@@ -35,6 +36,7 @@ class Request:
     partial: the reply at the end of ``ids``, where one is continued.
     checkpoints: positions in ``ids`` to which later requests may want to go back, ascending.
     thinking_budget: tokens after which thinking is ended.
+    calls: reads the calls of tools in the reply; None where it may call none.
     """
 
     ids: list[int]
@@ -46,6 +48,7 @@ class Request:
     checkpoints: tuple[int, ...] = ()
     recorder: Recorder = field(default_factory=Recorder)
     thinking_budget: int | None = None
+    calls: CallReader | None = None
 
     @property
     def earlier_thinking(self) -> str:
@@ -222,6 +225,7 @@ class ReplyTask:
             in_thinking=request.in_thinking,
             partial=request.partial,
             unstopped=sampling.min_tokens,
+            calls=request.calls,
         )
         came_from = TokenSources(tokenizer)
         ended_by: tuple[int, Score | None] | None = None
@@ -258,6 +262,8 @@ class ReplyTask:
         self._ended_by_memory = reason == "length" and generation.ended_by_memory
         self._cut_off = reason == "length" and request.sampling.max_tokens != len(request.recorder.token_times)
         yield from came_from.mark(text.finish())
+        if reason == "stop" and any(not call.problem for call in text.calls):
+            reason = "tool_calls"
         if ended_by is not None:
             came_from.add(*ended_by)
         request.recorder.end()
@@ -277,6 +283,7 @@ class ReplyTask:
             ids=ids,
             logprobs=logprobs,
             thinking_ended_at=thinking.ended_at,
+            tool_calls=tuple(text.calls),
         )
 
     def _diagnosis(self, metrics: Metrics) -> Diagnosis | None:

@@ -140,6 +140,7 @@ class ModelSpec:
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: the one that changes it, as it was asked for; adapter_digest: of all its bytes.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
+    takes_tools: whether tools can be defined in it, and the model's calls be read.
     """
 
     name: str
@@ -164,6 +165,7 @@ class ModelSpec:
     adapter_digest: str | None = None
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
+    takes_tools: bool = False
 
 
 class Runner:

@@ -1,5 +1,7 @@
 """How far one model is from another on a text: distributions of the next token, and outputs of the layers."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,10 @@ from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer, opening
 
 from .calibration import first_ids, verification_ids
 from .calibration import text as read_text
+from .modules import layer_paths
 from .report import TOKENS, Quality, TokenComparison, compare
-from .source import locate
-from .streaming import Streamed, streamable_folder
+from .source import locate, open_source
+from .streaming import Streamed, streamable_folder, streamable_source
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -182,6 +185,46 @@ def verify(reference: Streamed, other: Streamed, ids: Sequence[int]) -> Comparis
     found = other.run(ids, watch=measure)
     matching = reference.layers == other.layers == len(outputs) == len(errors)
     return Comparison(compare(expected, found, ids), tuple(errors) if matching else ())
+
+
+SLOW_LAYER_S = 1.0
+"""A layer that takes longer is timed alone: what comes once, before the first, is then little of it."""
+
+
+class _TimedError(Exception):
+    """Ends a run that has been timed."""
+
+
+def comparison_s(folder: Path, *, unchecked: bool = False) -> float | None:
+    """Return about how many seconds ``verify`` will take for a conversion of ``folder``; None where that can't be told.
+
+    Runs one layer or two, and takes the others, the head and the converted model to cost as much a weight. Raises ModelError.
+    """
+    source = open_source(folder, unchecked=unchecked)
+    ends_s: list[float] = []
+
+    def layer_done(_: int, total: int) -> None:
+        ends_s.append(time.perf_counter())
+        if len(ends_s) == min(2, total) or ends_s[0] - began_s > SLOW_LAYER_S:
+            raise _TimedError
+
+    model, layers = Streamed(streamable_source(source), progress=layer_done), frozenset(layer_paths(source.module))
+    words = text_config(source.config).get("vocab_size")
+    began_s = time.perf_counter()
+    try:
+        model.run(list(range(min(CHECKED_TOKENS, words if isinstance(words, int) else 2))))
+    except _TimedError:
+        layer_s = ends_s[-1] - (ends_s[-2] if len(ends_s) > 1 else began_s)
+    except (ModelError, OptionError, ValueError):
+        return None
+    else:
+        return None
+    sizes = {name: math.prod(array.shape) for name, array in source.weights.items()}
+    in_layers = sum(size for name, size in sizes.items() if any(name.startswith(f"{path}.") for path in layers))
+    head = max(
+        (size for name, size in sizes.items() if not any(name.startswith(f"{path}.") for path in layers)), default=0
+    )
+    return 2 * layer_s * (len(layers) + head * len(layers) / in_layers) if in_layers else None
 
 
 def _on_host(output: "mx.array") -> "np.ndarray":

@@ -74,8 +74,8 @@ def _weigh_catalogue(question: Question, limit: int | None) -> Iterator[Answer |
     case, asked, found = WhatIfCase(context=question.context, prompt=question.prompt), list(repositories()), []
     for entry, repository in asked:
         found.append(suggestion(entry, repository, case, place))
-        yield Weighing(len(found), len(asked), _model(found[-1]))
-    models = tuple(map(_model, sorted(found, key=rank)))
+        yield Weighing(len(found), len(asked), model_line(found[-1]))
+    models = tuple(map(model_line, sorted(found, key=rank)))
     yield Answer("", chip_name(place.chip), place.budget_rule or "", models=models)
 
 
@@ -180,7 +180,8 @@ def _chip(found: "WhatIfOutcome") -> ChipLine:
     return ChipLine(chip.name, chip.gpu_cores, chip.bandwidth_gbs, _figures(found))
 
 
-def _model(found: "Suggestion") -> ModelLine:
+def model_line(found: "Suggestion") -> ModelLine:
+    """Return a suggestion in plain values."""
     return _line(found.id, found.download_bytes, found)
 
 
@@ -189,6 +190,8 @@ def _prospect(found: "Prospect") -> ModelLine:
 
 
 def _line(model: str, download_bytes: int | None, found: "Suggestion | Prospect") -> ModelLine:
+    from tokamac.engine.perf.what_if import group_of
+
     outcome = found.outcome
     return ModelLine(
         model=model,
@@ -199,6 +202,7 @@ def _line(model: str, download_bytes: int | None, found: "Suggestion | Prospect"
         figures=replace(_figures(outcome), reason=found.reason),
         bits_per_weight=outcome.bits_per_weight,
         context=outcome.case.context,
+        group=group_of(outcome),
     )
 
 

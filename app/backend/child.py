@@ -23,6 +23,7 @@ from tokamac.engine.events import Finished, LoadProgress, Message, Price
 from tokamac.engine.files import FLUSH_S, raise_open_files
 from tokamac.engine.options import KVSpec, PromptCacheSpec, Sampling, TemplateOptions
 from tokamac.engine.perf.memory import SOURCES
+from tokamac.engine.text.tools import as_text, has_calls
 
 from .. import settings
 from .advice import Advisor
@@ -191,9 +192,10 @@ def pricer(outbox: Outbox, accept: Callable[[Sequence[Message]], list[Message]] 
     return Answerer(outbox, price, lambda ask: Priced(ask.asker, ask.id, None), replaces=lambda ask: ask.asker)
 
 
-def accepted(messages: Sequence[Message], *, later_system: bool) -> list[Message]:
-    """Return what the chat template takes. That later system messages are left out where it does not, the screen says."""
-    return [each for at, each in enumerate(messages) if later_system or at == 0 or each.role != "system"]
+def accepted(messages: Sequence[Message], *, later_system: bool, takes_tools: bool = True) -> list[Message]:
+    """Return what the chat template takes: the screen says what is left out of the system messages, and that calls become text."""
+    kept = [each for at, each in enumerate(messages) if later_system or at == 0 or each.role != "system"]
+    return kept if takes_tools or not has_calls(kept) else as_text(kept)
 
 
 class Child:
@@ -203,7 +205,7 @@ class Child:
         self._load = load
         self._outbox = outbox
         self._engine: Engine | None = None
-        self._later_system = True
+        self._later_system = self._takes_tools = True
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._running: int | None = None
@@ -272,7 +274,7 @@ class Child:
         self._advisor.limit = request.memory
         with self._unloaded:
             self._engine, info = self._load(request, self._outbox.put)
-        self._later_system, self._told_trouble = info.later_system, False
+        self._later_system, self._takes_tools, self._told_trouble = info.later_system, info.takes_tools, False
         self._outbox.suit(info.device)
         limits = self._engine.limits(1)
         self._outbox.put(Loaded(info, limits.ceiling_tps, limits.bandwidth_gbs, _memory_use(self._engine)))
@@ -306,7 +308,7 @@ class Child:
 
     def _reread(self, engine: "Engine", request: Generate, end: Finished) -> None:
         """Templates drop earlier thinking, or that there was none: read the answer alone while idle, or the next turn must."""
-        if end.text and (end.thinking or request.template.thinking is not None):
+        if end.text and not end.tool_calls and (end.thinking or request.template.thinking is not None):
             before = request.messages[:-1] if request.continues else request.messages
             turn = (Message("assistant", end.text, end.thinking), Message("user", ""))
             self._warm_ahead(engine, [*before, *turn], request.template, lambda _: None)
@@ -336,7 +338,7 @@ class Child:
             then(None)
 
     def _accepted(self, messages: Sequence[Message]) -> list[Message]:
-        return accepted(messages, later_system=self._later_system)
+        return accepted(messages, later_system=self._later_system, takes_tools=self._takes_tools)
 
     def _alone(self, work: Callable[[], T]) -> T:
         """Run ``work``, which may touch MLX, while no model is loaded; a load waits for it."""

@@ -149,7 +149,8 @@ class DiskLine:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A dry run's answer. Bytes and seconds; seconds: about, of converting alone, None is unknown. quality: nothing yet."""
+    """A dry run's answer. Bytes and seconds; seconds: about, of converting alone; quality_seconds: of the comparison at the end,
+    None where none is wanted; of both, None is unknown. quality: nothing yet."""
 
     path: str
     weight_bytes: int
@@ -163,6 +164,7 @@ class Planned:
     parts: tuple[PartLine, ...]
     disk: DiskLine
     notes: tuple[str, ...]
+    quality_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +189,16 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Decoding on this machine with so many tokens of context, tokens a second; None is unknown."""
+    """Decoding on this machine with so many tokens of context, tokens a second; None is unknown.
+
+    reason: why one is unknown. note: why both are alike.
+    """
 
     before_tps: float | None
     after_tps: float | None
     context: int
+    reason: str | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

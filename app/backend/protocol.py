@@ -182,6 +182,10 @@ class ChipLine:
     figures: Figures
 
 
+Group = Literal["recommended", "speed unknown", "fit unknown", "slow", "does not fit"]
+"""What a model to choose is listed under, best first (engine/perf/what_if.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLine:
     """A model of the catalogue, or one that is here. Bytes, weights; None is unknown. verdict: in a few words.
@@ -199,6 +203,7 @@ class ModelLine:
     bits_per_weight: float | None = None
     context: int | None = None
     text_only: bool = False
+    group: Group = "fit unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +399,7 @@ class ModelInfo:
     doubts: what of its config is computed otherwise, where it was loaded unchecked.
     adapter: what is added to it, as it was asked for; adapter_digest: of all its bytes.
     thinking_modes: what its chat template can be told of thinking; template_names: all that it reads beside the messages.
+    takes_tools: whether it can call tools; else calls of earlier replies are given to it as text.
     """
 
     name: str
@@ -417,6 +423,7 @@ class ModelInfo:
     adapter_digest: str | None = None
     thinking_modes: tuple[Thinking, ...] = ()
     template_names: tuple[str, ...] = ()
+    takes_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -423,7 +423,7 @@ def is_of_disk(price: Price) -> bool:
 
 def why_whole(reply: Reply, *, thinks: bool) -> str:
     """Return why there is no going on with a reply that was begun; "" where there is. thinks: whether the loaded model does."""
-    if reply.ending == "stop":
+    if reply.ending in ("stop", "tool_calls"):
         return "This reply is whole: the model ended it by itself."
     if not cut_here(reply).text and not thinks:
         return "The reply was cut in its thinking, and this model does not think: make it again."

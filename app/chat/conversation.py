@@ -12,15 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokamac.engine.events import Finished, Message, TextKind
+from tokamac.engine.events import Finished, Message, TextKind, ToolCall
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.perf.diagnosis import Diagnosis
 from tokamac.engine.text.continuation import whole_characters
 
-from ..store.values import Attachment
+from ..store.values import Attachment, ToolResult
 from .attachments import Draft, whole
 
-Ending = Literal["stop", "length", "cancelled", "lost", "failed"]
+Ending = Literal["stop", "length", "cancelled", "lost", "failed", "tool_calls"]
+NOT_RUN = "This call was not run."
+"""What a model is told of a call that nobody answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Reply:
     """What a model said, and why it ended: ``lost`` with the engine, ``failed`` with an error, or as the engine says.
 
     model: its name; "" is not known. reason: why it failed, and what to do, in sentences on one line; "" where it did not.
-    thinking_ended_at: the budget of tokens that ended the thinking; None where none did.
+    thinking_ended_at: the budget of tokens that ended the thinking; None where none did. calls: of tools, in order.
     """
 
     text: str
@@ -41,6 +43,17 @@ class Reply:
     diagnosis: Diagnosis | None = None
     reason: str = ""
     thinking_ended_at: int | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def as_message(self) -> Message:
+        """The reply as the engine takes it."""
+        return Message("assistant", self.text, self.thinking, self.calls)
+
+    @property
+    def is_said(self) -> bool:
+        """Whether it holds an answer or a call."""
+        return bool(self.text or self.calls)
 
 
 def cut_here(reply: Reply) -> Reply:
@@ -88,7 +101,8 @@ class Turn:
 
     key, reply_key: of the messages in their tree; 0 is of none. place, reply_place: which of how many stand there, from 1.
     attachments: what goes with the prompt. system, between: what system messages before the prompt say, and before its reply;
-    system_keys, between_keys: of these messages.
+    system_keys, between_keys: of these messages. results, result_keys: of the calls of the reply before this turn, which
+    has no prompt of its own unless the model never said anything to them.
     """
 
     prompt: str
@@ -102,6 +116,8 @@ class Turn:
     between: tuple[str, ...] = ()
     system_keys: tuple[int, ...] = ()
     between_keys: tuple[int, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    result_keys: tuple[int, ...] = ()
 
     @property
     def asked(self) -> str:
@@ -118,14 +134,33 @@ def messages(system: str, turns: Iterable[Turn]) -> tuple[Message, ...]:
     turns = tuple(turns)
     out = _system((system,))
     for turn in turns[:-1]:
-        replied = turn.reply is not None and bool(turn.reply.text)
+        replied = turn.reply is not None and turn.reply.is_said
         asked = [Message("user", turn.asked)] if replied and turn.asked else []
-        out += [*_system(turn.system), *asked, *_system(turn.between)]
+        out += [*_told(turn.results), *_system(turn.system), *asked, *_system(turn.between)]
         if turn.reply is not None and replied:
-            out.append(Message("assistant", turn.reply.text, turn.reply.thinking))
+            out.append(turn.reply.as_message)
     for turn in turns[-1:]:
-        out += [*_system(turn.system), Message("user", turn.asked), *_system(turn.between)]
-    return tuple(out)
+        asked = [] if turn.results and not turn.key else [Message("user", turn.asked)]
+        out += [*_told(turn.results), *_system(turn.system), *asked, *_system(turn.between)]
+    return tuple(_with_all_results(out))
+
+
+def _told(results: Iterable[ToolResult]) -> list[Message]:
+    return [Message("tool", each.text, tool_call_id=each.call.id, name=each.call.name) for each in results]
+
+
+def _with_all_results(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation in which every call is answered: templates refuse one that is not."""
+    out: list[Message] = []
+    waiting: list[ToolCall] = []
+    for message in messages:
+        if message.role == "tool":
+            waiting = [call for call in waiting if call.id != message.tool_call_id]
+        else:
+            out += _told(ToolResult(call, NOT_RUN, "refused") for call in waiting)
+            waiting = list(message.tool_calls)
+        out.append(message)
+    return [*out, *_told(ToolResult(call, NOT_RUN, "refused") for call in waiting)]
 
 
 def _system(texts: Iterable[str]) -> list[Message]:
@@ -138,6 +173,7 @@ class MessageNode:
 
     prompt: what the user wrote; None for a reply. reply: what the model said; None for a prompt, and while it is being made.
     attachments: what goes with the prompt. system: what a system message among them says; None for every other message.
+    result: what came of a call of the reply before it; None for every other message.
     """
 
     key: int
@@ -146,11 +182,12 @@ class MessageNode:
     reply: Reply | None = None
     attachments: tuple[Attachment, ...] = ()
     system: str | None = None
+    result: ToolResult | None = None
 
     @property
     def is_reply(self) -> bool:
         """Whether it is a model's, said or being made."""
-        return self.prompt is None and self.system is None
+        return self.prompt is None and self.system is None and self.result is None
 
 
 @dataclass(slots=True)
@@ -169,6 +206,10 @@ class Tree:
     def answer(self, parent: int) -> MessageNode:
         """Add a reply that is still to be made after ``parent``, a prompt or a system message, and stand there."""
         return self._add(MessageNode(self._next(), parent))
+
+    def add_result(self, parent: int, result: ToolResult) -> MessageNode:
+        """Add what came of a call after ``parent``, its reply or the result of the call before it, and stand there."""
+        return self._add(MessageNode(self._next(), parent, result=result))
 
     def end(self, key: int, reply: Reply) -> None:
         """Say what the reply ``key`` became."""
@@ -206,6 +247,9 @@ class Tree:
         turn = turns.pop() if turns and not turns[-1].reply_key else Turn("")
         if node.system is not None:
             turn = _with_system(turn, node.key, node.system)
+        elif node.result is not None:
+            results, keys = (*turn.results, node.result), (*turn.result_keys, node.key)
+            turn = replace(turn, results=results, result_keys=keys)
         elif node.prompt is not None:
             if turn.key:  # it was never answered
                 turns.append(turn)
@@ -278,6 +322,7 @@ ENDINGS: dict[Ending, str] = {
     "cancelled": "stopped",
     "lost": "lost with the engine",
     "failed": "failed",
+    "tool_calls": "",
 }
 
 
@@ -304,9 +349,10 @@ class Conversation:
         return self.answer(self.tree.ask(draft.text, parent, draft.attachments).key)
 
     def answer(self, prompt: int, begun: Reply | None = None) -> Turn:
-        """Make room for a reply to ``prompt``, the first or another one; ``begun``: what it goes on from."""
+        """Make room for a reply to ``prompt``, the first or another one, or to a call's result; ``begun``: what it goes on from."""
+        asked = self.tree.nodes[prompt]
         self._builder = ReplyBuilder(begun)
-        self._reply = self.tree.answer(self.end_of_prompt(prompt)).key
+        self._reply = self.tree.answer(prompt if asked.result is not None else self.end_of_prompt(prompt)).key
         return self.turns[-1]
 
     def grow(self, text: str, kind: TextKind, now: float) -> None:
@@ -330,19 +376,29 @@ class Conversation:
                 outliers=finished.outliers,
                 diagnosis=finished.diagnosis,
                 thinking_ended_at=finished.thinking_ended_at,
+                calls=finished.tool_calls,
             )
         assert self._reply is not None
         self.tree.end(self._reply, reply)
         return reply
 
     def prompt_of(self, key: int) -> MessageNode | None:
-        """Return the prompt ``key``, or the one that the reply ``key`` answers; None where there is none.
+        """Return the prompt ``key``, or the one that the reply ``key`` answers, by way of calls and their results; None where there
+        is none.
 
         Of a system message: that of the message before it.
-        """
-        node = self._spoken(key)
-        before = None if node is None else self._spoken(node.parent)
-        return next((each for each in (node, before) if each is not None and each.prompt is not None), None)
+        """  # fmt: skip
+        node = at = self._spoken(key)
+        while at is not None and at.prompt is None:
+            if at is not node and at.result is None and not (at.reply is not None and at.reply.calls):
+                return None
+            at = self._spoken(at.parent)
+        return at
+
+    def result_before(self, key: int) -> int | None:
+        """Return the result of a call that the reply ``key`` follows; None where it answers a prompt."""
+        parent = self.tree.nodes[key].parent
+        return parent if parent is not None and self.tree.nodes[parent].result is not None else None
 
     def reply_at(self, key: int | None) -> MessageNode | None:
         """Return the reply ``key`` of the path, or the one to the prompt ``key``; None: the last one. None where there is none.
@@ -355,7 +411,8 @@ class Conversation:
         at = self._spoken(key)
         if at is None or at.is_reply:  # which another reply may follow
             return next((node for node in replies if node is at), None)
-        return next((node for node in replies if self._spoken(node.parent) is at), None)
+        asked = self.prompt_of(at.key)
+        return next((node for node in replies if asked is not None and self.prompt_of(node.key) is asked), None)
 
     def end_of_prompt(self, prompt: int) -> int:
         """Return the message that a reply to ``prompt`` follows: the last system message after it on the path, or itself."""
@@ -376,7 +433,7 @@ class Conversation:
         """
         node = self.reply_at(key)
         reply = None if node is None else node.reply
-        if reply is None or reply.ending == "stop":
+        if reply is None or reply.ending in ("stop", "tool_calls"):
             return reply
         said = cut_here(reply)
         return reply if said.text or said.thinking else None

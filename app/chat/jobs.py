@@ -33,6 +33,7 @@ from ..backend.client import BackendEvent, Died, Garbled
 from ..backend.command_process import (
     ConversionLine,
     ConvertedLine,
+    Converter,
     Ended,
     Expected,
     PartLine,
@@ -62,18 +63,20 @@ BAR_CELLS = 24
 
 @dataclass(frozen=True, slots=True)
 class ConversionForm:
-    """The texts of the form; an empty one is left to the command's default."""
+    """The texts of the form; an empty one is left to the command's default. into: the folder for a new folder without a name."""
 
     source: str
     output: str = ""
     bits: str = ""
     recipe: str = ""
     target_bpw: str = ""
+    into: str = ""
 
     def arguments(self, *, dry_run: bool) -> list[str]:
         """Return the command's arguments. Values are joined to their flags, so that none can be taken for another flag."""
         given = {
             "--output": self.output,
+            "--into": "" if self.output else self.into,
             "--bits": self.bits,
             "--recipe": self.recipe,
             "--target-bpw": self.target_bpw,
@@ -97,12 +100,12 @@ BUSY = (ConversionPhase.PLANNING, ConversionPhase.RUNNING, ConversionPhase.STOPP
 
 
 class ConversionJob:
-    """One conversion. Attributes are for reading. problem: why it stopped, to be shown."""
+    """One conversion. Attributes are for reading. problem: why it stopped, to be shown. resumes: it is more than a plan."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_s = 0.0
-        self._resumes = False
+        self.resumes = False
         self.phase = ConversionPhase.FORM
         self.problem = ""
         self.planned: Planned | None = None
@@ -123,7 +126,7 @@ class ConversionJob:
     def begin(self, *, dry_run: bool) -> None:
         """A process was started."""
         self.phase, self.problem = (ConversionPhase.PLANNING if dry_run else ConversionPhase.RUNNING), ""
-        self._resumes = not dry_run
+        self.resumes = not dry_run
         self.stage = self.tensors = self.expected = self.converted = None
 
     def stop(self) -> None:
@@ -158,7 +161,7 @@ class ConversionJob:
         else:
             self.phase = ConversionPhase.FORM
             if stopped:
-                self.problem = "Stopped. The same conversion resumes from here." if self._resumes else "Stopped."
+                self.problem = "Stopped. The same conversion resumes from here." if self.resumes else "Stopped."
             elif not self.problem:
                 self.problem = end.last_line or f"The conversion ended with exit status {end.status}."
 
@@ -177,6 +180,15 @@ class ConversionJob:
                 return plan_text(self.planned)
             case _:
                 return ""
+
+    def brief(self) -> str:
+        """Return the progress in a few words: ``converting 34 %``."""
+        if self.phase is ConversionPhase.STOPPING:
+            return "stopping …"
+        if self.stage is None:
+            return "starting …"
+        share = f" {100 * self.stage.done // self.stage.total} %" if self.stage.total else ""
+        return f"{sanitise_line(self.stage.stage)}{share}"
 
     def _progress(self) -> str:
         at = self.stage
@@ -211,29 +223,48 @@ def plan_text(planned: Planned) -> str:
     )
     disk = planned.disk
     room = f"{size(disk.needed)} needed, {size(disk.free)} free{'' if disk.fits else ': does not fit'}"
-    time = UNKNOWN if planned.seconds is None else f"about {seconds(planned.seconds)}, plus the comparison"
     figures = [
         ["to", sanitise_line(planned.path)],
         ["weights", sizes],
         ["memory", f"{size(planned.peak_memory_bytes)} at most"],
         ["disk", room],
-        ["time", time],
+        ["time", _time(planned)],
     ]
     notes = [f"Note: {sanitise_line(note)}." for note in planned.notes]
+    if not disk.fits:
+        missing = size(disk.needed - disk.free)
+        notes.insert(0, f"Warning: this disk is too small by {missing}. Free some space, or choose another folder.")
     return "\n".join([table(rows, right=(2, 3)), "", table(figures), *notes])
+
+
+def _time(planned: Planned) -> str:
+    """Return about how long it takes, the quality check told apart."""
+    if planned.seconds is None:
+        return UNKNOWN
+    about = "" if planned.quality_seconds is None else f"about {seconds(planned.quality_seconds)} for "
+    return f"about {seconds(planned.seconds)}, plus {about}a quality check"
 
 
 def result_text(found: ConvertedLine, expected: Expected | None) -> str:
     """Return the result as text, warnings last."""
     sizes = f"{size(found.source_bytes)} → {size(found.weight_bytes)}, {found.bits_per_weight:.2f} bits per weight"
-    speeds: Sequence[float | None] = (None, None) if expected is None else (expected.before_tps, expected.after_tps)
     figures = [
         ["done", sanitise_line(found.path)],
         ["size", sizes],
-        ["speed", f"{rate(speeds[0])} → {rate(speeds[1])} expected here"],
+        ["speed", _speed(expected)],
         ["took", f"{seconds(found.seconds)}, {size(found.peak_memory_bytes)} of memory at most"],
     ]
     return "\n".join([table(figures), "", *_quality(found.quality)])
+
+
+def _speed(expected: Expected | None) -> str:
+    """Return the speeds before and after; what is unknown has its reason, and what is alike too."""
+    if expected is None or (expected.before_tps is None and expected.after_tps is None):
+        said = UNKNOWN
+    else:
+        said = f"{rate(expected.before_tps)} → {rate(expected.after_tps)} expected here"
+    why = [] if expected is None else [sanitise_line(each) for each in (expected.reason, expected.note) if each]
+    return f"{said} ({'; '.join(why)})" if why else said
 
 
 def _part(line: PartLine) -> list[str]:
@@ -251,6 +282,83 @@ def _quality(found: QualityLine | None) -> list[str]:
     if found.unable is not None:
         said.append(f"No text was compared: {sanitise_line(found.unable)}")
     return [*said, *(f"Warning: {sanitise_line(each)}" for each in found.concerns)]
+
+
+class Conversions:
+    """Runs at most one conversion in the background, or its plan; what it came to stays until somebody has seen it.
+
+    ``spawn`` runs a coroutine in the background; ``changed`` is called after every change, and so is ``watcher`` while a dialog
+    shows it. ``ended`` is called once a conversion is over that no dialog shows.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        clock: Callable[[], float],
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        changed: Callable[[], None],
+        ended: Callable[[ConversionJob], None],
+    ) -> None:
+        self._converter = Converter(command)
+        self._spawn = spawn
+        self._changed = changed
+        self._ended = ended
+        self.job = ConversionJob(clock)
+        self.form: ConversionForm | None = None
+        self.watcher: Callable[[], None] | None = None
+
+    @property
+    def running(self) -> ConversionForm | None:
+        """What is being converted; None while nothing is, or only planned."""
+        at_work = self.job.phase in (ConversionPhase.RUNNING, ConversionPhase.STOPPING)
+        return self.form if at_work and self.job.resumes else None
+
+    def shown(self, source: str) -> None:
+        """A dialog for ``source`` opens: it shows what runs, or what a conversion of it came to; else an empty form."""
+        if not self.job.busy and (self.form is None or self.form.source != source):
+            self.seen()
+
+    def seen(self) -> None:
+        """Forget the plan or the result; what runs goes on."""
+        if not self.job.busy:
+            self.job.change()
+            self.form = None
+
+    def begin(self, form: ConversionForm, *, dry_run: bool) -> None:
+        """Plan, or convert; not while either is under way."""
+        if not self.job.busy:
+            self.form = form
+            self.job.begin(dry_run=dry_run)
+            self._tell()
+            self._spawn(self._run(form, dry_run=dry_run))
+
+    def stop(self) -> None:
+        """Ask the process to stop. A conversion can be resumed."""
+        if self.job.busy:
+            self.job.stop()
+            self._tell()
+            self._spawn(self._converter.interrupt())
+
+    async def _run(self, form: ConversionForm, *, dry_run: bool) -> None:
+        try:
+            end = await self._converter.run(form.arguments(dry_run=dry_run), self._take)
+        except OSError as error:
+            end = Ended(1, f"The conversion could not be started: {error}")
+        self.job.ended(end)
+        if not dry_run and self.watcher is None:
+            self._ended(self.job)
+        self._tell()
+
+    def _take(self, line: ConversionLine) -> None:
+        self.job.take(line)
+        if not isinstance(line, TensorWritten):  # there may be many, and a stage's line follows often enough
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed()
+        if self.watcher is not None:
+            self.watcher()
 
 
 AGAIN = "Press Enter on it in the list to retry."

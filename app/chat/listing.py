@@ -90,9 +90,17 @@ def said_in(node: MessageNode, most: int) -> tuple[str, str]:
         )
     if node.system is not None:
         return "system", _beginning(node.system, most)
+    if node.result is not None:
+        return sanitise_line(node.result.call.name) or "tool", _beginning(node.result.text, most)
     if node.reply is None:
         return "reply", "still running"
-    said = _beginning(node.reply.text, most) or ENDINGS[node.reply.ending] or "no text"
+    called = ", ".join(call.name for call in node.reply.calls)
+    said = (
+        _beginning(node.reply.text, most)
+        or ENDINGS[node.reply.ending]
+        or _beginning(f"calls {called}", most) * bool(called)
+    )
+    said = said or "no text"
     return short_name(node.reply.model) or "reply", said
 
 

@@ -7,6 +7,7 @@ process is gone, is asked again when the estimates are next wanted.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, get_args
 
 from tokamac.engine.files import read_text
 from tokamac.engine.hub.cache import GUIDE, REFERENCE_BYTES, folder_name, id_of
 from tokamac.engine.options import KVSpec
 
-from ..backend.protocol import ModelLine, Question, WhatIf
+from .. import units
+from ..backend.protocol import Group, ModelLine, Question, WhatIf
 from ..sanitise import sanitise_line
 from .jobs import Download, DownloadStage
 
@@ -196,6 +199,118 @@ class Folders:
             Path(temporary).replace(self._path)
 
 
+START_TPS = 15.0
+"""Tokens a second that the model to start with is expected to reach, at least: three times as fast as people read."""
+
+ASSUMED_BPS = 100e6 / 8
+"""Bytes a second of a connection of 100 Mbit/s, where no download was measured here."""
+
+Grounds = Literal["expected speed", "limit", "size"]
+"""What a choice rests on: the expected speed; the hardware limit, where no speed is expected; the size, where neither is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartHere:
+    """The one model to start with on a machine. None is unknown.
+
+    Attributes:
+        ceiling_tps: what the hardware allows, at most.
+        download_s: seconds to download it at ``download_bps``, else at 100 Mbit/s.
+        download_bps: bytes a second of the last download here.
+    """
+
+    model: str
+    download_bytes: int | None
+    expected_tps: float | None
+    ceiling_tps: float | None
+    download_s: float | None
+    download_bps: float | None
+    grounds: Grounds
+
+    @property
+    def facts(self) -> str:
+        """Size, speed and time in one line: ``2.28 GB · about 62 tok/s · at 100 Mbit/s about 3 min to download``."""
+        return " · ".join((units.size(self.download_bytes), self.speed, self.wait))
+
+    @property
+    def speed(self) -> str:
+        """How fast it is here, in words."""
+        if self.expected_tps is not None:
+            return f"about {self.expected_tps:.0f} tok/s"
+        unmeasured = "speed not measured yet"
+        return unmeasured if self.ceiling_tps is None else f"{unmeasured}, at most {units.rate(self.ceiling_tps)}"
+
+    @property
+    def wait(self) -> str:
+        """How long the download takes, in words."""
+        if self.download_s is None:
+            return "download time unknown"
+        takes = f"about {units.minutes(self.download_s)} to download".replace("about under", "under")
+        return takes if self.download_bps else f"at 100 Mbit/s {takes}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdvice:
+    """Models of one machine in their groups, each group best first.
+
+    Attributes:
+        start: the one to start with; it leads its group, too.
+        lines: all of them, group after group.
+        note: what the choice rests on, or why there is none; "" where there is nothing to add.
+    """
+
+    start: StartHere | None
+    lines: tuple[ModelLine, ...]
+    note: str = ""
+
+    def of(self, group: Group) -> tuple[ModelLine, ...]:
+        """Return the models of a group."""
+        return tuple(line for line in self.lines if line.group == group)
+
+
+def advise(lines: Iterable[ModelLine], download_bps: float | None = None) -> ModelAdvice:
+    """Return models in groups, and the one to start with.
+
+    Only a speed that is expected here recommends a model. Where none is expected of any, the choice rests on the hardware limit,
+    or on the size alone, and ``note`` says so.
+
+    Args:
+        lines: models to download, as they would run on one machine, ranked (``rank`` in engine/perf/what_if.py).
+        download_bps: bytes a second of the last download here; None is unknown.
+    """
+    ranked = sorted(lines, key=lambda line: get_args(Group).index(line.group))
+    chosen, grounds, note = _first_choice(ranked)
+    if chosen is None:
+        return ModelAdvice(None, tuple(ranked), note)
+    nbytes, figures = chosen.download_bytes, chosen.figures
+    wait_s = None if nbytes is None else nbytes / (download_bps or ASSUMED_BPS)
+    start = StartHere(chosen.model, nbytes, figures.expected_tps, figures.ceiling_tps, wait_s, download_bps, grounds)
+    return ModelAdvice(start, tuple(ranked), note)
+
+
+def _first_choice(ranked: Sequence[ModelLine]) -> tuple[ModelLine | None, Grounds, str]:
+    """Return the model to start with, what it was chosen by, and a note on that."""
+    recommended = [line for line in ranked if line.group == "recommended"]
+    if recommended:
+        quick = [line for line in recommended if (line.figures.expected_tps or 0.0) >= START_TPS]
+        if quick:
+            return quick[0], "expected speed", ""
+        fastest = max(recommended, key=lambda line: line.figures.expected_tps or 0.0).figures.expected_tps
+        note = f"No model is expected to reach {START_TPS:.0f} tok/s here; the fastest makes {units.rate(fastest)}."
+        return None, "expected speed", note
+    untimed = [line for line in ranked if line.group == "speed unknown"]
+    if not untimed:
+        unsure = any(line.group == "fit unknown" for line in ranked)
+        note = "whether it fits is not known" if unsure else "none that fits is fast enough here"
+        return None, "size", f"No model is recommended: {note}."
+    bounded = [line for line in untimed if line.figures.ceiling_tps is not None]
+    if not bounded:
+        return untimed[0], "size", "How fast this machine is was not measured yet, so the smallest models come first."
+    able = [line for line in bounded if (line.figures.ceiling_tps or 0.0) >= 2 * START_TPS]
+    note = "Speeds were not measured here yet; these are chosen by size and by what the hardware allows."
+    return (able[0], "limit", note) if able else (None, "limit", note)
+
+
 CONTEXT = 8192
 """Tokens of context that estimates are for: a long conversation, or a long file."""
 
@@ -203,22 +318,25 @@ CONTEXT = 8192
 class Estimates:
     """Asks by ``ask``, which returns the number that the answers will have. Attributes are for reading.
 
+    download_bps: returns the bytes a second of the last download.
+
     Attributes:
         disk, catalogue: what is known, by model.
-        best: the catalogue, best first; () while it is being estimated.
+        advice: the catalogue in groups, and the model to start with; None while it is being estimated.
         place, rule: the machine, and where its memory budget comes from.
         progress: how many of how many of the catalogue are estimated.
         problem: why there is no answer.
     """
 
-    def __init__(self, ask: Callable[[Question], int]) -> None:
+    def __init__(self, ask: Callable[[Question], int], download_bps: Callable[[], float | None] = lambda: None) -> None:
         self._ask = ask
+        self._download_bps = download_bps
         self._asked: dict[str, int] = {}
         self._kv: KVSpec | None = None
         self._limit: int | None = None
         self.disk: dict[str, ModelLine] = {}
         self.catalogue: dict[str, ModelLine] = {}
-        self.best: tuple[str, ...] = ()
+        self.advice: ModelAdvice | None = None
         self.place = ""
         self.rule = ""
         self.progress = (0, 0)
@@ -230,7 +348,7 @@ class Estimates:
         limit: bytes that a model may take, where the user set them.
         """
         if limit != self._limit:
-            self._limit, self.best = limit, ()
+            self._limit, self.advice = limit, None
             for known in (self.disk, self.catalogue, self._asked):
                 known.clear()
         if kv != self._kv:
@@ -241,7 +359,7 @@ class Estimates:
         if unknown and "disk" not in self._asked:
             question = Question("disk", "", kv=kv, context=CONTEXT, prompt=CONTEXT, names=unknown)
             self._asked["disk"] = self._ask(question)
-        if not self.best and "models" not in self._asked:
+        if self.advice is None and "models" not in self._asked:
             self._asked["models"] = self._ask(Question("models", "", context=CONTEXT, prompt=CONTEXT))
 
     def again(self) -> None:
@@ -267,13 +385,21 @@ class Estimates:
         if wanted == "models":
             self.progress = (event.done, event.total)
             if event.answer is not None:
-                self.best = tuple(line.model for line in event.answer.models)
+                self.advice = advise(event.answer.models, self._download_bps())
         return True
 
 
-Section = Literal["typed", "downloads", "embedded", "disk", "recommended"]
-MOST_RECOMMENDED = 12
-HOPELESS = "does not fit"
+Section = Literal["typed", "converting", "downloads", "embedded", "disk", "start", "catalogue"] | Group
+"""What rows stand under. catalogue: what was not estimated yet, in no order that means anything."""
+
+MOST_LISTED: dict[Group, int] = {
+    "recommended": 12,
+    "speed unknown": 12,
+    "slow": 4,
+    "fit unknown": 12,
+    "does not fit": 0,
+}
+"""Rows of each group without a search. What is no better than unknown is left out where something is recommended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +417,9 @@ class ModelRow:
     Attributes:
         nbytes: on disk, or to download; None is unknown.
         home: where it is; None: not here, or not whole.
+        converting: the progress of its conversion.
         line: how it would run here; None where that is not known yet, ``pending`` where it was asked.
+        start: it is the model to start with.
     """
 
     model: str
@@ -302,6 +430,8 @@ class ModelRow:
     line: ModelLine | None = None
     pending: bool = False
     download: Download | None = None
+    converting: str = ""
+    start: StartHere | None = None
 
     @property
     def id(self) -> str:
@@ -315,23 +445,28 @@ def rows(
     offers: Sequence[CatalogueOffer],
     estimates: Estimates,
     downloads: Sequence[Download],
+    *,
+    conversions: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ModelRow]:
-    """Return the rows that match ``text``, in order; without a text, only the best of the catalogue."""
+    """Return the rows that match ``text``, in order; without a text, only the best of each group of the catalogue.
+
+    conversions: the models that are being converted, with their progress.
+    """
     wanted = text.casefold().split()
     going = {each.model: each for each in downloads}
-    found = [*_downloads(disk, estimates, going), *_here(disk, estimates, going)]
-    known = {row.model for row in found}
-    found += _recommended([offer for offer in offers if offer.model not in known], estimates, everything=bool(wanted))
+    under_way = [ModelRow(model, "converting", converting=progress) for model, progress in conversions.items()]
+    found = [*under_way, *_downloads(disk, estimates, going), *_here(disk, estimates, going)]
+    known = {row.model for row in found if not row.converting}
+    found += _offered([offer for offer in offers if offer.model not in known], estimates, everything=bool(wanted))
     fitting = [row for row in found if all(word in row.model.casefold() for word in wanted)]
     return [*_typed(text.strip(), fitting), *fitting]
 
 
 def best_guess(offers: Sequence[CatalogueOffer], memory_bytes: int | None) -> list[CatalogueOffer]:
-    """Return the order before anything is estimated: the largest that leave half of the memory free first."""
-    if memory_bytes is None:
-        return list(offers)
-    half = memory_bytes / 2
-    return sorted(offers, key=lambda each: -each.nbytes if each.nbytes and each.nbytes <= half else 0)
+    """Return the order before anything is estimated: the smallest first, and what takes over half of the memory after the rest."""
+    half = math.inf if memory_bytes is None else memory_bytes / 2
+    sizes = {each.model: math.inf if each.nbytes is None else each.nbytes for each in offers}
+    return sorted(offers, key=lambda each: (sizes[each.model] > half, sizes[each.model]))
 
 
 def _typed(text: str, fitting: Sequence[ModelRow]) -> Iterator[ModelRow]:
@@ -371,18 +506,55 @@ def _row_of(each: OnDisk, estimates: Estimates) -> ModelRow:
     return ModelRow(each.model, section, each.nbytes, each.home, on_disk=True, line=line, pending=line is None)
 
 
-def _recommended(offers: Sequence[CatalogueOffer], estimates: Estimates, *, everything: bool) -> Iterator[ModelRow]:
-    """Yield the catalogue, best first once that is known. everything: also what does not fit or ranks low."""
-    if estimates.best:
-        place = {model: index for index, model in enumerate(estimates.best)}
-        offers = sorted(offers, key=lambda each: place.get(each.model, len(place)))
-        lines = estimates.catalogue
-        if not everything:
-            offers = [each for each in offers if each.model in lines and lines[each.model].verdict != HOPELESS]
-    for offer in offers if everything else offers[:MOST_RECOMMENDED]:
-        line = estimates.catalogue.get(offer.model)
-        nbytes = offer.nbytes if line is None or line.download_bytes is None else line.download_bytes
-        yield ModelRow(offer.model, "recommended", nbytes, line=line, pending=line is None and not estimates.best)
+def _offered(offers: Sequence[CatalogueOffer], estimates: Estimates, *, everything: bool) -> Iterator[ModelRow]:
+    """Yield the catalogue in its groups once they are known. everything: also what does not fit or ranks low."""
+    advice, sizes = estimates.advice, {offer.model: offer.nbytes for offer in offers}
+    if advice is None:
+        for offer in offers if everything else offers[: MOST_LISTED["recommended"]]:
+            line = estimates.catalogue.get(offer.model)
+            yield ModelRow(offer.model, "catalogue", _download(line, offer.nbytes), line=line, pending=line is None)
+        return
+    start = advice.start
+    if start is not None and start.model in sizes:
+        line = next(line for line in advice.lines if line.model == start.model)
+        yield ModelRow(start.model, "start", start.download_bytes, line=line, start=start)
+    for group in get_args(Group):
+        if group == "speed unknown" and not everything and advice.of("recommended"):
+            continue
+        lines = [
+            line for line in advice.of(group) if line.model in sizes and (start is None or line.model != start.model)
+        ]
+        for line in lines if everything else lines[: MOST_LISTED[group]]:
+            yield ModelRow(line.model, group, _download(line, sizes[line.model]), line=line)
+    known = {line.model for line in advice.lines}
+    for offer in offers:
+        if everything and offer.model not in known:
+            yield ModelRow(offer.model, "catalogue", offer.nbytes)
+
+
+def _download(line: ModelLine | None, nbytes: int | None) -> int | None:
+    return nbytes if line is None or line.download_bytes is None else line.download_bytes
+
+
+def section_title(section: Section, estimates: Estimates) -> str:
+    """Return the heading of what is to download: what the section is, and on what it rests."""
+    match section:
+        case "start":
+            return "Start here"
+        case "recommended":
+            return f"Recommended for {estimates.place}, best first"
+        case "speed unknown":
+            return f"They fit {estimates.place}; their speed here is not known yet"
+        case "slow":
+            return f"Slow on {estimates.place}, the fastest first"
+        case "fit unknown":
+            return "Whether they fit is not known"
+        case "does not fit":
+            return f"Too large for {estimates.place}"
+        case _:
+            done, total = estimates.progress
+            told = estimates.problem or (f"estimating {done} of {total} …" if total else "")
+            return f"To download · {told}" if told else "To download"
 
 
 def short_name(model: str) -> str:
@@ -413,6 +585,8 @@ class Removal:
         """Return why ``row`` can't be removed; "" where it can. loaded: the model that is loaded."""
         if row.model == loaded:
             return "It is loaded. Press F7 to unload it first."
+        if row.converting:
+            return "It is being converted. Press F6 to stop that."
         if row.download is not None:
             return "It is downloading. Press F6 to cancel and delete the download."
         if row.home == "embedded":

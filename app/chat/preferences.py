@@ -50,8 +50,13 @@ def as_settings(own: ChatOverrides) -> dict[str, Any]:
     return {
         "sampling": None if own.sampling is None else _changed(own.sampling),
         "system": own.system,
-        "template": None if own.template is None else asdict(own.template),
+        "template": None if own.template is None else template_record(own.template),
     }
+
+
+def template_record(template: TemplateOptions) -> dict[str, Any]:
+    """Return what is stored of a template's options: which tools are on is stored apart."""
+    return {name: value for name, value in asdict(template).items() if name != "tools"}
 
 
 def _changed(sampling: Sampling) -> dict[str, Any]:

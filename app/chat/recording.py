@@ -14,15 +14,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.events import ToolCall
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.options import NOTHING_TOLD
 from tokamac.engine.perf.diagnosis import Diagnosis
 
 from ..backend.protocol import ShapeError, build
 from ..store.store import Store
-from ..store.values import FinalState, Json, StoredMessage, StoreError, TitleOrigin
+from ..store.values import OUTCOMES, FinalState, Json, Outcome, StoredMessage, StoreError, TitleOrigin, ToolResult
 from .conversation import Ending, MessageNode, Reply, Tree, Turn
-from .preferences import ChatOverrides, Preferences, as_settings, own_of
+from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record
 from .session import Session
 from .steps import Step
 
@@ -80,12 +81,16 @@ def _node(message: StoredMessage) -> MessageNode:
             return MessageNode(message.id, message.parent, reply=_reply(message))
         case "system":
             return MessageNode(message.id, message.parent, system=message.text)
+        case "tool":
+            outcome: Outcome = next((each for each, state in OUTCOMES.items() if state == message.state), "done")
+            call = message.calls[0] if message.calls else ToolCall("")
+            return MessageNode(message.id, message.parent, result=ToolResult(call, message.text, outcome))
 
 
 def _reply(message: StoredMessage) -> Reply:
     record = measured_of(message)
     known = {name: getattr(record, name) for name in _RECORDED}
-    return Reply(message.text, message.thinking, model=message.model, **known)
+    return Reply(message.text, message.thinking, model=message.model, calls=message.calls, **known)
 
 
 def measured_of(message: StoredMessage) -> ReplyRecord:
@@ -138,6 +143,10 @@ class Ledger:
     def end(self, reply: Reply) -> None:
         """Note what the reply became that was asked for last."""
         self._tree.end(self._last, reply)
+
+    def add(self, tree: Tree, last: int) -> None:
+        """Note that messages were added to ``tree``, up to ``last``, that no reply was asked for with."""
+        self._tree, self._last = tree, last
 
     @property
     def awaited(self) -> bool:
@@ -202,6 +211,9 @@ class Ledger:
         elif node.prompt is not None:
             if node.key not in self._ids:
                 self._put_prompt(chat, node, node.prompt)
+        elif node.result is not None:
+            if node.key not in self._ids:
+                self._put_result(chat, node, node.result)
         elif node.reply is None:
             if node.key not in self._ids:
                 self._begin_reply(chat, node)
@@ -214,13 +226,21 @@ class Ledger:
         if not prompt and node.attachments and not self._store.chat(chat).title:  # titles are made of the user's words
             self._store.rename(chat, node.attachments[0].name, "words")
 
+    def _put_result(self, chat: str, node: MessageNode, result: ToolResult) -> None:
+        kept = self._store.add_message(
+            chat, self._before(node), "tool", result.text, calls=(result.call,), state=OUTCOMES[result.outcome]
+        )
+        self._ids[node.key] = kept.id
+
     def _put_reply(self, chat: str, node: MessageNode, reply: Reply) -> None:
         stored = self._ids.get(node.key)
         if (
             stored is None or self._store.message(stored).state != "partial"
         ):  # another window took us for dead, and ended it
             stored = self._begin_reply(chat, node)
-        self._store.finish_reply(stored, reply.text, reply.thinking, state=state_of(reply), metrics=measured(reply))
+        self._store.finish_reply(
+            stored, reply.text, reply.thinking, state=state_of(reply), metrics=measured(reply), calls=reply.calls
+        )
         self._open.discard(node.key)
         self._asked.pop(node.key, None)
 
@@ -243,6 +263,8 @@ class Ledger:
 
 
 def _state(node: MessageNode) -> str:
+    if node.result is not None:
+        return OUTCOMES[node.result.outcome]
     return "complete" if node.reply is None else state_of(node.reply)
 
 
@@ -298,7 +320,7 @@ class Recording:
         model = session.engine.load.model
         settings = {"sampling": asdict(session.sampling), "kv": asdict(session.engine.load.kv), **_adapter(session)}
         if session.template != NOTHING_TOLD:
-            settings["template"] = asdict(session.template)
+            settings["template"] = template_record(session.template)
         self._ledger.ask(
             session.conversation.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking)
         )
@@ -323,6 +345,11 @@ class Recording:
         if self._ledger.awaited:
             self._ledger.end(reply)
             self._save()
+
+    def answered(self, key: int) -> None:
+        """A call was answered, by the message ``key``."""
+        self._ledger.add(self._session.conversation.tree, key)
+        self._save()
 
     def moved(self) -> None:
         """Another path of the conversation is shown."""

@@ -20,6 +20,7 @@ from tokamac.engine.events import (
     Message,
     PrefillProgress,
     TextChunk,
+    ToolCall,
     Truncated,
 )
 from tokamac.engine.hub.cache import GUIDE
@@ -469,6 +470,8 @@ class Session:
                 return []
             case MemoryPressure():
                 return [Notice(pressure_sentence(event), "warning")]
+            case ToolCall():
+                return []  # the end of the reply has all of them
             case Finished():
                 self.engine.deaths = 0
                 self.metrics, self.outliers, self.diagnosis = event.metrics, event.outliers, event.diagnosis

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.events import Event, Finished, MemoryPressure, Message, PrefillProgress, TextChunk, Truncated
+from tokamac.engine.events import (
+    Event,
+    Finished,
+    MemoryPressure,
+    Message,
+    PrefillProgress,
+    TextChunk,
+    ToolCall,
+    Truncated,
+)
 from tokamac.engine.files import NotRegularError, open_regular
 from tokamac.engine.metrics import Metrics, Outlier
 
@@ -201,6 +210,8 @@ def write(events: Iterator[Event], writer: "JsonWriter | TextWriter") -> int:
             writer.truncated(event)
         elif isinstance(event, MemoryPressure):
             writer.squeezed(event)
+        elif isinstance(event, ToolCall):
+            writer.called(event)
         else:
             writer.finished(event)
             reason = event.reason
@@ -230,6 +241,12 @@ class TextWriter:
         from ..verdict import pressure_sentence
 
         note(f"note: {pressure_sentence(event)}")
+
+    def called(self, event: ToolCall) -> None:  # noqa: ARG002  # as JsonWriter
+        """Leave the line of the answer: what comes of the call is told when it is answered."""
+        self._bar.clear()
+        self._end_thinking()
+        self._answer.end()
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""
@@ -290,6 +307,15 @@ class JsonWriter:
     def squeezed(self, event: MemoryPressure) -> None:
         """Write what was done where memory was short."""
         json_line({"event": "squeezed", **asdict(event)})
+
+    def called(self, event: ToolCall) -> None:
+        """Write a call of a tool."""
+        json_line(
+            {
+                "event": "tool_call",
+                **{name: value for name, value in asdict(event).items() if value or name != "problem"},
+            }
+        )
 
     def text(self, event: TextChunk) -> None:
         """Write a piece of the reply."""

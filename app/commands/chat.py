@@ -1,6 +1,7 @@
 """``tokamac chat``: opens the chat: full-screen where there is a screen, else as plain lines."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +30,8 @@ def parser() -> Parser:
     made = Parser(
         "chat",
         "Open the full-screen chat. Without MODEL it is the one picked last, at first guide, the embedded one. "
-        "Where stdin or stdout is no terminal it is plain lines, as with --plain. Flags that are left out are "
-        "as the settings have them.",
+        "Where stdin, stdout or stderr is no terminal, or TERM is dumb, it is plain lines, as with --plain. Flags "
+        "that are left out are as the settings have them.",
         "  tokamac chat\n  tokamac chat --continue\n"
         "  tokamac chat mlx-community/Qwen3-4B-Instruct-2507-4bit --kv-bits 8,4 --kv-window 8192\n"
         "  tokamac chat --plain < questions.txt > answers.txt",
@@ -55,7 +56,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     kv_given = any_given(options, _KV_FIELDS)
     # Flags change what the settings remember, one by one; they are checked before the screen opens.
     read = settings.load(settings.default_path()) if sampling_given or kv_given or template_given else None
-    plain = options.plain or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
+    lacking = _lacking()
+    plain = options.plain or bool(lacking)
     from ..chat.start import ChatOptions, found
     from ..tui import run_chat
 
@@ -77,8 +79,19 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     if plain:
         from ..plain.repl import run_plain
 
+        if not options.plain and sys.stdout.isatty():  # else nobody is there to wonder
+            aside = sys.stderr if sys.stderr and sys.stderr.isatty() else sys.stdout
+            print(f"Plain chat: {lacking}, so the full screen can't be drawn.", file=aside, flush=True)
         return run_plain(chosen)
     return run_chat(chosen)
+
+
+def _lacking() -> str:
+    """Return what keeps the full screen from being drawn here; "" where nothing does. Textual draws on stderr."""
+    if os.environ.get("TERM") == "dumb":
+        return "TERM is dumb"
+    streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
+    return next((f"{name} is no terminal" for name, each in streams.items() if each is None or not each.isatty()), "")
 
 
 @contextmanager

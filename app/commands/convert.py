@@ -59,8 +59,12 @@ def parser() -> Parser:
         _EXAMPLES,
     )
     made.add_argument("source", metavar="SOURCE", help="a folder or a Hugging Face id (downloaded first)")
-    made.add_argument(
+    target = made.add_mutually_exclusive_group()
+    target.add_argument(
         "-o", "--output", metavar="DIR", help="the new folder (default: here, named after source and bits)"
+    )
+    target.add_argument(
+        "--into", metavar="DIR", help="the folder for the new folder, which is named after source and bits"
     )
     _add_packing(made)
     _add_finding(made)
@@ -125,17 +129,25 @@ def _add_finding(made: Parser) -> None:
 @awake
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Convert, or say what would be done; return the exit status."""
-    if not options.source.strip() or options.output == "":
-        parser.error("SOURCE and -o must not be empty")
+    if not options.source.strip() or "" in (options.output, options.into):
+        parser.error("SOURCE, -o and --into must not be empty")
     multiply_in_float32()  # sensitivities and divergences as small as 1e-5 are compared
     request = requested(parser, options)
-    from tokamac.quant.conversion import default_target
-
-    target = Path(options.output).expanduser() if options.output else default_target(options.source, Options(**request))
+    target = _target(options, request)
     progress = ConversionProgress(json=options.json)
     if options.dry_run:
         return _plan(loading.on_disk(options.source), target, options, request, progress)
     return _convert(progress.fetch(options.source), target, options, request, progress)
+
+
+def _target(options: argparse.Namespace, request: dict[str, Any]) -> Path:
+    """Return the new folder, as an absolute path: who reads it need not know where the command was run."""
+    from tokamac.quant.conversion import default_target
+
+    if options.output:
+        return Path(options.output).expanduser().absolute()
+    name = default_target(options.source, Options(**request))
+    return (Path(options.into or "").expanduser() / name).absolute()
 
 
 def requested(parser: Parser, options: argparse.Namespace) -> dict[str, Any]:
@@ -154,6 +166,7 @@ def _plan(
     folder: Path, target: Path, options: argparse.Namespace, request: dict[str, Any], progress: "ConversionProgress"
 ) -> int:
     from tokamac.quant import convert
+    from tokamac.quant.evaluation import comparison_s
     from tokamac.quant.plan import conversion_s
     from tokamac.quant.resume import SPARE_BYTES, free_bytes
 
@@ -161,14 +174,27 @@ def _plan(
         plan = convert(folder, target, dry_run=True, progress=progress.show, **request)
     finally:
         progress.clear()
-    disk, converting_s = DiskSpace(plan.needed_bytes + SPARE_BYTES, free_bytes(target)), conversion_s(plan)
+    checking_s = comparison_s(folder, unchecked=plan.options.unchecked) if plan.options.verify else None
+    estimate = Estimate(conversion_s(plan), checking_s)
+    disk, notes = DiskSpace(plan.needed_bytes + SPARE_BYTES, free_bytes(target)), (*plan.notes, *_slow_bits(folder))
     if options.json:
-        json_line(plan_json(plan, target, disk, converting_s))
+        json_line({**plan_json(plan, target, disk, estimate), "notes": list(notes)})
         return 0
-    print(plan_text(plan, target, disk, converting_s))
-    for text in plan.notes:
+    print(plan_text(plan, target, disk, estimate))
+    for text in notes:
         note(f"note: {text}")
     return 0
+
+
+def _slow_bits(folder: Path) -> tuple[str, ...]:
+    """Return the note that fewer bits make no faster reply here, where that is so."""
+    from tokamac.engine.perf.inspection import inspect_model
+    from tokamac.engine.perf.what_if import SAME_BITS
+
+    try:
+        return (SAME_BITS,) if inspect_model(folder, CONTEXT).form == "unpacked" else ()
+    except TokamacError:
+        return ()
 
 
 def _convert(
@@ -189,7 +215,7 @@ def _convert(
         note(f"note: {text}")
     for text in () if report.quality is None else report.quality.concerns:
         note(f"warning: {text}")
-    speeds = Speeds(_expected_tps(folder), _expected_tps(report.path))
+    speeds = expected_speeds(folder, report.path)
     if options.json:
         json_line({"event": "expected", **asdict(speeds), "context": CONTEXT})
         plain = report.to_json()
@@ -212,8 +238,16 @@ class DiskSpace:
         return self.needed <= self.free
 
 
-def plan_text(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float | None) -> str:
-    """Return the plan for people. converting_s: about how long it takes; None is unknown."""
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """About how many seconds converting takes, and comparing the result with its source; None is unknown, or not wanted."""
+
+    converting_s: float | None
+    checking_s: float | None
+
+
+def plan_text(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -> str:
+    """Return the plan for people."""
     from tokamac.quant.card import packing_name
     from tokamac.quant.report import by_part
 
@@ -231,24 +265,28 @@ def plan_text(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float |
         ["weights", f"{size(plan.source_bytes)} → {most}, {bits}"],
         ["memory", f"{size(plan.peak_memory_bytes)} at most"],
         ["disk", f"{needed} needed, {free} free: {'fits' if disk.fits else 'does not fit'}"],
-        ["time", _time(plan, converting_s)],
+        ["time", _time(plan, estimate)],
     ]
     title = sanitise_line(f"{plan.source} → {target}  (nothing is written)")
     return "\n\n".join([title, table([head, *rows, whole], right=(2, 3, 4)), table(figures)])
 
 
-def _time(plan: "Plan", converting_s: float | None) -> str:
+def _time(plan: "Plan", estimate: Estimate) -> str:
     options = plan.options
-    if converting_s is not None:
-        calibrating = ["looking at the calibration text"] if options.calibration is not None else []
-        apart = " and ".join([*calibrating, *(["comparing at the end"] if options.verify else [])])
-        return f"about {seconds(converting_s)} to convert{f', not counting {apart}' if apart else ''}"
+    if estimate.converting_s is not None:
+        said = f"about {seconds(estimate.converting_s)}"
+        if options.calibration is not None:
+            said += ", plus reading the calibration text"
+        if options.verify:
+            about = "" if estimate.checking_s is None else f"about {seconds(estimate.checking_s)} for "
+            said += f", plus {about}a quality check"
+        return said
     if options.target_bpw is not None:
         return f"{UNKNOWN}: how sensitive each tensor is has to be measured"
     return f"{UNKNOWN}: {options.how} runs the model over a text"
 
 
-def plan_json(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float | None) -> dict[str, Any]:
+def plan_json(plan: "Plan", target: Path, disk: DiskSpace, estimate: Estimate) -> dict[str, Any]:
     """Return the plan as one line of JSON, under the names that the finished conversion has."""
     from tokamac.quant.report import by_part
 
@@ -259,7 +297,8 @@ def plan_json(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float |
         "bits_per_weight": plan.bits_per_weight,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
-        "seconds": converting_s,
+        "seconds": estimate.converting_s,
+        "quality_seconds": estimate.checking_s,
         "peak_memory_bytes": plan.peak_memory_bytes,
         "quality": None,
         "parameters": plan.parameters,
@@ -271,20 +310,37 @@ def plan_json(plan: "Plan", target: Path, disk: DiskSpace, converting_s: float |
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens a second that decoding is expected to reach on this machine, before and after; None is unknown."""
+    """Tokens a second that decoding is expected to reach on this machine, before and after; None is unknown.
+
+    reason: why one is unknown. note: why both are alike.
+    """
 
     before_tps: float | None
     after_tps: float | None
+    reason: str | None = None
+    note: str | None = None
 
 
-def _expected_tps(folder: Path) -> float | None:
-    """Return what to expect of a folder, from its headers and this machine alone."""
+def expected_speeds(before: Path, after: Path) -> Speeds:
+    """Return what to expect of two folders, from their headers and this machine alone."""
     from tokamac.engine.perf.inspection import inspect_model
+    from tokamac.engine.perf.what_if import SAME_BITS
 
-    try:
-        return inspect_model(folder, CONTEXT).expected_tps
-    except TokamacError:  # a source of a form that only mlx-lm's conversion reads has no speed of its own
-        return None
+    found: list[float | None] = []
+    reasons: list[str] = []
+    forms: list[str] = []
+    for folder in (before, after):
+        try:
+            inspected = inspect_model(folder, CONTEXT)
+        except TokamacError as error:  # a source of a form that only mlx-lm's conversion reads has no speed of its own
+            found.append(None)
+            reasons.append(error.message)
+        else:
+            found.append(inspected.expected_tps)
+            forms.append(inspected.form)
+            if inspected.expected_tps is None and inspected.reason is not None:
+                reasons.append(inspected.reason)
+    return Speeds(found[0], found[1], next(iter(reasons), None), SAME_BITS if "unpacked" in forms else None)
 
 
 def summary(report: "Conversion", speeds: Speeds) -> str:
@@ -294,19 +350,26 @@ def summary(report: "Conversion", speeds: Speeds) -> str:
         compared = closeness(found.quality, found.relative_error)
         if found.unable is not None:
             compared += f"; no text was compared: {sanitise_line(found.unable)}"
-    path = str(report.path)
     rows = [
         [
             "size",
             f"{size(report.source_bytes)} → {size(report.weight_bytes)}, {report.bits_per_weight:.2f} bits per weight",
         ],
         ["quality", compared],
-        ["speed", f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here, {CONTEXT:,} tokens in"],
+        ["speed", speeds_text(speeds, f", {CONTEXT:,} tokens in")],
         ["took", f"{seconds(report.seconds)}, and {size(report.peak_memory_bytes)} of memory at most"],
     ]
-    # A bare name could be taken for a Hugging Face id or a flag.
-    named = path if path.startswith(("/", ".", "~")) else f"./{path}"
-    return "\n".join([sanitise_line(path), table(rows), sanitise_line(f"next: tokamac chat {shlex.quote(named)}")])
+    path = str(report.path)
+    return "\n".join([sanitise_line(path), table(rows), sanitise_line(f"next: tokamac chat {shlex.quote(path)}")])
+
+
+def speeds_text(speeds: Speeds, where: str) -> str:
+    """Return the speeds for people, and why they are unknown, or alike. where: what is said of the machine's state."""
+    said = f"{rate(speeds.before_tps)} → {rate(speeds.after_tps)} expected here{where}"
+    if speeds.before_tps is None and speeds.after_tps is None:
+        said = UNKNOWN
+    why = "; ".join(sanitise_line(each) for each in (speeds.reason, speeds.note) if each)
+    return f"{said} ({why})" if why else said
 
 
 class ConversionProgress:

@@ -6,6 +6,7 @@ With --json the chat's picker reads the lines of ``pull`` and ``remove`` (app/ba
 import argparse
 import time
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tokamac.engine.perf.memory import giving_way
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from tokamac.engine.hub.download import ModelOnDisk
     from tokamac.engine.perf.inspection import Prospect
     from tokamac.engine.perf.machine import Machine
-    from tokamac.engine.perf.what_if import Suggestion
+    from tokamac.engine.perf.what_if import Group, Suggestion
+
+    from ..chat.models import ModelAdvice
 
 CONTEXT = 8192
 """Tokens held while decoding, to reckon fit and speed with; or the model's own context, where that is shorter."""
@@ -33,7 +36,7 @@ ACTIONS = {
     "list": "how large each is, whether it fits and how fast it should be here",
     "pull": "download a model, or bring it up to date; an interrupted download goes on where it stopped",
     "remove": "take a model off the disk",
-    "suggest": "which models of the catalogue fit, or may fit, here or on another machine, best first",
+    "suggest": "one model to start with, and which others run well here or on another machine",
 }
 SUGGEST_FLAGS = ("context", "chip", "gpu_cores", "memory")
 
@@ -200,31 +203,51 @@ def _plain(model: "ModelOnDisk", found: "Prospect | None") -> dict[str, Any]:
 def suggest(parser: Parser, options: argparse.Namespace) -> int:
     """Print the suggestions; return the exit status."""
     place = place_of(parser, options)
+    from tokamac.engine.hub.download import last_speed
     from tokamac.engine.perf.machine import here
     from tokamac.engine.perf.what_if import suggestions
 
+    from ..backend.advice import model_line
+    from ..chat.models import advise
+
     context = options.context or CONTEXT
-    place = place or here()
+    place = place or here(limit=limit_of_settings())
     bar = Progress("weighing", unit="models", plain=False)
     try:
         found = suggestions(place, context, progress=bar.update)
     finally:
         bar.clear()
+    advice = advise(map(model_line, found), last_speed())
     if options.json:
-        json_line({"context": context, "suggestions": [_suggested_plain(each) for each in found]})
+        start = None if advice.start is None else asdict(advice.start)
+        plain = [_suggested_plain(each) for each in found]
+        json_line({"context": context, "suggestions": plain, "start_here": start, "note": advice.note or None})
         return 0
-    _print(found, place, context)
+    _print(found, advice, place, context)
     return 0
 
 
-def _print(found: "tuple[Suggestion, ...]", place: "Machine", context: int) -> None:
-    possible = [each for each in found if each.verdict != "does not fit"]
-    print(f"{chip_name(place.chip)}, with a prompt of {context:,} tokens, best first\n")
+HEADINGS: "dict[Group, str]" = {
+    "recommended": "Recommended, best first",
+    "speed unknown": "They fit; their speed here is not known yet",
+    "slow": "Slow, the fastest first",
+    "fit unknown": "Whether they fit is not known",
+}
+
+
+def _print(found: "tuple[Suggestion, ...]", advice: "ModelAdvice", place: "Machine", context: int) -> None:
+    """Print what may fit, group after group, in columns that are alike."""
+    possible = [each for each in found if each.group != "does not fit"]
+    print(f"{chip_name(place.chip)}, with a prompt of {context:,} tokens\n")
+    if advice.start is not None:
+        print(f"Start here: {advice.start.model}\n            {advice.start.facts}\n")
     head = ["model", "weights", "download", "memory", "ceiling", "expected", "first token", ""]
-    print(table([head, *map(_suggested_row, possible)], right=(1, 2, 3, 4, 5, 6)))
+    first, *rows = table([head, *map(_suggested_row, possible)], right=(1, 2, 3, 4, 5, 6)).splitlines()
+    for group, alike in groupby(zip(possible, rows, strict=True), key=lambda pair: pair[0].group):
+        print(f"{HEADINGS[group]}\n\n{first}", *(row for _, row in alike), "", sep="\n")
     if not possible:
         print("none of the catalogue fits")
-    for line in _notes(found, possible, place):
+    for line in [*([advice.note] if advice.note else []), *_notes(found, possible, place)]:
         note(f"note: {line}")
 
 
@@ -276,5 +299,5 @@ def _suggested_plain(each: "Suggestion") -> dict[str, Any]:
         "weight_bytes": outcome.weight_bytes,
         "memory": None if outcome.memory is None else asdict(outcome.memory),
         **picked(outcome, "ceiling_tps", "expected_tps", "prefill_tps", "ttft_s"),
-        **picked(each, "verdict", "reason"),
+        **picked(each, "verdict", "reason", "group"),
     }

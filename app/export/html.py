@@ -31,7 +31,7 @@ from ..store.values import Archive, StoredMessage
 from ..units import count, rate, seconds
 from ..verdict import sentence
 
-WHO: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "Assistant"}
+WHO: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "Assistant", "tool": "Tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,11 @@ def entries(archive: Archive) -> Iterator[ExportEntry]:
 
 
 def _entry(message: StoredMessage) -> ExportEntry:
+    if message.role == "tool":
+        call = message.calls[0] if message.calls else None
+        name = "" if call is None else sanitise_line(f"{call.name} {call.arguments}")
+        who = WHO["tool"] if call is None else f"{WHO['tool']}: {sanitise_line(call.name)}"
+        return ExportEntry("tool", who, "", files=(File(name, sanitise(message.text)),))
     kept = measured_of(message) if message.role == "assistant" else ReplyRecord()
     took = "" if kept.thinking_s is None else f" for {seconds(kept.thinking_s)}"
     spent = "" if kept.thinking_ended_at is None else f", {budget_spent(kept.thinking_ended_at)}"

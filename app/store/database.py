@@ -72,6 +72,9 @@ CREATE TABLE attachments (
     PRIMARY KEY (message, position)
 ) STRICT"""
 
+_MESSAGES_BY_PARENT = "CREATE INDEX messages_by_parent ON messages (chat, parent)"
+_MESSAGES_BEING_WRITTEN = "CREATE INDEX messages_being_written ON messages (owner) WHERE owner IS NOT NULL"
+
 # A finished text never changes, so its words are indexed once, when it is finished, and not at each checkpoint of a reply.
 _SEARCH = (
     "CREATE VIEW finished AS SELECT id, text FROM messages WHERE state <> 'partial'",
@@ -100,16 +103,33 @@ END""",
 EMPTY_INDEX = "REPLACE INTO search_data (id, block) VALUES (1, x''), (10, x'00000000000000')"
 """FTS5's own rows of totals and of structure, as in an index of nothing: with broken ones SQLite opens none, even to mend it."""
 
+_TOOLS: Step = (
+    "DROP VIEW finished",
+    _MESSAGES.replace("TABLE messages", "TABLE messages_with_tools")
+    .replace("'assistant')", "'assistant', 'tool')")
+    .replace("    UNIQUE", "    calls      TEXT CHECK (calls IS NULL OR json_valid(calls)),\n    UNIQUE"),
+    "INSERT INTO messages_with_tools SELECT *, NULL FROM messages",
+    "DELETE FROM sqlite_sequence WHERE name = 'messages_with_tools'",
+    "INSERT INTO sqlite_sequence (name, seq) SELECT 'messages_with_tools', seq FROM sqlite_sequence WHERE name = 'messages'",
+    "DROP TABLE messages",
+    "ALTER TABLE messages_with_tools RENAME TO messages",
+    _MESSAGES_BY_PARENT,
+    _MESSAGES_BEING_WRITTEN,
+    *(statement for statement in _SEARCH if "VIRTUAL" not in statement),
+)
+"""Messages of the role "tool", and calls. SQLite changes no CHECK, so the table is made anew, with what hangs on it."""
+
 STEPS: tuple[Step, ...] = (
     (
         _CHATS,
         _MESSAGES,
         _ATTACHMENTS,
         "CREATE INDEX chats_by_age ON chats (updated_at)",
-        "CREATE INDEX messages_by_parent ON messages (chat, parent)",
-        "CREATE INDEX messages_being_written ON messages (owner) WHERE owner IS NOT NULL",
+        _MESSAGES_BY_PARENT,
+        _MESSAGES_BEING_WRITTEN,
         *_SEARCH,
     ),
+    _TOOLS,
 )
 """What leads to each version, from 1; the program's version is their number."""
 

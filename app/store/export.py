@@ -30,20 +30,20 @@ and drafts stay behind: the one is the store's, the other was never sent.
     {"format": "tokamac-chat", "version": 1, "chat": {…, "head": 4},
      "messages": [{"id": 1, "parent": null, "role": "user", "created": "…", "state": "complete", "text": "…"}, …]}
 
-Messages come parents first; ``thinking``, ``model``, ``settings``, ``metrics`` and ``attachments`` may be missing.
+Messages come parents first; ``thinking``, ``model``, ``settings``, ``metrics``, ``calls`` and ``attachments`` may be missing.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokamac.engine.errors import access_hint
-from tokamac.engine.events import Role
+from tokamac.engine.errors import OptionError, access_hint
+from tokamac.engine.events import Role, ToolCall
 from tokamac.engine.files import TooLargeError, read_bytes, to_disk
 
 from ..backend.protocol import ShapeError, build
@@ -130,16 +130,27 @@ def message_record(message: StoredMessage) -> dict[str, Any]:
         record["settings"] = dict(message.settings)
     if message.metrics is not None:
         record["metrics"] = dict(message.metrics)
+    if message.calls:
+        record["calls"] = [{key: value for key, value in asdict(call).items() if value} for call in message.calls]
     return record
 
 
 def message_from(record: object, where: str, number: int, parent: int | None) -> StoredMessage:
     """Return the message of a record at its place, without its texts. Raises ShapeError."""
-    table, (settings, metrics) = _without(record, where, "settings", "metrics")
+    table, (settings, metrics, calls) = _without(record, where, "settings", "metrics", "calls")
     read = build(MessageRecord, table, where)
     created = _seconds(read.created, f"{where}.created")
     kept, measured = _table(settings, f"{where}.settings") or {}, _table(metrics, f"{where}.metrics")
-    return StoredMessage(number, "", parent, read.role, "", "", read.state, created, read.model, kept, measured)
+    message = StoredMessage(number, "", parent, read.role, "", "", read.state, created, read.model, kept, measured)
+    return message if calls is None else replace(message, calls=_calls(calls, f"{where}.calls"))
+
+
+def _calls(records: object, where: str) -> tuple[ToolCall, ...]:
+    try:
+        read: tuple[ToolCall, ...] = build(tuple[ToolCall, ...], records, where)
+    except OptionError as error:
+        raise ShapeError(f"{where}: {error.message}") from None
+    return read
 
 
 def attachment_from(record: object, where: str, text: str) -> Attachment:
@@ -292,7 +303,7 @@ _ESCAPABLE = re.compile(r"^(?=\\*<!-- tokamac-)", re.MULTILINE)
 _ESCAPED = re.compile(r"^\\(?=\\*<!-- tokamac-)", re.MULTILINE)
 _FOLDED = re.compile(r"\A<details><summary>Thinking</summary>\n\n(.*)\n\n</details>\n*\Z", re.DOTALL)
 _FENCED = re.compile(r"\A[^\n]*\n\n(`{3,})\n(.*)\n\1\n*\Z", re.DOTALL)
-_WHO = {"system": "System", "user": "You", "assistant": "Assistant"}
+_WHO = {"system": "System", "user": "You", "assistant": "Assistant", "tool": "Tool"}
 
 
 def is_ours(text: str) -> bool:
@@ -379,6 +390,8 @@ def _take(section: _Section, messages: list[StoredMessage]) -> None:
 
 def _message(message: StoredMessage) -> str:
     who = _plain(message.model) if message.role == "assistant" and message.model else _WHO[message.role]
+    if message.role == "tool" and message.calls:
+        who = f"{who}: {_plain(message.calls[0].name)}"
     out = f"{_mark('message', message_record(message))}## {who}\n\n"
     if message.thinking:
         folded = f"<details><summary>Thinking</summary>\n\n{_escaped(message.thinking)}\n\n</details>"

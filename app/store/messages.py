@@ -13,10 +13,14 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tokamac.engine.errors import OptionError
+from tokamac.engine.events import ToolCall
+
+from ..backend.protocol import ShapeError, build
 from .values import (
     Archive,
     Attachment,
@@ -149,7 +153,7 @@ def _add(connection: sqlite3.Connection, draft: StoredMessage, *, owner: str | N
         connection, "messages", chat=draft.chat, parent=draft.parent, role=draft.role, state=draft.state, owner=owner,
         created_at=draft.created_at, model=storable(draft.model), settings=as_json(draft.settings),
         metrics=None if draft.metrics is None else as_json(draft.metrics), text=storable(draft.text),
-        thinking=storable(draft.thinking),
+        thinking=storable(draft.thinking), calls=calls_as_json(draft.calls),
     )  # fmt: skip
     for position, each in enumerate(draft.attachments):
         texts = {"kind": storable(each.kind), "name": storable(each.name), "text": storable(each.text)}
@@ -176,10 +180,27 @@ def _attachments(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int
 def _message_of(row: sqlite3.Row, attachments: tuple[Attachment, ...]) -> StoredMessage:
     values: Mapping[str, Any] = {
         **{each.name: row[each.name] for each in fields(StoredMessage) if each.name != "attachments"},
+        "calls": _calls_of(row["calls"]),
         "settings": json.loads(row["settings"]),
         "metrics": None if row["metrics"] is None else json.loads(row["metrics"]),
     }
     return StoredMessage(**values, attachments=attachments)
+
+
+def calls_as_json(calls: Sequence[ToolCall]) -> str | None:
+    """Return calls as they are stored; None where there is none."""
+    return json.dumps([asdict(each) for each in calls]) if calls else None
+
+
+def _calls_of(stored: str | None) -> tuple[ToolCall, ...]:
+    """Return stored calls. What another version wrote and this one can't read becomes a call that could not be read."""
+    if stored is None:
+        return ()
+    try:
+        read: tuple[ToolCall, ...] = build(tuple[ToolCall, ...], json.loads(stored), "calls")
+    except (ShapeError, OptionError, ValueError):
+        return (ToolCall("", stored, problem="it was written by another version"),)
+    return read
 
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tokamac.engine.events import Role
+from tokamac.engine.events import Role, ToolCall
 
 from . import database, messages, search
 from .database import EMPTY_INDEX, Database
@@ -367,6 +367,8 @@ class Store(Questions):
         attachments: Sequence[Attachment] = (),
         model: str = "",
         settings: Json | None = None,
+        calls: Sequence[ToolCall] = (),
+        state: FinalState = "complete",
     ) -> StoredMessage:
         """Add a whole message after ``parent``, or with None as a beginning; the chat then stands at it.
 
@@ -379,12 +381,13 @@ class Store(Questions):
             role,
             text,
             thinking,
-            "complete",
+            state,
             self._now(),
             model,
             settings or {},
             None,
             tuple(attachments),
+            calls=tuple(calls),
         )
         with self._database.writing() as connection:
             return messages.add(connection, draft)
@@ -417,11 +420,18 @@ class Store(Questions):
             self._update_reply(connection, reply, text=storable(text), thinking=storable(thinking))
 
     def finish_reply(
-        self, reply: int, text: str, thinking: str = "", *, state: FinalState = "complete", metrics: Json | None = None
+        self,
+        reply: int,
+        text: str,
+        thinking: str = "",
+        *,
+        state: FinalState = "complete",
+        metrics: Json | None = None,
+        calls: Sequence[ToolCall] = (),
     ) -> StoredMessage:
-        """End a reply, with all of its text. It never changes again."""
+        """End a reply, with all of its text and its calls. It never changes again."""
         figures = None if metrics is None else messages.as_json(metrics)
-        ended = {"state": state, "metrics": figures, "owner": None}
+        ended = {"state": state, "metrics": figures, "owner": None, "calls": messages.calls_as_json(calls)}
         with self._database.writing() as connection:
             self._update_reply(connection, reply, text=storable(text), thinking=storable(thinking), **ended)
             done = messages.message(connection, reply)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokamac.engine.errors import TokamacError, access_hint
-from tokamac.engine.events import Role
+from tokamac.engine.events import Role, ToolCall
 
 State = Literal["complete", "partial", "stopped", "failed"]
 """Of a message: whole; being written; ended early by the user or by a crash; ended by an error."""
@@ -38,6 +38,21 @@ class Attachment:
     name: str
     text: str
     kind: str = "text"
+
+
+Outcome = Literal["done", "failed", "refused"]
+"""Of a call: it was run; running it failed; the user did not allow it, or it was stopped before."""
+OUTCOMES: Mapping[Outcome, FinalState] = {"done": "complete", "failed": "failed", "refused": "stopped"}
+"""The states in which results are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What came of a call. text: what the model is told."""
+
+    call: ToolCall
+    text: str
+    outcome: Outcome = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,7 @@ class StoredMessage:
     """One node of a chat's tree. ``id`` is greater than its parent's, and never used again.
 
     model, settings, metrics: what wrote a reply, how, and what it cost; empty, and None, for other messages.
+    calls: of a reply, those of tools; of role "tool", the one whose result it is.
     position, siblings: the place among the messages with the same parent, counted from 0 in order of age, and how many they are.
     """
 
@@ -82,6 +98,7 @@ class StoredMessage:
     attachments: tuple[Attachment, ...] = ()
     position: int = 0
     siblings: int = 1
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

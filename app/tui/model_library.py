@@ -3,13 +3,23 @@
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine import metrics as rates
+from tokamac.engine.hub.download import last_speed
 
-from ..backend.command_process import Puller, PullLine, PullRefused, Removed, models_command, remove_arguments
+from ..backend.command_process import (
+    Puller,
+    PullLine,
+    PullRefused,
+    Removed,
+    converter_command,
+    models_command,
+    remove_arguments,
+)
 from ..backend.protocol import Loaded, WhatIf
-from ..chat.jobs import Download, Downloads, DownloadStage
+from ..chat.jobs import ConversionJob, ConversionPhase, Conversions, Download, Downloads, DownloadStage
 from ..chat.models import FILE as FOLDERS
 from ..chat.models import (
     CatalogueOffer,
@@ -27,7 +37,7 @@ from ..chat.models import (
     short_name,
 )
 from ..sanitise import sanitise_line
-from ..units import size
+from ..units import minutes, size
 
 if TYPE_CHECKING:
     from .screens.chat import ChatScreen
@@ -35,6 +45,9 @@ if TYPE_CHECKING:
 
 REST_S = 0.3
 """How long the list is shown before estimates start, so that a quick choice loads without delay."""
+
+ASKED_S = 10.0
+"""How long the question whether to quit holds."""
 
 REPLY_LOOK_S = 0.5
 """How often a new model checks whether the running reply has ended."""
@@ -54,7 +67,7 @@ class ModelLibrary:
         self.looked = False
         self.watcher: Callable[[], None] | None = None
         self._wanted: str | None = None  # a complete download, to be loaded once no reply runs
-        self.estimates = Estimates(chat.what_ifs.ask)
+        self.estimates = Estimates(chat.what_ifs.ask, last_speed)
         self.downloads = Downloads(
             models_command(),
             time.monotonic,
@@ -62,11 +75,35 @@ class ModelLibrary:
             changed=self._changed,
             ended=self._ended,
         )
+        self.conversions = Conversions(
+            converter_command(),
+            time.monotonic,
+            spawn=lambda work: chat.run_worker(work, group="conversion"),
+            changed=self._changed,
+            ended=self._converted,
+        )
+        self._asked_s: float | None = None  # when the user was asked whether to quit
         chat.what_ifs.listeners.append(self.heard)
+
+    @property
+    def models_folder(self) -> Path:
+        """Where converted models go."""
+        return self._chat.preferences.settings.models_path
+
+    def before_quitting(self) -> str:
+        """Return what would be interrupted, as a question; "" where nothing would, or the user was asked a moment ago."""
+        now = time.monotonic()
+        if not (running := self.activity()) or (self._asked_s is not None and now - self._asked_s < ASKED_S):
+            return ""
+        self._asked_s = now
+        quits = self._chat.session.keymap.key("leave")
+        return f"Still {running}. {quits} again quits and stops that; the same download or conversion resumes later."
 
     def rows(self, text: str) -> list[ModelRow]:
         """Return the models to choose from that match ``text``."""
-        return rows(text, self.disk, self._catalogue(), self.estimates, self.downloads.all)
+        converting = self.conversions.running
+        conversions = {} if converting is None else {converting.source: self.conversions.job.brief()}
+        return rows(text, self.disk, self._catalogue(), self.estimates, self.downloads.all, conversions=conversions)
 
     def look(self) -> None:
         """Look at the disk in the background, and estimate what is found."""
@@ -104,13 +141,18 @@ class ModelLibrary:
             self._want()
 
     def activity(self) -> str:
-        """Return the progress of the download in a few words that change rarely; "" where there is none."""
+        """Return the progress of what runs in the background in a few words that change rarely; "" where nothing does."""
+        converting = self.conversions.running
+        job = "" if converting is None else f"{short_name(converting.source)}: {self.conversions.job.brief()}"
+        return " · ".join(part for part in (self._downloading(), job) if part)
+
+    def _downloading(self) -> str:
         going = self.downloads.running
         if going is None:
             return ""
         share = rates.share(going.done, going.total)
         at = "" if share is None else f" {100 * share:.0f} %"
-        left = "" if going.left_s is None else f", {_minutes(going.left_s)} left"
+        left = "" if going.left_s is None else f", {minutes(going.left_s)} left"
         return f"downloading {short_name(going.model)}{at}{left}"
 
     # In the background ----------------------------------------------------------------------------------------------------
@@ -188,6 +230,21 @@ class ModelLibrary:
         else:
             self._tell_here(download.model)
 
+    def _converted(self, job: ConversionJob) -> None:
+        """Tell what came of a conversion that no dialog shows."""
+        form = self.conversions.form
+        name = "The model" if form is None else short_name(form.source)
+        if job.phase is ConversionPhase.DONE and job.converted is not None:
+            folder = job.converted.path
+            self._folders.remember(folder)
+            loads, shows = (self._chat.session.keymap.key(action) for action in ("choose_model", "convert"))
+            self._chat.tell(
+                sanitise_line(f"{name} is converted: {folder}. {loads} loads it; {shows} shows how good it is.")
+            )
+        else:
+            self._chat.tell(f"{name} was not converted. {sanitise_line(job.problem)}", "warning")
+        self.look()
+
     def _tell_here(self, model: str) -> None:
         loads = self._chat.session.keymap.key("choose_model")
         self._chat.tell(f"{short_name(model)} is downloaded. {loads} loads it.")
@@ -200,11 +257,6 @@ class ModelLibrary:
             load_model(self._chat, model)
         else:
             self._tell_here(model)
-
-
-def _minutes(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return "under a minute" if minutes < 1 else f"{minutes} min"
 
 
 def load_model(chat: "ChatScreen", model: str) -> None:

@@ -35,6 +35,7 @@ from ..errors import DownloadError, ModelNotFoundError, ModelUnsupportedError, T
 from ..events import LoadProgress
 from ..files import to_disk
 from ..model.safetensors import find_shards
+from ..perf import measurement_store
 from .cache import (
     _ID,
     GUIDE,
@@ -296,15 +297,41 @@ class RemoteFile:
         return hashlib.sha256() if self.large else hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False)
 
 
+SPEED_FILE, SPEED_KEY = "download.json", "10^6 bytes a second of the last download"
+
+TELLING_BYTES, TELLING_S = 16 << 20, 2.0
+"""What a download moves, and for how long, before its speed says something: small files are mostly waiting."""
+
+
+def last_speed() -> float | None:
+    """Return the bytes a second that the last download on this machine arrived with; None where there was none."""
+    known = measurement_store.read(measurement_store.store_file(SPEED_FILE), SPEED_KEY)
+    return None if known is None else known * 1e6
+
+
 class Meter:
     """Bytes so far, of all files; reports at most 20 times a second, and raises DownloadError once cancelled."""
 
     def __init__(self, total: int, progress: Progress, cancelled: Cancelled) -> None:
         self.total = total
         self.done = 0
+        self._arrived = 0
+        self._began_s = time.monotonic()
         self._progress = progress
         self._cancelled = cancelled
         self._told_s = 0.0
+
+    def keep_speed(self) -> None:
+        """Keep how fast the bytes came, if there were enough to tell."""
+        took_s = time.monotonic() - self._began_s
+        if self._arrived >= TELLING_BYTES and took_s >= TELLING_S:
+            speed = {SPEED_KEY: self._arrived / took_s / 1e6}
+            measurement_store.keep(measurement_store.store_file(SPEED_FILE), speed)
+
+    def receive(self, nbytes: int) -> None:
+        """Count bytes that the hub sent."""
+        self._arrived += nbytes
+        self.add(nbytes)
 
     def add(self, nbytes: int) -> None:
         """Count bytes that are on disk now; negative ones are gone again."""
@@ -333,8 +360,11 @@ def download(
             total = sum(file.nbytes for file in _contents(files))
             meter = Meter(total, progress or (lambda _: None), cancelled or (lambda: False))
             meter.add(meter.total - lacking)
-            for file in sorted(missing, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
-                _fetch(repo, commit, file, meter)
+            try:
+                for file in sorted(missing, key=lambda file: (file.name.endswith(".safetensors"), file.name)):
+                    _fetch(repo, commit, file, meter)
+            finally:
+                meter.keep_speed()
             if not adapter:
                 find_shards(snapshot)
             _record(repo, commit)
@@ -493,7 +523,7 @@ class _Transfer:
                 self._out.write(chunk)
                 self._digest.update(chunk)
                 self._arrived += len(chunk)
-                self._meter.add(len(chunk))
+                self._meter.receive(len(chunk))
 
     def _start_over(self) -> None:
         """The server sends all of it again."""

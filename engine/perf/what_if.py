@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby, takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import OptionError
 from ..model.config import context_length
@@ -74,6 +74,10 @@ VERDICTS: tuple[Verdict, ...] = (
 )  # fmt: skip
 """Best first. tight: it fits, with less than a tenth to spare, or other programs have to give way for it now. slow: slower than
 twice reading."""
+
+Group = Literal["recommended", "speed unknown", "fit unknown", "slow", "does not fit"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+"""What a suggestion is listed under, best first. recommended: it fits, and is expected to be quicker than twice reading."""
 
 KV_UNKNOWN = "what its layers keep for each token is not known"
 
@@ -316,6 +320,11 @@ class Suggestion:
     reason: str
 
     @property
+    def group(self) -> Group:
+        """What it is listed under."""
+        return group_of(self.outcome)
+
+    @property
     def size(self) -> float:
         """Roughly how capable it is, in weights of a dense model; 0 where they are not known."""
         return math.sqrt((self.parameters or 0) * (self.active_parameters or 0))
@@ -375,12 +384,25 @@ def verdict_alone(found: WhatIfOutcome) -> Verdict:
         return "unknown whether it fits"
     if not memory.fits:
         return "does not fit"
-    fastest = found.ceiling_tps if found.expected_tps is None else found.expected_tps
+    fastest = _fastest_tps(found)
     if fastest is not None and fastest < READABLE_TPS:
         return "slow"
     if memory.total > MARGIN * memory.budget:
         return "tight"
     return "fits, speed unknown" if found.expected_tps is None else "runs well"
+
+
+def group_of(found: WhatIfOutcome) -> Group:
+    """Return what a model is listed under. What other programs take at the moment changes nothing here."""
+    memory, fastest = found.memory, _fastest_tps(found)
+    fits = None if memory is None or memory.budget is None else memory.fits
+    if fits is False:
+        return "does not fit"
+    if fastest is not None and fastest < READABLE_TPS:
+        return "slow"
+    if fits is None:
+        return "fit unknown"
+    return "speed unknown" if found.expected_tps is None else "recommended"
 
 
 def repositories() -> Iterator[tuple[CatalogueEntry, Repository]]:
@@ -390,15 +412,28 @@ def repositories() -> Iterator[tuple[CatalogueEntry, Repository]]:
             yield entry, repository
 
 
-def rank(each: Suggestion) -> tuple[int, float, float]:
-    """Return what sorts best first: the verdict, then the size, then more bits of the same model.
+def rank(each: Suggestion) -> tuple[int, bool, float, float, str]:
+    """Return what sorts best first: the group, then what leaves room, then the size and more bits of the same model.
 
+    Slow ones sort by their speed. Where not even a limit of the speed is known, the smallest comes first: it is quick anywhere.
     What other programs take at the moment changes a word, and not the order.
     """
-    place = VERDICTS.index(verdict_alone(each.outcome))
-    if each.verdict == "does not fit":  # the one that lacks least comes first
-        return place, float(each.outcome.memory.total) if each.outcome.memory else math.inf, 0.0
-    return place, -each.size, -float(each.outcome.weight_bytes or 0)
+    outcome, weights = each.outcome, float(each.outcome.weight_bytes or 0)
+    place, fastest = GROUPS.index(each.group), _fastest_tps(outcome)
+    match each.group:
+        case "does not fit":  # the one that lacks least comes first
+            return place, False, float(outcome.memory.total) if outcome.memory else math.inf, 0.0, each.id
+        case "slow":
+            return place, False, -(fastest or 0.0), 0.0, each.id
+        case _ if fastest is None:
+            return place, True, weights or math.inf, 0.0, each.id
+        case _:
+            return place, verdict_alone(outcome) == "tight", -each.size, -weights, each.id
+
+
+def _fastest_tps(found: WhatIfOutcome) -> float | None:
+    """Return the speed to expect, else the most that the hardware allows."""
+    return found.ceiling_tps if found.expected_tps is None else found.expected_tps
 
 
 def reason_of(found: WhatIfOutcome, verdict: Verdict) -> str:

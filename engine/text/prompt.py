@@ -190,6 +190,7 @@ class Prompting:
             self._checkpoints(before, ids) if self._needs_checkpoints else (),
             recorder,
             thinking_budget=self._template.thinking_budget,
+            calls=tokenizer.call_reader(len(ids)),
         )
 
     def check_ids(self, ids: list[int]) -> None:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..events import Alternative, TextChunk, TextKind, TokenLogprob
+from ..events import Alternative, TextChunk, TextKind, TokenLogprob, ToolCall
 from .continuation import PartialReply
 from .tokenizer import LONGEST_PENDING, Tokenizer
+from .tools import BARE, CALLED_FUNCTION, CallReader, may_be_bare
 
 if TYPE_CHECKING:
     from ..sampling import Score
@@ -42,7 +43,7 @@ def first_of(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 class ReplyText:
-    """Collects a reply token by token; ``add`` and ``finish`` yield TextChunks.
+    """Collects a reply token by token; ``add`` and ``finish`` yield TextChunks, and ToolCalls where the model was given tools.
 
     ``answer`` and ``thinking`` hold all that was yielded of each kind, after what a continued reply began with. Stop texts apply to
     the answer alone: once ``stopped_by`` is one of them, nothing more will come. Of a Harmony reply, the channel ``analysis`` is
@@ -54,6 +55,7 @@ class ReplyText:
         in_thinking: Whether the reply begins inside thinking.
         partial: What a continued reply began with.
         unstopped: Number of first tokens that no stop text applies to.
+        calls: Reads calls of tools; None where the model was given none: what looks like one is text.
     """
 
     def __init__(
@@ -64,10 +66,19 @@ class ReplyText:
         in_thinking: bool = False,
         partial: PartialReply | None = None,
         unstopped: int = 0,
+        calls: CallReader | None = None,
     ) -> None:
         self.answer = "" if partial is None else partial.message.content
         self.thinking = "" if partial is None else partial.message.thinking
+        self.calls: list[ToolCall] = []
         self.stopped_by: str | None = None
+        self._reader = calls
+        self._call_marks = (
+            tokenizer.token_ids(calls.form.start) if calls is not None and calls.form.start else frozenset()
+        )
+        self._in_call = False
+        self._called = ""  # the function that a Harmony header named
+        self._call_header = ""
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(() if partial is None else partial.ids)
         self._stops = () if unstopped else stops
@@ -80,7 +91,7 @@ class ReplyText:
     @property
     def thinks(self) -> bool:
         """Whether the next token is thinking, as far as the tokens so far tell."""
-        return self._in_thinking and not self._in_header and not self.stopped
+        return self._in_thinking and not self._in_header and not self._in_call and not self.stopped
 
     @property
     def is_settled(self) -> bool:
@@ -92,7 +103,7 @@ class ReplyText:
         """Whether a stop text was met."""
         return self.stopped_by is not None
 
-    def add(self, token: int) -> Iterator[TextChunk]:
+    def add(self, token: int) -> Iterator[TextChunk | ToolCall]:
         """Add the next token of the reply; end and padding marks are skipped, unless a stop text ends with one."""
         if self.stopped:
             return
@@ -100,7 +111,7 @@ class ReplyText:
             self._unstopped -= 1
         else:
             self._stops = self._later_stops
-        if not self._tokenizer.is_hidden(token):
+        if not self._tokenizer.is_hidden(token) or self._is_of_call(token):
             self._pending += self._detokenizer.add(token)
             yield from self._drain(final=False)
         elif not self._in_thinking:  # a mark is never shown, but a stop text may end with it
@@ -109,7 +120,11 @@ class ReplyText:
             if match is not None:
                 yield from self._end(*match)
 
-    def finish(self) -> Iterator[TextChunk]:
+    def _is_of_call(self, token: int) -> bool:
+        """Whether a hidden token is part of a call: a mark of it, or between its marks."""
+        return token in self._call_marks or (self._in_call and token not in self._tokenizer.eos_ids)
+
+    def finish(self) -> Iterator[TextChunk | ToolCall]:
         """Yield what was held back, now that nothing follows."""
         if not self.stopped:
             self._pending += self._detokenizer.flush()
@@ -120,9 +135,21 @@ class ReplyText:
         self.stopped_by = stop
         self._pending = ""
 
-    def _drain(self, *, final: bool) -> Iterator[TextChunk]:
+    def _drain(self, *, final: bool) -> Iterator[TextChunk | ToolCall]:
         channels = self._tokenizer.writes_channels
+        start = self._call_start
         while not self.stopped:
+            if self._in_call:
+                body = self._call_body(final=final)
+                if body is None:
+                    return
+                yield from self._end_call(*body)
+                continue
+            if self._may_be_bare:
+                if not final:
+                    return
+                yield from self._end_bare()
+                continue
             if self._in_header and not self._leave_header():
                 if final:
                     self._pending = ""  # the reply was cut inside a header
@@ -134,6 +161,12 @@ class ReplyText:
             position, marker = match
             if marker in self._stops and not self._in_thinking:
                 yield from self._end(position, marker)
+            elif marker == start:
+                before = self._pending[:position].rstrip()  # white space before a call is no text
+                yield from self._show(before)
+                self._call_header = self._pending[len(before) : position] + marker
+                self._pending = self._pending[position + len(marker) :]
+                self._in_call, self._in_thinking = True, False
             elif channels:
                 yield from self._show(self._pending[:position])
                 self._pending, self._in_header = self._pending[position:], True
@@ -150,14 +183,72 @@ class ReplyText:
         if not mark:
             return False
         named = CHANNEL.search(header)
+        called = None if self._reader is None else CALLED_FUNCTION.search(header)
+        if called is not None:
+            self._called, self._call_header = called.group(1), header + mark
+            self._pending, self._in_header, self._in_call, self._in_thinking = text, False, True, False
+            return True
         self._in_thinking = named is not None and named.group(1) == "analysis"
         again = bool(self.answer.strip()) and not self._in_thinking
         self._pending, self._in_header, self._fresh = ("\n\n" if again else "") + text, False, not again
         return True
 
+    @property
+    def _call_start(self) -> str:
+        """The mark with which calls begin; "" where none does."""
+        return "" if self._reader is None else self._reader.form.start
+
+    @property
+    def _may_be_bare(self) -> bool:
+        """Whether the reply so far may be a call without marks, which is told at its end."""
+        bare = self._reader is not None and self._reader.form.name == BARE and not self.answer and not self._in_thinking
+        return bare and bool(self._pending) and may_be_bare(self._pending)
+
+    def _end_bare(self) -> Iterator[TextChunk | ToolCall]:
+        text, self._pending = self._pending, ""
+        calls = self._reader.read(text) if self._reader is not None and text.strip() else []
+        if not calls or any(each.problem for each in calls):
+            yield from self._show(text)  # a model may answer with JSON
+        else:
+            yield from self._keep(calls)
+
+    def _call_body(self, *, final: bool) -> tuple[str, str] | None:
+        """Remove the call from the pending text and return it, and the mark at its end; None while it is not whole."""
+        if self._called:
+            ends: tuple[str, ...] = CHANNEL_MARKS
+        else:
+            ends = (self._reader.form.end,) if self._reader is not None and self._reader.form.end else ()
+        match = first_of(self._pending, ends)
+        if match is None:
+            if not final:
+                return None
+            body, self._pending = self._pending, ""
+            return body, ""
+        position, end = match
+        body = self._pending[:position]
+        self._pending = self._pending[
+            position + (0 if self._called else len(end)) :
+        ]  # Harmony's mark begins what follows
+        return body, end
+
+    def _end_call(self, body: str, end: str) -> Iterator[TextChunk | ToolCall]:
+        """Yield the calls in ``body``; of one that can't be read, its text first."""
+        assert self._reader is not None  # nothing else begins one
+        name, self._called, self._in_call = self._called, "", False
+        calls = self._reader.read(body, name)
+        if any(each.problem for each in calls):
+            yield from self._show(self._call_header + body + (end if not name else ""))
+        yield from self._keep(calls)
+
+    def _keep(self, calls: list[ToolCall]) -> Iterator[ToolCall]:
+        self.calls += calls
+        yield from calls
+
     def _take_ready(self, *, final: bool) -> str:
         """Remove from the pending text, and return, all that can't be part of a marker."""
         waits = 0 if final else held_back(self._pending, self._markers())
+        if not final and self._call_start:  # a call may follow
+            waits = len(self._pending) - len(self._pending[: len(self._pending) - waits].rstrip())
         ready = self._pending[: len(self._pending) - waits]
         if not final and self._is_padding(len(ready)):
             return ""  # thinking may begin after it
@@ -171,17 +262,20 @@ class ReplyText:
 
     def _markers(self) -> tuple[str, ...]:
         thinking = self._tokenizer.thinking
+        call = (self._call_start,) if self._call_start else ()
         if self._tokenizer.writes_channels:
             return CHANNEL_MARKS + (() if self._in_thinking else self._stops)
         if self._in_thinking:
-            return (thinking[1],) if thinking else ()
+            return (*((thinking[1],) if thinking else ()), *call)
         # A second opening mark is text about thinking: models think once, before they answer.
         opening = (thinking[0],) if thinking and not self.answer and not self.thinking else ()
-        return opening + self._stops
+        return opening + call + self._stops
 
     def _show(self, text: str) -> Iterator[TextChunk]:
         if self._fresh and self._tokenizer.thinking:
             text = text.lstrip("\n")
+        if self.calls and not self._in_thinking:
+            text = text if text.strip() else ""
         if not text:
             return
         self._fresh = False
@@ -216,10 +310,10 @@ class TokenSources:
         self._logprobs.clear()
         return taken
 
-    def mark(self, chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
-        """Yield text with the tokens it came from."""
-        for chunk in chunks:
-            yield TextChunk(chunk.text, chunk.kind, *self.take())
+    def mark(self, parts: Iterable[TextChunk | ToolCall]) -> Iterator[TextChunk | ToolCall]:
+        """Yield text with the tokens it came from; those of a call go with what follows it."""
+        for part in parts:
+            yield TextChunk(part.text, part.kind, *self.take()) if isinstance(part, TextChunk) else part
 
 
 class ThinkingBudget:

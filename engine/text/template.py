@@ -81,6 +81,7 @@ class ChatTemplate:
     Attributes:
         names: What else it reads, and may be given as options.
         words: The texts in it.
+        source: All of it.
 
     Raises:
         TemplateError: The text is too long, or no template.
@@ -89,7 +90,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         if len(source) > LONGEST_TEMPLATE:
             raise TemplateError(f"the chat template has {len(source):,} characters", "Use another model.")
-        self._source = source
+        self.source = source
         self._variables = dict(variables)
         self._environment = _Environment()
         self._template, self.names, self.words = with_deadline(
@@ -98,20 +99,22 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         reply: bool,
         cut: str | None = None,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         seconds: float = RENDER_SECONDS,
     ) -> str:
         """Return the conversation as text.
 
         Args:
-            messages: Each with a role and texts.
+            messages: Each with a role, texts, and calls.
             reply: Whether to open the assistant's turn.
             cut: A field of the last message: the text ends with it, however the template continues.
             options: Other variables of the template, by name.
+            tools: Definitions of functions.
             seconds: How long it may take.
 
         Raises:
@@ -122,8 +125,11 @@ class ChatTemplate:
         if cut is not None:
             names = REASONING if cut in REASONING else (cut,)
             turns[-1].update({name: turns[-1][name] + CUT for name in names})
-        budget = BUDGET + BUDGET_SHARE * sum(len(text) for turn in turns for text in turn.values())
-        given = {**self._variables, "tools": None, "documents": None, **(options or {})}
+        length = sum(
+            len(value) if isinstance(value, str) else len(str(value)) for turn in turns for value in turn.values()
+        )
+        budget = BUDGET + BUDGET_SHARE * (length + len(str(tools)))
+        given = {**self._variables, "tools": list(tools) or None, "documents": None, **(options or {})}
         given |= {"messages": turns, "add_generation_prompt": reply}
 
         def work() -> str:
@@ -139,7 +145,7 @@ class ChatTemplate:
 
     def _compile(self) -> tuple[Any, frozenset[str], frozenset[str]]:
         """Return the template, the names it reads and the texts in it."""
-        parsed = self._environment.parse(self._source)
+        parsed = self._environment.parse(self.source)
         read = meta.find_undeclared_variables(parsed)
         words = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
         words |= {node.data for node in parsed.find_all(nodes.TemplateData)}
@@ -184,7 +190,7 @@ class _DeadlineExceeded(BaseException):
     """Raised inside the rendering thread; a BaseException so that a template's own handlers don't swallow it."""
 
 
-def _with_reasoning(message: Mapping[str, str]) -> dict[str, str]:
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with its thinking under both names that templates use."""
     usual, other = REASONING
     return {other: message[usual], **message} if usual in message else dict(message)

@@ -27,10 +27,23 @@ from ..errors import (
 )
 from ..events import Message, TextKind
 from ..files import TOKENIZER_BYTES, check_regular, read_text
-from ..options import TemplateOptions, Thinking
+from ..options import TemplateOptions, Thinking, ToolSpec
 from .encoder import SegmentEncoder, check_growth
 from .template import ChatTemplate
 from .thinking import BUDGET, SECONDS, TemplateArguments, find_switches, template_of
+from .tools import (
+    ID,
+    PROBES,
+    CallFormat,
+    CallReader,
+    ToolSupport,
+    find_format,
+    find_support,
+    harmony_format,
+    has_calls,
+    settled,
+    short_id,
+)
 
 if TYPE_CHECKING:
     from ..sampling import Breakers
@@ -197,6 +210,8 @@ class Tokenizer:
         splits = backend is not None and not backend.encode_special_tokens
         self._segments = SegmentEncoder(self._encode_segment, added if splits else ())
         self._arguments = TemplateArguments()
+        self._tools: tuple[ToolSpec, ...] = ()
+        self._probing = False  # what the template does with tools is being found out
 
     @property
     def has_chat_template(self) -> bool:
@@ -263,19 +278,38 @@ class Tokenizer:
     def using(self, options: TemplateOptions) -> "Tokenizer":
         """Return this tokenizer with ``options`` for the chat template.
 
-        Raises OptionError for what the template does not take, and for a thinking budget where the model marks no thinking.
+        Raises OptionError for what the template does not take (tools among it), and for a thinking budget where the model marks no
+        thinking.
         """
         if options.thinking_budget is not None and self.thinking is None:
             raise OptionError(
                 f"{self._name} does not mark its thinking, so a thinking budget has nothing to end",
                 "Leave the budget out.",
             )
+        if options.tools and not self.takes_tools:
+            raise OptionError(
+                f"{self._name} takes no tools: {self._why_no_tools()}", "Leave them out, or use another model."
+            )
         arguments = self._arguments_for(options)
-        if arguments == self._arguments:
+        if arguments == self._arguments and options.tools == self._tools:
             return self
         other = copy.copy(self)
-        other._arguments = arguments
+        other._arguments, other._tools = arguments, options.tools
         return other
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template writes definitions of tools, calls and results, and the calls of the model can be read."""
+        return self._tool_support is not None
+
+    def call_reader(self, prompt_tokens: int) -> CallReader | None:
+        """Return what reads the calls of a reply to a prompt of so many tokens; None where the model was given no tools."""
+        support = self._tool_support if self._tools else None
+        return None if support is None else CallReader(support.form, self._tools, prompt_tokens)
+
+    def token_ids(self, text: str) -> frozenset[int]:
+        """Return the hidden tokens whose text is part of ``text``."""
+        return frozenset(each for each in self._hidden_ids - self.eos_ids if self.token_text(each) in text)
 
     @property
     def template_names(self) -> tuple[str, ...]:
@@ -355,9 +389,17 @@ class Tokenizer:
         _ = self._usable_template
 
     def _render(self, messages: Sequence[Message], reply: bool, cut: str | None = None, **more: float) -> str:
-        turns = [_as_dict(self.plain(message)) for message in _with_word(messages, self._arguments.word)]
+        messages = _with_word(messages, self._arguments.word)
+        called = has_calls(messages)
+        if called:
+            support = self._tool_support if not self._probing else None
+            messages = settled(messages, at_once=self._probing or (support is not None and support.at_once))
+            messages = self._with_ids(messages)
+        turns = [self._as_dict(self.plain(message)) for message in messages]
+        tools = [self._control.broken_in(each.as_dict) for each in self._tools]
         try:
-            return self._template.render(turns, reply=reply, cut=cut, options=self._arguments.keywords, **more)
+            template = self._tool_template if tools or called else self._template
+            return template.render(turns, reply=reply, cut=cut, options=self._arguments.keywords, tools=tools, **more)
         except TemplateError:
             raise
         except Exception as error:  # a template may raise anything
@@ -370,6 +412,38 @@ class Tokenizer:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._hf.get_chat_template(), self._hf.special_tokens_map)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        """The template for conversations with tools, where the model has one of its own for them."""
+        if not isinstance(self._hf.chat_template, dict):
+            return self._template
+        return ChatTemplate(self._hf.get_chat_template(tools=[PROBES[0].as_dict]), self._hf.special_tokens_map)
+
+    @cached_property
+    def _tool_support(self) -> ToolSupport | None:
+        if self._usable_template is None:
+            return None
+        tried = copy.copy(self)
+        tried._probing, tried._arguments = True, TemplateArguments()
+
+        def render(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+            tried._tools = tuple(tools)
+            return tried._render(messages, reply=True, seconds=SECONDS)
+
+        with suppress(Exception):
+            return find_support(render, self._call_format())
+        return None
+
+    def _call_format(self) -> CallFormat | None:
+        if self.writes_channels:
+            return harmony_format()
+        wanted = self._hf.init_kwargs.get("tool_parser_type")
+        return find_format(self._tool_template.source, self._hf.get_vocab(), wanted)
+
+    def _why_no_tools(self) -> str:
+        names = self._usable_template.names if self._usable_template is not None else frozenset()
+        return "mlx-lm reads no calls of its format" if "tools" in names else "its chat template has no place for them"
 
     @property
     def _usable_template(self) -> ChatTemplate | None:
@@ -438,6 +512,46 @@ class Tokenizer:
         names = ", ".join(self.template_names)
         return f"Beside the messages it reads: {names}." if names else "It reads nothing beside the messages."
 
+    def _with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages whose calls have ids that the template takes."""
+        support = None if self._probing else self._tool_support
+        if support is None or support.form.name != "mistral":
+            return messages
+
+        def fit(given: str) -> str:
+            return given if not given or ID.fullmatch(given) else short_id(given)
+
+        return [
+            replace(
+                each,
+                tool_calls=tuple(replace(call, id=fit(call.id)) for call in each.tool_calls),
+                tool_call_id=fit(each.tool_call_id),
+            )
+            for each in messages
+        ]
+
+    def _as_dict(self, message: Message) -> dict[str, Any]:
+        turn: dict[str, Any] = {"role": message.role, FIELDS["answer"]: message.content}
+        if message.thinking:
+            turn[FIELDS["thinking"]] = message.thinking
+        if message.tool_calls:
+            if self.writes_channels and message.content and message.thinking:  # its template refuses both beside a call
+                turn |= {FIELDS["answer"]: "", FIELDS["thinking"]: f"{message.thinking}\n\n{message.content}"}
+            broken = self._control.broken_in
+            turn["tool_calls"] = [
+                {
+                    "id": broken(each.id),
+                    "type": "function",
+                    "function": {"name": broken(each.name), "arguments": broken(each.values)},
+                }
+                for each in message.tool_calls
+            ]
+        if message.tool_call_id:
+            turn["tool_call_id"] = self._control.broken(message.tool_call_id)
+        if message.name:
+            turn["name"] = self._control.broken(message.name)
+        return turn
+
     def _encode_segment(self, text: str) -> list[int]:
         first, *rest = text.split(BREAK)
         ids = self._encode_plain(first)
@@ -488,13 +602,6 @@ class Tokenizer:
         marks = "".join(self.thinking or ())
         special = zip(self._hf.all_special_ids, self._hf.all_special_tokens, strict=True)
         return frozenset(token for token, text in special if text not in marks) | self.eos_ids
-
-
-def _as_dict(message: Message) -> dict[str, str]:
-    turn = {"role": message.role, FIELDS["answer"]: message.content}
-    if message.thinking:
-        turn[FIELDS["thinking"]] = message.thinking
-    return turn
 
 
 def _with_word(messages: Sequence[Message], word: str) -> Sequence[Message]:

@@ -72,6 +72,7 @@ from tokamac.engine.events import (
     Price,
     TextChunk,
     TokenLogprob,
+    ToolCall,
     Truncated,
 )
 from tokamac.engine.files import FLUSH_S
@@ -622,6 +623,7 @@ EVENT = {
         st.lists(NUMBERS, max_size=3).map(tuple),
         st.lists(LOGPROB, max_size=2).map(tuple),
     ),
+    ToolCall: st.builds(ToolCall, TEXT, st.just('{"a": 1}'), TEXT, TEXT),
     Live: LIVE,
     Finished: st.builds(
         Finished,

@@ -51,6 +51,17 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from('\n"\
 KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tuple)
 
 
+def test_converted_models_go_to_a_folder_in_plain_sight_or_to_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKAMAC_DATA_DIR", str(tmp_path / "data"))
+    assert Settings().models_path == tmp_path / "data" / "models"
+    monkeypatch.delenv("TOKAMAC_DATA_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Settings().models_path == tmp_path / "Models" / "tokamac"
+    assert Settings(models_folder="~/elsewhere").models_path == tmp_path / "elsewhere"
+
+
 @given(
     st.builds(
         Settings,
@@ -60,6 +71,7 @@ KEYS = st.lists(st.sampled_from(["f7", "ctrl+k", "[", '"']), max_size=3).map(tup
         panel=st.booleans(),
         unload_after_min=st.none() | st.integers(0, 999),
         memory_gb=st.none() | st.floats(0.5, 512),
+        models_folder=TEXT,
         system_prompts=st.dictionaries(TEXT, TEXT, max_size=3),
         keys=st.dictionaries(TEXT, KEYS, max_size=3),
     ),

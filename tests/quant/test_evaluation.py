@@ -26,7 +26,7 @@ from tests.quant.models import GOLDEN, build, make_source
 from tests.tiny import make_tiny
 from tokamac.engine import Engine
 from tokamac.engine.device import DeviceKind
-from tokamac.engine.errors import OptionError
+from tokamac.engine.errors import ModelError, OptionError
 from tokamac.engine.model.config import model_classes, read_config
 from tokamac.engine.model.loader import load_model
 from tokamac.engine.perf.hardware import lookup
@@ -34,7 +34,7 @@ from tokamac.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tokamac.quant import Quality, calibration, convert, quality, streaming
 from tokamac.quant import report as quality_module
 from tokamac.quant.calibration import LENGTH
-from tokamac.quant.evaluation import sample, verify
+from tokamac.quant.evaluation import comparison_s, sample, verify
 from tokamac.quant.methods import awq, gptq
 from tokamac.quant.report import MOST_KL, TOLERATED, TYPICAL_KL, compare, concerns, typical_kl
 from tokamac.quant.source import open_source
@@ -733,6 +733,15 @@ def test_models_of_other_shapes_have_no_layer_errors(tmp_path):
 
 
 VERIFY_TEXT = "A model is verified on a text.\nIt has some lines, and every fifth stretch is held back.\n" * 40
+
+
+def test_the_time_of_a_comparison_is_told_from_a_layer_or_two(tmp_path):
+    source = make_source(tmp_path, "llama", num_hidden_layers=3)
+    assert comparison_s(source) > 0
+    for file in source.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelError):
+        comparison_s(source)
 
 
 def test_a_sample_is_the_models_own_tokens(tmp_path):

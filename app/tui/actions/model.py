@@ -57,9 +57,10 @@ def what_if(chat: "ChatScreen", model: str) -> None:
 
 def convert(chat: "ChatScreen", model: str) -> None:
     """Quantize a model, this one or another; load the result if the user wants it at once."""
-    from ..screens.model import ConvertScreen
+    from ..screens.convert import ConvertScreen
 
-    screen = ConvertScreen(model or chat.session.engine.load.model)
+    library = chat.library
+    screen = ConvertScreen(model or chat.session.engine.load.model, library.conversions, library.models_folder)
     chat.app.push_screen(screen, lambda folder: load_model(chat, folder) if folder is not None else None)
 
 

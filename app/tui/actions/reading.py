@@ -86,8 +86,11 @@ def copy(chat: "ChatScreen", _: str) -> None:
 
 
 def leave(chat: "ChatScreen", _: str) -> None:
-    """Quit the app."""
-    chat.app.exit(0)
+    """Quit the app; while models are downloaded or converted, once the user has asked twice."""
+    if asks := chat.library.before_quitting():
+        chat.tell(asks, "warning")
+    else:
+        chat.app.exit(0)
 
 
 def gauges(chat: "ChatScreen", _: str) -> None:

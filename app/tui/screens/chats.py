@@ -40,7 +40,7 @@ LEAST_TITLE = 24
 """Cells that a title keeps; the rest of a chat's row gives way to it, the ID last: ``--chat`` takes it."""
 LEAD = 24
 """Characters before the first match that are shown, so that it is seen in a narrow list too."""
-WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: "}
+WHO: dict[Role, str] = {"user": "you: ", "assistant": "", "system": "system: ", "tool": "tool: "}
 
 
 def chat_row(chat: StoredChat, *, is_open: bool, seconds: float, room: int) -> Content:

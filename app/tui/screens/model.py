@@ -5,28 +5,25 @@ changed row by row, so that the eye keeps its place. What is typed narrows the l
 foreign text: made safe, no markup. A conversion is planned first, then runs in a process of its own.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.events import Resize
-from textual.widgets import Button, Input, Label, OptionList, Select, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from tokamac.engine import metrics as rates
 
 from ... import units
-from ...backend.command_process import ConversionLine, Converter, TensorWritten, converter_command
 from ...backend.protocol import ModelLine
-from ...chat.jobs import BITS, ConversionForm, ConversionJob, ConversionPhase, Download, DownloadStage
-from ...chat.models import ModelRow, Removal, Section, is_id, short_name
+from ...chat.jobs import Download, DownloadStage
+from ...chat.models import ModelRow, Removal, Section, is_id, section_title, short_name
 from ...chat.session import Session
 from ...chat.steps import EnginePhase
 from ...sanitise import sanitise_line
@@ -78,6 +75,8 @@ def _right(row: ModelRow, width: int) -> Content:
         style = "$text-error" if row.download.stage is DownloadStage.FAILED else ""
         text = " " + progress_text(row.download)
         return Content.styled(text, style).truncate(width - 2 - LEAST_NAME, ellipsis=True)
+    if row.converting:
+        return Content.styled(" " + row.converting).truncate(width - 2 - LEAST_NAME, ellipsis=True)
     if row.section == "typed":
         return Content.styled(" " + _typed(row), FAINT).truncate(width - 2 - LEAST_NAME, ellipsis=True)
     cells = _cells(row)
@@ -162,6 +161,9 @@ def _bits(line: ModelLine) -> str:
 
 def _facts(row: ModelRow) -> Iterator[str]:
     line = row.line
+    if row.converting:
+        yield f"{row.converting}; the result goes to the models folder. You can chat meanwhile"
+        return
     if row.section == "typed":
         if is_id(row.model) and row.home is None:
             yield "its size and the free space are checked before the download starts"
@@ -277,24 +279,16 @@ def _title(section: Section, library: ModelLibrary) -> str:
     match section:
         case "typed":
             return "As typed"
+        case "converting":
+            return "Converting"
         case "downloads":
             return "Downloads"
         case "embedded":
             return "Embedded"
         case "disk":
             return f"On disk · {units.size(library.disk.free_bytes)} free"
-        case "recommended":
-            return _recommended(library)
-
-
-def _recommended(library: ModelLibrary) -> str:
-    estimates = library.estimates
-    done, total = estimates.progress
-    if estimates.best:
-        return f"Recommended for {estimates.place}, best first"
-    if estimates.problem:
-        return f"To download · {estimates.problem}"
-    return f"Recommended for this machine · estimated {done} of {total} …" if total else "Recommended for this machine"
+        case _:
+            return section_title(section, library.estimates)
 
 
 SHORT = 18
@@ -315,13 +309,17 @@ class ModelScreen(Dialog[str]):
         Binding("f3", "what_if", "What if", id="model.what_if"),
         Binding("f4", "convert", "Convert", id="model.convert"),
         Binding("f5", "download", "Download, pause, resume", id="model.download"),
-        Binding("f6", "cancel", "Cancel the download", id="model.cancel"),
+        Binding("f6", "cancel", "Cancel a download, stop a conversion", id="model.cancel"),
         Binding("f7", "unload", "Unload", id="model.unload"),
         Binding("ctrl+d", "remove", "Remove", id="model.remove", priority=True),
     ]
 
     def __init__(
-        self, library: ModelLibrary, session: Session, what_if: Callable[[str], None], unload: Callable[[], None]
+        self,
+        library: ModelLibrary,
+        session: Session,
+        what_if: Callable[[str], None],
+        unload: Callable[[], None],
     ) -> None:
         super().__init__()
         self._library = library
@@ -431,6 +429,8 @@ class ModelScreen(Dialog[str]):
             return
         if self._removal.is_for(row):
             self.action_remove()
+        elif row.converting:
+            self.action_convert()
         elif row.download is not None and row.download.stage in ACTIVE:
             self._library.downloads.start(row.model, loads=True)
             self._say("It loads when the download is complete.")
@@ -447,7 +447,11 @@ class ModelScreen(Dialog[str]):
 
     def action_convert(self) -> None:
         """Convert the selected model; take the result if it is wanted at once."""
-        self.app.push_screen(ConvertScreen(self._named()), self._converted)
+        from .convert import ConvertScreen
+
+        self.app.push_screen(
+            ConvertScreen(self._named(), self._library.conversions, self._library.models_folder), self._converted
+        )
 
     def _converted(self, folder: str | None) -> None:
         if folder is not None:
@@ -472,12 +476,14 @@ class ModelScreen(Dialog[str]):
             )
 
     def action_cancel(self) -> None:
-        """Cancel a download, and delete what has arrived."""
+        """Cancel a download, and delete what has arrived; or stop a conversion, which can be resumed."""
         row = self._list.selected
-        if row is not None and row.download is not None:
+        if row is not None and row.converting:
+            self._library.conversions.stop()
+        elif row is not None and row.download is not None:
             self._library.downloads.cancel(row.model)
         else:
-            self._say("This model is not downloading.")
+            self._say("This model is neither downloading nor being converted.")
 
     def action_unload(self) -> None:
         """Free the memory of the loaded model."""
@@ -530,6 +536,8 @@ class ModelScreen(Dialog[str]):
         """Return what the keys do with a row."""
         if row is None:
             return []
+        if row.converting:
+            return ["Enter shows it", "F6 stops"]
         if row.download is not None and row.download.stage is DownloadStage.FAILED:
             return ["Enter retries", "F6 cancels"]
         if row.download is not None:
@@ -541,154 +549,3 @@ class ModelScreen(Dialog[str]):
             return ["F7 unloads", "Enter reloads", "F3 what if", "F4 converts"]
         removes = [] if row.home in (None, "embedded") else ["Ctrl+D removes"]
         return ["Enter loads", *removes, "F3 what if", "F4 converts"]
-
-
-FIELDS = (
-    ("source", "Model", "a folder or a Hugging Face ID"),
-    ("recipe", "Recipe", "instead: a rule that mixes bits, such as mixed_4_6"),
-    ("target_bpw", "Bits per weight", "instead: an average for the whole model, such as 4.5"),
-    ("output", "New folder", "empty: in this folder, named after model and bits"),
-)
-"""Text fields: the name in a ConversionForm, the label, a hint."""
-
-SHOWN = {
-    "plan": (ConversionPhase.FORM, ConversionPhase.PLANNED),
-    "convert": (ConversionPhase.FORM, ConversionPhase.PLANNED),
-    "stop": (ConversionPhase.PLANNING, ConversionPhase.RUNNING),
-    "use": (ConversionPhase.DONE,),
-}
-"""Buttons, and the phases in which they are shown."""
-CLOSES, STOPS = "Esc closes", "Esc stops"
-KEYS = {
-    ConversionPhase.FORM: ("Enter plans", CLOSES),
-    ConversionPhase.PLANNING: (STOPS,),
-    ConversionPhase.PLANNED: ("Enter converts", CLOSES),
-    ConversionPhase.RUNNING: (STOPS,),
-    ConversionPhase.STOPPING: (),
-    ConversionPhase.DONE: ("Enter loads it", CLOSES),
-}
-"""What the keys do in each phase."""
-
-
-class ConvertScreen(Dialog[str]):
-    """Converts a model; the result is the new model's folder, if it is to be loaded. ``command``: the process that converts."""
-
-    BINDINGS = [Binding("f4", "leave", "Close", id="convert.leave", show=False)]  # noqa: RUF012 (Textual's way)
-
-    def __init__(self, source: str, command: Sequence[str] | None = None) -> None:
-        super().__init__()
-        self._source = source
-        self._converter = Converter(converter_command() if command is None else command)
-        self.job = ConversionJob(time.monotonic)
-
-    def compose(self) -> ComposeResult:
-        """Yield the form, the text and the buttons."""
-        with VerticalScroll(classes="box", can_focus=False) as box:
-            box.border_title = "Convert a model"
-            for name, label, hint in FIELDS:
-                yield _field(label, Input(self._source if name == "source" else "", hint, id=name, compact=True))
-                if name == "source":
-                    yield _field("Bits", _bits_text())
-            yield Static("", id="problem", markup=False)
-            yield Static("", id="said", markup=False)
-            with Horizontal(classes="buttons"):
-                yield Button("Plan", id="plan", compact=True)
-                yield Button("Convert", variant="primary", id="convert", compact=True)
-                yield Button("Stop", id="stop", compact=True)
-                yield Button("Load it", variant="primary", id="use", compact=True)
-
-    def on_mount(self) -> None:
-        """Show what there is."""
-        self._show()
-
-    # What the user wants --------------------------------------------------------------------------------------------------
-
-    @on(Input.Changed)
-    @on(Select.Changed)
-    def changed(self) -> None:
-        """Drop the plan: the form was changed."""
-        if not self.job.busy:
-            self.job.change()
-            self._show()
-
-    @on(Input.Submitted)
-    @on(Button.Pressed, "#plan")
-    def plan(self) -> None:
-        """Plan the conversion."""
-        self._begin(dry_run=True)
-
-    @on(Button.Pressed, "#convert")
-    def convert(self) -> None:
-        """Run the conversion."""
-        self._begin(dry_run=False)
-
-    @on(Button.Pressed, "#stop")
-    def stop(self) -> None:
-        """Stop the process, which can be resumed."""
-        self.job.stop()
-        self._show()
-        self.run_worker(self._converter.interrupt(), group="stop")
-
-    @on(Button.Pressed, "#use")
-    def use(self) -> None:
-        """Close, and have the new model loaded."""
-        if self.job.converted is not None:
-            self.dismiss(str(Path(self.job.converted.path).absolute()))
-
-    def action_leave(self) -> None:
-        """Stop what runs; else close."""
-        if self.job.phase in SHOWN["stop"]:
-            self.stop()
-        elif not self.job.busy:
-            self.dismiss(None)
-
-    # The process ----------------------------------------------------------------------------------------------------------
-
-    def _begin(self, *, dry_run: bool) -> None:
-        form = self._form()
-        if not form.source:
-            self.query_one("#source", Input).focus()
-        elif not self.job.busy:
-            self.job.begin(dry_run=dry_run)
-            self._show()
-            self.run_worker(self._run(form, dry_run=dry_run), group="conversion")
-
-    async def _run(self, form: ConversionForm, *, dry_run: bool) -> None:
-        end = await self._converter.run(form.arguments(dry_run=dry_run), self._take)
-        self.job.ended(end)
-        self._show()
-        following = {ConversionPhase.PLANNED: "#convert", ConversionPhase.DONE: "#use"}.get(self.job.phase, "#source")
-        self.call_after_refresh(self.query_one(following).focus)  # which also brings it into view
-
-    def _take(self, line: ConversionLine) -> None:
-        self.job.take(line)
-        if not isinstance(line, TensorWritten):  # there may be many, and a stage's line follows often enough
-            self._show()
-
-    def _form(self) -> ConversionForm:
-        texts = {box.id or "": box.value.strip() for box in self.query(Input)}
-        return ConversionForm(**texts, bits=str(self.query_one("#bits", Select).value))
-
-    # What is shown --------------------------------------------------------------------------------------------------------
-
-    def _show(self) -> None:
-        job = self.job
-        self.query_one("#problem", Static).update(job.problem)
-        self.query_one("#problem").display = bool(job.problem)
-        self.query_one("#said", Static).update(Content(job.text()))
-        self.query_one("#said").display = bool(job.text())
-        if (keys := KEYS[job.phase]) != self._keys:
-            self.say_keys(*keys)
-        for name, phases in SHOWN.items():
-            self.query_one(f"#{name}", Button).display = job.phase in phases
-        for box in (*self.query(Input), self.query_one("#bits")):
-            box.disabled = job.busy
-
-
-def _field(label: str, widget: Input | Select[str]) -> Horizontal:
-    return Horizontal(Label(label), widget, classes="field")
-
-
-def _bits_text() -> Select[str]:
-    choices = [("4, or as the recipe or the average says", ""), *((bits, bits) for bits in BITS)]
-    return Select(choices, value="", allow_blank=False, id="bits", compact=True)

@@ -448,6 +448,13 @@ def test_the_share_is_unknown_where_a_part_is() -> None:
         (units.seconds(0.4), "0.4 s"),
         (units.seconds(12.3), "12 s"),
         (units.seconds(125), "2 min 05 s"),
+        (units.seconds(3599.4), "59 min 59 s"),
+        (units.seconds(3599.6), "1 h 00 min"),
+        (units.seconds(107_667), "29 h 54 min"),
+        (units.minutes(20), "under a minute"),
+        (units.minutes(3 * 60 + 20), "3 min"),
+        (units.minutes(59.6 * 60), "1 h 00 min"),
+        (units.minutes(None), "unknown"),
     ],
 )
 def test_numbers_as_written(written: str, expected: str) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -17,18 +17,21 @@ from tests.app.conftest import Chat
 from tests.app.plain.plain_chat import piped
 from tests.tiny import make_tiny
 from tokamac.app import settings
+from tokamac.app.backend.advice import model_line
 from tokamac.app.backend.command_process import Pulled, PullProgress, PullRefused, Removed, understood
-from tokamac.app.backend.protocol import Figures, Load, ModelLine, WhatIf
+from tokamac.app.backend.protocol import Figures, Group, Load, ModelLine, WhatIf
 from tokamac.app.chat import commands
 from tokamac.app.chat.jobs import AGAIN, ARRIVED, Download, Downloads, DownloadStage
 from tokamac.app.chat.models import (
     MOST,
+    START_TPS,
     CatalogueOffer,
     Estimates,
     Folders,
     LocalModels,
     ModelRow,
     OnDisk,
+    advise,
     best_guess,
     hub_cache,
     is_id,
@@ -37,6 +40,7 @@ from tokamac.app.chat.models import (
     must_be_downloaded,
     names_on_disk,
     rows,
+    section_title,
 )
 from tokamac.app.chat.start import ChatOptions, begin
 from tokamac.app.chat.steps import EnginePhase
@@ -49,6 +53,8 @@ from tokamac.app.tui.screens.settings import Chosen
 from tokamac.assets import asset_path
 from tokamac.engine.hub.download import ADVICE
 from tokamac.engine.options import KVSpec, Sampling
+from tokamac.engine.perf import what_if
+from tokamac.engine.perf.catalogue import find
 from tokamac.engine.perf.machine import elsewhere
 from tokamac.engine.perf.what_if import UNMEASURED_KV, WhatIfCase, WhatIfOutcome
 
@@ -125,14 +131,15 @@ def test_folders_are_remembered_the_last_one_first_and_forgotten(tmp_path: Path)
 # The list -----------------------------------------------------------------------------------------------------------------
 
 
-def line(model: str, verdict: str = "runs well") -> ModelLine:
-    return ModelLine(model, 7, 10, 10, verdict, Figures(expected_tps=50.0, reason="needs 1 GB of 2 GB"), 4.5)
+def line(model: str, group: Group = "recommended", tps: float | None = 50.0, nbytes: int | None = 7) -> ModelLine:
+    figures = Figures(fits=group != "does not fit", expected_tps=tps, reason="needs 1 GB of 2 GB")
+    return ModelLine(model, nbytes, 10, 10, "runs well", figures, 4.5, group=group)
 
 
 def estimated(*best: str, hopeless: str = "") -> Estimates:
     made = Estimates(lambda _: 1)
-    made.catalogue = {name: line(name, "does not fit" if name == hopeless else "runs well") for name in best}
-    made.best = best
+    made.catalogue = {name: line(name, "does not fit" if name == hopeless else "recommended") for name in best}
+    made.advice, made.place = advise(made.catalogue.values()), "this chip"
     return made
 
 
@@ -156,7 +163,7 @@ def test_the_sections_stand_in_order_and_nothing_is_there_twice() -> None:
         "downloads:org/part",
         "embedded:guide",
         "disk:org/Mine",
-        "recommended:org/c",
+        "start:org/c",
         "recommended:org/a",
     ]
 
@@ -169,7 +176,7 @@ def test_while_nothing_is_weighed_the_list_is_there_and_says_that_more_comes() -
 
 def test_words_narrow_the_list_also_to_what_does_not_fit() -> None:
     estimates = estimated("org/c", "org/a", "org/b", hopeless="org/b")
-    assert named(rows("ORG b", DISK, OFFERS, estimates, ())) == ["recommended:org/b"]
+    assert named(rows("ORG b", DISK, OFFERS, estimates, ())) == ["does not fit:org/b"]
     assert named(rows("org/mine", DISK, OFFERS, estimates, ())) == ["typed:org/mine", "disk:org/Mine"]
     assert named(rows("org/Mine", DISK, OFFERS, estimates, ())) == ["disk:org/Mine"]
     assert named(rows("nothing like it", DISK, OFFERS, estimates, ())) == ["typed:nothing like it"]
@@ -187,10 +194,105 @@ def test_a_download_is_listed_as_such_wherever_it_was_before() -> None:
     assert sum(row.model == "org/a" for row in found) == 1
 
 
-def test_the_first_guess_is_the_largest_that_leaves_half_of_the_memory() -> None:
-    offers = [CatalogueOffer("s", 1), CatalogueOffer("l", 4), CatalogueOffer("xl", 9), CatalogueOffer("unknown", None)]
-    assert [each.model for each in best_guess(offers, 10)][:2] == ["l", "s"]
-    assert best_guess(offers, None) == offers
+def test_the_first_guess_is_the_smallest_and_what_takes_most_of_the_memory_is_last() -> None:
+    offers = [CatalogueOffer("unknown", None), CatalogueOffer("xl", 9), CatalogueOffer("l", 4), CatalogueOffer("s", 1)]
+    assert [each.model for each in best_guess(offers, 10)] == ["s", "l", "xl", "unknown"]
+    assert [each.model for each in best_guess(offers, None)] == ["s", "l", "xl", "unknown"]
+
+
+LISTED: tuple[Group, ...] = get_args(Group)
+
+
+def lines_of(draw: st.DrawFn) -> list[ModelLine]:
+    """Lines as the engine ranks them, or in any other order."""
+    speeds, bytes_ = st.none() | st.floats(0.1, 500), st.none() | st.integers(1, 10**12)
+    found = []
+    for number in range(draw(st.integers(0, 12))):
+        group = draw(st.sampled_from(LISTED))
+        known = {"recommended": draw(st.floats(10, 500)), "slow": draw(st.floats(0.1, 9.9))}.get(group)
+        figures = Figures(fits=True, expected_tps=known, ceiling_tps=draw(speeds) if known is None else None)
+        found.append(ModelLine(f"org/{number}", draw(bytes_), 10, 10, "", figures, group=group))
+    return found
+
+
+@given(st.composite(lines_of)(), st.none() | st.floats(1e3, 1e9))
+def test_exactly_one_model_is_to_start_with_and_nothing_slow_is_recommended(
+    lines: list[ModelLine], bps: float | None
+) -> None:
+    found = advise(lines, bps)
+    assert sorted(each.model for each in found.lines) == sorted(each.model for each in lines)
+    assert [LISTED.index(each.group) for each in found.lines] == sorted(LISTED.index(each.group) for each in lines)
+    assert [line for group in LISTED for line in found.of(group)] == list(found.lines)
+    quick = [each for each in found.of("recommended") if (each.figures.expected_tps or 0) >= START_TPS]
+    if quick:
+        assert found.start is not None
+        assert (found.start.model, found.start.grounds) == (quick[0].model, "expected speed")
+    if found.start is None:
+        assert found.note
+        assert not quick
+        return
+    (chosen,) = (each for each in lines if each.model == found.start.model)
+    assert chosen.group in {"recommended", "speed unknown"}
+    assert chosen.group == "recommended" or (found.note and not found.of("recommended"))
+    assert found.start.expected_tps is None or found.start.expected_tps >= START_TPS
+    wait, nbytes = found.start.download_s, found.start.download_bytes
+    assert wait == (None if nbytes is None else nbytes / (bps or 100e6 / 8))
+    assert ("at 100 Mbit/s" in found.start.facts) == (bps is None and nbytes is not None)
+
+
+def test_what_a_model_is_listed_under_is_told_to_the_app_as_it_is() -> None:
+    assert get_args(what_if.Group) == LISTED
+    entry = find("Qwen3-8B-4bit")
+    assert entry is not None
+    found = what_if.suggestion(entry, entry.repositories[0], WhatIfCase(), elsewhere("M4 Pro", 20, 48))
+    line = model_line(found)
+    assert (line.group, line.figures.fits, line.download_bytes) == ("recommended", True, found.download_bytes)
+
+
+def test_the_first_row_names_size_speed_and_minutes() -> None:
+    lines = [line("big", tps=14.9), line("good", tps=62.0, nbytes=2_280_000_000), line("small", tps=300.0)]
+    assert (start := advise(lines).start) is not None
+    assert start.facts == "2.28 GB · about 62 tok/s · at 100 Mbit/s about 3 min to download"
+    assert (start := advise(lines, 500_000.0).start) is not None
+    assert start.wait == "about 1 h 16 min to download"
+    assert (start := advise(lines, 1e9).start) is not None
+    assert start.wait == "under a minute to download"
+
+
+def test_where_no_speed_is_known_the_choice_says_what_it_rests_on() -> None:
+    untimed = [line("large", "speed unknown", None), line("small", "speed unknown", None)]
+    found = advise(untimed)
+    assert found.start is not None
+    assert (found.start.model, found.start.grounds) == ("large", "size")  # as ranked: the smallest leads there
+    assert "was not measured yet" in found.note
+    bounded = [
+        replace(each, figures=replace(each.figures, ceiling_tps=tps))
+        for each, tps in zip(untimed, (20.0, 90.0), strict=True)
+    ]
+    found = advise(bounded)
+    assert found.start is not None
+    assert (found.start.model, found.start.grounds) == ("small", "limit")
+    assert found.start.speed == "speed not measured yet, at most 90.0 tok/s"
+    assert advise(bounded[:1]).start is None
+    assert "fast enough" in advise([line("slow", "slow", 3.0)]).note
+    assert "whether it fits" in advise([line("slow", "slow", 3.0), line("any", "fit unknown")]).note
+    assert advise([line("one", tps=12.0), line("two", tps=13.0)]).note.endswith("the fastest makes 13.0 tok/s.")
+
+
+def test_slow_models_stand_under_their_own_heading_and_unknown_ones_are_not_recommended() -> None:
+    made = Estimates(lambda _: 1)
+    offers = [CatalogueOffer(f"org/{name}", 9) for name in "abcdefgh"]
+    groups = zip(
+        "abcdefgh", ("slow", "recommended", "slow", "speed unknown", "recommended", "slow", "slow", "slow"), strict=True
+    )
+    made.advice = advise([line(f"org/{name}", group, 5.0 if group == "slow" else 50.0) for name, group in groups])  # type: ignore[arg-type]
+    found = rows("", LocalModels(), offers, made, ())
+    assert named(found) == ["start:org/b", "recommended:org/e", "slow:org/a", "slow:org/c", "slow:org/f", "slow:org/g"]
+    assert [row.start is not None for row in found] == [True, *[False] * 5]
+    assert {row.section for row in rows("org", LocalModels(), offers, made, ())} >= {"speed unknown", "slow"}
+    titles = [section_title(section, made) for section in ("start", "recommended", "slow")]
+    assert titles[0] == "Start here"
+    assert titles[2].startswith("Slow")
 
 
 def test_of_questions_that_were_displaced_the_answers_are_asked_for_again() -> None:

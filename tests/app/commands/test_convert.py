@@ -26,7 +26,7 @@ from tokamac.app.backend.command_process import (
     decode,
 )
 from tokamac.app.commands import convert
-from tokamac.app.commands.convert import ConversionProgress, DiskSpace, plan_text
+from tokamac.app.commands.convert import ConversionProgress, DiskSpace, Estimate, plan_text
 from tokamac.app.commands.kv_quality import SETTINGS, sentence, shipped_text
 from tokamac.app.commands.quality import report
 from tokamac.app.verdict import closeness
@@ -154,7 +154,7 @@ def test_the_plan_as_json_is_what_the_chat_reads(tokamac: Run, tiny: Path, tmp_p
 
 def test_a_plan_that_does_not_fit_or_whose_time_is_unknown_says_so(tiny: Path, tmp_path: Path) -> None:
     plan = quant_convert(tiny, tmp_path / "out", dry_run=True, method="round")
-    shown = plan_text(plan, tmp_path / "out", DiskSpace(needed=2_000_000, free=1_000_000), None)
+    shown = plan_text(plan, tmp_path / "out", DiskSpace(needed=2_000_000, free=1_000_000), Estimate(None, None))
     assert "2.00 MB needed, 1.00 MB free: does not fit" in shown
     assert "unknown" in shown
 
@@ -196,7 +196,7 @@ def test_the_result_for_people_says_what_to_type_next(tokamac: Run, tiny: Path, 
     done = tokamac("convert", tiny, "-o", out, "--method", "round")
     assert done.status == 0
     assert "1.58 MB → 249 kB, 5.04 bits per weight" in done.out
-    assert "unknown → unknown expected here" in done.out  # nobody has measured this machine with such a model
+    assert "speed    unknown (" in done.out  # nobody has measured this machine with such a model
     assert f"next: tokamac chat '{out}'" in done.out
     assert "converting 100 %" in done.err
 
@@ -245,7 +245,7 @@ def test_a_bad_result_is_loud_and_still_a_result(
     assert done.status == 0
     assert done.err.count("warning: ") == 2
     assert "note: a note" in done.err
-    assert "31.0 % of 255 places" in done.out
+    assert "31.0 % of 255 positions" in done.out
     result = lines(tokamac("convert", tiny, "-o", tmp_path / "out", "--json").out)[-1]
     assert isinstance(result, ConvertedLine)
     assert result.quality is not None
@@ -260,9 +260,36 @@ def test_a_result_that_was_not_compared_says_so(tiny: Path, tmp_path: Path) -> N
     assert "10.0 tok/s → 30.0 tok/s expected here" in convert.summary(Ran(None)(tiny, tmp_path), speeds)
 
 
+def test_a_speed_that_is_unknown_or_alike_has_its_reason(tiny: Path, tmp_path: Path) -> None:
+    done = Ran(None)(tiny, tmp_path)
+    said = convert.summary(done, convert.Speeds(None, None, "it was not measured", "fewer bits, no faster reply"))
+    assert "unknown (it was not measured; fewer bits, no faster reply)" in said
+    assert "→ unknown" not in said
+    known = convert.expected_speeds(tiny, tiny)
+    assert known.before_tps is not None or known.reason
+    assert known.note is None or "no faster reply" in known.note
+
+
+def test_a_plan_names_the_whole_path_and_the_time_of_the_quality_check(
+    tokamac: Run, tiny: Path, tmp_path: Path
+) -> None:
+    plan = lines(tokamac("convert", tiny, "--into", tmp_path / "models", "--dry-run", "--json").out)[-1]
+    assert isinstance(plan, Planned)
+    assert plan.path == str(tmp_path / "models" / f"{tiny.name}-4bit")
+    assert plan.quality_seconds is not None
+    assert plan.quality_seconds > 0
+    plan = lines(tokamac("convert", tiny, "--dry-run", "--json", "--no-verify").out)[-1]
+    assert isinstance(plan, Planned)
+    assert plan.path == str(Path.cwd() / f"{tiny.name}-4bit")
+    assert plan.quality_seconds is None
+    both = tokamac("convert", tiny, "-o", "x", "--into", "y")
+    assert both.status == 2
+    assert "not allowed with" in both.err
+
+
 def test_quality_in_a_sentence() -> None:
     assert closeness(GOOD, 0.081) == (
-        "its likeliest next token is the source's at 95.0 % of 255 places of a text; perplexity is 1.1 % higher; "
+        "picks the same next token as the original in 95.0 % of 255 positions; perplexity is 1.1 % higher; "
         "KL divergence 0.02 ± 0.001 nats a token; relative error of its weights 8.1 %"
     )
     same = Quality(0.0, None, None, None, None, None, None, 1.0, None, 2)
@@ -307,7 +334,7 @@ def test_inspect_shows_what_was_recorded_or_that_nothing_was(tokamac: Run, tiny:
     record.write_text(json.dumps({"format": 1, "bits_per_weight": 4.5, "quality": Outcome(4.5, 0.1, BAD).to_json()}))
     shown = tokamac("inspect", out)
     assert shown.status == 0
-    assert "31.0 % of 255 places" in shown.out
+    assert "31.0 % of 255 positions" in shown.out
     assert "expect clearly worse answers" in shown.out
     assert "quality" not in tokamac("inspect", out, "--bits", "8").out
     (plain,) = [json.loads(line) for line in tokamac("inspect", out, "--table", "--json").out.splitlines()]

@@ -182,6 +182,13 @@ def test_suggestions_are_best_first_with_their_numbers(tokamac: Run) -> None:
     assert (answer["context"], best["verdict"], last["verdict"]) == (2048, "runs well", "does not fit")
     assert best["memory"]["total"] < best["memory"]["budget"]
     assert best["expected_tps"] >= 10
+    assert [best["group"], last["group"]] == ["recommended", "does not fit"]
+    start = answer["start_here"]
+    (chosen,) = (each for each in answer["suggestions"] if each["id"] == start["model"])
+    assert chosen["group"] == "recommended"
+    assert start["expected_tps"] == chosen["expected_tps"] >= 15
+    assert start["download_s"] == pytest.approx(chosen["download_bytes"] / 12.5e6)
+    assert (start["download_bps"], answer["note"]) == (None, None)
 
 
 @pytest.mark.usefixtures("weighed_once")
@@ -190,6 +197,15 @@ def test_suggestions_for_people(tokamac: Run) -> None:
     assert shown.status == 0
     assert "runs well" in shown.out
     assert "does not fit" not in shown.out
+    headings = [
+        shown.out.index(text) for text in ("Start here: mlx-community/", "Recommended, best first", "Slow, the fast")
+    ]
+    assert headings == sorted(headings)
+    assert "to download" in shown.out[: headings[1]]
+    slow = shown.out[headings[2] :].split("\n\n")[1].splitlines()[1:]
+    rates = [float(row.split(" tok/s")[1]) for row in slow]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] < 10
     assert "do not fit" in shown.err
     assert "two thirds" in shown.err
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -406,6 +407,34 @@ def test_piped_into_a_terminal_it_is_plain(terminal: Callable[..., Terminal]) ->
     assert process.wait(PATIENCE_S) == 0
     assert b"fast: Decode reads" in shown
     assert b"\x1b" not in shown
+
+
+@pytest.mark.usefixtures("data")
+def test_a_terminal_that_only_prints_gets_plain_lines_and_one_that_says_so(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("fast", TERM="dumb")
+    chat.until("Plain chat: TERM is dumb, so the full screen can't be drawn.")
+    chat.until("you> ")
+    chat.type("hi\n")
+    chat.until("fast: Decode reads")
+    assert chat.leave() == 0
+    assert b"\x1b" not in chat.shown
+
+
+@pytest.mark.usefixtures("data")
+def test_where_the_screen_would_be_drawn_into_a_file_it_is_plain(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    with (tmp_path / "errors").open("w") as errors:
+        process = spawn("fast", stdin=follower, stdout=follower, stderr=errors, text=False)
+    os.close(follower)
+    shown = b""
+    with suppress(OSError):
+        while more := os.read(leader, 4096):
+            shown += more
+            if shown.endswith(b"you> "):
+                os.write(leader, b"/quit\r")
+    os.close(leader)
+    assert process.wait(PATIENCE_S) == 0
+    assert b"Plain chat: stderr is no terminal" in shown
 
 
 @pytest.mark.usefixtures("data")

@@ -21,6 +21,7 @@ from tokamac.app.store import database
 from tokamac.app.store.database import APPLICATION_ID, STEPS, Database
 from tokamac.app.store.store import Store
 from tokamac.app.store.values import StoreDamagedError, StoreError
+from tokamac.engine.events import ToolCall
 
 # What the store may rest on: it is used before the screen and without the engine.
 
@@ -534,3 +535,35 @@ def test_a_file_that_was_cut_short_is_said_to_be_damaged(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:8192])
     with pytest.raises(StoreDamagedError), Store.open(file) as store:
         store.check()
+
+
+def test_a_file_of_before_tools_takes_calls_and_loses_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "chats.db"
+    connection = sqlite3.connect(file)
+    connection.executescript(VERSION_1.read_text(encoding="utf-8"))
+    before = connection.execute("SELECT id, parent, role, text FROM messages ORDER BY id").fetchall()
+    last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()[0]
+    connection.close()
+    call = ToolCall("add", '{"a": 1}', "abc123def")
+    with Store.open(file) as store:
+        chat = store.new_chat().id
+        asked = store.add_message(chat, None, "user", "sum of unusual")
+        assert asked.id == last + 1  # no number is used twice
+        reply = store.begin_reply(chat, asked.id)
+        store.finish_reply(reply.id, "", calls=(call,))
+        store.add_message(chat, reply.id, "tool", "two", calls=(call,), state="failed")
+        assert [(each.role, each.state, each.calls) for each in store.path(chat)] == [
+            ("user", "complete", ()),
+            ("assistant", "complete", (call,)),
+            ("tool", "failed", (call,)),
+        ]
+        assert [hit.message for hit in store.search("unusual")] == [asked.id]
+        store.check()
+        with pytest.raises(StoreError, match="never changed"), store._database.writing() as writing:
+            writing.execute("UPDATE messages SET text = 'x' WHERE id = ?", (asked.id,))
+    connection = sqlite3.connect(file)
+    assert (
+        connection.execute("SELECT id, parent, role, text FROM messages WHERE id <= ? ORDER BY id", (last,)).fetchall()
+        == before
+    )
+    connection.close()

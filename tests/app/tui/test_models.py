@@ -25,6 +25,7 @@ from tokamac.app.backend.command_process import (
     ConvertedLine,
     Converter,
     Ended,
+    Expected,
     LineError,
     Planned,
     QualityLine,
@@ -39,6 +40,7 @@ from tokamac.app.chat.jobs import (
     ConversionForm,
     ConversionJob,
     ConversionPhase,
+    Conversions,
     Download,
     DownloadStage,
     plan_text,
@@ -47,7 +49,8 @@ from tokamac.app.chat.jobs import (
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.chat.steps import EnginePhase as ChatPhase
 from tokamac.app.tui.actions.model import take_model
-from tokamac.app.tui.screens.model import ConvertScreen, ModelList, ModelScreen
+from tokamac.app.tui.screens.convert import ConvertScreen
+from tokamac.app.tui.screens.model import ModelList, ModelScreen
 
 # Ctrl+O: the picker over the chat, with the real commands behind it and a small local hub.
 
@@ -484,6 +487,12 @@ class Dialog:
         await self.until(lambda: self.screen.job.phase is phase, phase.name)
 
 
+def conversions(app: App[Any], command: list[str]) -> Conversions:
+    return Conversions(
+        command, time.monotonic, spawn=lambda work: app.run_worker(work), changed=lambda: None, ended=lambda _: None
+    )
+
+
 @pytest.fixture
 def dialog(tmp_path: Path) -> Open:
     script = tmp_path / "child.py"
@@ -492,7 +501,7 @@ def dialog(tmp_path: Path) -> Open:
     @asynccontextmanager
     async def start(source: str) -> AsyncIterator[tuple[Dialog, Any]]:
         app, results = Host(), []
-        screen = ConvertScreen(source, [sys.executable, str(script)])
+        screen = ConvertScreen(source, conversions(app, [sys.executable, str(script)]), tmp_path / "models")
         async with app.run_test(size=(100, 40)) as pilot:
             app.push_screen(screen, results.append)
             await pilot.pause()
@@ -610,7 +619,15 @@ def test_unknown_prints_as_unknown() -> None:
     assert isinstance(plan, Planned)
     assert isinstance(done, ConvertedLine)
     assert "unknown" in plan_text(plan)
-    assert "unknown → unknown" in result_text(done, None)
+    small = decode(
+        json.dumps({**PLAN, "quality_seconds": 80.0, "disk": {**PLAN["disk"], "free": 100_000, "fits": False}}).encode()
+    )
+    assert isinstance(small, Planned)
+    assert "about 61 s, plus about 80 s for a quality check" in plan_text(small)
+    assert "Warning: this disk is too small by 2.00 MB." in plan_text(small)
+    assert "speed  unknown" in result_text(done, None)
+    why = Expected(None, None, 4096, "it was not measured", "fewer bits make no faster reply")
+    assert "unknown (it was not measured; fewer bits make no faster reply)" in result_text(done, why)
     assert "Not compared" in result_text(done, None)
 
 
@@ -627,7 +644,7 @@ async def test_the_plan_comes_first_and_says_what_was_asked(dialog: Open) -> Non
         said = d.text("#said")
         assert "--dry-run" in said
         assert "--bits=3" in said
-        assert "--output=small" in said
+        assert "/models/small" in said
         assert "Note: --dry-run." in said
         assert "8.00 MB → 2.00 MB, 4.50 bits per weight" in said  # of the weights: the folder holds more
         assert "norms and other" in said
@@ -651,7 +668,7 @@ async def test_it_converts_and_the_result_is_used_at_once(dialog: Open) -> None:
         said = d.text("#said")
         assert "8.00 MB → 2.00 MB" in said
         assert "12.0 tok/s → unknown" in said
-        assert "94.7 % of 255 places" in said
+        assert "94.7 % of 255 positions" in said
         assert "Warning: Its perplexity is 9 times the source's." in said
         d.press("#use")
         await d.until(lambda: d.results, "a result")
@@ -665,7 +682,7 @@ async def test_stop_interrupts_and_says_that_it_goes_on_from_there(dialog: Open)
         assert "3 of 12 tensors" in d.text("#said")
         assert "25 %" in d.text("#said")
         assert all(box.disabled for box in d.screen.query(Input))
-        await pilot.press("escape")  # stops first, closes then
+        await pilot.press("f6")
         await d.phase(ConversionPhase.FORM)
         assert "resumes from here" in d.text("#problem")
         await pilot.press("escape")
@@ -682,6 +699,37 @@ async def test_a_refusal_is_told(dialog: Open, source: str, said: str) -> None:
         d.press("#plan")
         await d.until(lambda: said in d.text("#problem"), "the reason")
         await d.phase(ConversionPhase.FORM)
+
+
+async def test_the_dialog_is_left_and_opened_again_while_it_converts(dialog: Open) -> None:
+    async with dialog("slow") as (d, pilot):
+        d.press("#convert")
+        await d.until(lambda: d.screen.job.stage, "progress")
+        await pilot.press("escape")
+        await d.until(lambda: d.results, "the end of the dialog")
+        assert d.results == [None]
+        running = d.screen._conversions
+        assert running.running is not None
+        assert running.job.brief() == "converting 25 %"
+        another = ConvertScreen("other", running, Path("models"))
+        await d.app.push_screen(another)
+        await pilot.pause()
+        assert another.query_one("#source", Input).value == "slow"
+        assert "25 %" in str(another.query_one("#said", Static).render())
+        another.query_one("#stop", Button).press()
+        await d.until(lambda: running.running is None, "the end")
+        assert "resumes from here" in str(another.query_one("#problem", Static).render())
+
+
+async def test_a_new_folder_is_in_the_models_folder_unless_a_path_is_written(dialog: Open, tmp_path: Path) -> None:
+    async with dialog("org/model") as (d, _):
+        for written, flag in (("", "--into"), ("mine", "--output"), ("~/mine", "--output"), ("./mine", "--output")):
+            d.screen.query_one("#output", Input).value = written
+            asked = [
+                each for each in d.screen._form().arguments(dry_run=True) if each.startswith(("--into", "--output"))
+            ]
+            folder = {"": tmp_path / "models", "mine": tmp_path / "models" / "mine"}.get(written, written)
+            assert asked == [f"{flag}={folder}"]
 
 
 async def test_a_process_that_dies_is_told(dialog: Open) -> None:
@@ -708,7 +756,7 @@ async def test_leaving_the_app_leaves_no_process(dialog: Open) -> None:
     async with dialog("slow") as (d, _):
         d.press("#convert")
         await d.until(lambda: d.screen.job.stage, "progress")
-        process = d.screen._converter._process
+        process = d.screen._conversions._converter._process
     await asyncio.wait_for(process.wait(), 60)  # the loop has seen its end too, else it would complain when it closes
     assert not _runs(process.pid)
 
@@ -756,21 +804,21 @@ async def test_the_chat_and_the_model_picker_lead_to_it(chat: Open) -> None:
 async def test_the_real_command_plans_converts_and_says_the_result(tmp_path: Path) -> None:
     source = make_tiny(tmp_path / "tiny")
     app, results = Host(), []
-    screen = ConvertScreen(str(source), converter_command())
+    screen = ConvertScreen(str(source), conversions(app, converter_command()), tmp_path / "models")
     async with app.run_test(size=(110, 50)) as pilot:
         app.push_screen(screen, results.append)
         await pilot.pause()
         d = Dialog(app, screen, results)
-        screen.query_one("#output", Input).value = str(tmp_path / "small")
-        await pilot.pause()
         d.press("#plan")
         await d.phase(ConversionPhase.PLANNED)
         assert "embedding" in d.text("#said")
-        assert not (tmp_path / "small").exists()
+        assert str(tmp_path / "models" / "tiny-4bit") in d.text("#said")
+        assert "for a quality check" in d.text("#said")
+        assert not (tmp_path / "models").exists()
         d.press("#convert")
         await d.phase(ConversionPhase.DONE)
         assert "bits per weight" in d.text("#said")
-        assert (tmp_path / "small" / "config.json").exists()
+        assert (tmp_path / "models" / "tiny-4bit" / "config.json").exists()
         d.press("#use")
         await d.until(lambda: results, "the result")
-        assert results == [str(tmp_path / "small")]
+        assert results == [str(tmp_path / "models" / "tiny-4bit")]

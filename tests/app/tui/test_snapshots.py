@@ -36,6 +36,7 @@ from tokamac.app.backend.protocol import (
     EngineMessage,
     Failed,
     Figures,
+    Group,
     Load,
     ModelLine,
     Question,
@@ -46,17 +47,18 @@ from tokamac.app.backend.protocol import (
 from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.chat.figures import FIGURES, explain
-from tokamac.app.chat.jobs import ConversionJob, Downloads
+from tokamac.app.chat.jobs import ConversionJob, Conversions, Downloads
 from tokamac.app.chat.jobs import ConversionPhase as Converting
-from tokamac.app.chat.models import CatalogueOffer, Estimates, LocalModels, OnDisk
+from tokamac.app.chat.models import CatalogueOffer, Estimates, LocalModels, OnDisk, advise
 from tokamac.app.chat.recording import measured
 from tokamac.app.chat.steps import Ask, EnginePhase, StartEngine, Step
 from tokamac.app.store.store import Store
 from tokamac.app.tui.bridge import EngineSaid
 from tokamac.app.tui.markdown.turns import ReplyMessage
+from tokamac.app.tui.screens.convert import ConvertScreen
 from tokamac.app.tui.screens.figure import FigureScreen
 from tokamac.app.tui.screens.help import GuideScreen
-from tokamac.app.tui.screens.model import ConvertScreen, ModelScreen
+from tokamac.app.tui.screens.model import ModelScreen
 from tokamac.app.tui.screens.whatif import WhatIfScreen
 from tokamac.app.tui.widgets.gauges import Gauges
 from tokamac.app.units import size as units_size
@@ -439,8 +441,11 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
     album = Album(theme)
     async with chat("fast") as c:
         await c.phase(EnginePhase.IDLE)
-        screen = ConvertScreen("org/nowhere", [sys.executable, str(script)])
-        screen.job = ConversionJob(lambda: 0.0 if screen.job.stage is None else screen.job.stage.done / BYTES_PER_S)
+        command = [sys.executable, str(script)]
+        spawn = c.app.run_worker
+        jobs = Conversions(command, time.monotonic, spawn=spawn, changed=lambda: None, ended=lambda _: None)
+        jobs.job = ConversionJob(lambda: 0.0 if jobs.job.stage is None else jobs.job.stage.done / BYTES_PER_S)
+        screen = ConvertScreen("org/nowhere", jobs, Path("/models"))
         await c.app.push_screen(screen)
 
         async def becomes(phase: Converting) -> None:
@@ -476,6 +481,12 @@ async def test_converting_is_drawn_as_before_in_all_its_stages(chat: Start, tmp_
 # Choosing a model ---------------------------------------------------------------------------------------------------------
 
 
+GROUPS: dict[str, Group] = {
+    "runs well": "recommended", "tight": "recommended", "fits, speed unknown": "speed unknown", "slow": "slow",
+    "does not fit": "does not fit",
+}  # fmt: skip
+
+
 def line(model: str, gigabytes: float, billions: float, tps: float | None, verdict: str) -> ModelLine:
     """What a machine makes of a model of so large a download and so many weights."""
     memory, weights = round(gigabytes * GB * 1.15), round(billions * GB)
@@ -484,7 +495,7 @@ def line(model: str, gigabytes: float, billions: float, tps: float | None, verdi
         f"needs {units_size(memory)} of 45 GB",
     )  # fmt: skip
     bits = gigabytes * 8 / billions
-    return ModelLine(model, round(gigabytes * GB), weights, weights, verdict, figures, bits)
+    return ModelLine(model, round(gigabytes * GB), weights, weights, verdict, figures, bits, group=GROUPS[verdict])
 
 
 CATALOGUE = (
@@ -541,7 +552,7 @@ def weighed(c: Chat) -> None:
     estimates = c.app.chat.library.estimates
     estimates.disk = {each.model: each for each in HERE}
     estimates.catalogue = {each.model: each for each in CATALOGUE}
-    estimates.best, estimates.place = tuple(estimates.catalogue), PLACE
+    estimates.advice, estimates.place = advise(CATALOGUE), PLACE
     c.app.screen.refresh_rows()
 
 

@@ -32,7 +32,7 @@ from tokamac.engine.perf.inspection import inspect, inspect_model, model_ref, mo
 from tokamac.engine.perf.machine import GIB, Machine, elsewhere, everywhere, here
 from tokamac.engine.perf.roofline import Fitted, constants_of
 from tokamac.engine.perf.what_if import (
-    VERDICTS,
+    GROUPS,
     Suggestion,
     WeighedModel,
     WhatIfCase,
@@ -350,6 +350,44 @@ def test_where_the_speed_is_unknown_what_fits_is_sorted_by_size() -> None:
     assert all("RTX 4090" in each.reason for each in ranked[:3])
 
 
+SPEEDS = st.none() | st.floats(0.5, 500)
+
+
+@st.composite
+def ranked_suggestions(draw: st.DrawFn) -> list[Suggestion]:
+    """Suggestions of one machine, ranked, with speeds that are known or not."""
+    found = []
+    for number in range(draw(st.integers(1, 8))):
+        ceiling, place = draw(SPEEDS), draw(st.sampled_from((M4_PRO, elsewhere("M4 Pro", 20))))
+        expected = draw(st.none() | st.floats(0.5, ceiling)) if ceiling is not None and ceiling > 0.5 else None
+        total = draw(st.sampled_from((1, 10, 30, 49))) << 30
+        outcome = outcome_suggest(total, expected=expected, ceiling=ceiling, place=place)
+        size = draw(st.integers(1, 10**11))
+        found.append(Suggestion(f"org/{number}", "m", total, size, size, (), outcome, verdict_of(outcome), ""))
+    return sorted(draw(st.permutations(found)), key=rank)
+
+
+@given(ranked_suggestions())
+def test_slow_models_rank_behind_by_speed_and_unknown_ones_are_not_recommended(found: list[Suggestion]) -> None:
+    backwards = found[::-1]
+    assert found == sorted(backwards, key=rank)  # nothing is tied
+    places = [GROUPS.index(each.group) for each in found]
+    assert places == sorted(places)
+    for each in found:
+        fastest = each.outcome.ceiling_tps if each.outcome.expected_tps is None else each.outcome.expected_tps
+        recommended = each.verdict in {"runs well", "tight"} and each.outcome.expected_tps is not None
+        assert (each.group == "recommended") == recommended
+        assert (each.group == "slow") == (fastest is not None and fastest < 10 and each.verdict != "does not fit")
+    slow = [each.outcome.expected_tps or each.outcome.ceiling_tps or 0.0 for each in found if each.group == "slow"]
+    assert slow == sorted(slow, reverse=True)
+    unbounded = [
+        each.outcome.weight_bytes or 0
+        for each in found
+        if each.group == "speed unknown" and each.outcome.ceiling_tps is None
+    ]
+    assert unbounded == sorted(unbounded)
+
+
 def test_more_bits_of_the_same_model_go_first_where_both_run_well() -> None:
     ranked = sorted((of(name, M4_PRO) for name in ("Qwen3-0.6B-4bit", "Qwen3-0.6B-8bit")), key=rank)
     assert [each.id[-4:] for each in ranked] == ["8bit", "4bit"]
@@ -379,7 +417,7 @@ def test_the_whole_catalogue_is_there_once_in_order_and_progress_is_told() -> No
     found = suggestions(M4_PRO, 2048, progress=lambda done, total: told.append((done, total)))
     everything = [each.id for entry in catalogue() for each in entry.repositories]
     assert sorted(each.id for each in found) == sorted(everything)
-    assert [VERDICTS.index(each.verdict) for each in found] == sorted(VERDICTS.index(each.verdict) for each in found)
+    assert [GROUPS.index(each.group) for each in found] == sorted(GROUPS.index(each.group) for each in found)
     assert told == [(done, len(everything)) for done in range(1, len(everything) + 1)]
     assert all(each.outcome.memory is not None for each in found)
 
