@@ -115,6 +115,18 @@ def sanitise_line(text: str) -> str:
     return " ".join(sanitise(text).split())
 
 
+LONGEST_LINK = 2048
+_LINK = re.compile(r"(?:https?://|mailto:)[!-~]+", re.IGNORECASE)
+
+
+def safe_link(address: str) -> str:
+    """Return ``address`` where a terminal may offer to open it: of the web or of mail, in ASCII, without spaces; "" elsewhere.
+
+    No files: what a model writes must not open a program of this machine.
+    """
+    return address if len(address) <= LONGEST_LINK and _LINK.fullmatch(address) else ""
+
+
 def bare(row: str) -> str:
     """Return a row of a screen without what a terminal would obey. It keeps its cells: each of these counts for none.
 

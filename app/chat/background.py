@@ -93,52 +93,67 @@ class DraftWarmup:
         return [Ask(Warm(self._id, messages, self.template))]
 
 
+Countable = Attachment | str
+"""What tokens are counted of: an attachment, or a text."""
+
+
 class TokenCounts:
-    """How many tokens each attachment takes of one model, its name and fences included; another model counts anew."""
+    """How many tokens each attachment takes of one model, its name and fences included, or a text; another model counts anew."""
 
     def __init__(self) -> None:
         self._model: ModelInfo | None = None
-        self._known: dict[Attachment, int | None] = {}
-        self._asked: dict[int, Attachment] = {}
+        self._known: dict[Countable, int | None] = {}
+        self._asked: dict[int, Countable] = {}
         self._id = 0
 
-    def of(self, model: ModelInfo | None, attachment: Attachment) -> int | None:
-        """Return the tokens that ``attachment`` takes of ``model``; None while that is unknown."""
-        return self._known.get(attachment) if model is not None and model == self._model else None
+    def of(self, model: ModelInfo | None, counted: Countable) -> int | None:
+        """Return the tokens that ``counted`` takes of ``model``; None while that is unknown."""
+        return self._known.get(counted) if model is not None and model == self._model else None
 
     def exceed(self, model: ModelInfo | None, kv: KVSpec, attachments: Iterable[Attachment]) -> bool:
-        """Whether ``attachments`` alone, as far as they are counted, leave no token of the context to a reply.
+        """Whether ``attachments`` alone, as far as they are counted, leave no token of the context to a reply."""
+        limit = context_limit(model, kv)
+        return limit is not None and sum(self.of(model, each) or 0 for each in attachments) >= limit
 
-        Never where the engine makes room by itself: the oldest tokens roll out, or the middle is left out.
-        """
-        if model is None or model.capacity is None or kv.when_full in ("roll", "truncate-middle"):
-            return False
-        return sum(self.of(model, each) or 0 for each in attachments) >= model.capacity
-
-    def ask(self, model: ModelInfo | None, attachments: Iterable[Attachment]) -> list[Step]:
-        """Return what to ask of ``model`` for attachments that were not counted yet."""
+    def ask(self, model: ModelInfo | None, wanted: Iterable[Countable]) -> list[Step]:
+        """Return what to ask of ``model`` for attachments and texts that were not counted yet."""
         if model != self._model:
             self._model = model
             self._known.clear()
             self._asked.clear()
         pending = set(self._asked.values())
-        new = [each for each in attachments if each not in self._known and each not in pending]
+        new = dict.fromkeys(each for each in wanted if each not in self._known and each not in pending)
         return [self._ask(each) for each in new] if model is not None else []
+
+    def awaits(self, wanted: Iterable[Countable]) -> bool:
+        """Whether the answer for any of ``wanted`` is still to come."""
+        pending = set(self._asked.values())
+        return any(each in pending for each in wanted)
 
     def counted(self, event: Counted) -> None:
         """Take an answer."""
-        if (attachment := self._asked.pop(event.id, None)) is not None:
-            self._known[attachment] = event.tokens
+        if (counted := self._asked.pop(event.id, None)) is not None:
+            self._known[counted] = event.tokens
 
     def reset(self) -> None:
         """Expect no answer any more: what was not counted, or could not be, is asked again."""
         self._asked.clear()
         self._known = {each: tokens for each, tokens in self._known.items() if tokens is not None}
 
-    def _ask(self, attachment: Attachment) -> Ask:
+    def _ask(self, wanted: Countable) -> Ask:
         self._id += 1
-        self._asked[self._id] = attachment
-        return Ask(AskCount(self._id, whole("", (attachment,))))
+        self._asked[self._id] = wanted
+        return Ask(AskCount(self._id, wanted if isinstance(wanted, str) else whole("", (wanted,))))
+
+
+def context_limit(model: ModelInfo | None, kv: KVSpec) -> int | None:
+    """Return the tokens that a prompt must stay below; None where that is unknown, or the engine makes room by itself.
+
+    It does where the oldest tokens roll out, or the middle is left out.
+    """
+    if model is None or kv.when_full in ("roll", "truncate-middle"):
+        return None
+    return model.capacity
 
 
 IDLE_S = 5.0

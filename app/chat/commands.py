@@ -194,10 +194,13 @@ def delete(view: ChatView, chat: StoredChat, *, back: str) -> None:
     recording = recording_of(view)
     if chat.deleted_at is not None:
         view.tell(f"This chat is already deleted. /restore {chat.id} restores it.")
+    elif chat.id != recording.chat and (chat.id == recording.running or chat.id in recording.waiting):
+        stops = view.session.keymap.key("stop")
+        raise RefusedError(f"A reply is running or queued in this chat: wait, or stop it with {stops}, then delete.")
     elif chat.id != recording.chat:
         recording.store.delete(chat.id)
         view.tell(f"Deleted: {_titled(view, chat)}. {back} restores it.")
-    elif view.session.engine.replying:
+    elif view.session.replying:
         raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then delete.")
     elif recording.missing():  # after another try
         raise RefusedError("Part of this chat could not be saved. If you deleted it now, that part would be lost.")
@@ -246,7 +249,7 @@ def exported(view: ChatView) -> tuple[str, str]:
     recording = recording_of(view)
     if not view.session.turns:
         raise RefusedError("There is nothing to export yet.")
-    if view.session.engine.replying:
+    if view.session.replying:
         raise RefusedError(f"A reply is running: wait, or stop it with {view.session.keymap.key('stop')}, then export.")
     missing = recording.missing()
     if recording.chat is None:
@@ -323,7 +326,7 @@ def copy_message(view: ChatView, _: str) -> None:
 
 def copy_code(view: ChatView, _: str) -> None:
     """Copy the last code block up to the selected message; again: the one before it."""
-    from .code import code_blocks
+    from ..markdown import code_blocks
 
     node = view.selected()
     path = [] if node is None else view.session.conversation.tree.path_to(node.key)

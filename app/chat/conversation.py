@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tokamac.engine.events import Finished, Message, TextKind, ToolCall
+from tokamac.engine.events import Finished, Live, Message, PrefillProgress, TextKind, ToolCall
 from tokamac.engine.metrics import Metrics, Outlier
 from tokamac.engine.perf.diagnosis import Diagnosis
 from tokamac.engine.text.continuation import whole_characters
@@ -326,11 +326,24 @@ ENDINGS: dict[Ending, str] = {
 }
 
 
+@dataclass(slots=True)
+class ReplyProgress:
+    """How the running reply of a conversation is doing, or how the last one did. left_out: tokens that its prompt went without."""
+
+    prefill: PrefillProgress | None = None
+    live: Live | None = None
+    metrics: Metrics | None = None
+    diagnosis: Diagnosis | None = None
+    outliers: tuple[Outlier, ...] = ()
+    left_out: int = 0
+
+
 class Conversation:
-    """A conversation, and the reply in it that is being made, if one is."""
+    """A conversation, and the reply in it that is being made, if one is. progress: of that reply, or of the last one."""
 
     def __init__(self, tree: Tree | None = None) -> None:
         self.tree = Tree() if tree is None else tree
+        self.progress = ReplyProgress()
         self._builder = ReplyBuilder()
         self._reply: int | None = None
 

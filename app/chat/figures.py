@@ -19,21 +19,21 @@ from .steps import EnginePhase
 
 def decode_now(session: Session) -> float | None:
     """Return the decode rate over the last few gaps, in tokens a second, while a reply is written."""
-    if session.live is None or session.engine.phase not in (EnginePhase.DECODING, EnginePhase.STOPPING):
+    if not session.replying or session.live is None or session.engine.phase is EnginePhase.PREFILL:
         return None
     return rates.recent_rate(session.live.gaps_ms)
 
 
 def achieved_gbs(session: Session) -> float | None:
     """Return the bandwidth that decoding uses, in GB/s: of the last few gaps while a reply is written, else of the whole reply."""
-    if session.live is not None and session.engine.phase in (EnginePhase.DECODING, EnginePhase.STOPPING):
+    if session.replying and session.live is not None and session.engine.phase is not EnginePhase.PREFILL:
         return session.live.achieved_gbs
     return session.metrics.achieved_gbs if session.metrics is not None else None
 
 
 def context_used(session: Session) -> int | None:
     """Return the tokens of the conversation, as far as known."""
-    if session.live is not None and session.engine.replying:
+    if session.live is not None and session.replying:
         return session.live.context_tokens
     if session.metrics is not None:
         return session.metrics.prompt_tokens + session.metrics.generated_tokens
@@ -186,7 +186,7 @@ def _bandwidth(session: Session) -> tuple[Input, ...]:
 
 def _step(session: Session) -> tuple[Input, ...]:
     """Return what a step reads: the last step while a reply is written, else the one in its middle."""
-    if session.live is not None and session.engine.replying:
+    if session.live is not None and session.replying:
         read = units.size(session.live.bytes_per_step)
         return (Input("bytes a step", read, "weights, keys and values: the last step's"),)
     m = session.metrics or UNMEASURED
@@ -274,7 +274,7 @@ def _now(session: Session) -> Explained:
         ),
         MEASURED,
         "How fast the reply is being written at this moment. The mean covers all of it.",
-        "" if now is not None or session.engine.replying else "no reply is running",
+        "" if now is not None or session.replying else "no reply is running",
     )
 
 
@@ -469,7 +469,7 @@ def _predicted(session: Session) -> Explained:
 def _diagnosis(session: Session) -> Explained:
     m, diagnosis = session.metrics, session.diagnosis
     parts = () if diagnosis is None else diagnosis.parts
-    done = m is not None and not session.engine.replying
+    done = m is not None and not session.replying
     return Explained(
         "diagnosis",
         sentence(m, diagnosis) if m is not None and done else units.UNKNOWN,
@@ -480,7 +480,7 @@ def _diagnosis(session: Session) -> Explained:
         ),
         "computed from the reply's metrics and the limits of this machine",
         f"Why the reply took as long as it did. {session.keymap.key('explain')} shows the details, and what would help.",
-        "" if done else "a reply is running" if session.engine.replying else NO_REPLY,
+        "" if done else "a reply is running" if session.replying else NO_REPLY,
     )
 
 
@@ -512,7 +512,7 @@ def explain(figure: Figure, session: Session) -> Explained:
     found = _EXPLAIN[figure](session)
     if found.value != units.UNKNOWN or found.why:
         return found
-    return replace(found, why=NO_REPLY if session.metrics is None and not session.engine.replying else NOT_YET)
+    return replace(found, why=NO_REPLY if session.metrics is None and not session.replying else NOT_YET)
 
 
 _EXPLAIN: dict[Figure, Callable[[Session], Explained]] = {

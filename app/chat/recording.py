@@ -22,7 +22,8 @@ from tokamac.engine.perf.diagnosis import Diagnosis
 from ..backend.protocol import ShapeError, build
 from ..store.store import Store
 from ..store.values import OUTCOMES, FinalState, Json, Outcome, StoredMessage, StoreError, TitleOrigin, ToolResult
-from .conversation import Ending, MessageNode, Reply, Tree, Turn
+from .attachments import Draft, joined
+from .conversation import Conversation, Ending, MessageNode, Reply, Tree, Turn
 from .preferences import ChatOverrides, Preferences, as_settings, own_of, template_record
 from .session import Session
 from .steps import Step
@@ -276,11 +277,28 @@ LOST = "Some messages could not be saved and are lost: {}"
 TITLE = "The title was not saved: {}"
 
 
-class Recording:
-    """Saves the open chat. While the store fails, the chat continues without it: ``tell`` is told why, and all that is not saved
-    is tried again with each prompt, at the end of each reply, and when another chat is opened.
+@dataclass(slots=True, eq=False)
+class OpenChat:
+    """A conversation that is on screen, or whose reply runs or prompts wait in the background.
 
-    unsaved: whether part of the chat is missing in the store because it failed. title: when it was last looked up; "" is none.
+    ledger: what of it is in the store. owed: to be written, beside its messages. unsaved: whether part of it is missing in the
+    store because it failed. title: when it was last looked up; "" is none. draft: as it is in the store. rest: what stood in the
+    input box when it was left. written_at: when the reply was stored last.
+    """
+
+    ledger: Ledger
+    owed: dict[str, Callable[[str], object]] = field(default_factory=dict)
+    unsaved: bool = False
+    title: str = ""
+    draft: str = ""
+    rest: Draft = field(default_factory=Draft)
+    written_at: float = 0.0
+
+
+class Recording:
+    """Saves the open chats: the one on screen, and those that go on in the background. While the store fails, they continue without
+    it: ``tell`` is told why, and all that is not saved is tried again with each prompt, at the end of each reply, and when another
+    chat is opened.
     """
 
     def __init__(
@@ -292,85 +310,164 @@ class Recording:
         clock: Callable[[], float],
     ) -> None:
         self.store = store
-        self.unsaved, self.title = False, ""
         self._session = session
         self._preferences = preferences
         self._tell = tell
         self._clock = clock
-        self._ledger = Ledger(store)
-        self._owed: dict[str, Callable[[str], object]] = {}  # to be written of the chat, beside its messages
-        self._written_at = 0.0
-        self._draft = ""  # as it is in the store
+        self._open = OpenChat(Ledger(store))
+        self._chats: dict[Conversation, OpenChat] = {session.conversation: self._open}
 
     @property
     def chat(self) -> str | None:
-        """The ID of the chat; None until there is something to save."""
-        return self._ledger.chat
+        """The ID of the chat on screen; None until there is something to save."""
+        return self._open.ledger.chat
 
     @property
     def ledger(self) -> Ledger:
-        """What of the chat is in the store; valid after the chat was left, too."""
-        return self._ledger
+        """What of the chat on screen is in the store; valid after it was left, too."""
+        return self._open.ledger
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether part of the chat on screen is missing in the store because it failed."""
+        return self._open.unsaved
+
+    @property
+    def title(self) -> str:
+        """The title of the chat on screen when it was last looked up; "" is none."""
+        return self._open.title
+
+    # Chats in the background ----------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> str | None:
+        """The ID of the chat whose reply runs, on screen or not; None where none does, or it is not saved."""
+        running = self._session.running
+        return None if running is None else self._of(running.conversation).ledger.chat
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The IDs of the chats in which a prompt waits."""
+        found = (each.ledger.chat for conversation, each in self._chats.items() if self._session.waiting(conversation))
+        return tuple(chat for chat in found if chat is not None)
+
+    def title_of(self, conversation: Conversation) -> str:
+        """Return the title of a conversation that goes on in the background."""
+        return self._of(conversation).title
+
+    def kept(self, chat: str) -> tuple[Conversation, Draft] | None:
+        """Return the conversation of a chat that goes on in the background, and what stood in its input box; None: it does not."""
+        for conversation, each in self._chats.items():
+            if each.ledger.chat == chat and each is not self._open:
+                return conversation, each.rest
+        return None
+
+    def can_go_on(self) -> bool:
+        """Whether the chat on screen can go on in the background: it is saved, after another try, so that it is found again."""
+        if self.unsaved:
+            self._save(self._open)
+        return self.chat is not None and not self.unsaved
+
+    def _of(self, conversation: Conversation) -> OpenChat:
+        return self._chats[conversation]
 
     # What the session does ------------------------------------------------------------------------------------------------
 
-    def begun(self, turn: Turn) -> None:
-        """A prompt was sent."""
-        session, said = self._session, self._session.conversation.partial  # what a reply that is continued begins with
-        model = session.engine.load.model
-        settings = {"sampling": asdict(session.sampling), "kv": asdict(session.engine.load.kv), **_adapter(session)}
-        if session.template != NOTHING_TOLD:
-            settings["template"] = template_record(session.template)
-        self._ledger.ask(
-            session.conversation.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking)
-        )
-        self._owed.pop("head", None)
-        self._owed["model"] = lambda chat: self._keep_model(chat, model)
-        self._save(AGAIN)
-        self._written_at = self._clock()
+    def begun(self, turn: Turn, elsewhere: Conversation | None = None) -> None:
+        """A prompt was sent. elsewhere: the conversation, where that is not on screen."""
+        session, conversation = self._session, elsewhere or self._session.conversation
+        opened, said = self._of(conversation), conversation.partial  # what a reply that is continued begins with
+        model, running = session.engine.load.model, session.running
+        assert running is not None
+        asked = running.settings
+        settings = {"sampling": asdict(asked.sampling), "kv": asdict(session.engine.load.kv), **_adapter(session)}
+        if asked.template != NOTHING_TOLD:
+            settings["template"] = template_record(asked.template)
+        opened.ledger.ask(conversation.tree, turn.reply_key, ReplyRequest(model, settings, said.text, said.thinking))
+        opened.owed.pop("head", None)
+        opened.owed["model"] = lambda chat: self._keep_model(chat, model)
+        if elsewhere is not None:
+            self._owe_rest(opened, elsewhere)
+        self._save(opened, AGAIN)
+        opened.written_at = self._clock()
 
-    def grew(self) -> None:
-        """The reply has grown: save it, if it is time."""
-        reply = self._ledger.growing
-        if reply is not None and not self.unsaved and self._clock() - self._written_at >= CHECKPOINT_S:
-            self._written_at = self._clock()
-            said = self._session.conversation.partial
+    def grew(self, elsewhere: Conversation | None = None) -> None:
+        """The reply has grown: save it, if it is time. elsewhere: as for ``begun``."""
+        conversation = elsewhere or self._session.conversation
+        opened = self._of(conversation)
+        reply = opened.ledger.growing
+        if reply is not None and not opened.unsaved and self._clock() - opened.written_at >= CHECKPOINT_S:
+            opened.written_at = self._clock()
+            said = conversation.partial
             try:
                 self.store.checkpoint(reply, said.text, said.thinking)
             except StoreError as error:
-                self._fail(AGAIN, error)
+                self._fail(opened, AGAIN, error)
 
-    def ended(self, reply: Reply) -> None:
-        """The reply has ended."""
-        if self._ledger.awaited:
-            self._ledger.end(reply)
-            self._save()
+    def ended(self, reply: Reply, elsewhere: Conversation | None = None) -> None:
+        """The reply has ended. elsewhere: as for ``begun``."""
+        opened = self._open if elsewhere is None else self._of(elsewhere)
+        if opened.ledger.awaited:
+            opened.ledger.end(reply)
+            self._save(opened)
+        if elsewhere is not None:
+            self._let_go(elsewhere)
+
+    def refused(self, draft: Draft, elsewhere: Conversation) -> None:
+        """A prompt that waited in the background can't be sent: it is a draft again."""
+        opened = self._of(elsewhere)
+        opened.rest = joined([draft, opened.rest])
+        self._owe_rest(opened, elsewhere)
+        self._save(opened)
+        self._let_go(elsewhere)
 
     def answered(self, key: int) -> None:
         """A call was answered, by the message ``key``."""
-        self._ledger.add(self._session.conversation.tree, key)
-        self._save()
+        self._open.ledger.add(self._session.conversation.tree, key)
+        self._save(self._open)
 
     def moved(self) -> None:
         """Another path of the conversation is shown."""
         head = self._session.conversation.tree.head
-        if head is not None and self._ledger.stored(head) is not None:
-            self._owe("head", lambda chat: self._keep_head(chat, head))
+        if head is not None and self._open.ledger.stored(head) is not None:
+            ledger = self._open.ledger
+            self._owe("head", lambda chat: self._keep_head(ledger, chat, head))
 
     def left(self) -> None:
-        """Another conversation is open, of which nothing is saved yet."""
-        self._owed.pop("draft", None)  # whoever left it was told that it is not saved
-        if self.unsaved:
-            self._save(LOST)
-        self._ledger, self._owed, self.unsaved, self._draft = Ledger(self.store), {}, False, ""
-        self.title = ""
+        """Another conversation is open: one that went on in the background, or one of which nothing is saved yet."""
+        conversation = self._session.conversation
+        left = [each for each in self._chats if self._of(each) is self._open and each is not conversation]
+        self._open.owed.pop("draft", None)  # whoever left it was told that it is not saved
+        if self._open.unsaved:
+            self._save(self._open, LOST)
+        for each in left:
+            self._let_go(each)
+        self._open = self._chats.setdefault(conversation, OpenChat(Ledger(self.store)))
+
+    def _let_go(self, conversation: Conversation) -> None:
+        """Forget a conversation that is not on screen, unless it goes on."""
+        opened = self._of(conversation)
+        if not self._session.is_active(conversation):
+            if opened.unsaved:
+                self._save(opened, LOST)
+            del self._chats[conversation]
+
+    def leaving(self, draft: Draft) -> None:
+        """The chat is about to be left. draft: what stands in its input box, beside what waits."""
+        self._open.rest = draft
 
     def drafted(self, text: str) -> bool:
         """Save the unsent prompt; return whether it is saved. An empty chat with a draft is saved, too."""
-        self._owed.pop("draft", None)
-        if text != self._draft:
-            self._owe("draft", lambda chat: self._keep_draft(chat, text))
-        return text == self._draft
+        self._open.owed.pop("draft", None)
+        if text != self._open.draft:
+            opened = self._open
+            self._owe("draft", lambda chat: self._keep_draft(opened, chat, text))
+        return text == self._open.draft
+
+    def _owe_rest(self, opened: OpenChat, conversation: Conversation) -> None:
+        """Let the draft of a chat in the background be what still waits, and what stood in its input box."""
+        text = joined([*self._session.waiting(conversation), opened.rest]).whole
+        opened.owed["draft"] = lambda chat: self._keep_draft(opened, chat, text)
 
     # What the user wants --------------------------------------------------------------------------------------------------
 
@@ -386,15 +483,15 @@ class Recording:
     def hold(self, chat: str, tree: Tree, draft: str) -> None:
         """Continue ``chat``, which was read and is open now."""
         self.left()
-        self._draft = draft
-        self._ledger = Ledger(self.store, chat, tree)
+        self._open.ledger, self._open.draft = Ledger(self.store, chat, tree), draft
         self.look_up_title()
 
     def holds(self, chat: str) -> bool:
         """Whether ``chat`` is open and need not be read again: it is current, or it can't be left now. Raises StoreError."""
         if chat != self.chat:
             return False
-        return self.unsaved or self._session.engine.replying or bool(self._session.queued) or self._ledger.is_current()
+        busy = self._session.is_active(self._session.conversation)
+        return self.unsaved or busy or self.ledger.is_current()
 
     def own(self, chat: str) -> ChatOverrides:
         """Return the settings of ``chat`` itself. Raises StoreError."""
@@ -407,18 +504,18 @@ class Recording:
 
     def stored(self, key: int) -> int | None:
         """Return the ID in the store of a message of the open chat."""
-        return self._ledger.stored(key)
+        return self.ledger.stored(key)
 
     def key_of(self, message: int) -> int | None:
         """Return the key in the open chat of a message of the store."""
-        return self._ledger.key_of(message)
+        return self.ledger.key_of(message)
 
     def missing(self) -> str:
         """Try again to save; return a sentence on the turns of this path that are still missing, or ""."""
         if self.unsaved:
-            self._save()
+            self._save(self._open)
         turns = self._session.turns
-        missing = sum(self._ledger.is_missing(turn) for turn in turns)
+        missing = sum(self.ledger.is_missing(turn) for turn in turns)
         return f"{missing} of {len(turns)} turns are missing: they could not be saved." if missing else ""
 
     def retitle(self, title: str) -> bool:
@@ -427,9 +524,12 @@ class Recording:
 
     def look_up_title(self) -> None:
         """Read the chat's title again: the store makes the first one, and the list of chats can change it."""
-        if self.chat is not None:
+        self._look_up_title(self._open)
+
+    def _look_up_title(self, opened: OpenChat) -> None:
+        if opened.ledger.chat is not None:
             with suppress(StoreError):  # told when the next message can't be saved
-                self.title = self.store.chat(self.chat).title
+                opened.title = self.store.chat(opened.ledger.chat).title
 
     def entitle(self) -> list[Step]:
         """Return what to ask the model for a title, if the chat may have one now. To be called now and then."""
@@ -450,50 +550,52 @@ class Recording:
             self._entitle(chat, title, "model")
 
     def close(self, draft: str) -> None:
-        """Save the unsent prompt and the running reply so far; close the store."""
-        self._owed.pop("draft", None)
-        if draft != self._draft:
-            self._owed["draft"] = lambda chat: self._keep_draft(chat, draft)
-        running = self._ledger.running
-        if running:
-            self._ledger.end(replace(self._session.conversation.partial, ending="cancelled"))
-        if running or self.unsaved or self._owed:
-            self._save(LOST)
+        """Save the unsent prompt and the running reply so far, in the background too; close the store."""
+        self._open.owed.pop("draft", None)
+        if draft != self._open.draft:
+            opened = self._open
+            opened.owed["draft"] = lambda chat: self._keep_draft(opened, chat, draft)
+        for conversation, each in self._chats.items():
+            running = each.ledger.running
+            if running:
+                each.ledger.end(replace(conversation.partial, ending="cancelled"))
+            if running or each.unsaved or each.owed:
+                self._save(each, LOST)
         try:
             self.store.close()
         except StoreError as error:
-            self._fail(LOST, error)
+            self._fail(self._open, LOST, error)
 
     # Writing --------------------------------------------------------------------------------------------------------------
 
     def _owe(self, what: str, write: Callable[[str], object]) -> None:
         """Write it now; while the store fails, with the next try."""
-        self._owed[what] = write
+        self._open.owed[what] = write
         if not self.unsaved:
-            self._save()
+            self._save(self._open)
 
-    def _save(self, failing: str = "") -> None:
+    def _save(self, opened: OpenChat, failing: str = "") -> None:
         """Store all that is not stored yet. failing: what to tell where that fails; "": nothing, if it failed before."""
         try:
-            chat, said = self._ledger.catch_up(self._new_chat)
-            while self._owed:
-                what, write = next(iter(self._owed.items()))
+            chat, said = opened.ledger.catch_up(self._new_chat)
+            while opened.owed:
+                what, write = next(iter(opened.owed.items()))
                 write(chat)
-                del self._owed[what]
+                del opened.owed[what]
         except StoreError as error:
-            if failing or not self.unsaved:
+            if failing or not opened.unsaved:
                 self._tell((failing or AGAIN).format(error.one_line()))
-            self.unsaved = True
+            opened.unsaved = True
             return
-        self.look_up_title()
-        if self.unsaved:
-            self.unsaved = False
+        self._look_up_title(opened)
+        if opened.unsaved:
+            opened.unsaved = False
             self._tell(SAVED)
         if said:
             self._tell(said)
 
-    def _fail(self, failing: str, error: StoreError) -> None:
-        self.unsaved = True
+    def _fail(self, opened: OpenChat, failing: str, error: StoreError) -> None:
+        opened.unsaved = True
         self._tell(failing.format(error.one_line()))
 
     def _new_chat(self) -> str:
@@ -507,17 +609,17 @@ class Recording:
         if self.store.chat(chat).model != model:
             self.store.set_model(chat, model)
 
-    def _keep_head(self, chat: str, head: int) -> None:
-        if (stored := self._ledger.stored(head)) is not None:
+    def _keep_head(self, ledger: Ledger, chat: str, head: int) -> None:
+        if (stored := ledger.stored(head)) is not None:
             self.store.set_head(chat, stored)
 
-    def _keep_draft(self, chat: str, text: str) -> None:
+    def _keep_draft(self, opened: OpenChat, chat: str, text: str) -> None:
         self.store.set_draft(chat, text)
-        self._draft = text
+        opened.draft = text
 
     def _entitle(self, chat: str, title: str, origin: TitleOrigin) -> bool:
         try:
-            self.title = self.store.rename(chat, title, origin).title
+            self._open.title = self.store.rename(chat, title, origin).title
         except StoreError as error:
             self._tell(TITLE.format(error.one_line()))
             return False

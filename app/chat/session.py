@@ -6,10 +6,13 @@
                            └── the user writes again ── UNLOADED ◀── nobody used it for a while ── IDLE
 
 Every event of a reply carries the reply's id; events of a reply that is over are late, and ignored.
+
+The conversation that is shown and the one that is written may differ: leaving a chat does not stop its reply. There is one engine,
+and it makes one reply at a time, so prompts wait in one queue, each with its conversation and settings.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tokamac.engine.events import (
     Event,
@@ -54,24 +57,30 @@ from .attachments import Draft, joined
 from .background import (
     IDLE_S,
     ActionPrices,
+    Countable,
     DraftWarmup,
     TitleRequest,
     TokenCounts,
+    context_limit,
     path,
     questions,
     why_whole,
 )
 from .connection import CancelWatchdog, EngineConnection, Idle, sentence
-from .conversation import Conversation, Ending, MessageNode, Reply, Tree, Turn, cut_here
+from .context import parts, refusal
+from .conversation import Conversation, Ending, MessageNode, Reply, ReplyProgress, Tree, Turn, cut_here
 from .steps import (
     Ask,
     DraftReturned,
+    Elsewhere,
     EnginePhase,
     Moved,
     Notice,
     Opened,
+    PromptRefused,
     ReplyEnded,
     ReplyGrew,
+    Resumed,
     Step,
     TurnBegun,
 )
@@ -99,15 +108,40 @@ def returned(drafts: Sequence[Draft]) -> list[Step]:
     return [DraftReturned(back.text, back.attachments)] if drafts else []
 
 
+@dataclass(frozen=True, slots=True)
+class ReplySettings:
+    """What a reply is asked for with, beside the messages."""
+
+    system: str
+    sampling: Sampling
+    template: TemplateOptions
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPrompt:
+    """A prompt that waits for the engine; ``settings``: those of its chat when it was sent."""
+
+    conversation: Conversation
+    draft: Draft
+    settings: ReplySettings
+
+
+@dataclass(frozen=True, slots=True)
+class RunningReply:
+    """The reply that the engine makes, or the last one. sent: what it answers, where that came from the input box."""
+
+    conversation: Conversation
+    settings: ReplySettings
+    sent: Draft | None = None
+
+
 class Session:
-    """One conversation with one engine. Methods return what is to be done, in order; attributes are for reading.
+    """Conversations with one engine; one is shown. Methods return what is to be done, in order; attributes are for reading.
 
     Attributes:
         engine: the engine's process, and the model in it.
-        conversation: its messages, and the reply that is being made.
-        queued: prompts that wait for the engine.
+        conversation: the one that is shown: its messages, and its running reply, if it has one.
         keymap: the keys that hold, for what names them. attended: whether somebody is there to send another prompt.
-        prefill, live, metrics, outliers, diagnosis, left_out: of the running reply, or of the last one.
     """
 
     def __init__(self, load: Load, sampling: Sampling, system: str, clock: Callable[[], float]) -> None:
@@ -118,30 +152,90 @@ class Session:
         self.idle = Idle(clock)
         self.keymap = Keymap()
         self.attended = True
-        self.queued: list[Draft] = []
         self.warmup = DraftWarmup()
         self.prices = ActionPrices()
         self.counts = TokenCounts()
         self.titles = TitleRequest()
         self._clock = clock
         self._id = 0
-        self._sent: Draft | None = None  # what the running reply answers, where that came from the input box
+        self._queue: list[QueuedPrompt] = []
+        self._running: RunningReply | None = None
+        self._refused = (Draft(), "")  # the last prompt that was too long, and why
         self._template = TemplateOptions()
         self._untold: set[str] = set()  # what the user was told that a model's template can't be told
         self._system_left_out = ""  # the model of which the user was told that it is not given all system messages
         self._watchdog = CancelWatchdog(clock)
-        self._reset_reply()
 
-    def _reset_reply(self) -> None:
+    def _reset_reply(self, conversation: Conversation) -> None:
         self.engine.phase_since = self._clock()
         self._watchdog.begin()
-        self.prefill: PrefillProgress | None = None
-        self.live: Live | None = None
-        self.metrics: Metrics | None = None
-        self.diagnosis: Diagnosis | None = None
-        self.outliers: tuple[Outlier, ...] = ()
-        self.left_out = 0
+        conversation.progress = ReplyProgress()
         self.engine.memory = replace(self.engine.memory, predicted_peak_bytes=None)
+
+    @property
+    def prefill(self) -> PrefillProgress | None:
+        """How far the prompt of the reply on screen is read, the running or the last one; so are the others."""
+        return self.conversation.progress.prefill
+
+    @property
+    def live(self) -> Live | None:
+        """What is measured while it runs."""
+        return self.conversation.progress.live
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """What was measured."""
+        return self.conversation.progress.metrics
+
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """Its slowest gaps."""
+        return self.conversation.progress.outliers
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Why it took as long as it did."""
+        return self.conversation.progress.diagnosis
+
+    @property
+    def left_out(self) -> int:
+        """The tokens that its prompt went without."""
+        return self.conversation.progress.left_out
+
+    @property
+    def running(self) -> RunningReply | None:
+        """The reply that is being made; None where none is."""
+        return self._running if self.engine.replying else None
+
+    @property
+    def replying(self) -> bool:
+        """Whether the reply that is being made is on screen."""
+        return self.running is not None and self.running.conversation is self.conversation
+
+    @property
+    def elsewhere(self) -> Conversation | None:
+        """The conversation with the reply that is being made, where another one is on screen; else None."""
+        return None if self.running is None or self.replying else self.running.conversation
+
+    @property
+    def queued(self) -> list[Draft]:
+        """The prompts of the conversation on screen that wait for the engine."""
+        return self.waiting(self.conversation)
+
+    @property
+    def counting(self) -> bool:
+        """Whether a prompt waits to be counted, which may be over the context."""
+        return self.engine.phase is EnginePhase.IDLE and bool(self._queue)
+
+    def waiting(self, conversation: Conversation) -> list[Draft]:
+        """Return the prompts of ``conversation`` that wait for the engine."""
+        return [each.draft for each in self._queue if each.conversation is conversation]
+
+    def is_active(self, conversation: Conversation) -> bool:
+        """Whether a reply of ``conversation`` runs, or a prompt of it waits."""
+        return (self.running is not None and self.running.conversation is conversation) or bool(
+            self.waiting(conversation)
+        )
 
     @property
     def turns(self) -> list[Turn]:
@@ -196,7 +290,7 @@ class Session:
     def _stop_loading(self) -> list[Step]:
         chooses = self.keymap.key("choose_model")
         self.engine.fail(f"Loading was stopped. {chooses} chooses a model; sending a prompt loads this one.")
-        return [*self.engine.end(), *self._return_queued(), Notice(self.engine.problem)]
+        return [*self.engine.end(), *self._give_up_queue(), Notice(self.engine.problem)]
 
     # What the user asks for -----------------------------------------------------------------------------------------------
 
@@ -204,14 +298,36 @@ class Session:
         """Send ``text`` and what goes with it, now, or when the engine is ready and the prompts before it are answered."""
         self.idle.seen()
         draft = Draft(text, attachments)
+        if why := self.overfull(draft):
+            return [PromptRefused(why, draft)]
+        self._queue.append(QueuedPrompt(self.conversation, draft, self._settings))
         if self.engine.phase is EnginePhase.IDLE:
-            return self._send(draft)
-        self.queued.append(draft)
+            return self._send_queued()
         return self.start() if self.engine.phase in (EnginePhase.FAILED, EnginePhase.UNLOADED) else []
+
+    def overfull(self, draft: Draft) -> str:
+        """Return why ``draft`` is known to be over the context, and what to do; "" where it is not, or not known to be."""
+        if draft == self._refused[0]:
+            return self._refused[1]
+        limit = context_limit(self.engine.info, self.engine.load.kv)
+        if limit is None or not draft.attachments:
+            return ""
+        return refusal(parts("", (), Draft("", draft.attachments)), self._count, limit)
+
+    @property
+    def _settings(self) -> ReplySettings:
+        return ReplySettings(self.system, self.sampling, self._template)
+
+    def _count(self, counted: Countable) -> int | None:
+        return self.counts.of(self.engine.info, counted)
 
     def take_back(self) -> list[Step]:
         """Put the prompt that would be sent last back into the input box."""
-        return returned([self.queued.pop()]) if self.queued else []
+        last = next((each for each in reversed(self._queue) if each.conversation is self.conversation), None)
+        if last is None:
+            return []
+        self._queue = [each for each in self._queue if each is not last]
+        return returned([last.draft])
 
     def regenerate(self, key: int | None = None) -> list[Step]:
         """Generate another reply beside the last one, or beside that of the message ``key``."""
@@ -245,34 +361,49 @@ class Session:
         if refusal := self._refusal("send the edited message"):
             return refusal
         draft, parent = Draft(text, attachments), self.conversation.tree.nodes[key].parent
+        if why := self.overfull(draft):
+            return [PromptRefused(why)]
         moved = Moved(tuple(self.conversation.tree.turns_to(parent)))
-        return [moved, *self._reply(self.conversation.ask(draft, parent))]
+        return [moved, *self._reply(self._here(), self.conversation.ask(draft, parent))]
 
     def show_path(self, key: int) -> list[Step]:
         """Show the path through the message ``key``."""
-        if self.engine.replying:
+        if self.replying:
             return [Notice(f"A reply is running here: wait, or stop it with {self.keymap.key('stop')}.", "warning")]
         self.conversation.tree.go(key)
         return [Moved(tuple(self.turns)), *self._warm_history()]
 
     def open(self, tree: Tree) -> list[Step]:
-        """Show another conversation; the model, its settings and the system prompt stay."""
-        steps = self._abandon()
-        self.conversation, self._system_left_out = Conversation(tree), ""
+        """Show another conversation; the model, its settings and the system prompt stay.
+
+        What runs and waits in the one before goes on, unless ``give_up`` was called.
+        """
+        return self.show(Conversation(tree))
+
+    def show(self, conversation: Conversation) -> list[Step]:
+        """Show a conversation of this session, whose reply may be running."""
+        stopped = self.titles.stop()
+        self.conversation, self._system_left_out = conversation, ""
         self.titles.opened()
         self._expect_nothing()
-        self._reset_reply()
-        return [*steps, Opened(tuple(self.turns), new=not tree.nodes), *self._warm_history()]
+        shown: list[Step] = [Opened(tuple(self.turns), new=not conversation.tree.nodes)]
+        if self.replying:
+            shown.append(Resumed(replace(self.turns[-1], reply=conversation.partial)))
+        follows = (self._send_queued() or self._warm_history()) if self.engine.phase is EnginePhase.IDLE else []
+        return [*stopped, *shown, *follows]
 
     def new_chat(self) -> list[Step]:
         """Begin another conversation; the model, its settings and the system prompt stay."""
         return self.open(Tree())
 
     def stop(self) -> list[Step]:
-        """Stop what runs: a reply within a token, a prompt after the chunk in hand, a load at once. Twice: wait less."""
+        """Stop what runs: a reply within a token, a prompt after the chunk in hand, a load at once. Twice: wait less.
+
+        Prompts that wait come back, but where another chat's reply is stopped: they have waited for that.
+        """
         if self.engine.phase is EnginePhase.LOADING:
             return self._stop_loading()
-        back = self._return_queued()
+        back = [] if self.elsewhere is not None else self._return_queued()
         if self.engine.phase is EnginePhase.STOPPING:
             return [*back, *self._insist()]
         if self.engine.replying:
@@ -314,6 +445,8 @@ class Session:
                 why = f"The model is still loading: {what} when it is ready."
             case EnginePhase.FAILED:
                 why = f"No model is loaded: {self.keymap.key('choose_model')} chooses one; sending a prompt loads this one."
+            case _ if self.elsewhere is not None:
+                why = f"A reply is running in another chat: wait, or stop it with {self.keymap.key('stop')}."
             case _:
                 why = f"The engine is not ready: wait, or stop the reply with {self.keymap.key('stop')}."
         return [Notice(why, "warning")]
@@ -403,7 +536,7 @@ class Session:
                 return [*self.warmup.warmed(event), *self.titles.warmed(event)]
             case Counted():
                 self.counts.counted(event)
-                return []
+                return self._send_queued() if self.engine.phase is EnginePhase.IDLE else []
             case LoadProgress():
                 self.engine.loading = event
                 return []
@@ -434,7 +567,7 @@ class Session:
         if self.engine.fall_back():
             return [Notice(f"{why} Going back to {self.engine.load.model}.", "error"), *self.start()]
         self.engine.fail(why)
-        return [*self._return_queued(), Notice(why, "error")]
+        return [*self._give_up_queue(), Notice(why, "error")]
 
     def _died(self, event: Died) -> list[Step]:
         self.engine.lost()
@@ -446,27 +579,30 @@ class Session:
             return [*ended, Notice(f"{why} Restarting it; the chat is intact.", "warning"), *self.start()]
         then = "It restarts when you send a prompt; the chat is intact." if self.attended else "The chat is intact."
         self.engine.fail(f"{why} {then}")
-        return [*ended, *self._return_queued(), Notice(self.engine.problem, "error")]
+        return [*ended, *self._give_up_queue(), Notice(self.engine.problem, "error")]
 
     # The running reply ----------------------------------------------------------------------------------------------------
 
     def _on_reply(self, event: Event | Live) -> list[Step]:
+        assert self._running is not None
+        conversation = self._running.conversation
+        progress = conversation.progress
         match event:
             case TextChunk(text, kind):
                 self._watchdog.progress(reading=False)
                 if self.engine.phase is EnginePhase.PREFILL:
                     self.engine.enter(EnginePhase.DECODING)
-                self.conversation.grow(text, kind, self._clock())
-                return [ReplyGrew(text, kind)]
+                conversation.grow(text, kind, self._clock())
+                return [self._of(conversation, ReplyGrew(text, kind))]
             case Live():
-                self.live, self.metrics, self.outliers = event, event.metrics, event.outliers
+                progress.live, progress.metrics, progress.outliers = event, event.metrics, event.outliers
                 return []
             case PrefillProgress():
                 self._watchdog.progress(reading=True)
-                self.prefill = event
+                progress.prefill = event
                 return []
             case Truncated():
-                self.left_out = event.tokens
+                progress.left_out = event.tokens
                 return []
             case MemoryPressure():
                 return [Notice(pressure_sentence(event), "warning")]
@@ -474,36 +610,45 @@ class Session:
                 return []  # the end of the reply has all of them
             case Finished():
                 self.engine.deaths = 0
-                self.metrics, self.outliers, self.diagnosis = event.metrics, event.outliers, event.diagnosis
+                progress.metrics, progress.outliers, progress.diagnosis = event.metrics, event.outliers, event.diagnosis
                 doubts = (f"Unchecked: {doubt}. This text may be wrong." for doubt in self._doubts())
                 return [*(Notice(doubt, "warning") for doubt in doubts), *self._end(event.reason, event)]
+
+    def _of(self, conversation: Conversation, step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused) -> Step:
+        """Return ``step``, marked where ``conversation`` is not the one on screen."""
+        return step if conversation is self.conversation else Elsewhere(conversation, step)
 
     def _doubts(self) -> tuple[str, ...]:
         return () if self.engine.info is None else self.engine.info.doubts
 
-    def _send(self, draft: Draft) -> list[Step]:
-        return self._reply(self.conversation.ask(draft, self.conversation.tree.head), sent=draft)
+    def _here(self, sent: Draft | None = None) -> RunningReply:
+        """Return the reply that is about to begin in the conversation on screen."""
+        return RunningReply(self.conversation, self._settings, sent)
 
     def _answer(self, prompt: MessageNode, partial: Reply | None = None) -> list[Step]:
         """Generate another reply to a prompt of the path, from the beginning or from a ``partial`` one on."""
         last = prompt.key == self.turns[-1].key
         moved = [] if last else [Moved(tuple(self.conversation.tree.turns_to(prompt.parent)))]
-        return [*moved, *self._reply(self.conversation.answer(prompt.key, partial), partial, again=last)]
+        return [*moved, *self._reply(self._here(), self.conversation.answer(prompt.key, partial), partial, again=last)]
 
     def _reply(
-        self, turn: Turn, partial: Reply | None = None, *, again: bool = False, sent: Draft | None = None
+        self, running: RunningReply, turn: Turn, partial: Reply | None = None, *, again: bool = False
     ) -> list[Step]:
-        self._id, self._sent = self._id + 1, sent
+        self._id, self._running = self._id + 1, running
+        conversation, settings = running.conversation, running.settings
         cancel_title = self.titles.stop()
         self._expect_nothing()
-        self._reset_reply()
+        self._reset_reply(conversation)
         self.engine.enter(EnginePhase.PREFILL)
-        messages, continues = self.conversation.request(self.system), partial is not None
+        messages, continues = conversation.request(settings.system), partial is not None
         if partial is not None:
             messages = (*messages, Message("assistant", partial.text, partial.thinking))
-        request = Generate(self._id, messages, self.sampling, continues=continues, template=self._able_template())
+        self._able_template()
+        template, _ = preferences.told(settings.template, self.engine.info)
+        request = Generate(self._id, messages, settings.sampling, continues=continues, template=template)
         notices = [*self._tell_left_out(messages), *self._tell_untold()]
-        return [*cancel_title, TurnBegun(replace(turn, reply=partial), again), Ask(request), *notices]
+        begun = self._of(conversation, TurnBegun(replace(turn, reply=partial), again))
+        return [*cancel_title, begun, Ask(request), *notices]
 
     def _able_template(self) -> TemplateOptions:
         """Return what of the template's options the loaded model can be told; prices and warm-ups follow it."""
@@ -532,34 +677,81 @@ class Session:
         return [Notice(f"Left out of the prompt: {what} of this chat; {why}.", "warning")]
 
     def _send_queued(self) -> list[Step]:
-        return self._send(self.queued.pop(0)) if self.queued else []
+        """Send the next prompt that fits the context; the others are refused."""
+        steps: list[Step] = []
+        while self._queue:
+            first = self._queue[0]
+            here = first.conversation is self.conversation
+            settings = self._settings if here else first.settings
+            count, why = self._too_long(first, settings)
+            if why is None:
+                return [*steps, *count]
+            del self._queue[0]
+            if not why:
+                turn = first.conversation.ask(first.draft, first.conversation.tree.head)
+                return [*steps, *self._reply(RunningReply(first.conversation, settings, first.draft), turn)]
+            self._refused = (first.draft, why) if here else self._refused
+            steps.append(self._of(first.conversation, PromptRefused(why, first.draft)))
+        return steps
+
+    def _too_long(self, prompt: QueuedPrompt, settings: ReplySettings) -> tuple[list[Step], str | None]:
+        """Return what to count of a prompt, and why it is over the context: "" where it is not, None until all is counted.
+
+        Only what may be too long is counted: a token is a byte at least.
+        """
+        info, limit = self.engine.info, context_limit(self.engine.info, self.engine.load.kv)
+        found = parts(settings.system, prompt.conversation.turns, prompt.draft)
+        if limit is None or sum(part.most_tokens for part in found) < limit:
+            return [], ""
+        wanted = [part.counted for part in found]
+        steps = self.counts.ask(info, wanted)
+        unknown = bool(steps) or self.counts.awaits(wanted)
+        return steps, None if unknown else refusal(found, self._count, limit)
 
     def _return_queued(self) -> list[Step]:
-        drafts, self.queued = self.queued, []
+        """Put what waits here back into the input box."""
+        drafts = self.queued
+        self._queue = [each for each in self._queue if each.conversation is not self.conversation]
         return returned(drafts)
 
+    def _give_up_queue(self) -> list[Step]:
+        """Put what waits here back into the input box; what waits in other chats is a draft there."""
+        back, others = self._return_queued(), len({id(each.conversation) for each in self._queue})
+        self._queue.clear()
+        where = "another chat is a draft there" if others == 1 else f"{others} other chats are drafts there"
+        return [*back, Notice(f"What was queued in {where}.")] if others else back
+
     def _reply_failed(self, why: str) -> list[Step]:
-        """End the failed reply. A prompt to which nothing was said goes back to the user, before those that wait."""
-        self.queued[:0] = unanswered(self._sent, self.conversation.partial)
-        ended, *back = self._end("failed", why=why)
-        return [ended, Notice(why, "error"), *back]
+        """End the failed reply, which says why. A prompt without a word of reply goes back to the user, before those that wait."""
+        assert self._running is not None
+        conversation = self._running.conversation
+        back = unanswered(self._running.sent, conversation.partial) if conversation is self.conversation else []
+        self._queue[:0] = [QueuedPrompt(conversation, each, self._settings) for each in back]
+        return self._end("failed", why=why)
 
     def _end(self, ending: Ending, finished: Finished | None = None, *, why: str = "") -> list[Step]:
         """Close the running reply, and send the next prompt; after a failure prompts go back to the input box."""
         ended = self._close(ending, finished, why)
-        return [ended, *(self._return_queued() if ending in ("lost", "failed") else self._send_queued())]
+        return [ended, *(self._give_up_queue() if ending in ("lost", "failed") else self._send_queued())]
 
-    def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> ReplyEnded:
+    def _close(self, ending: Ending, finished: Finished | None = None, why: str = "") -> Step:
         """Close the running reply with what came so far, or with what ``finished`` says it is."""
+        assert self._running is not None
+        conversation = self._running.conversation
         model = self.engine.load.model if self.engine.info is None else self.engine.info.name
-        reply = self.conversation.end(ending, self._clock(), model, finished, reason=why)
-        self.titles.ended(node.reply for node in self.conversation.tree.nodes.values() if node.reply is not None)
+        reply = conversation.end(ending, self._clock(), model, finished, reason=why)
+        if conversation is self.conversation:
+            self.titles.ended(node.reply for node in conversation.tree.nodes.values() if node.reply is not None)
         self.engine.enter(EnginePhase.IDLE)
-        return ReplyEnded(reply)
+        return self._of(conversation, ReplyEnded(reply))
 
     def _abandon(self) -> list[Step]:
-        """Cancel a running reply without waiting for its end."""
+        """Cancel a running reply without waiting for its end. What waits in other chats goes on waiting."""
         back = [*self.titles.stop(), *self._return_queued()]
         if not self.engine.replying:
             return back
-        return [Ask(Cancel(self._id)), *self._end("cancelled"), *back]
+        return [Ask(Cancel(self._id)), self._close("cancelled"), *back]
+
+    def give_up(self) -> list[Step]:
+        """Give up what runs and waits in the conversation on screen, which is about to be left."""
+        return self._abandon() if self.replying else self._return_queued()

@@ -11,7 +11,8 @@ from tokamac.engine.events import TextKind
 
 from ..backend.protocol import Request
 from ..store.values import Attachment
-from .conversation import Reply, Turn
+from .attachments import Draft
+from .conversation import Conversation, Reply, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,13 @@ class ReplyEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The conversation that was opened is being written: show ``turn``, whose reply is what was said so far, as growing."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """Another path of the conversation is read: show ``turns``, which hold all of it up to here."""
 
@@ -85,6 +93,14 @@ class DraftReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRefused:
+    """A prompt is not sent, because of ``why``; ``draft`` belongs in the box again. None: it never left it."""
+
+    why: str
+    draft: Draft | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """One sentence for the reader."""
 
@@ -92,18 +108,29 @@ class Notice:
     severity: Literal["information", "warning", "error"] = "information"
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """``step`` is of ``conversation``, which is not shown: its reply runs in the background."""
+
+    conversation: Conversation
+    step: TurnBegun | ReplyGrew | ReplyEnded | PromptRefused
+
+
 Step = (
     StartEngine
     | EndEngine
     | Ask
     | TurnBegun
+    | Resumed
     | ReplyGrew
     | ReplyEnded
     | Moved
     | Opened
     | Titled
     | DraftReturned
+    | PromptRefused
     | Notice
+    | Elsewhere
 )
 
 

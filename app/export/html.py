@@ -22,9 +22,11 @@ from markdown_it.token import Token
 from tokamac.engine.events import Role
 from tokamac.engine.metrics import Metrics
 
+from .. import markdown
 from ..chat.listing import ending_text
 from ..chat.preferences import budget_spent
 from ..chat.recording import ReplyRecord, measured_of
+from ..latex import to_rows, to_unicode
 from ..sanitise import sanitise, sanitise_line
 from ..store.export import branch
 from ..store.values import Archive, StoredMessage
@@ -117,11 +119,11 @@ def prose_html(text: str) -> str:
 
 @cache
 def _parser() -> MarkdownIt:
-    return MarkdownIt("commonmark", {"html": False}, renderer_cls=_Renderer).enable(["table", "strikethrough"])
+    return markdown.parser(_Renderer)
 
 
 class _Renderer(RendererHTML):
-    """markdown-it's own, but for links and images, and for the alignment of cells, which a strict page may not style inline."""
+    """markdown-it's own, but for links, images, formulas, boxes to tick, and cells, which a strict page may not style inline."""
 
     def link_open(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
         """Begin a link that can be clicked, or the name of one that can't."""
@@ -143,6 +145,22 @@ class _Renderer(RendererHTML):
         label = token.content or "image"
         return f'<span class="link">{escape(label)}</span>{_leads(_attribute(token, "src"), label)}'
 
+    def list_item_open(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
+        """Begin an item, with its box if it has one."""
+        box = markdown.task_box(tokens[index].meta)
+        return f'<li class="task">{box} ' if box else "<li>"
+
+    def math_inline(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
+        """Write a formula in Unicode, its source on demand; or its source."""
+        source, shown = tokens[index].meta["source"], to_unicode(tokens[index].content)
+        return _formula("span", source, source if shown is None else shown)
+
+    def math_block(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
+        """Write a formula on lines of its own."""
+        token = tokens[index]
+        source, rows = token.meta["source"], to_rows(token.content) if token.meta["closed"] else None
+        return _formula("pre", source, source if rows is None else "\n".join(rows)) + "\n"
+
     def th_open(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
         """Begin a cell of a table's head."""
         return _cell(tokens[index])
@@ -150,6 +168,10 @@ class _Renderer(RendererHTML):
     def td_open(self, tokens: Sequence[Token], index: int, *_: Any) -> str:
         """Begin a cell."""
         return _cell(tokens[index])
+
+
+def _formula(tag: str, source: str, shown: str) -> str:
+    return f'<{tag} class="math" title="{escape(source)}">{escape(shown)}</{tag}>'
 
 
 def _cell(token: Token) -> str:
@@ -195,6 +217,9 @@ article.user > .text, article.system > .text {
 pre { background: var(--box); padding: .75rem 1rem; overflow-x: auto; }
 code, pre { font: .875rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 pre.plain { white-space: pre-wrap; }
+.math { color: var(--link); }
+pre.math { background: none; }
+.task { list-style: none; margin-left: -1.25rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { border: 1px solid var(--line); padding: .25rem .625rem; text-align: left; }
 .right { text-align: right; }

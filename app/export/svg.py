@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from ..chat.code import tokens
+from ..latex import to_rows, to_unicode
+from ..markdown import task_box, tokens
 from ..store.values import Archive
 from .html import ExportEntry, entries, title_of
 
@@ -64,17 +65,25 @@ def to_svg(archive: Archive) -> str:
 def _prose(text: str) -> Markdown:
     """Return Rich's drawing of what the chat's own parser finds: HTML is text like any other, links show where they lead."""
     drawn = Markdown("", hyperlinks=False)
-    drawn.parsed = tokens(text)
-    for block in drawn.parsed:
-        block.children = block.children and [_named(each) for each in block.children]
+    drawn.parsed = [_drawable(each) for each in tokens(text)]
+    for item, _, inline in zip(drawn.parsed, drawn.parsed[1:], drawn.parsed[2:], strict=False):
+        if (box := task_box(item.meta)) and inline.children:
+            inline.children.insert(0, Token("text", "", 0, content=f"{box} "))
     return drawn
 
 
-def _named(token: Token) -> Token:
-    """Return an image's name and address in its place; Rich would say neither there."""
-    if token.type != "image":
-        return token
-    return Token("text", "", 0, content=f"{token.content or 'image'} ({token.attrs.get('src', '')})")
+def _drawable(token: Token) -> Token:
+    """Return what Rich draws for a token that it does not know: a formula, or an image, by its name and address."""
+    match token.type:
+        case "image":
+            return Token("text", "", 0, content=f"{token.content or 'image'} ({token.attrs.get('src', '')})")
+        case "math_inline":
+            return Token("text", "", 0, content=to_unicode(token.content) or token.meta["source"])
+        case "math_block":
+            rows = to_rows(token.content) if token.meta["closed"] else None
+            return Token("code_block", "code", 0, content="\n".join(rows) if rows else token.meta["source"])
+    token.children = token.children and [_drawable(each) for each in token.children]
+    return token
 
 
 def _drawn(entry: ExportEntry) -> Iterator[RenderableType]:

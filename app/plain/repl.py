@@ -39,6 +39,7 @@ from ..chat.steps import (
     Moved,
     Notice,
     Opened,
+    PromptRefused,
     ReplyEnded,
     ReplyGrew,
     StartEngine,
@@ -116,6 +117,11 @@ class Driver:
                 self._title = title
             case DraftReturned(text, attachments):
                 self._give_back(Draft(text, attachments))
+            case PromptRefused(why, draft):
+                self.failed = True
+                self._console.note(why)
+                if draft is not None:
+                    self._give_back(draft)
             case Notice(text, severity):
                 self.failed = self.failed or severity == "error"
                 self._console.note(text)
@@ -137,6 +143,8 @@ class Driver:
         self.failed = self.failed or reply.ending in ("lost", "failed")
         cost = "" if reply.metrics is None else brief(reply.metrics, reply.diagnosis)
         spent = "" if reply.thinking_ended_at is None else f"thinking {budget_spent(reply.thinking_ended_at)}"
+        if reply.reason:
+            self._console.note(reply.reason)
         said = ", ".join(part for part in (ENDINGS[reply.ending], spent, cost) if part)
         if said:
             self._console.aside(f"({said})")
@@ -152,7 +160,8 @@ class Driver:
             self.perform(self.session.start())
         self._rarely.begin()
         with heard(lambda: self._events.put(_Interrupt())):
-            while self.session.engine.replying or (self.session.engine.busy and (loaded or self.session.queued)):
+            session = self.session
+            while session.engine.replying or session.counting or (session.engine.busy and (loaded or session.queued)):
                 match self._next():
                     case None:
                         self.perform(self.session.check_cancel())

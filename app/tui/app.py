@@ -26,7 +26,7 @@ from ..chat.external_programs import through_tmux
 from ..chat.listing import excerpt
 from ..chat.preferences import Preferences
 from ..chat.session import Session
-from ..sanitise import bare, sanitise
+from ..sanitise import bare, safe_link, sanitise
 from .actions.chats import delete_open
 from .bridge import Bridge
 from .screens.chat import ChatScreen, OpenStore
@@ -47,7 +47,8 @@ class AppleTerminalDriver(LinuxDriver):
 
 
 class OutputFilter(LineFilter):
-    """Removes control characters and links. Foreign text was made safe before; this catches what was forgotten.
+    """Removes control characters, and links but those of the web and of mail. Foreign text was made safe before; this catches
+    what was forgotten.
 
     Textual writes its own escape sequences later, from the rows' styles.
     """
@@ -60,7 +61,7 @@ class OutputFilter(LineFilter):
 
 def _safe(segment: Segment) -> Segment:
     text, style = bare(segment.text), segment.style
-    if style is not None and style.link is not None:
+    if style is not None and style.link is not None and not safe_link(style.link):
         style = style.update_link(None)
     return segment if text == segment.text and style is segment.style else Segment(text, style)
 

@@ -104,6 +104,7 @@ OWN = re.compile(
     r"|\x1b\[\?(?:25|1000|1003|1004|1006|1015|1016|1049|2004|2026|2048)[hl]"  # cursor, mouse, focus, screen, pastes, syncing, sizes
     r"|\x1b\[\?(?:2026|2048)\$p|\x1b\[\?7[hl]|\x1b\[>[0-9]+u|\x1b\[<u"  # questions, wrapping, the keyboard
     r"|\x1b\]22;[a-z-]*\x07"  # the mouse pointer's shape
+    r"|\x1b\]8;id=[0-9-]+;(?:https?://|mailto:)[!-~]+?\x1b\\|\x1b\]8;;\x1b\\"  # a link, and its end
     # Ours: the terminal's title is remembered, named after the chat, and given back.
     r"|\x1b\[22;2t|\x1b\]2;\x07\x1b\[23;2t"
     r"|\x1b\]2;(?:[^\x00-\x1f\x7f-\x9f]{1,40} · )?tokamac\x07"

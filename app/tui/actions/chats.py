@@ -1,29 +1,30 @@
 """The chats on the screen: starting, leaving, opening and listing them, and moving within one.
 
-A reply that runs while its chat is left is stopped, and the user is told what became of it. Prices of branches are asked for as
-they come into view.
+A reply that runs while its chat is left goes on, and the user is told when it is done. Prices of branches are asked for as they
+come into view.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokamac.engine.errors import TokamacError
 from tokamac.engine.events import Price
 
+from ... import units
 from ...chat import commands, recording
 from ...chat.attachments import Draft, apart, joined
 from ...chat.background import PATH, PriceQuestion
 from ...chat.commands import recording_of
-from ...chat.listing import ChatSearch
+from ...chat.conversation import Reply
+from ...chat.listing import ChatSearch, ending_text, excerpt
 from ...chat.preferences import ChatOverrides
-from ...chat.recording import LEFT, Ledger, Recording
+from ...chat.recording import LEFT, Recording
 from ...chat.session import Session
-from ...chat.steps import EnginePhase, Step
-from ...store.store import Store
+from ...chat.steps import Elsewhere, EnginePhase, PromptRefused, ReplyEnded, ReplyGrew, Step, TurnBegun
+from ...sanitise import sanitise_line
 from ...store.values import StoreError
 from ..widgets.prompt_input import Prompt
 from ..widgets.status import StatusLine
@@ -33,39 +34,48 @@ if TYPE_CHECKING:
     from ..screens.chat import ChatScreen
     from ..screens.chats import Pick
 
-KEPT = "The reply was stopped. The text so far is saved in its chat."
-EMPTY = "The reply was stopped before its first word. The prompt is saved in its chat."
-STOPPED = "The reply was stopped, and its text could not be saved."
-Outcome = Callable[[], str]
-"""Says what became of a reply, once its chat has been left."""
+GOES_ON = "The reply goes on in the background; {} shows it."
+GIVEN_UP = "The reply was stopped: this chat can't be saved, so it would be lost."
 
 
-def running_reply(chat: "ChatScreen") -> Outcome | None:
-    """Return what will tell the outcome of the running reply; None where none runs."""
-    if not chat.session.engine.replying:
-        return None
-    if chat.recording is None:
-        return lambda: STOPPED
-    return partial(_outcome, chat.recording.store, chat.recording.ledger, chat.session.turns[-1].reply_key)
+def title_elsewhere(chat: "ChatScreen") -> str:
+    """Return the title of the chat whose reply runs, where another one is on screen; else ""."""
+    elsewhere = chat.session.elsewhere
+    if elsewhere is None or chat.recording is None:
+        return ""
+    return sanitise_line(chat.recording.title_of(elsewhere)) or "untitled"
 
 
-def _outcome(store: Store, ledger: Ledger, reply: int) -> str:
-    """Return what became of a reply. It may be stored at its end only, so that its ID is looked up here."""
-    try:
-        message = ledger.stored(reply)
-        stored = None if message is None else store.message(message)
-    except StoreError:
-        return STOPPED
-    if stored is None or stored.state != "stopped":  # how much of it is there was written some time before
-        return STOPPED
-    return KEPT if stored.text or stored.thinking else EMPTY
+def perform_elsewhere(chat: "ChatScreen", elsewhere: Elsewhere) -> None:
+    """Save what happens in a chat that is not on screen, and tell what became of its reply."""
+    if (recording := chat.recording) is None:
+        return
+    conversation, step = elsewhere.conversation, elsewhere.step
+    title = excerpt(recording.title_of(conversation)) or "untitled"
+    match step:
+        case TurnBegun(turn):
+            recording.begun(turn, conversation)
+        case ReplyGrew():
+            recording.grew(conversation)
+        case ReplyEnded(reply):
+            recording.ended(reply, conversation)
+            _tell_ended(chat, title, reply)
+        case PromptRefused(why, draft):
+            if draft is not None:
+                recording.refused(draft, conversation)
+            chat.tell(f"“{title}”: the queued prompt was not sent. {why}", "warning")
 
 
-def tell_outcome(chat: "ChatScreen", outcome: Outcome | None) -> None:
-    """Tell what became of the reply that ran, if one did."""
-    if outcome is not None:
-        text = outcome()
-        chat.tell(text, "warning" if text == STOPPED else "information")
+def _tell_ended(chat: "ChatScreen", title: str, reply: Reply) -> None:
+    shows = f"{chat.session.keymap.key('chats')} opens it."
+    match reply.ending:
+        case "cancelled":
+            chat.tell(f"“{title}”: the reply was stopped. The text so far is saved.")
+        case "lost" | "failed":
+            chat.tell(f"“{title}”: the reply {ending_text(reply.ending, reply.reason)}", "error")
+        case _:
+            tokens = "" if reply.metrics is None else f", {units.count(reply.metrics.generated_tokens)} tokens"
+            chat.tell(f"“{title}”: the reply is done{tokens}. {shows}")
 
 
 class PathPrices:
@@ -99,23 +109,44 @@ class PathPrices:
 
 
 def begin_new(chat: "ChatScreen") -> bool:
-    """Leave the conversation for a new one, and tell what became of a running reply. Return whether a draft stays with it."""
-    outcome = running_reply(chat)
-    stays, unsaved = _leave(chat)
-    chat.preferences.hold(ChatOverrides(), chat.session)
-    chat.perform(chat.session.new_chat())
+    """Leave the conversation, whose reply goes on, for a new one. Return whether a draft stays with it."""
+    stays, unsaved = _switch(chat, ChatOverrides(), chat.session.new_chat)
     chat.composer.hold(unsaved)
-    tell_outcome(chat, outcome)
     chat.query_one(Prompt).focus()
     return stays
 
 
 def _leave(chat: "ChatScreen") -> tuple[bool, Draft]:
-    """End an edit, and save the unsent prompt with the chat; return whether there is one, and what could not be saved."""
-    unsent, recording = chat.composer.unsent, chat.recording
+    """End an edit, and save the unsent prompt with the chat; return whether there is one, and what could not be saved.
+
+    What waits for a reply goes on waiting; it is saved as a draft until it is sent.
+    """
+    box, unsent, recording = chat.composer.box, chat.composer.unsent, chat.recording
     saved = recording is not None and recording.drafted(unsent.whole)
     chat.composer.hold(Draft())
-    return (bool(unsent.whole), Draft()) if saved else (False, unsent)
+    if recording is not None:
+        recording.leaving(box)
+    return (bool(box.whole), Draft()) if saved else (False, unsent)
+
+
+def _switch(
+    chat: "ChatScreen", own: ChatOverrides, show: Callable[[], list[Step]], *, leaving: bool = True
+) -> tuple[bool, Draft]:
+    """Show another chat, whose own settings are ``own``; a reply that runs in the one before goes on if that one is saved.
+
+    Returns whether an unsent prompt stays there, and what could not be saved. leaving: False where nothing is left.
+    """
+    stays, unsaved = _leave(chat) if leaving else (False, chat.composer.unsent)
+    running = chat.session.replying
+    goes_on = chat.recording is not None and chat.recording.can_go_on()
+    if not goes_on:
+        chat.perform(chat.session.give_up())
+    chat.preferences.hold(own, chat.session)
+    chat.perform(show())
+    if running:
+        text = GOES_ON.format(chat.session.keymap.key("chats")) if goes_on else GIVEN_UP
+        chat.tell(text, "information" if goes_on else "warning")
+    return stays, unsaved
 
 
 def chats(chat: "ChatScreen", _: str) -> None:
@@ -153,19 +184,21 @@ def open_chat(chat: "ChatScreen", wanted: str, message: int | None = None, *, le
     """
     if (recording := chat.recording) is None:
         return
-    again, is_open = recording.chat == wanted, recording.holds(wanted)
-    tree, draft = (chat.session.conversation.tree, "") if is_open else recording.read(wanted)
-    own = recording.own(wanted)
-    if not is_open:
-        outcome = running_reply(chat)
-        stays, unsaved = _leave(chat) if leaving and not again else (False, chat.composer.unsent)
-        if stays:
-            chat.tell(LEFT)
-        chat.preferences.hold(own, chat.session)
-        chat.perform(chat.session.open(tree))
+    kept, again = recording.kept(wanted), recording.chat == wanted
+    is_open = kept is not None or recording.holds(wanted)
+    if kept is not None:
+        conversation, rest = kept
+        stays, unsaved = _switch(chat, recording.own(wanted), lambda: chat.session.show(conversation))
+        chat.composer.hold(joined([rest, unsaved]))
+    elif not is_open:
+        tree, draft = recording.read(wanted)
+        own = recording.own(wanted)
+        stays, unsaved = _switch(chat, own, lambda: chat.session.open(tree), leaving=leaving and not again)
         recording.hold(wanted, tree, draft)
         chat.composer.hold(unsaved if again else joined([apart(draft), unsaved]))
-        tell_outcome(chat, outcome)
+    if kept is not None or not is_open:
+        if stays:
+            chat.tell(LEFT)
         chat.show()  # its title
     if message is None:
         chat.query_one(Prompt).focus()
@@ -205,8 +238,8 @@ def branches(chat: "ChatScreen", _: str) -> None:
 
 
 def delete_open(chat: "ChatScreen", open_: str) -> bool:
-    """Delete the open conversation for the list of chats, if it is still ``open_``; return whether that was done."""
-    if chat.recording is None or chat.recording.chat != open_:
+    """Delete the conversation ``open_``, on screen or in the background, for the list of chats; return whether that was done."""
+    if chat.recording is None:
         return False
     try:
         restores = chat.session.keymap.key("restore_chat")

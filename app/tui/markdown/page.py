@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from rich.cells import cell_len
 from textual.content import Content
 
-from .parse import Block, Code, Flow, Inline, Section, Table, parse
-from .rows import Grid, Row, rows
+from ..theme import end_of
+from .parse import Align, Block, Code, Flow, Inline, Section, Table, parse
+from .rows import STYLES, Grid, Row, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,21 @@ PLAIN = Frame(Content(" "))
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
-    """A row as it is shown."""
+    """A row as it is shown. code: the block that a click on it copies."""
 
     row: Row
     frame: Frame = PLAIN
+    code: "BlockRows | None" = None
 
     def is_same(self, other: "PageRow") -> bool:
         """Whether it looks and copies the same (Content's own equality ignores styles)."""
         return (
             self.row.content.is_same(other.row.content)
-            and (self.row.joint, self.row.indent) == (other.row.joint, other.row.indent)
+            and (self.row.joint, self.row.indent, self.row.shown_for)
+            == (other.row.joint, other.row.indent, other.row.shown_for)
             and self.frame.lead.is_same(other.frame.lead)
             and (self.frame.style, self.frame.right) == (other.frame.style, other.frame.right)
+            and (self.code is None) == (other.code is None)
         )
 
 
@@ -173,9 +178,10 @@ class Page:
         text = ""
         first = True
         for row, chosen in self._spans(span):
-            plain, (start, end) = row.row.content.plain, chosen
+            start, end = chosen
             text += "" if first else row.row.joint
-            text += plain[start if first else max(start, row.row.indent) : len(plain) if end == -1 else end]
+            end = len(row.row.content.plain) if end == -1 else end
+            text += row.row.copied(start if first else max(start, row.row.indent), end, first=first)
             first = False
         return text
 
@@ -208,7 +214,30 @@ class Page:
             self._starts.append(self._starts[-1] + self._heights[index - 1] + 1 if index else 0)
 
 
-CODE = Frame(Content(" ") + Content.styled(" ", "on $surface"), "on $surface")
+CODE = "on $surface"
+CODE_BAR = "▏"
+"""Stands before each row of code: there are themes, and terminals, in which its ground is not seen."""
+CODE_HINT = "copy: /code"
+
+
+def _indent(block: Code, width: int) -> str:
+    """Return the indent of a block; deep nesting in a narrow window gives it up first."""
+    return block.indent[max(0, len(block.indent) - width // 2) :]
+
+
+def _code_lead(indent: str) -> Content:
+    return Content(" ") + Content.styled(indent, STYLES["marker"]) + Content.styled(CODE_BAR, f"$text-muted {CODE}")
+
+
+def _code_head(block: Code, width: int) -> Frame:
+    """Return the row above a block: its language, and how to copy it. Nothing of it is copied."""
+    lead = _code_lead(_indent(block, width))
+    room = width - lead.cell_length
+    language = end_of(block.language, max(2, room)) if block.language else ""
+    hint = CODE_HINT if room >= cell_len(language) + len(CODE_HINT) + 2 else ""
+    gap = " " * max(0, room - cell_len(language) - len(hint) - 1)
+    text = Content.styled(language, f"bold $text-muted {CODE}") + Content.styled(f"{gap}{hint}", f"$text-muted {CODE}")
+    return Frame(lead + text, CODE)
 
 
 class BlockRows:
@@ -219,7 +248,7 @@ class BlockRows:
         self._width = width
         self._block: Block | None = None
         self._final = False
-        self._table: tuple[tuple[bool, ...], Grid] | None = None
+        self._table: tuple[tuple[Align, ...], Grid] | None = None
         self.become(block, final=final)
 
     def become(self, block: Block, *, final: bool) -> None:
@@ -237,8 +266,8 @@ class BlockRows:
                 self._replace(0, rows(block, self._room(block)))
 
     def _lay_out_table(self, table: Table) -> None:
-        if self._table is None or self._table[0] != table.right:
-            self._table = table.right, Grid(table.right, self._room(table))
+        if self._table is None or self._table[0] != table.align:
+            self._table = table.align, Grid(table.align, self._room(table))
         growth = self._table[1].grow(table, final=self._final)
         self._replace(growth.kept, growth.rows)
 
@@ -248,20 +277,33 @@ class BlockRows:
         line = replace(block, text=block.text[before.text.rfind("\n") + 1 :])
         self._replace(last, rows(line, self._room(block)))
 
+    @property
+    def code(self) -> str:
+        """The text of a block of code."""
+        return self._block.text if isinstance(self._block, Code) else ""
+
     def _room(self, block: Block) -> int:
-        return self._width - 2 if isinstance(block, Code) else self._width
+        return self._width - 2 - len(_indent(block, self._width)) if isinstance(block, Code) else self._width
 
     def _replace(self, kept: int, new: Iterable[Row]) -> None:
         """Replace all rows after the first ``kept``."""
-        frame = CODE if isinstance(self._block, Code) else PLAIN
-        joined = isinstance(self._block, Flow) and self._block.joined
-        framed = [*(PageRow(row, frame) for row in new), *(() if joined else (BLANK,))]
+        block = self._block
+        framed: list[PageRow] = []
+        frame = PLAIN
+        if isinstance(block, Code):
+            frame = Frame(_code_lead(_indent(block, self._width)), CODE)
+            if not kept:
+                framed.append(PageRow(Row(Content(""), joint=""), _code_head(block, self._width), self))
+        framed += (PageRow(row, frame) for row in new)
+        if not (isinstance(block, Flow) and block.joined):
+            framed.append(BLANK)
         self.rows = [*self.rows[:kept], *keep_same(self.rows[kept:], framed)]
 
 
 def _goes_on(before: Code, block: Code) -> bool:
     """Whether ``block`` is ``before`` with more text, both not highlighted."""
-    return not block.closed and not before.closed and block.text.startswith(before.text)
+    alike = (before.language, before.indent) == (block.language, block.indent)
+    return alike and not block.closed and not before.closed and block.text.startswith(before.text)
 
 
 LONGEST_OPEN_LIST = 24
@@ -298,6 +340,8 @@ class Tail:
         # A section that begins on an unfinished line may still become a part of the one before: it settles nothing.
         whole_lines = self._text.count("\n")
         last = next((i for i in reversed(range(1, len(sections))) if sections[i].start_line < whole_lines), 0)
+        if last and sections[last].unsure:
+            last -= 1
         if last:
             self._text = self._text_from(sections[last - 1].end_line)
             self._read = ()
@@ -322,7 +366,7 @@ class Tail:
     def _take_rows(self, section: Section, table: Table, whole_lines: int) -> None:
         """Take out rows that are whole lines, which no later line changes. The header stays, and what is above it."""
         count = sum(line < whole_lines for line in section.items)
-        if count and len(table.right) <= MOST_COLUMNS:
+        if count and len(table.align) <= MOST_COLUMNS:
             first = section.items[0]
             lines = self._text.splitlines(keepends=True)
             self._text = "".join([*lines[:first], *lines[first + count :]])

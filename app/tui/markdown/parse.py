@@ -1,26 +1,35 @@
-"""Markdown to blocks: CommonMark with tables and strikethrough.
+"""Markdown to blocks: CommonMark with tables, strikethrough, boxes to tick, and formulas in Unicode.
 
-Blocks are values: equal text gives equal blocks, so that only what changed is drawn again. HTML is text like any other; links are
-shown, never followed.
+Blocks are values: equal text gives equal blocks, so that only what changed is drawn again. HTML is text like any other. Links are
+offered to the terminal, never followed; the address of one that can't be opened is shown.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from markdown_it.tree import SyntaxTreeNode
 
-from ...chat.code import tokens
+from ...latex import to_rows, to_unicode
+from ...markdown import BLOCK, INLINE, task_box, tokens
+from ...sanitise import safe_link
 
-InlineStyle = Literal["strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote"]
+InlineStyle = Literal["strong", "em", "code", "strike", "link", "faint", "marker", "heading", "quote", "math"]
+Align = Literal["left", "center", "right"]
 
 
 @dataclass(frozen=True, slots=True)
 class StyledSpan:
-    """``style`` from character ``start`` to ``end`` (exclusive)."""
+    """``style`` from character ``start`` to ``end`` (exclusive).
+
+    link: the address that it leads to. source: what copying takes in its place; None is the text itself.
+    """
 
     start: int
     end: int
     style: InlineStyle
+    link: str = ""
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,18 @@ class Line:
     first: str = ""
     rest: str = ""
 
+    @property
+    def is_formula(self) -> bool:
+        """Whether it is a row of a formula on lines of its own."""
+        return any(
+            span.style == "math" and span.end - span.start == len(self.inline.text) for span in self.inline.spans
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is a further row of a formula, which is copied with its first row."""
+        return any(span.source == "" for span in self.inline.spans)
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -50,11 +71,12 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Code, verbatim. ``closed``: its end was seen, so that it is worth highlighting."""
+    """Code, verbatim. ``closed``: its end was seen, so that it is worth highlighting. ``indent``: of the list it stands in."""
 
     text: str
     language: str = ""
     closed: bool = True
+    indent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,7 @@ class Table:
     """Rows of cells; the first row is the header."""
 
     rows: tuple[tuple[Inline, ...], ...]
-    right: tuple[bool, ...]  # of each column, whether it is aligned right
+    align: tuple[Align, ...]  # of each column
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +100,8 @@ class Section:
     """One top-level part of a text: its blocks, its first source line, and the line after its last.
 
     ``items``: of a list or a table that may be cut before any of them without a trace, the first lines of its items, or of its
-    rows below the header. ``loose``: it is a list with space between its items.
+    rows below the header. ``loose``: it is a list with space between its items. ``unsure``: a formula that is not over; it may
+    yet prove to be a part of the section before.
     """
 
     start_line: int
@@ -86,10 +109,13 @@ class Section:
     blocks: tuple[Block, ...]
     items: tuple[int, ...] = ()
     loose: bool = False
+    unsure: bool = False
 
 
 BULLETS = "•◦▪"
 QUOTE = "▎ "
+FORMULA = "  "
+"""Stands before a formula on lines of its own."""
 LISTS = ("bullet_list", "ordered_list")
 _STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"}
 
@@ -97,13 +123,14 @@ _STYLES: dict[str, InlineStyle] = {"strong": "strong", "em": "em", "s": "strike"
 def parse(source: str) -> tuple[Section, ...]:
     """Return the top-level sections of ``source``, in order."""
     tree = SyntaxTreeNode(tokens(source))
-    lines = source.splitlines()
+    lines, whole_lines = source.splitlines(), source.count("\n")
     return tuple(
         Section(
             *(node.map or (0, len(lines))),
             _Writer(lines).section(node),
             _items(node),
             node.type in LISTS and _loose(node),
+            node.type == BLOCK and not (node.meta["closed"] and node.map is not None and node.map[1] <= whole_lines),
         )
         for node in tree.children
     )
@@ -169,6 +196,8 @@ class _Writer:
                 self._children(node, indent + QUOTE, depth, loose=True)
             case "fence" | "code_block":
                 self._code(node, indent)
+            case token if token == BLOCK:
+                self._formula(node, indent)
             case "table":
                 self._cut()
                 self._blocks.append(_table(node))
@@ -189,7 +218,11 @@ class _Writer:
         width = len(str(first + len(node.children) - 1)) + 2
         loose = _loose(node)
         for number, item in enumerate(node.children, first):
-            bullet = f"{number}. ".rjust(width) if node.type == "ordered_list" else f"{BULLETS[depth % 3]} "
+            box = task_box(item.meta)
+            if node.type == "ordered_list":
+                bullet = f"{number}. ".rjust(width) + (f"{box} " if box else "")
+            else:
+                bullet = f"{box or BULLETS[depth % 3]} "
             if number > first and loose:
                 self._space(indent)
             self._bullet = bullet
@@ -202,9 +235,18 @@ class _Writer:
             self._line(Inline(""), indent)
         self._cut()
         closed = node.type == "code_block" or self._fence_closed(node)
-        self._blocks.append(
-            Code(node.content.removesuffix("\n"), node.info.split(maxsplit=1)[0] if node.info.strip() else "", closed)
-        )
+        language = node.info.split(maxsplit=1)[0] if node.info.strip() else ""
+        self._blocks.append(Code(node.content.removesuffix("\n"), language, closed, indent))
+
+    def _formula(self, node: SyntaxTreeNode, indent: str) -> None:
+        """Write a formula as rows of Unicode; one that is not closed, or that Unicode can't show, as its source."""
+        source = str(node.meta["source"])
+        converted = to_rows(node.content) if node.meta["closed"] else None
+        for index, row in enumerate(source.split("\n") if converted is None else converted):
+            copied = None if converted is None else "" if index else source
+            text = row.expandtabs(4)
+            deeper = "" if self._bullet is not None else FORMULA
+            self._line(Inline(text, (StyledSpan(0, len(text), "math", source=copied),)), indent + deeper)
 
     def _fence_closed(self, node: SyntaxTreeNode) -> bool:
         """Whether the fence ends with its own marker, or because something else begins, rather than with the text."""
@@ -217,8 +259,14 @@ class _Writer:
 
 def _table(node: SyntaxTreeNode) -> Table:
     rows = [row for part in node.children for row in part.children]
-    right = tuple("right" in str(cell.attrs.get("style", "")) for cell in rows[0].children)
-    return Table(tuple(tuple(inline(cell) for cell in row.children) for row in rows), right)
+    return Table(
+        tuple(tuple(inline(cell) for cell in row.children) for row in rows), tuple(map(_align, rows[0].children))
+    )
+
+
+def _align(cell: SyntaxTreeNode) -> Align:
+    style = str(cell.attrs.get("style", ""))
+    return "right" if "right" in style else "center" if "center" in style else "left"
 
 
 def inline(node: SyntaxTreeNode) -> Inline:
@@ -246,9 +294,12 @@ def _inline(node: SyntaxTreeNode, text: list[str], spans: list[StyledSpan]) -> N
         case "link":
             for child in node.children:
                 _inline(child, text, spans)
-            shown = "".join(text)[start:]
-            spans.append(StyledSpan(start, start + len(shown), "link"))
-            _target(shown, str(node.attrs.get("href", "")), text, spans)
+            _leads(start, str(node.attrs.get("href", "")), text, spans)
+        case token if token == INLINE:
+            converted = to_unicode(node.content)
+            source = str(node.meta["source"])
+            text.append(source if converted is None else converted)
+            spans.append(StyledSpan(start, start + len(text[-1]), "math", source=None if converted is None else source))
         case "strong" | "em" | "s":
             for child in node.children:
                 _inline(child, text, spans)
@@ -260,13 +311,19 @@ def _inline(node: SyntaxTreeNode, text: list[str], spans: list[StyledSpan]) -> N
 def _linked(label: str, target: str, text: list[str], spans: list[StyledSpan]) -> None:
     start = sum(map(len, text))
     text.append(label)
-    spans.append(StyledSpan(start, start + len(label), "link"))
-    _target(label, target, text, spans)
+    _leads(start, target, text, spans)
 
 
-def _target(shown: str, target: str, text: list[str], spans: list[StyledSpan]) -> None:
-    """Show where a link leads, unless it says so itself."""
-    if target and target.removeprefix("mailto:") != shown:
-        start = sum(map(len, text))
+_SITE = re.compile(r"\w\.\w|://")
+"""In what looks like an address itself."""
+
+
+def _leads(start: int, target: str, text: list[str], spans: list[StyledSpan]) -> None:
+    """Make the text from ``start`` on a link. Where it leads is shown if it can't be opened, or if the text names another place."""
+    shown = "".join(text)[start:]
+    address = safe_link(target)
+    end = start + len(shown)
+    spans.append(StyledSpan(start, end, "link", link=address))
+    if target and (not address or _SITE.search(shown)) and target.removeprefix("mailto:") != shown:
         text.append(f" ({target})")
-        spans.append(StyledSpan(start, start + len(target) + 3, "faint"))
+        spans.append(StyledSpan(end, end + len(target) + 3, "faint"))

@@ -5,13 +5,14 @@ that happens rarely, so that the cost of a frame does not depend on the table's 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 from textual.content import Content
 from textual.content import Span as ContentSpan
+from textual.style import Style
 
-from .parse import Block, Code, Flow, HorizontalRule, Inline, Line, Table
+from .parse import Align, Block, Code, Flow, HorizontalRule, Inline, Line, StyledSpan, Table
 
 TAB = 8  # cells
 STYLES = {
@@ -24,6 +25,7 @@ STYLES = {
     "marker": "$prose-marker",
     "heading": "bold $prose-heading",
     "quote": "$text-muted",
+    "math": "$prose-code",
 }
 
 
@@ -32,27 +34,67 @@ class Row:
     """One row on the screen.
 
     joint: what separates it from the row above in copied text; after a wrap, the white space of the text itself. indent: characters
-    at its start that are not part of the text.
+    at its start that are not part of the text. shown_for: what is copied in place of some of its characters.
     """
 
     content: Content
     joint: str = "\n"
     indent: int = 0
+    shown_for: tuple["ShownFor", ...] = ()
+
+    def copied(self, start: int, end: int, *, first: bool) -> str:
+        """Return the text of the characters from ``start`` to ``end``. first: no row above is copied."""
+        plain, text, at = self.content.plain, "", start
+        for each in self.shown_for:
+            if each.start < end and at < each.end:
+                text += plain[at : each.start] + (each.source if first or not each.begun else "")
+                at = each.end
+        return text + plain[at:end]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownFor:
+    """The characters from ``start`` to ``end`` (exclusive) are shown for ``source``. begun: it began in a row above."""
+
+    start: int
+    end: int
+    source: str
+    begun: bool = False
 
 
 def content(inline: Inline) -> Content:
     """Return ``inline`` as styled text."""
-    return Content(inline.text, spans=[ContentSpan(span.start, span.end, STYLES[span.style]) for span in inline.spans])
+    return Content(inline.text, spans=[ContentSpan(span.start, span.end, _style(span)) for span in inline.spans])
 
 
-def wrapped(text: Content, width: int) -> Iterator[Row]:
-    """Yield ``text``, which may hold newlines, as rows of at most ``width`` cells."""
+def _style(span: StyledSpan) -> str | Style:
+    return Style(underline=True, link=span.link) if span.link else STYLES[span.style]
+
+
+def wrapped(text: Content, width: int, sources: Sequence[StyledSpan] = ()) -> Iterator[Row]:
+    """Yield ``text``, which may hold newlines, as rows of at most ``width`` cells.
+
+    sources: the parts of it for which something else is copied.
+    """
     text = text.expand_tabs(TAB) if "\t" in text.plain else text
     end = 0
     for index, part in enumerate(text.wrap(width)):
         start = text.plain.find(part.plain, end)
-        yield Row(part, text.plain[end:start] if index else "\n")
+        joint = text.plain[end:start] if index else "\n"
         end = start + len(part.plain)
+        inside = [span for span in sources if span.start < end and start < span.end]
+        if any(span.start < start for span in inside):
+            joint = ""
+        yield Row(part, joint, shown_for=tuple(_shown_for(span, start, end) for span in inside))
+
+
+def _shown_for(span: StyledSpan, start: int, end: int) -> ShownFor:
+    """Return what ``span`` is in the row of the characters from ``start`` to ``end``."""
+    return ShownFor(max(span.start, start) - start, min(span.end, end) - start, span.source or "", span.start < start)
+
+
+def _sources(inline: Inline) -> list[StyledSpan]:
+    return [span for span in inline.spans if span.source is not None]
 
 
 NARROWEST_COLUMN = 4
@@ -76,12 +118,12 @@ class Growth:
 
 
 class Grid:
-    """A table as rows of ``width`` cells; ``right`` as in ``Table``. Where it is too wide, each cell is a line of its own."""
+    """A table as rows of ``width`` cells; ``align`` as in ``Table``. Where it is too wide, each cell is a line of its own."""
 
-    def __init__(self, right: tuple[bool, ...], width: int) -> None:
-        self._right = right
+    def __init__(self, align: tuple[Align, ...], width: int) -> None:
+        self._align = align
         self._width = max(width, 2)
-        self._room = self._width - len(BAR) * (len(right) - 1)
+        self._room = self._width - len(BAR) * (len(align) - 1)
         self._widths: list[int] = []  # of the columns, as they are laid out
         self._moved_at = 0  # rows of the table when the columns last moved
         # Of each of the table's rows:
@@ -148,14 +190,15 @@ class Grid:
     def _joined(self, cells: Sequence[Content]) -> Content:
         """Return one line of each cell, side by side. (Content's ``pad`` and ``join`` take several times as long.)"""
         text, spans = "", list[ContentSpan]()
-        for column, (cell, size, right) in enumerate(zip(cells, self._widths, self._right, strict=True)):
+        for column, (cell, size, align) in enumerate(zip(cells, self._widths, self._align, strict=True)):
             if column:
                 spans.append(ContentSpan(len(text), len(text) + len(BAR), STYLES["faint"]))
                 text += BAR
-            gap = " " * (size - cell.cell_length)
-            start = len(text) + (len(gap) if right else 0)
+            gap = size - cell.cell_length
+            before = gap if align == "right" else gap // 2 if align == "center" else 0
+            start = len(text) + before
             spans += (ContentSpan(start + span.start, start + span.end, span.style) for span in cell.spans)
-            text += gap + cell.plain if right else cell.plain + gap
+            text += " " * before + cell.plain + " " * (gap - before)
         return Content(text, spans, strip_control_codes=False)
 
     def _record(self, index: int) -> Iterator[Row]:
@@ -213,22 +256,31 @@ def rows(block: Block, width: int) -> list[Row]:
         case Code():
             return list(_code(block, width))
         case Table():
-            return Grid(block.right, width).grow(block, final=True).rows
+            return Grid(block.align, width).grow(block, final=True).rows
         case HorizontalRule():
             return [Row(Content.styled("─" * width, STYLES["faint"]))]
 
 
 def _line(line: Line, width: int) -> Iterator[Row]:
     indent = min(len(line.rest), width // 2)  # deep nesting in a narrow window gives up its indent first
-    for index, row in enumerate(wrapped(content(line.inline), width - indent)):
+    for index, row in enumerate(wrapped(content(line.inline), width - indent, _sources(line.inline))):
         prefix = (line.first if index == 0 else line.rest)[len(line.rest) - indent :]
         text = Content.styled(prefix, STYLES["marker"]) + row.content if prefix else row.content
-        yield Row(text, row.joint, len(prefix) if index else 0)
+        at = len(prefix)
+        shown_for = tuple(replace(each, start=each.start + at, end=each.end + at) for each in row.shown_for)
+        joint = "" if index == 0 and line.goes_on else row.joint
+        inside = index > 0 or (line.is_formula and not prefix.strip())
+        yield Row(text, joint, at if inside else 0, shown_for)
+
+
+DIFF = {"+": "$text-success", "-": "$text-error", "@": "$text-primary"}
 
 
 def _code(block: Code, width: int) -> Iterator[Row]:
     text = Content(block.text)
-    if block.closed and block.language:
+    if block.language.lower() in ("diff", "patch"):
+        text = Content("\n").join(Content.styled(line, DIFF.get(line[:1], "")) for line in block.text.split("\n"))
+    elif block.closed and block.language:
         from textual.highlight import highlight
 
         text = highlight(block.text, language=block.language)

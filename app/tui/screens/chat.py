@@ -25,7 +25,7 @@ from ...backend.protocol import AskWhatIf, Load, Loaded, Question, ReplyEvent, W
 from ...chat import commands
 from ...chat.attachments import Draft, joined
 from ...chat.commands import CodeCycle, LoadChoice, Severity, save_settings
-from ...chat.conversation import MessageNode
+from ...chat.conversation import MessageNode, Turn
 from ...chat.external_programs import copy_text
 from ...chat.preferences import Preferences
 from ...chat.recording import Recording
@@ -33,13 +33,16 @@ from ...chat.session import Session
 from ...chat.steps import (
     Ask,
     DraftReturned,
+    Elsewhere,
     EndEngine,
     EnginePhase,
     Moved,
     Notice,
     Opened,
+    PromptRefused,
     ReplyEnded,
     ReplyGrew,
+    Resumed,
     StartEngine,
     Step,
     Titled,
@@ -80,9 +83,14 @@ class Composer:
     @property
     def unsent(self) -> Draft:
         """All unsent text. An edit that has changed nothing does not count."""
+        return joined([*self._session.queued, self.box])
+
+    @property
+    def box(self) -> Draft:
+        """The unsent text beside what is queued."""
         held = [] if self._is_unchanged else [self._prompt.draft]
         aside = [] if self.editing is None else [self._aside]
-        return joined([*self._session.queued, *aside, *self._left.values(), *held])
+        return joined([*aside, *self._left.values(), *held])
 
     @property
     def _is_unchanged(self) -> bool:
@@ -227,6 +235,11 @@ class WhatIfs:
         if self._own_process is not None and self._bridge.process_number == self._own_process:
             self._bridge.end()
         self._own_process = None
+
+
+def is_growth(step: Step) -> bool:
+    """Whether the step is more text of a reply, on screen or in the background."""
+    return isinstance(step.step if isinstance(step, Elsewhere) else step, ReplyGrew)
 
 
 COMMANDS: dict[str, Callable[["ChatScreen", str], None]] = {
@@ -410,10 +423,10 @@ class ChatScreen(Screen[None]):
             case Ask(request):
                 self.bridge.ask(request)
             case TurnBegun(turn, again):
-                info = self.session.engine.info
-                name = info.name if info else self.session.engine.load.model
-                transcript.begin(turn, name, share=share_on(info.device if info else ""), again=again)
+                self._begin(turn, again=again)
                 self._record(lambda recording: recording.begun(turn))
+            case Resumed(turn):
+                self._begin(turn, again=True)
             case ReplyGrew(text, kind):
                 transcript.add(text, kind)
                 self._record(lambda recording: recording.grew())
@@ -428,12 +441,23 @@ class ChatScreen(Screen[None]):
                 self._record(lambda recording: recording.left())
             case Titled(title):
                 self._record(lambda recording: recording.entitled(title))
+            case Elsewhere():
+                chats.perform_elsewhere(self, step)
+            case PromptRefused(_, draft):  # the line above the input box says why
+                if draft is not None:
+                    self.composer.give_back(draft)
             case DraftReturned(text, attachments):
                 self.composer.give_back(Draft(text, attachments))
                 if self.composer.editing is not None:
                     self.tell("Your unanswered prompt is back in the input box after the edit.")
             case Notice(text, severity):
                 self.tell(text, severity)
+
+    def _begin(self, turn: Turn, *, again: bool) -> None:
+        """Show a reply that grows."""
+        info = self.session.engine.info
+        name = info.name if info else self.session.engine.load.model
+        self.query_one(Transcript).begin(turn, name, share=share_on(info.device if info else ""), again=again)
 
     def _record(self, write: Callable[[Recording], object]) -> None:
         if self.recording is not None:
@@ -450,11 +474,7 @@ class ChatScreen(Screen[None]):
                     save_settings(self, settings)
             steps = self.session.on_event(message.event)
             self.what_ifs.take(self.app, message.event)
-            if (
-                self.session.engine.busy
-                and self.session.engine.phase is was
-                and all(isinstance(s, ReplyGrew) for s in steps)
-            ):
+            if self.session.engine.busy and self.session.engine.phase is was and all(is_growth(s) for s in steps):
                 # Text comes often: the transcript draws it at its own pace, or together with new figures.
                 for step in steps:
                     self._perform(step)
@@ -481,9 +501,13 @@ class ChatScreen(Screen[None]):
         self.app.sub_title = title = self.recording.title if self.recording is not None else ""
         self.query_one(Heading).show(title)
         self.query_one(Activity).show(
-            self.session, time.monotonic(), following=transcript.following, aside=self.library.activity()
+            self.session,
+            time.monotonic(),
+            following=transcript.following,
+            aside=self.library.activity(),
+            elsewhere=chats.title_elsewhere(self),
         )
-        self.query_one(Chips).show(self.session, self._prompt.attachments, self.reading)
+        self.query_one(Chips).show(self.session, self._prompt.draft, self.reading)
         essentials, selecting = not self._panel_shown, transcript.selected is not None
         self.query_one(StatusLine).show(self.session, essentials=essentials, selecting=selecting)
         if self._panel_shown:

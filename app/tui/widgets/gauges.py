@@ -95,7 +95,7 @@ def _decode(session: Session) -> Iterator[GaugeRow]:
     m, live = session.metrics, session.live
     gaps = m.itl_ms if m else None
     yield _title("DECODE")
-    yield _row("now", "now", units.rate(figures.decode_now(session)) if session.engine.replying else NONE_YET)
+    yield _row("now", "now", units.rate(figures.decode_now(session)) if session.replying else NONE_YET)
     yield _row("mean", "mean", units.rate(m.decode_tps) if m else NONE_YET)
     line = sparkline(live.gaps_ms, WIDTH) if live is not None else ""
     yield GaugeRow(Content.styled(line or "─" * WIDTH, "$secondary" if line else EMPTY), "gaps")
@@ -198,7 +198,7 @@ def _memory(session: Session) -> Iterator[GaugeRow]:
 
 def _diagnosis(session: Session) -> Iterator[GaugeRow]:
     m = session.metrics
-    told = sentence(m, session.diagnosis) if m is not None and not session.engine.replying else ""
+    told = sentence(m, session.diagnosis) if m is not None and not session.replying else ""
     lines = [row.content for row in wrapped(Content(told), WIDTH)] if told else [Content.styled(NONE_YET, FAINT)]
     if len(lines) > SENTENCE_ROWS:
         last = lines[SENTENCE_ROWS - 1].plain

@@ -433,8 +433,6 @@ MOST_WAITING = 3
 """Lines for queued prompts; more would leave too little room for the text."""
 ROOMY = 24
 """Rows of a window that has room for them; else one is shown."""
-OVER = "over the context of {} tokens"
-"""Shown before the prompt is sent, as the engine would refuse it."""
 
 
 class Chips(Static):
@@ -445,13 +443,13 @@ class Chips(Static):
         self.display = False
         self._shown = Content("")
 
-    def show(self, session: Session, attachments: Sequence[Attachment], reading: Sequence[str]) -> None:
-        """Show the queued prompts, the attachments, and the files that are being read."""
+    def show(self, session: Session, draft: Draft, reading: Sequence[str]) -> None:
+        """Show the queued prompts, the attachments, the files that are being read, and why the prompt can't be sent."""
         most = MOST_WAITING if self.app.size.height >= ROOMY else 1
-        over = session.counts.exceed(session.engine.info, session.engine.load.kv, attachments)
-        lines = [*_waiting(session.queued, most), *_attached(attachments, reading, session.tokens, over=over)]
-        if over and session.engine.info is not None:
-            lines.append(Content.styled(OVER.format(units.count(session.engine.info.capacity)), "$text-error"))
+        over = session.overfull(draft)
+        lines = [*_waiting(session.queued, most), *_attached(draft.attachments, reading, session, over=bool(over))]
+        if over:
+            lines.append(Content.styled(over, "$text-error"))
         content = Content("\n").join(lines)
         if not content.is_same(self._shown):
             self._shown = content
@@ -474,15 +472,17 @@ def _words(draft: Draft) -> str:
 def _attached(
     attachments: Sequence[Attachment],
     reading: Sequence[str],
-    tokens: Callable[[Attachment], int | None],
+    session: Session,
     *,
     over: bool,
 ) -> list[Content]:
-    name, size = ("$text-error", "$text-error") if over else ("$text-primary", FAINT)
-    chips = [
-        Content.styled(f"+ {sanitise_line(each.name)}", name) + Content.styled(f" {_size(each, tokens(each))}", size)
-        for each in attachments
-    ]
+    """Return a line of chips. over: together they are too long; the largest is marked."""
+    largest = max(attachments, key=lambda each: session.tokens(each) or 0, default=None) if over else None
+    chips = []
+    for each in attachments:
+        name, size = ("$text-error", "$text-error") if each is largest else ("$text-primary", FAINT)
+        chip = Content.styled(f"+ {sanitise_line(each.name)}", name)
+        chips.append(chip + Content.styled(f" {_size(each, session.tokens(each))}", size))
     chips += [Content.styled(f"reading {sanitise_line(name)} …", FAINT) for name in reading]
     return [Content("   ").join(chips)] if chips else []
 

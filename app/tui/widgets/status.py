@@ -13,6 +13,7 @@ from ... import units
 from ...chat import figures, preferences
 from ...chat.actions import ACTIONS, Action, Keymap
 from ...chat.background import READY, KnownPrice, amount, is_of_disk, is_ready, of_path
+from ...chat.listing import excerpt
 from ...chat.session import Session
 from ...chat.steps import EnginePhase
 from ...sanitise import sanitise_line
@@ -57,15 +58,15 @@ class Activity(Static):
         super().__init__(markup=False)
         self._shown: Content | None = None
 
-    def show(self, session: Session, now: float, *, following: bool, aside: str = "") -> None:
-        """Show where ``session`` is, and what runs in the background."""
+    def show(self, session: Session, now: float, *, following: bool, aside: str = "", elsewhere: str = "") -> None:
+        """Show where ``session`` is, and what runs in the background. elsewhere: the title of the chat whose reply does."""
         width = self.content_size.width
         prices = _of_message(session, width, more=_more(session, following=following), aside=aside)
         if prices is not None:
             self._draw(prices)
             return
         for rooms in ((width, width), (width, 0), (0, 0)):  # in fewer words; what is too long even so ends in dots
-            content = self._said(session, now, rooms, following=following, aside=aside)
+            content = self._said(session, now, rooms, following=following, aside=aside, elsewhere=elsewhere)
             if content.cell_length <= width:
                 break
         self._draw(content)
@@ -76,7 +77,9 @@ class Activity(Static):
             self.update(content, layout=False)  # it is one line high
 
     @staticmethod
-    def _said(session: Session, now: float, rooms: tuple[int, int], *, following: bool, aside: str) -> Content:
+    def _said(
+        session: Session, now: float, rooms: tuple[int, int], *, following: bool, aside: str, elsewhere: str
+    ) -> Content:
         """Return the whole line. rooms: the cells for the queue, and for the activity."""
         # What asks for the reader comes first: in a narrow window the rest is cut.
         parts = [_more(session, following=following)]
@@ -84,7 +87,7 @@ class Activity(Static):
             text, back = ("1 prompt queued", "it") if waiting == 1 else (f"{waiting} prompts queued", "the last")
             text += f": Up takes {back} back" if rooms[0] >= ROOMY else ""
             parts.append(Content.styled(text, "$text-secondary"))
-        parts.append(_doing(session, now, rooms[1]))
+        parts.append(_elsewhere(session, elsewhere, rooms[1]) if elsewhere else _doing(session, now, rooms[1]))
         parts.append(Content.styled(aside, FAINT))
         return _joined(*parts)
 
@@ -107,6 +110,18 @@ def _of_message(session: Session, width: int, *, more: Content, aside: str) -> C
 
 def _joined(*parts: Content) -> Content:
     return Content.styled(" · ", FAINT).join(part for part in parts if part.plain)
+
+
+def _elsewhere(session: Session, title: str, width: int) -> Content:
+    """Return what the reply that runs in the background is doing."""
+    conversation = session.elsewhere
+    if conversation is None:
+        return Content("")
+    m = conversation.progress.metrics
+    verb = {EnginePhase.PREFILL: "reading", EnginePhase.STOPPING: "stopping"}.get(session.engine.phase, "writing")
+    tokens = f" · {units.count(m.generated_tokens)} tokens" if m is not None and m.generated_tokens else ""
+    hint = f" · {session.keymap.key('stop')} stops" if width >= ROOMY else ""
+    return Content.styled(f"{verb} in “{excerpt(title)}”{tokens}{hint}", FAINT)
 
 
 def _doing(session: Session, now: float, width: int) -> Content:

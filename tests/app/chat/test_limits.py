@@ -25,7 +25,7 @@ from tokamac.app.backend.protocol import (
     Priced,
     ReplyEvent,
 )
-from tokamac.app.chat.attachments import Draft, whole
+from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.background import KnownPrice, PriceQuestion, TokenCounts, amount, of_path
 from tokamac.app.chat.conversation import Ending, Reply, Tree
 from tokamac.app.chat.recording import measured, tree_of
@@ -232,7 +232,6 @@ def test_a_refused_prompt_comes_back_with_what_goes_with_it_before_those_that_wa
     ready.submit("two", (CODE,))
     assert ready.on_event(REFUSED) == [
         ReplyEnded(Reply("", ending="failed", model="guide", reason=WHY)),
-        Notice(WHY, "error"),
         DraftReturned("one\n\ntwo", (NOTES, CODE)),
     ]
     assert ready.queued == []
@@ -242,9 +241,9 @@ def test_a_refused_prompt_comes_back_with_what_goes_with_it_before_those_that_wa
 def test_a_prompt_to_which_something_was_said_does_not(ready: Session, kind: Any) -> None:
     ready.submit("one", (NOTES,))
     ready.on_event(ReplyEvent(1, TextChunk("some", kind)))
-    ended, told = ready.on_event(REFUSED)
+    (ended,) = ready.on_event(REFUSED)
     assert isinstance(ended, ReplyEnded)
-    assert (ended.reply.reason, told) == (WHY, Notice(WHY, "error"))
+    assert ended.reply.reason == WHY
 
 
 def test_a_reply_made_again_gives_nothing_back_and_a_later_prompt_only_itself(ready: Session) -> None:
@@ -358,41 +357,41 @@ def test_attachments_exceed_a_context_that_they_leave_no_token_of(
     assert not counts.exceed(None, KVSpec(), attached)
 
 
-async def test_a_file_over_the_context_is_warned_of_refused_and_back_in_the_box(
+async def test_a_file_over_the_context_is_refused_before_it_is_sent(
     chat: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "Why is decode memory-bound? " * 1200
     (tmp_path / "notes.md").write_text(text)
+    (tmp_path / "small.md").write_text("small")
     monkeypatch.chdir(tmp_path)
-    attached = (Attachment("notes.md", text, "markdown"),)
-    async with chat("guide", scripted=False, size=(100, 40)) as c:
+    attached = (Attachment("small.md", "small", "markdown"), Attachment("notes.md", text, "markdown"))
+    async with chat("guide", scripted=False, size=(120, 40)) as c:
         await c.ready()
         capacity = c.session.engine.info.capacity
-        c.app.chat.do("attach", "notes.md")
-        warning = f"over the context of {capacity:,} tokens"
+        for name in ("small.md", "notes.md"):
+            c.app.chat.do("attach", name)
+            await c.until(lambda name=name: name in str(c.prompt.attachments), name)
+        await c.until(lambda: c.session.tokens(attached[1]), "the count")
+        warning = f"notes.md alone is {c.session.tokens(attached[1]):,} tokens; the context is {capacity:,}."
         await c.until(lambda: warning in c.screen_text(), "the warning")
-        assert c.session.tokens(attached[0]) >= capacity
-        colours = {str(span.style) for span in c.app.chat.query_one(Chips)._shown.spans}
-        assert colours == {"$text-error"}
-        await c.send("What is it?")
-        await c.until(lambda: c.session.turns and c.session.turns[-1].reply, "the refusal")
-        await c.phase(EnginePhase.IDLE)
-        assert c.prompt.draft == Draft("What is it?", attached)
-        await c.until(lambda: warning in c.screen_text(), "the warning, again")
-        shown = " ".join(c.shown(c.replies[-1]).split())
-        assert "failed · The prompt has" in shown
-        assert f"but the model's context is {capacity:,}." in shown
-        assert (
-            'roll or truncate-middle for --on-full (in Python on_full; in the chat "When full" under /settings).'
-            in shown
-        )
-        assert whole("", attached) not in c.screen_text()
+        chips = c.app.chat.query_one(Chips)._shown
+        red = {
+            chips.plain[span.start : span.end].split()[:2][-1]
+            for span in chips.spans
+            if str(span.style) == "$text-error"
+        }
+        assert "notes.md" in red
+        assert "small.md" not in red
+        for _ in range(2):
+            c.prompt.put(Draft("What is it?", attached))
+            await c.pilot.press("enter")
+            await c.until(lambda: c.prompt.draft == Draft("What is it?", attached), "the draft")
+        assert c.session.turns == []
+        assert c.notices == ""
+        assert c.screen_text().count("alone is") == 1
         c.app.chat.do("detach")
         assert "failed" not in await c.ask("")
-        assert warning not in c.screen_text()
-    async with chat("guide", resume=True) as c:
-        await c.ready()
-        assert "failed · The prompt has" in c.shown(c.replies[0])
+        assert "alone is" not in c.screen_text()
 
 
 # A model that nobody uses gives its memory back, and comes back when the user writes; memory that was short is

@@ -10,6 +10,7 @@ from tokamac.app.backend.protocol import (
     AskCount,
     AskPrice,
     Cancel,
+    Counted,
     Failed,
     Generate,
     Heartbeat,
@@ -20,19 +21,23 @@ from tokamac.app.backend.protocol import (
 )
 from tokamac.app.chat import figures
 from tokamac.app.chat.actions import keymap
+from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.connection import CancelWatchdog
 from tokamac.app.chat.conversation import Reply, Tree, Turn
 from tokamac.app.chat.session import Session
 from tokamac.app.chat.steps import (
     Ask,
     DraftReturned,
+    Elsewhere,
     EndEngine,
     EnginePhase,
     Moved,
     Notice,
     Opened,
+    PromptRefused,
     ReplyEnded,
     ReplyGrew,
+    Resumed,
     StartEngine,
     Step,
     TurnBegun,
@@ -339,19 +344,104 @@ def test_the_first_model_that_fails_to_load_is_a_problem(clock: Clock) -> None:
 
 def test_a_failed_reply_is_told_and_the_chat_goes_on(ready: Session) -> None:
     ready.submit("long")
-    assert kinds(ready.on_event(Failed(1, "too long", ""))) == [ReplyEnded, Notice, DraftReturned]
+    assert kinds(ready.on_event(Failed(1, "too long", ""))) == [ReplyEnded, DraftReturned]
     assert kinds(ready.submit("short")) == [TurnBegun, Ask]
 
 
-@pytest.mark.parametrize("leave", [Session.new_chat, lambda session: session.choose(Load("other", KVSpec(8, 8)))])
-def test_leaving_a_running_reply_cancels_it_and_ignores_what_is_late(
-    ready: Session, leave: Callable[[Session], list[Step]]
-) -> None:
+def test_another_model_cancels_a_running_reply_and_ignores_what_is_late(ready: Session) -> None:
     ready.submit("one")
     ready.on_event(ReplyEvent(1, TextChunk("par")))
-    assert Cancel(1) in asked(leave(ready))
+    assert Cancel(1) in asked(ready.choose(Load("other", KVSpec(8, 8))))
     assert ready.on_event(ReplyEvent(1, TextChunk("late"))) == []
     assert ready.on_event(done(1)) == []
+
+
+def test_a_reply_goes_on_where_its_chat_is_left_and_is_live_when_it_is_shown_again(ready: Session) -> None:
+    ready.submit("one")
+    ready.on_event(ReplyEvent(1, TextChunk("par")))
+    first = ready.conversation
+    assert ready.new_chat() == [Opened((), new=True)]
+    assert (ready.replying, ready.elsewhere, ready.turns) == (False, first, [])
+    assert ready.on_event(ReplyEvent(1, TextChunk("tial"))) == [Elsewhere(first, ReplyGrew("tial", "answer"))]
+    second = ready.conversation
+    opened, resumed = ready.show(first)
+    assert isinstance(opened, Opened)
+    assert resumed == Resumed(Turn("one", Reply("partial"), 1, 2))
+    assert ready.on_event(ReplyEvent(1, TextChunk("!"))) == [ReplyGrew("!", "answer")]
+    ready.show(second)
+    (ended,) = ready.on_event(done(1, "partial!"))
+    assert ended == Elsewhere(first, ReplyEnded(Reply("partial!", metrics=METRICS, model="guide")))
+    assert first.turns[0].reply is not None
+    assert (ready.metrics, first.progress.metrics) == (None, METRICS)
+
+
+def test_prompts_of_two_chats_wait_in_one_queue_each_with_its_own_settings(ready: Session) -> None:
+    ready.system = "first"
+    ready.submit("one")
+    ready.submit("two")
+    first = ready.conversation
+    ready.new_chat()
+    ready.system = "second"
+    assert ready.submit("three") == []
+    assert (ready.queued, ready.waiting(first)) == ([Draft("three")], [Draft("two")])
+    ended, begun, ask = ready.on_event(done(1))
+    assert [step.conversation for step in (ended, begun) if isinstance(step, Elsewhere)] == [first, first]
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.request, Generate)
+    assert [message.content for message in ask.request.messages] == ["first", "one", "answer", "two"]
+    _, begun, ask = ready.on_event(done(2))
+    assert isinstance(begun, TurnBegun)
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.request, Generate)
+    assert [message.content for message in ask.request.messages] == ["second", "three"]
+
+
+def test_a_stop_from_elsewhere_lets_what_waits_here_follow(ready: Session) -> None:
+    ready.submit("one")
+    ready.new_chat()
+    ready.submit("two")
+    assert ready.stop() == [Ask(Cancel(1))]
+    assert kinds(ready.on_event(done(1, "", "cancelled"))) == [Elsewhere, TurnBegun, Ask]
+
+
+def test_an_engine_that_dies_leaves_what_waits_elsewhere_a_draft_there(ready: Session) -> None:
+    ready.submit("one")
+    ready.submit("two")
+    first = ready.conversation
+    ready.new_chat()
+    ready.submit("three")
+    steps = ready.on_event(DIED)
+    assert kinds(steps)[:3] == [Elsewhere, DraftReturned, Notice]
+    assert steps[1] == DraftReturned("three")
+    assert ready.waiting(first) == []
+
+
+def test_a_prompt_over_the_context_is_counted_refused_and_named(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    big = Attachment("big.txt", "x" * 4000)
+    counts = session.submit("why?", (big,))
+    assert [type(each) for each in asked(counts)] == [AskCount, AskCount]
+    assert session.on_event(Counted(1, 1000)) == []
+    (refused,) = session.on_event(Counted(2, 2))
+    assert isinstance(refused, PromptRefused)
+    assert refused.draft == Draft("why?", (big,))
+    assert refused.why.startswith("big.txt alone is 1,000 tokens; the context is 100.")
+    assert (session.turns, session.queued) == ([], [])
+    assert kinds(session.submit("why?", (big,))) == [PromptRefused]  # it is known now
+    assert session.overfull(Draft("other", (big,)))
+    assert session.overfull(Draft("other")) == ""
+    session.engine.load = replace(session.engine.load, kv=KVSpec(on_full="truncate-middle"))
+    assert session.overfull(Draft("other", (big,))) == ""
+
+
+def test_what_may_be_too_long_is_sent_where_it_is_not(clock: Clock) -> None:
+    session = Session(Load("guide"), Sampling(), "", clock)
+    session.start()
+    session.on_event(Loaded(ModelInfo("guide", capacity=100)))
+    assert [type(each) for each in asked(session.submit("word " * 30))] == [AskCount]
+    assert kinds(session.on_event(Counted(1, 30))) == [TurnBegun, Ask]
 
 
 def test_new_chat_forgets(ready: Session) -> None:
@@ -479,7 +569,7 @@ def test_what_is_out_of_sight_is_counted(clock: Clock) -> None:
     session.on_event(ReplyEvent(1, PrefillProgress(30, 30, 0)))
     assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (30, 7)
     session.on_event(done(1))
-    session.metrics = replace(METRICS, prompt_tokens=50, generated_tokens=9)
+    session.conversation.progress.metrics = replace(METRICS, prompt_tokens=50, generated_tokens=9)
     assert (figures.context_held(session), figures.tokens_out_of_sight(session)) == (40, 19 + 7)
     session.submit("more")
     assert figures.tokens_out_of_sight(session) == 0

@@ -12,14 +12,15 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from tests.app.conftest import Chat
 from tests.app.terminals import ALL_CONTROLS, BIDI, CONTROL, foreign, recorder
+from tokamac.app.chat.attachments import Draft
 from tokamac.app.chat.conversation import MessageNode, Reply, Tree
 from tokamac.app.chat.listing import ChatSearch
 from tokamac.app.chat.preferences import SystemDrafts, Written
-from tokamac.app.chat.recording import SAVED, Recording
+from tokamac.app.chat.recording import SAVED
 from tokamac.app.chat.steps import EnginePhase
 from tokamac.app.store.store import Store
 from tokamac.app.tui.actions import chats
-from tokamac.app.tui.actions.chats import EMPTY, KEPT, STOPPED, jump
+from tokamac.app.tui.actions.chats import GIVEN_UP, jump
 from tokamac.app.tui.app import RESTORE, SAVE, terminal_title
 from tokamac.app.tui.markdown.turns import ReplyMessage, SystemMessage, UserMessage
 from tokamac.app.tui.model_library import load_model
@@ -435,8 +436,9 @@ async def test_prompts_that_wait_stay_with_their_chat_too(chat: Start) -> None:
         await c.type("and that")
         await c.pilot.press("ctrl+n")
         assert (c.prompt.text, c.session.queued) == ("", [])
+        assert c.recording.store.chat(first).draft == "and this\n\nand that"  # should the app be killed now
         await open_chat(c, first)
-        assert c.prompt.text == "and this\n\nand that"
+        assert (c.prompt.text, c.session.queued) == ("and that", [Draft("and this")])
 
 
 async def running(c: Chat, prompt: str) -> int:
@@ -447,9 +449,7 @@ async def running(c: Chat, prompt: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["new", "open", "import"])
-async def test_a_reply_that_runs_is_stopped_kept_as_far_as_it_was_written_and_that_is_said(
-    chat: Start, how: str, tmp_path: Path
-) -> None:
+async def test_a_reply_goes_on_in_the_background_and_its_end_is_told(chat: Start, how: str, tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# Other\n\n## You\n\nsaid elsewhere\n")
     ways = {"new": "/new", "open": "/open {}", "import": f"/import {tmp_path / 'other.md'}"}
     async with chat("slow") as c:
@@ -461,37 +461,54 @@ async def test_a_reply_that_runs_is_stopped_kept_as_far_as_it_was_written_and_th
         first = c.held
         await c.pilot.press("ctrl+n")
         await c.pilot.pause()
-        assert "The reply was stopped" not in c.notices  # none ran
+        assert "in the background" not in c.notices  # none ran
         reply = await running(c, "two")
-        said = c.session.conversation.partial.text
+        second = c.held
         await c.send(ways[how].format(first))
-        await c.until(lambda: KEPT in c.notices)
+        await c.until(lambda: "The reply goes on in the background" in c.notices)
         assert "two" not in c.prompts
+        await c.until(lambda: "writing in “two”" in c.screen_text(), "the line of what is done")
+        assert c.recording.store.message(reply).state == "partial"
+        await open_chat(c, second)
+        assert c.prompts == ["two"]
+        said = c.session.conversation.partial.text
+        assert said
+        assert c.transcript.growing
+        await c.until(lambda: len(c.session.conversation.partial.text) > len(said), "more of it")
+        await c.send("/new")
+        await c.pilot.pause()
+        await c.pilot.press("escape")
+        await c.until(lambda: "“two”: the reply was stopped" in c.notices)
         kept = c.recording.store.message(reply)
         assert kept.state == "stopped"
         assert kept.text.startswith(said)
 
 
-async def test_a_reply_that_has_no_word_yet_leaves_its_prompt(chat: Start) -> None:
-    async with chat("prefill") as c:
+async def test_prompts_wait_in_a_chat_that_was_left_and_are_its_draft_until_they_are_sent(chat: Start) -> None:
+    async with chat("slow") as c:
         await c.ready()
-        await c.send("one")
-        await c.phase(EnginePhase.PREFILL)
+        reply = await running(c, "one")
         first = c.held
+        await c.send("two")
+        await c.until(lambda: c.session.queued)
         await c.pilot.press("ctrl+n")
-        await c.until(lambda: EMPTY in c.notices)
-        await open_chat(c, first)
-        assert (c.prompts, c.session.turns[0].reply.text) == (["one"], "")
+        await c.until(lambda: c.recording.store.chat(first).draft == "two")
+        await c.pilot.press("escape")
+        await c.until(lambda: len(c.recording.store.path(first)) == 4, "the second prompt")
+        assert c.recording.store.chat(first).draft == ""
+        assert [each.text for each in c.recording.store.path(first) if each.role == "user"] == ["one", "two"]
+        assert c.recording.store.message(reply).state == "stopped"
+        assert c.session.turns == []
 
 
-async def test_of_a_reply_that_could_not_be_kept_nothing_else_is_said(chat: Start, tmp_path: Path) -> None:
+async def test_a_reply_that_could_not_be_kept_is_stopped(chat: Start, tmp_path: Path) -> None:
     async with chat("slow") as c:
         await c.ready()
         await running(c, "one")
         c.refuse_writes()
         await c.pilot.press("ctrl+n")
-        await c.until(lambda: STOPPED in c.notices)
-        assert KEPT not in c.notices
+        if "goes on" in c.notices:  # it was saved up to here: what comes is tried again
+            assert c.session.elsewhere is not None
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     async with chat("slow", store_path=blocked / "chats.db") as c:
@@ -499,34 +516,26 @@ async def test_of_a_reply_that_could_not_be_kept_nothing_else_is_said(chat: Star
         await c.send("one")
         await c.phase(EnginePhase.DECODING)
         await c.pilot.press("ctrl+n")
-        await c.until(lambda: STOPPED in c.notices)
+        await c.until(lambda: GIVEN_UP in c.notices)
+        assert not c.session.engine.replying
 
 
-@pytest.mark.parametrize("back", ["at its end", "when the chat is left"])
-async def test_a_reply_that_is_kept_at_its_end_only_is_said_to_be_kept(
-    chat: Start, monkeypatch: pytest.MonkeyPatch, back: str
-) -> None:
-    def left(recording: Recording) -> None:
-        recording.store._database._connection.execute("PRAGMA query_only = 0")
-        leave(recording)
-
-    leave = Recording.left
+async def test_a_chat_that_is_saved_late_goes_on(chat: Start) -> None:
     async with chat("slow") as c:
         await c.ready()
         c.refuse_writes()
         await c.send("one")
         await c.until(lambda: c.session.conversation.partial.text and c.session.engine.phase is EnginePhase.DECODING)
         assert c.held is None
-        if back == "at its end":
-            c.refuse_writes(refused=False)
-        else:
-            monkeypatch.setattr(Recording, "left", left)
+        c.refuse_writes(refused=False)
         await c.pilot.press("ctrl+n")
-        await c.until(lambda: KEPT in c.notices)
+        await c.until(lambda: "goes on in the background" in c.notices)
         assert SAVED in c.notices
-        assert STOPPED not in c.notices
         (kept,) = c.recording.store.chats()
         asked, reply = c.recording.store.path(kept.id)
+        assert (asked.text, reply.state) == ("one", "partial")
+    with Store.open(c.recording.store.file) as store:
+        asked, reply = store.path(kept.id)
         assert (asked.text, reply.state) == ("one", "stopped")
         assert reply.text
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from textual.content import Content
+from textual.style import Style
 
 from tokamac.app.chat.conversation import Reply
 from tokamac.app.tui.markdown import page as tails
@@ -35,6 +36,13 @@ PIECES = st.sampled_from(
         "<b>",
         "é🦊 ",
         "\t",
+        "\\(a^2\\) ",
+        "\\[",
+        "x_1\\]",
+        "$$\n",
+        "$a$",
+        "- [ ] ",
+        "👩‍💻🇩🇪👍🏽 ",
     ]
 )
 MARKDOWN = st.lists(PIECES, max_size=40).map("".join)
@@ -125,8 +133,132 @@ def test_html_and_markup_are_text() -> None:
     assert plain("<b>x</b> [bold]y[/bold]") == ["<b>x</b> [bold]y[/bold]"]
 
 
+def test_a_box_to_tick_is_a_box() -> None:
+    source = "- [ ] a\n- [x] b\n  1. [X] c\n- [y] d\n- [ ]e\n"
+    assert plain(source) == ["☐ a", "☑ b", "  1. ☑ c", "• [y] d", "• [ ]e"]
+
+
+def test_columns_are_aligned_as_they_were_written() -> None:
+    source = "| a | b | c |\n| --- | :-: | --: |\n| left | in the mid | 1 |\n| l | mid | 12345 |\n"
+    assert plain(source)[2:] == ["left │ in the mid │     1", "l    │    mid     │ 12345"]
+
+
+# Formulas -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (r"so \(E = mc^2\), and", "so E = mc², and"),
+        ("$a^2+b^2=c^2$.", "a² + b² = c²."),
+        (r"\[ \frac{1}{2} \] inside, $$x_i$$ too", "½ inside, xᵢ too"),
+        (r"**bold \(a_1 * b * c_2\)**", "bold a₁ * b * c₂"),
+        (r"`\(a^2\)` and `$x$`", r"\(a^2\) and $x$"),
+        (r"\(\unheard{x}\)", r"\(\unheard{x}\)"),
+        (r"it is \(a^2 + *b", r"it is \(a^2 + *b"),
+        ("$5 and $6", "$5 and $6"),
+        ("$5-$10, US$20 or 5$ and 6$", "$5-$10, US$20 or 5$ and 6$"),
+        ("$5 or so, and 6$", "$5 or so, and 6$"),
+        ("set $HOME/$USER", "set $HOME/$USER"),
+        (r"\(see below\) and \[1, two\]", "(see below) and [1, two]"),
+        (r"\\(a\\)", r"\(a\)"),
+        ("| $x^2$ |\n|---|\n| 1 |", "x²  "),
+    ],
+)
+def test_formulas_in_a_line_are_seen_before_markdown_eats_them(source: str, shown: str) -> None:
+    assert plain(source, 60)[0] == shown
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("so\n\\[\nx^2\n\\]\nthen", ["so", "  x²", "then"]),
+        ("$$\nx\n\n+ y\n$$", ["  x + y"]),
+        ("$$x$$.\n", ["  x."]),
+        ("$$x$$ and more\n", ["x and more"]),
+        ("\\begin{align*}\na &= b \\\\\nc + d &= e\n\\end{align*}", ["      a = b", "  c + d = e"]),
+        ("1. a\n   \\[\n   x_1\n   \\]\n2. b", ["1. a", "     x₁", "2. b"]),
+        ("- $$x^2$$\n", ["• x²"]),
+        ("> $$\n> x^2\n> $$\n", ["▎   x²"]),
+        ("$$\n\\unheard{x}\n- y\n$$", ["  $$", "  \\unheard{x}", "  - y", "  $$"]),
+        ("\\[\n- y\n# 1", ["  \\[", "  - y", "  # 1"]),
+        ("$$ is the shell's id\n\nand *more*", ["$$ is the shell's id", "and more"]),
+        ("```\n$$\nx\n$$\n```", ["$$", "x", "$$"]),
+    ],
+)
+def test_formulas_on_lines_of_their_own(source: str, shown: list[str]) -> None:
+    assert plain(source) == shown
+
+
+def test_a_formula_that_never_ends_is_none_after_a_while() -> None:
+    blocks_of = blocks("$$\n" + "- item\n" * 100)
+    assert [row.content.plain for row in markdown_rows(blocks_of[1], 40)][:2] == ["• item", "• item"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [r"so \(E = mc^2\) is", "so\n\n\\[\nE = \\begin{cases} 1 \\\\ 2 \\end{cases}\n\\]\n\nit is", "- \\(a_1\\)"],
+)
+@pytest.mark.parametrize("width", [10, 60])
+def test_formulas_are_copied_as_they_were_written(source: str, width: int) -> None:
+    prose = Prose()
+    prose.finish(source)
+    page = Page(width)
+    page.append(ReplyMessage("m"))
+    page.messages[0]._prose.finish(source)  # type: ignore[attr-defined]
+    page.update(page.messages[0])
+    copied = page.copy(lambda y: (0, -1) if y else None).strip()
+    assert copied.replace("• ", "- ").replace("\n\n", "\n") == source.replace("\n\n", "\n")
+
+
+def test_part_of_a_formula_is_copied_as_all_of_it() -> None:
+    (row,) = markdown_rows(blocks(r"so \(E = mc^2\) is")[0], 60)
+    assert row.copied(5, 7, first=True) == r"\(E = mc^2\)"
+    assert row.copied(0, 2, first=True) == "so"
+
+
+# Code ---------------------------------------------------------------------------------------------------------------------
+
+
+def framed(source: str, width: int = 30) -> list[str]:
+    prose = Prose()
+    prose.finish(source)
+    return [(row.frame.lead + row.row.content).plain.rstrip() for row in prose.rows(width)]
+
+
+def test_code_says_its_language_and_how_to_copy_it_and_keeps_its_place() -> None:
+    source = "1. a\n\n   ```py\n   x = 1\n   ```\n\n> ```\n> y\n> ```\n"
+    assert [line for line in framed(source) if line] == [
+        " 1. a",
+        "    ▏py           copy: /code",
+        "    ▏x = 1",
+        " ▎ ▏              copy: /code",
+        " ▎ ▏y",
+    ]
+    assert framed("```averylongname\nx\n```", 12)[0] == " ▏…ylongname"
+
+
+def test_a_diff_is_in_colours_while_it_is_written_too() -> None:
+    for end in ("", "```"):
+        (code,) = blocks(f"```diff\n@@ 1 @@\n-old\n+new\n same\n{end}")
+        styles = [[str(span.style) for span in row.content.spans] for row in markdown_rows(code, 40)][:4]
+        assert styles == [["$text-primary"], ["$text-error"], ["$text-success"], []]
+
+
+def test_what_is_copied_of_code_has_nothing_of_its_frame() -> None:
+    message = ReplyMessage("m")
+    message.end(Reply("so\n\n```py\nx = 1\ny = 2\n```\n"))
+    page = Page(40)
+    page.append(message)
+    assert page.copy(lambda y: (0, -1) if y else None).strip() == "so\n\nx = 1\ny = 2"
+    (head,) = (row for y in range(page.height) if (row := page.row(y)) and row.code)
+    assert head.code is not None
+    assert head.code.code == "x = 1\ny = 2"
+
+
 def test_links_are_shown() -> None:
-    assert plain("[here](http://e.x) <http://f.x>", 60) == ["here (http://e.x) http://f.x"]
+    assert plain("[here](http://e.x) <http://f.x>", 60) == ["here http://f.x"]
+    assert plain("[e.x](http://f.x) [file](a/b.py)", 60) == ["e.x (http://f.x) file (a/b.py)"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -333,7 +465,8 @@ def test_a_link_defined_after_its_use_is_right_in_the_end() -> None:
     reply.add(text, "answer")
     reply.rows(60)
     reply.end(Reply(text))
-    assert reply.rows(60)[1].row.content.plain == "see it (http://e.x)"
+    (row,) = (row for row in reply.rows(60) if row.row.content.plain == "see it")
+    assert [span.style.link for span in row.row.content.spans if isinstance(span.style, Style)] == ["http://e.x"]
 
 
 class Counting(Lines):
@@ -501,14 +634,14 @@ def test_a_long_list_with_space_between_its_items_is_parsed_by_its_end(monkeypat
 
 def test_a_long_table_is_laid_out_a_row_at_a_time_and_as_a_whole_when_it_is_final() -> None:
     source = table(long_table(300, wide=250))
-    grid, laid, work = Grid(source.right, 60), list[Row](), list[int]()
+    grid, laid, work = Grid(source.align, 60), list[Row](), list[int]()
     for count in range(1, 302):
-        growth = grid.grow(Table(source.rows[:count], source.right), final=False)
+        growth = grid.grow(Table(source.rows[:count], source.align), final=False)
         laid = [*laid[: growth.kept], *growth.rows]
         work.append(len(growth.rows))
     assert max(work[SHORT:]) <= 5  # the wide one, wrapped
     assert sum(work) < 2 * 301
-    assert text(laid)[:5] == text(markdown_rows(Table(source.rows[:200], source.right), 60))[:5]
+    assert text(laid)[:5] == text(markdown_rows(Table(source.rows[:200], source.align), 60))[:5]
     growth = grid.grow(source, final=True)
     assert text([*laid[: growth.kept], *growth.rows]) == text(markdown_rows(source, 60)) != text(laid)
     assert grid.grow(source, final=True).rows == []
@@ -520,7 +653,7 @@ def test_a_wider_cell_moves_the_columns_of_a_long_table_at_most_when_it_has_doub
     ).rows
     grid, moved = Grid((True, False), 90), list[int]()
     for count in range(1, len(rows_of) + 1):
-        growth = grid.grow(Table(rows_of[:count], (True, False)), final=False)
+        growth = grid.grow(Table(rows_of[:count], ("right", "left")), final=False)
         if len(growth.rows) > 2 and count > SHORT:
             moved.append(count)
     assert moved == [2 * SHORT]
@@ -528,9 +661,9 @@ def test_a_wider_cell_moves_the_columns_of_a_long_table_at_most_when_it_has_doub
 
 def test_a_row_that_is_still_being_written_does_not_move_the_columns_of_a_long_table() -> None:
     source = table(long_table(3 * SHORT, wide=2 * SHORT))
-    grid, kept = Grid(source.right, 60), list[int]()
+    grid, kept = Grid(source.align, 60), list[int]()
     for last in (SHORT - 2, 2 * SHORT - 1, 2 * SHORT, 2 * SHORT + 1):
-        growth = grid.grow(Table(source.rows[: last + 2], source.right), final=False)
+        growth = grid.grow(Table(source.rows[: last + 2], source.align), final=False)
         kept.append(growth.kept)
     assert kept == [0, SHORT + 1, 2 * SHORT + 2, 0]  # the header has a line beneath it
 

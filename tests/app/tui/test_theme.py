@@ -339,7 +339,7 @@ async def test_a_notice_does_not_cover_the_box_and_has_the_width_of_a_narrow_win
 
 
 def table(*cells: tuple[str, ...]) -> Table:
-    return Table(tuple(tuple(Inline(text) for text in line) for line in cells), (False,) * len(cells[0]))
+    return Table(tuple(tuple(Inline(text) for text in line) for line in cells), ("left",) * len(cells[0]))
 
 
 def plain(block: Table, width: int) -> list[str]:

@@ -1,0 +1,102 @@
+"""What is in the context: the parts of the next prompt, and whether they fit. Pure, like the session.
+
+    system │ file │ prompt │ reply │ file │ prompt │ reply │ … │ draft │ free
+
+The engine counts each part's tokens; what a chat template adds around them is small, and not counted. So a sum of parts is a little
+less than the prompt: where even that is over the limit, the prompt is refused before it is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .. import units
+from ..sanitise import sanitise_line
+from ..store.values import Attachment
+from .attachments import Draft
+from .background import Countable
+from .conversation import Turn
+
+Kind = Literal["system", "file", "prompt", "reply", "draft"]
+Count = Callable[[Countable], int | None]
+"""Returns the tokens of a part; None while they are unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """A part of the next prompt.
+
+    counted: its text, as it is counted. key: of the message it is in; 0 is of none. name: of a file; else the text says it.
+    """
+
+    kind: Kind
+    counted: Countable
+    key: int = 0
+
+    @property
+    def name(self) -> str:
+        """What a sentence calls it."""
+        if isinstance(self.counted, Attachment):
+            return sanitise_line(self.counted.name)
+        return {"system": "the system prompt", "draft": "the message", "prompt": "a prompt", "reply": "a reply"}.get(
+            self.kind, self.kind
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that it can have: no token is less than a byte."""
+        return len((self.counted if isinstance(self.counted, str) else self.counted.text).encode("utf-8", "replace"))
+
+
+def parts(system: str, turns: Sequence[Turn], draft: Draft | None = None) -> list[ContextPart]:
+    """Return the parts of what would be sent, in their order."""
+    found = _texts("system", (system,))
+    for turn in turns:
+        found += _texts("system", turn.system)
+        if turn.reply is not None and turn.reply.text:  # else neither the prompt is sent again
+            found += _prompt("prompt", turn.prompt, turn.attachments, turn.key)
+            found += _texts("system", turn.between)
+            found.append(ContextPart("reply", turn.reply.text, turn.reply_key))
+        else:
+            found += _texts("system", turn.between)
+    return found if draft is None else [*found, *_prompt("draft", draft.text, draft.attachments, 0)]
+
+
+def _prompt(kind: Kind, text: str, attachments: Sequence[Attachment], key: int) -> list[ContextPart]:
+    return [*(ContextPart("file", each, key) for each in attachments), *_texts(kind, (text,), key)]
+
+
+def _texts(kind: Kind, texts: Sequence[str], key: int = 0) -> list[ContextPart]:
+    return [ContextPart(kind, text, key) for text in texts if text.strip()]
+
+
+def refusal(found: Sequence[ContextPart], count: Count, limit: int) -> str:
+    """Return why a prompt of these parts can't be sent, and what to do; "" where it can, as far as it is counted."""
+    known = [(count(each.counted) or 0, each) for each in found]
+    total = sum(tokens for tokens, _ in known)
+    if total < limit:
+        return ""
+    most, largest = max(known, key=lambda each: each[0])
+    context = f"the context is {units.count(limit)}"
+    if most >= limit:
+        said = f"{_beginning(largest)} alone is {units.count(most)} tokens; {context}. "
+        return said + _advice(largest)
+    said = f"This prompt is {units.count(total)} tokens; {context}. "
+    return f"{said}The largest part is {largest.name} with {units.count(most)}. /context shows all parts and leaves them out."
+
+
+def _advice(part: ContextPart) -> str:
+    match part.kind:
+        case "file" if not part.key:
+            return f"/detach {part.name} removes it; @{part.name}:1-200 attaches some of its lines."
+        case "draft":
+            return "Shorten it."
+        case "system":
+            return "Shorten it with /system."
+        case _:
+            return "/context leaves it out; /new starts a new chat."
+
+
+def _beginning(part: ContextPart) -> str:
+    """Return its name as a sentence begins with it."""
+    return part.name if part.kind == "file" else part.name[:1].upper() + part.name[1:]

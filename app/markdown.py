@@ -1,0 +1,203 @@
+"""Markdown as the chat reads it: CommonMark with tables, strikethrough, boxes to tick, and LaTeX's formulas.
+
+A formula is recognised before Markdown eats its backslashes and emphasises its underscores: ``\\(…\\)`` and ``$…$`` in a line,
+``\\[…\\]``, ``$$…$$`` and environments (``\\begin{align}``) on lines of their own. Prices and escaped brackets are no formulas.
+One that is not closed yet stays one block until it is, or until it is clear that it is none, so that what was drawn before it
+never changes while a reply is written. (The formula rules of mdit-py-plugins take an open one for paragraphs and lists.)
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.rules_block import StateBlock
+from markdown_it.rules_core import StateCore
+from markdown_it.rules_inline import StateInline
+from markdown_it.token import Token
+
+from .sanitise import safe_link
+
+INLINE, BLOCK = "math_inline", "math_block"
+"""The types of tokens for formulas. content: without delimiters; meta: the whole ``source``, and whether it was ``closed``."""
+LONGEST_INLINE = 1_000
+"""Characters of a formula in a line."""
+MOST_LINES = 60
+"""Of a formula; an opening that is not closed by then is none."""
+
+
+def parser(renderer: type[RendererHTML] = RendererHTML) -> MarkdownIt:
+    """Return a parser of the chat's Markdown."""
+    made = MarkdownIt("commonmark", {"html": False}, renderer_cls=renderer).enable(["table", "strikethrough"])
+    made.block.ruler.before("fence", BLOCK, _block_formula, {"alt": ["paragraph", "reference", "blockquote", "list"]})
+    made.inline.ruler.before("escape", INLINE, _inline_formula)
+    made.core.ruler.after("inline", "tasks", _tasks)
+    return made
+
+
+_parser = cache(parser)
+
+
+def tokens(source: str) -> list[Token]:
+    """Return the parser's own view of ``source``."""
+    return _parser().parse(source)
+
+
+def code_blocks(source: str) -> list[str]:
+    """Return the content of every fenced or indented block, in order, those in lists and quotes too."""
+    return [token.content for token in tokens(source) if token.type in ("fence", "code_block")]
+
+
+class OpenableLink(NamedTuple):
+    """A link that can be opened: its text, and its address."""
+
+    text: str
+    address: str
+
+
+def links(source: str) -> list[OpenableLink]:
+    """Return the links of ``source`` that can be opened, each address once."""
+    found: dict[str, OpenableLink] = {}
+    for token in tokens(source):
+        for link in _links(token.children or ()):
+            found.setdefault(link.address, link)
+    return list(found.values())
+
+
+def _links(inline: Sequence[Token]) -> list[OpenableLink]:
+    made: list[OpenableLink] = []
+    address, text = "", ""
+    for token in inline:
+        match token.type:
+            case "link_open":
+                address, text = safe_link(str(token.attrs.get("href", ""))), ""
+            case "link_close":
+                made += [OpenableLink(text or address, address)] if address else []
+                address = ""
+            case "image":
+                source = safe_link(str(token.attrs.get("src", "")))
+                made += [OpenableLink(token.content or "image", source)] if source else []
+            case _:
+                text += token.content
+    return made
+
+
+_OPENING = re.compile(
+    r"\\\[|\$\$|\\begin\{((?:align|equation|gather|multline|eqnarray|alignat|cases|[pbBvV]?matrix|split)\*?)\}"
+)
+_CLOSING = {"\\[": "\\]", "$$": "$$"}
+_ENDS_LINE = re.compile(r"[\s.,;:]*")
+
+
+def _block_formula(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """Read a formula on lines of its own."""
+    if state.is_code_block(start):
+        return False
+    opening = _OPENING.match(state.src, state.bMarks[start] + state.tShift[start], state.eMarks[start])
+    if opening is None:
+        return False
+    closing = _CLOSING.get(opening[0]) or f"\\end{{{opening[1]}}}"
+    alone = state.src[opening.end() : state.eMarks[start]].isspace() or opening.end() == state.eMarks[start]
+    line, behind = start, opening.end()
+    while True:
+        at = state.src.find(closing, behind, state.eMarks[line])
+        if at >= 0 and not _ENDS_LINE.fullmatch(state.src, at + len(closing), state.eMarks[line]):
+            return False  # text follows: a formula in a line
+        line += 1
+        if at >= 0 or line >= end or (not state.isEmpty(line) and state.sCount[line] < state.blkIndent):
+            break
+        if line - start >= MOST_LINES or (state.isEmpty(line) and not alone):
+            return False
+        behind = state.bMarks[line] + state.tShift[line]
+    if silent:
+        return True
+    state.line = line
+    token = state.push(BLOCK, "", 0)
+    source = state.getLines(start, line, state.sCount[start], False).strip("\n")
+    formula, _, rest = source.removeprefix(opening[0]).strip().rpartition(closing) if at >= 0 else ("", "", "")
+    token.content = source.strip() if opening[1] else formula.strip() + rest.strip()
+    token.markup = opening[0]
+    token.map = [start, line]
+    token.meta = {"source": source.rstrip(), "closed": at >= 0}
+    return True
+
+
+def _inline_formula(state: StateInline, silent: bool) -> bool:
+    """Read a formula in a line; of one that is not closed, keep the backslash."""
+    at, source = state.pos, state.src
+    opening = source[at : at + 2] if source.startswith(("\\(", "\\[", "$$"), at) else source[at]
+    if opening not in ("\\(", "\\[", "$$", "$"):
+        return False
+    start = at + len(opening)
+    closing = {"\\(": "\\)", "\\[": "\\]"}.get(opening, opening)
+    end = source.find(closing, start, min(state.posMax, start + LONGEST_INLINE))
+    if opening == "$" and not _is_between_dollars(source, at, end):
+        return False
+    if end < 0:
+        return opening.startswith("\\") and _keep_open(state, start, silent)
+    formula = source[start:end]
+    if not looks_like_formula(formula):
+        return False
+    state.pos = end + len(closing)
+    if not silent:
+        token = state.push(INLINE, "", 0)
+        token.content, token.markup = formula.strip(), opening
+        token.meta = {"source": source[at : state.pos], "closed": True}
+    return True
+
+
+def _is_between_dollars(source: str, at: int, end: int) -> bool:
+    """Whether the dollars at both ends may be those of a formula: no space within, no word or number at the outside, one line."""
+    inside = source[at + 1 : end] if end > 0 else ""
+    if not inside or inside[0].isspace() or inside[-1].isspace() or inside[-1] == "\\" or "\n" in inside:
+        return False
+    return not (source[at - 1 : at].isalnum() or source[end + 1 : end + 2].isalnum())
+
+
+def _keep_open(state: StateInline, start: int, silent: bool) -> bool:
+    """Take the rest of the line as it is written, if it may become a formula."""
+    newline = state.src.find("\n", start, state.posMax)
+    end = newline if newline >= 0 else state.posMax
+    rest = state.src[start:end]
+    if rest.strip() and not looks_like_formula(rest):
+        return False
+    if not silent:
+        state.pending += state.src[state.pos : end]
+    state.pos = end
+    return True
+
+
+_SIGNS = re.compile(r"[\\^_={}<>]")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+
+
+def looks_like_formula(text: str) -> bool:
+    """Whether ``text`` between delimiters is a formula rather than prose, a price or the name of a variable."""
+    if _SIGNS.search(text):
+        return True
+    words = _WORD.findall(text)
+    if any(char.isspace() for char in text.strip()):
+        return not words
+    return bool(text) and all(len(word) <= 3 for word in words)
+
+
+_TASK = re.compile(r"\[([ xX])\](?: +|$)")
+
+
+def _tasks(state: StateCore) -> None:
+    """Mark the items of lists that begin with a box to tick; meta says whether it is ``done``."""
+    for index, token in enumerate(state.tokens[:-2]):
+        inline = state.tokens[index + 2]
+        if token.type != "list_item_open" or inline.type != "inline" or not inline.children:
+            continue
+        first, box = inline.children[0], _TASK.match(inline.content)
+        if box is not None and first.type == "text" and first.content.startswith(box[0].rstrip()):
+            first.content = first.content[len(box[0]) :]
+            token.meta = {**token.meta, "done": box[1] != " "}
+
+
+def task_box(meta: dict[str, Any]) -> str:
+    """Return the box of a list's item; "" where it has none."""
+    return {None: "", True: "☑", False: "☐"}[meta.get("done")]
